@@ -699,20 +699,79 @@ def test_who_is_behind_reads_gradients_that_others_have_let_go_of() -> None:
     assert same(found[0][0], found[1][0])
 
 
-def test_parameters_written_to_and_trained_on_before_all_have_met() -> None:
+def scale(parameter: nn.Parameter) -> None:
+    parameter.mul_(0.99)
+
+
+def give_other_data(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 0.99  # which lies on the device
+
+
+def scale_past_autograd(parameter: nn.Parameter) -> None:
+    parameter.data.mul_(0.99)
+
+
+@pytest.mark.parametrize("write", [scale, give_other_data, scale_past_autograd])
+def test_parameters_written_to_and_trained_on_before_all_have_met(
+    write: Callable[[nn.Parameter], None],
+) -> None:
     script = Script("gpt", (1.0, 1.0))
 
     def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> Any:
         script.train(member, model, optimizer, fitted, 1)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(0.99)
+                write(parameter)
         with pytest.raises(UserError, match=r"has written to chunk .* call session\.barrier\(\)"):
             script.loss(model, member.rank, 1)
         fitted.sync("written")
         script.train(member, model, optimizer, fitted, 1)
 
     share_between(script, 0.5, body)
+
+
+def clip(most: float) -> Callable[[Sharded], None]:
+    return lambda fitted: fitted.clip_grad_norm_(most) and None
+
+
+def nothing(_: Sharded) -> None:
+    """What a member does that has no batch, say."""
+
+
+def meet(fitted: Sharded) -> None:
+    fitted.sync("the barrier")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (
+            clip(0.1),
+            nothing,
+            r"member 0 has come to clip_grad_norm_\(0\.1\), and member 1 to optimizer\.step\(\) 1",
+        ),
+        (
+            clip(0.1),
+            clip(0.2),
+            r"member 0 has come to clip_grad_norm_\(0\.1\), and member 1 to clip_grad_norm_\(0\.2\)",
+        ),
+        (nothing, meet, r"member 0 has come to optimizer\.step\(\) 1, and member 1 to the barrier"),
+    ],
+)
+def test_members_that_make_unlike_calls_are_told_which(
+    first: Callable[[Sharded], None], second: Callable[[Sharded], None], said: str
+) -> None:
+    script = Script("gpt", (1.0, 1.0))
+
+    def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> Any:
+        script.train(member, model, optimizer, fitted, 1)
+        script.backward(model, member.rank, 1, fitted)
+        (second if member.rank else first)(fitted)
+        optimizer.step()
+
+    with pytest.raises(RunError, match=said) as raised:
+        share_between(script, 0.5, body)
+    assert "\n" not in str(raised.value)
 
 
 def test_one_member_evaluates_and_all_write_values() -> None:
@@ -781,6 +840,15 @@ def another_presence(member: Member, model: Any, optimizer: Any, fitted: Sharded
     optimizer.step()
 
 
+def edited_by_one(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
+    Script("gpt", (1.0, 1.0)).backward(model, member.rank, 0, fitted)
+    if member.rank:
+        model.head.weight.grad.mul_(0.5)
+    else:
+        model.tokens.weight.grad.numpy()  # who looks changes nothing
+    optimizer.step()
+
+
 def other_steps(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
     if member.rank:
         optimizer.step()
@@ -814,7 +882,8 @@ def read_too_early(member: Member, model: Any, optimizer: Any, fitted: Sharded) 
         (read_too_early, UserError, r"^head.weight.grad: gradients have come after the members' mean, and"),
         (no_reduction, UserError, r"the gradient of '.*' is this member's own: call Fitted.reduce"),
         (another_presence, UserError, r"1 of 2 members have a gradient of 'head.weight' after their mean"),
-        (other_steps, RunError, r"members are in different places: \['here', 'optimizer.step\(\) 0'\]"),
+        (other_steps, RunError, r"^member 0 has come to here, and member 1 to optimizer\.step\(\) 0: all"),
+        (edited_by_one, UserError, r"^member 1 has changed the gradient of 'head.weight' after the mean was"),
         (no_weight, UserError, r"step 0: the members' weights sum to 0"),
     ],
 )

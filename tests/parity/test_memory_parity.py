@@ -311,6 +311,34 @@ def views_kept(run: Run, inputs: Tensor, targets: Tensor) -> Any:
     return *seen, view.clone(), data.clone()
 
 
+def data_exchanged(run: Run, inputs: Tensor, targets: Tensor) -> Any:
+    """`p.data = other` while the script has the former data: that stays as it was."""
+    model = gpt(run)
+    run.step(loss_of(model(inputs), targets))
+    weights = [model.blocks[0].out.weight, model.blocks[1].out.weight, model.norm.weight]
+    before = [weight.data for weight in weights]  # as averages of weights are put in and out again
+    for weight in weights:
+        weight.data = weight.detach() * 0.5
+    with torch.no_grad():
+        seen = [loss_of(model(inputs), targets).item()]
+    run.step(loss_of(model(inputs), targets))  # on the halves
+    seen += [*(each.clone() for each in before), *(weight.detach().clone() for weight in weights)]
+    for weight, data in zip(weights, before, strict=True):
+        weight.data = data
+    first, second, other = weights[0], weights[1], torch.full_like(weights[0], 0.25).detach()
+    first.data, second.data = second.data, first.data
+    model.norm.weight.data = model.norm.weight.data.flip(0)
+    second.data, other.data = other.data, second.data
+    square = model.blocks[2].out.weight
+    square.data = square.data.t()
+    seen.append(square.detach().clone())
+    square.data = square.data.t()
+    before.clear()
+    del data
+    run.step(loss_of(model(inputs), targets))
+    return [*seen, other.clone()]
+
+
 def written_by_the_script(run: Run, inputs: Tensor, targets: Tensor) -> Any:
     """Weights are clamped, overwritten and initialised anew between steps."""
     model = gpt(run)
@@ -394,6 +422,7 @@ USES: dict[str, Callable[[Run, Tensor, Tensor], Any]] = {
     "dynamic control flow": branching,
     "double backward": penalised,
     "views kept": views_kept,
+    "data exchanged": data_exchanged,
     "written by the script": written_by_the_script,
     "state and copies": state_and_copies,
     "hooks of the script": hooks_of_the_script,
@@ -449,3 +478,49 @@ def test_a_use_is_reached_where_some_chunks_step_on_the_device() -> None:
 
 def _partly_stepped_there(given: Memory) -> Memory:
     return msgspec.structs.replace(given, step="0.4")
+
+
+def test_a_model_that_is_compiled_after_fit_goes_on() -> None:
+    def scenario(run: Run) -> list[Any]:
+        compiled: Any = torch.compile(run.model, backend="eager")
+        return each_step(lambda run, inputs, targets: run.step(loss_of(compiled(inputs), targets)))(run)
+
+    compare("gpt", scenario, shares=(0.3,))
+
+
+def test_step_hooks_of_the_script() -> None:
+    """Registered before `fit` and after it: what they change before a step counts for it; they see what it
+    made, and may write over that."""
+
+    def add_hooks(optimizer: torch.optim.Optimizer, seen: list[float]) -> None:
+        def before(*_: Any) -> None:
+            (group,) = optimizer.param_groups
+            group["lr"] *= 0.9
+            parameters = group["params"]
+            parameters[0].grad = None
+            parameters[3].grad = torch.ones_like(parameters[3])
+            parameters[5].grad.mul_(0.5)
+            optimizer.state[parameters[7]].clear()
+            with torch.no_grad():
+                parameters[9].mul_(0.5)
+
+        def after(*_: Any) -> None:
+            with torch.no_grad():
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.clamp_(-0.1, 0.1)
+                    seen.append(parameter.sum().item())
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+        add_hooks(optimizer, [])
+        return optimizer
+
+    def scenario(run: Run) -> list[Any]:
+        seen: list[float] = []
+        add_hooks(run.optimizer, seen)
+        return [*run.losses(4), seen]
+
+    compare("gpt", scenario, shares=(0.4,), make=make)

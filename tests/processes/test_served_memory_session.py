@@ -189,23 +189,26 @@ def writes(place: Place, address: str) -> str:
         session.prepare(model, optimizer)
         (tiers,) = session._state.tiers
         assert isinstance(tiers.fitted, Exchanged)
-        for step in range(4):
+        for step in range(5):
             optimizer.zero_grad()
             loss_of(model, share(0, step)).backward()
             optimizer.step()
             before = values(model)
+            if step == 4:
+                break  # which has written nothing
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), before, strict=True):
                     parameter.mul_(0.5)
                     parameter.copy_(value)
         state = optimizer.state_dict()["state"][0]["exp_avg"]
         assert bool(state.any())
-        with torch.no_grad():
-            model.last.weight[0, 0] += 1.0
-        optimizer.zero_grad()
-        loss_of(model, share(0, 4)).backward()
-        with pytest.raises(UserError, match=r"parameter 'last\.weight' was changed by the script"):
-            optimizer.step()
+        for past_autograd in (True, False):
+            with torch.no_grad():
+                (model.last.weight.data if past_autograd else model.last.weight)[0, 0] += 1.0
+            optimizer.zero_grad()
+            loss_of(model, share(0, 4)).backward()
+            with pytest.raises(UserError, match=r"parameter 'last\.weight' was changed by the script"):
+                optimizer.step()
         with torch.no_grad():
             model.last.weight.copy_(before[[n for n, _ in model.named_parameters()].index("last.weight")])
         optimizer.step()

@@ -346,3 +346,40 @@ def test_half_precision_is_stepped_to_the_bit(dtype: torch.dtype, make: Any) -> 
             model(x).square().mean().backward()
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), chunked.parameters(), strict=True))
+
+
+def test_step_hooks_of_the_script_do_what_they_do_in_plain_pytorch() -> None:
+    """Registered before `prepare` and after it; they see parameters, and what they change counts."""
+    seen: list[list[float]] = []
+
+    def add_hooks(optimizer: torch.optim.Optimizer) -> None:
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            group = optimizer.param_groups[0]
+            group["lr"] *= 0.9
+            group["params"][1].grad = None
+            group["params"][2].grad.mul_(0.5)
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            with torch.no_grad():
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.clamp_(-0.2, 0.2)
+                    noted.append(float(parameter.sum()))
+
+        noted: list[float] = []
+        seen.append(noted)
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        add_hooks(optimizer)
+        return optimizer
+
+    twins = Twins(make)
+    add_hooks(twins.plain_optimizer)
+    add_hooks(twins.optimizer)
+    for number in range(4):
+        twins.step(number)
+        twins.assert_equal()
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]

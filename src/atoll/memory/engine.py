@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from atoll.core.errors import DeadlineError, UserError
 from atoll.core.units import format_bytes
-from atoll.memory import copies
 from atoll.memory.arena import Arena
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import resident_bytes, spilled_to, take
@@ -57,6 +56,9 @@ class Engine:
         self.fill: Callable[[int, Tensor], bool] = lambda _chunk, _memory: False
         self.edited: Callable[[int], None] = lambda _: None
         self.written: Callable[[int], None] = lambda _: None
+        # Whether writes past autograd's count (`p.data.mul_()`) are to be `written` too, for a checksum
+        # whenever the chunk's memory is given out.
+        self.must_tell: Callable[[int], bool] = lambda _: False
         self.gradients: Gradients  # whoever makes the engine makes them too
         self.unpacked: Callable[[Place], None] | None = None  # told of what backward uses
         self.moves, self.nbytes = Counter[str](), Counter[str]()  # by direction
@@ -131,7 +133,10 @@ class Engine:
             pinned_here: list[int] = []
             try:
                 for chunk in chunks:
-                    self._bring(chunk).given_out |= gives_out
+                    stay = self._bring(chunk)
+                    stay.given_out |= gives_out
+                    if gives_out and self.must_tell(chunk):
+                        stay.seal()
                     self._pins[chunk] += 1
                     pinned_here.append(chunk)
                 self._prefetch()
@@ -275,9 +280,9 @@ class Engine:
             torch.accelerator.set_stream(stream)
         with torch.inference_mode(False), torch.no_grad():
             self.wait_stepped(stay.each.chunk.id, tells=not ahead)
-            if not self.fill(stay.each.chunk.id, stay.memory):
+            if stay.is_apart or not self.fill(stay.each.chunk.id, stay.memory):
                 with self._values(stay.each, tells=not ahead) as values:
-                    copies.to_device(stay.memory, values)
+                    stay.bring(values)
 
     def _wait(self, stay: Stay) -> None:
         """Wait until nobody copies into it any more, whether the values came or not."""
@@ -334,6 +339,8 @@ class Engine:
             ADDRESSES.remove(address)
         self._put(stay.each, self._absent[stay.each.chunk.id])
         stay.coming = None
+        if stay.is_apart:
+            self._stays.pop((stay.each.chunk.id, stay.block.first), None)
 
     @staticmethod
     def _put(each: TrainedChunk, memory: Iterable[Tensor]) -> None:
@@ -367,7 +374,7 @@ class Engine:
             stay = self._resident.get(chunk)
             if stay is None or not stay.ready or chunk in self._void:
                 return False
-            return self._versions(stay.each) != stay.versions
+            return self._versions(stay.each) != stay.versions or stay.is_seal_broken
 
     def write_back(self) -> None:
         """Hand what the script has written on the device to the payloads."""
@@ -385,12 +392,14 @@ class Engine:
         versions = self._versions(each)
         if versions == stay.versions and not stay.given_out:
             return
+        is_changed = versions != stay.versions or stay.is_seal_broken
         with torch.no_grad(), self._values(each, writes=True) as values:
-            copies.to_host(values, stay.memory)
+            stay.return_to(values)
         self.written_back += 1
         self._count("to_host", each)
-        if versions != stay.versions:
+        if is_changed:
             self.written(chunk)
+        stay.seal(anew=True)
         self.edited(chunk)
         stay.versions = versions  # last: what was cut short is written back again
 
@@ -441,6 +450,7 @@ class Engine:
         """Bring a chunk's new values to where it lies."""
         self._copy(stay)
         stay.versions = self._versions(stay.each)
+        stay.seal(anew=True)
         self._count("to_device", stay.each)
         self._void.discard(stay.each.chunk.id)
 
@@ -506,13 +516,22 @@ class Engine:
             self._mend()
             if place.chunk in self._resident:
                 stay = self._settled(place.chunk)
+                if stay.is_slot_viewed(place.slot):  # which plain PyTorch leaves as it is
+                    self._set_apart(stay, place.slot)
                 stay.views[place.slot].copy_(value)
                 stay.given_out = True
+                self.written(place.chunk)
                 return
             with self._values(each, writes=True) as values:
                 each.part(values, place.slot).copy_(value)
             self.written(place.chunk)
             self.edited(place.chunk)
+
+    def _set_apart(self, stay: Stay, slot: int) -> None:
+        """Let the parameter lie in new memory, with anything in it; who has views of the former keeps it."""
+        ADDRESSES.remove(stay.addresses[slot])
+        put(stay.each.parameters[slot], stay.set_apart(slot))
+        ADDRESSES.add(stay.addresses[slot], Place(self, stay.each.chunk.id, slot))
 
     # What parameters ask
 

@@ -121,8 +121,8 @@ class Exchanged(Moving):
             for each in self._trained
             for slot, parameter in enumerate(each.parameters)
         }
-        self.written: set[int] = set()  # chunks whose values the script has changed
-        self.engine.written = self.written.add
+        self.written: set[int] = set()  # chunks whose values the script may have changed
+        self.engine.edited = self.written.add
 
     def _gradients_of(self, trained: Sequence[TrainedChunk]) -> Gradients:
         return WatchedGradients(trained, lambda _: self._store, self._gradient_came, self._room)
@@ -221,11 +221,12 @@ class Exchanged(Moving):
                     _run(chunk, into, index).copy_(each.run(flat, slot))
 
     def write_back(self) -> None:
-        """Hand what the script has written into parameters to the tiers: `written` says in which chunks."""
+        """Hand what the script has written into parameters to the tiers: `written` says in which chunks that
+        may be."""
         self.engine.write_back()
 
     def is_written(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the script has changed the values of a chunk in which one of these lies."""
+        """Whether the script may have changed the values of a chunk in which one of these lies."""
         return any(self._places[id(parameter)][0].chunk.id in self.written for parameter in parameters)
 
     def begin_values(self) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from atoll.memory.untraced import untraced
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -53,6 +55,7 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, at whose end a KeyboardInterrupt is raised that came within."""
 
     @functools.wraps(function)
+    @untraced
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         if threading.get_ident() != _MAIN:
             return function(*args, **kwargs)

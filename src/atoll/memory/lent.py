@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, lay_out_memory
 from atoll.core.memory import Budgets, MemoryFigures
-from atoll.memory import copies, planning
+from atoll.memory import planning
 from atoll.memory.arena import Arena
 from atoll.memory.engine import Engine
 from atoll.memory.fitted import Moving
@@ -171,7 +171,7 @@ class LentEngine(Engine):
             torch.accelerator.set_stream(stream)
         with torch.inference_mode(False), torch.no_grad():
             for slot, place in enumerate(stay.each.chunk.slots):
-                copies.to_device(stay.each.run(stay.memory, slot), self._loan.run(place.parameter))
+                stay.bring_slot(slot, self._loan.run(place.parameter))
 
     def _value(self, each: TrainedChunk, slot: int) -> Tensor:
         if each.chunk.id in self._written:

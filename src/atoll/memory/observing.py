@@ -23,6 +23,7 @@ from atoll.memory.profile import Recorder
 from atoll.moves.owners import Groups, Share
 from atoll.moves.search import MemoryPlan
 from atoll.moves.timeline import Bandwidths
+from atoll.tensors.stephooks import AroundStep
 
 _RECORDED = 3  # which step is
 
@@ -96,10 +97,7 @@ class Observation:
             return
         self._fitted, self.seen = fitted, Seen(fitted.plan, fitted.budgets)
         if optimizer is not None:
-            self._handles = [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
+            self._handles = [AroundStep(optimizer, self._before_step, self._after_step)]
 
     def _before_step(self, *_call: Any) -> None:
         if self._recorder is not None:

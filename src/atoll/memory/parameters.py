@@ -23,6 +23,7 @@ from atoll.core.errors import UserError
 from atoll.memory import statedicts
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.saved import Place, entered
+from atoll.memory.untraced import untraced
 
 if TYPE_CHECKING:
     from atoll.memory.engine import Engine
@@ -74,6 +75,7 @@ class ChunkParameter(nn.Parameter):
     _atoll: Place
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Arguments = (), kwargs: Any = None
     ) -> Any:
@@ -119,18 +121,22 @@ class ChunkParameter(nn.Parameter):
             _unpin(used)
 
     @property
+    @untraced
     def grad(self) -> Tensor | None:
         """The gradient, wherever it lies; edits of it count."""
         return _engine(self).gradients.grad_of(self)
 
     @grad.setter
+    @untraced
     def grad(self, gradient: Tensor | None) -> None:
         _engine(self).gradients.set_grad(self, gradient)
 
     @grad.deleter
+    @untraced
     def grad(self) -> None:
         _engine(self).gradients.set_grad(self, None)
 
+    @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with the present values; it lies in ordinary memory and belongs to no chunk."""
         if id(self) not in memo:
@@ -141,9 +147,11 @@ class ChunkParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter.__reduce_ex__(self._plain_copy(), protocol)  # type: ignore[no-untyped-call]
 
+    @untraced
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self._plain_copy())
 
+    @untraced
     def stored_value(self) -> Tensor:
         """A copy of the present values, in ordinary memory; nothing becomes resident."""
         if not hasattr(self, "_atoll"):  # given back since somebody took this method, as a state_dict does

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from atoll.core.errors import UserError
 from atoll.memory.interrupts import uninterrupted
+from atoll.memory.untraced import untraced
 
 _TENSOR: Any = torch.Tensor  # its getters are no attributes for a type checker
 _CHEAP: set[Any] = {
@@ -102,6 +103,7 @@ class GradientProxy(torch.Tensor):
         return proxy
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls,
         func: Callable[..., Any],

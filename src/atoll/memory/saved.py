@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from atoll.memory.calls import is_under_way
 from atoll.memory.interrupts import uninterrupted
+from atoll.memory.untraced import untraced
 
 
 class Owner(Protocol):
@@ -79,6 +80,7 @@ class Addresses:
     def remove(self, address: int) -> None:
         self._places.pop(address, None)
 
+    @untraced
     def pack(self, tensor: Tensor) -> object:
         """What is kept of a tensor that is saved."""
         try:
@@ -159,6 +161,7 @@ _OPEN = _Open()
 
 
 # Functions of this module, so that a model can be copied and pickled with its hooks.
+@untraced
 def _before(_module: nn.Module, _inputs: Any) -> None:
     leave_gone()
     if _OPEN.depth == 0:
@@ -169,6 +172,7 @@ def _before(_module: nn.Module, _inputs: Any) -> None:
     _OPEN.depth += 1
 
 
+@untraced
 def _after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
     _OPEN.depth = max(_OPEN.depth - 1, 0)
     if _OPEN.depth == 0:

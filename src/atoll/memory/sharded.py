@@ -29,7 +29,7 @@ from atoll.memory.members import Members
 from atoll.memory.othergroups import Held, groups_of, held_by_groups
 from atoll.memory.payloads import Payloads
 from atoll.memory.sharedgradients import SharedGradients
-from atoll.memory.sharing import Sharing
+from atoll.memory.sharing import Sharing, code_of
 from atoll.memory.stepping import Stepper
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.clipping import check_max_norm
@@ -60,6 +60,7 @@ class Sharded(Moving):
         self._foreign = [chunk for chunk in self.engine.chunks if not self.sharing.holds_all(chunk)]
         self.engine.written = self.sharing.written
         self.engine.fill = self.sharing.fill
+        self.engine.must_tell = lambda chunk: not self.sharing.holds_all(chunk)
         self._handles.append(model.register_forward_pre_hook(self._before_forward))
         for module in model.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_load))  # type: ignore[no-untyped-call]
@@ -197,8 +198,12 @@ class Sharded(Moving):
         grouping, trained = self.sharing.grouping, [each.chunk.id for each in self._trained]
         present = [[float(here) for here in self.gradients.present(chunk)] for chunk in trained]
         kinds = [grouping.kind(chunk) for chunk in trained]
+        edited = "\n".join(self.gradients.edited)
+        code = float(code_of(edited))
         told = [place for each in zip(kinds, present, strict=True) for place in grouping.spread(*each)]
-        heard = iter(self.sharing.agree(told, f"optimizer.step() {self.sharing.steps}"))
+        heard = iter(self.sharing.agree([code, code**2, *told], f"optimizer.step() {self.sharing.steps}"))
+        if next(heard) ** 2 != self._members.count * next(heard):
+            raise UserError(self._unlike_edits(edited))
         for kind, each in zip(kinds, self._trained, strict=True):
             counts = grouping.heard(kind, heard, len(each.names))
             for group, members in zip(counts, grouping.groups(kind), strict=True):
@@ -208,6 +213,19 @@ class Sharded(Moving):
                             f"{count:g} of {len(members)} members have a gradient of {name!r} after their "
                             "mean was taken: what a script does to p.grad, it must do on all members alike"
                         )
+
+    def _unlike_edits(self, edited: str) -> str:
+        """In a line, who has changed a gradient that another has not."""
+        words = self._members.gather(edited.encode(), "whose gradients scripts have changed")
+        told = [set(word.decode().split("\n")) - {""} for word in words]
+        other = next(member for member, each in enumerate(told) if each != told[0])
+        name = min(told[0] ^ told[other])
+        who, others = (0, other) if name in told[0] else (other, 0)
+        return (
+            f"member {who} has changed the gradient of {name!r} after the mean was taken, and member "
+            f"{others} has not: what a script does to p.grad, it must do on all members alike, also on one "
+            "that has no batch"
+        )
 
     def _count_writes(self) -> None:
         """For autograd, what others alone step is written into here too."""

@@ -33,6 +33,7 @@ from atoll.tensors.finite import is_finite
 
 _UNDER_WAY = 2  # sums at once: while one travels, the next is made ready
 _FRAMES = 8  # from where p.grad is read to the function that reads it
+_FIRST = 3  # words of what members tell of a backward as a whole
 _ABSENT = -1.0  # in the place of a norm: there is no gradient
 _PIECE = 2**20  # elements that are summed at once in double precision, which takes a copy of them
 
@@ -47,7 +48,10 @@ class _SharedSlot(Slot):
         chunk, index = self._chunk, self._index
         if index in chunk.kept or chunk.is_own(index):
             with super().lend(overwrites=overwrites) as gradient:
+                before = gradient._version
                 yield gradient
+            if gradient._version != before:
+                chunk.note_edit(index)
             return
         like, device = chunk.trained.likes[index], chunk.trained.device
         with torch.inference_mode(False), torch.no_grad():
@@ -98,6 +102,7 @@ class _SharedChunk(ChunkGradients):
         # others; and which slots, of those that others hold some of, count for this member's script as they
         # lie in the payload, whole.
         self.originals: dict[int, Tensor] = {}
+        self.edited: set[int] = set()  # slots that the script has written to since they were summed
         self.edits: set[int] = set()
         # The payload, between the script's thread and those that answer others:
         self._lock = threading.RLock()
@@ -196,6 +201,7 @@ class _SharedChunk(ChunkGradients):
     def _begin_anew(self) -> None:
         self.is_mean = self.is_stepped = False
         self._aside = None
+        self.edited.clear()
         self.come, self.earlier = [False] * len(self.come), [False] * len(self.come)
         self.forget_changes()
 
@@ -324,11 +330,17 @@ class _SharedChunk(ChunkGradients):
         # Which waits for the step, and then locks: the step locks too.
         with self.settled(writes=True) as flat:
             if self.is_mean:
+                self.note_edit(index)
                 self._note_change(flat, index)
             self.trained.part(flat, index).copy_(values)
             if not self.is_mean:
                 self._put_aside(flat, index)
             self.norms.pop(index, None)
+
+    def note_edit(self, index: int) -> None:
+        """The script has written to a slot."""
+        if self.is_mean:
+            self.edited.add(index)
 
     def _put_aside(self, flat: Tensor, index: int) -> None:
         if self._aside is not None and self.own_numel(index):
@@ -390,6 +402,10 @@ class SharedGradients(Gradients):
         self._sharing = sharing
         super().__init__(chunks, lambda _: sharing, arrived, room)
         sharing.gradient = self._for_others
+        grouping = sharing.grouping  # what `reduce` tells, and less in all else:
+        by_slot = (len(each.names) * len(grouping.groups(grouping.kind(each.chunk.id))) for each in chunks)
+        by_kind = (len(grouping.groups(kind)) for kind in grouping.kinds)
+        sharing.most_words = _FIRST + sum(by_kind) + sum(by_slot)
         self._bad = ""
 
     def _held(self, trained: TrainedChunk, payloads: Payloads) -> _SharedChunk:
@@ -431,7 +447,7 @@ class SharedGradients(Gradients):
         """
         chunks, grouping = list(self._chunks.values()), self._sharing.grouping
         kinds = [grouping.kind(each.trained.chunk.id) for each in chunks]
-        told = [samples, weight, float(any(any(each.come) for each in chunks))]
+        told = [samples, weight, float(any(any(each.come) for each in chunks))]  # _FIRST of them
         for kind in grouping.kinds:
             told += grouping.spread(kind, [weight])
         for kind, each in zip(kinds, chunks, strict=True):
@@ -505,6 +521,19 @@ class SharedGradients(Gradients):
                     "all members when the backward has ended, before clipping and optimizer.step()"
                 )
 
+    @property
+    def edited(self) -> list[str]:
+        """The parameters that all members share whose mean this member's script has written to; not what it
+        may have written by a view."""
+        grouping = self._sharing.grouping
+        return [
+            each.trained.names[slot]
+            for each in self._chunks.values()
+            if len(grouping.groups(grouping.kind(each.trained.chunk.id))) == 1
+            for slot in sorted(each.edited)
+            if each.present[slot]
+        ]
+
     def step_made(self) -> None:
         """A step was begun on all members."""
         for each in self._chunks.values():
@@ -521,6 +550,9 @@ class SharedGradients(Gradients):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """As of `Gradients`; called by all members, and the same bits on each."""
+        self.check_summed()
+        kind = "" if norm_type == 2.0 else f", norm_type={float(norm_type):g}"
+        self._sharing.agree([], f"clip_grad_norm_({float(max_norm)!r}{kind})")
         norm = super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         self.synced()
         self._sharing.passed()

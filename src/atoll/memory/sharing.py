@@ -8,7 +8,9 @@ holder that is not there yet answers when it is. So members may use chunks in an
 
 from __future__ import annotations
 
+import re
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +33,8 @@ from atoll.moves.search import STAGES
 
 FETCHING = 16  # fetches at once, beside those of the threads that want a chunk
 _DEADLINE = 600.0  # seconds, for a holder that is behind, and for a place in host memory to be free
+_OF_STEP = re.compile(r"(\bstep(?:\(\))?) \d+")
+_CODES = 2**20  # of calls: sums of their squares over the members are exact
 _STEPS = 2**20  # steps are compared modulo this: their sum over the members is exact
 
 
@@ -82,6 +86,7 @@ class Sharing:
         self._sizes: dict[Key, tuple[int, torch.dtype]] = {}  # of what others hold a part of
         self.steps = 0
         self.count = 0  # of sync points
+        self.most_words = 0  # that members tell one another in a call; on all alike
         self._changed = [0] * len(chunks)  # the count at which a chunk's values were stepped last
         self._writes = [0] * len(chunks)  # to this member's part of its values, by its script
         # Others' chunks that the script has written to since all were last told what scripts have written:
@@ -389,17 +394,33 @@ class Sharing:
             self._condition.notify_all()
 
     def agree(self, told: Sequence[float], what: str) -> list[float]:
-        """The sums of what all members tell, at the same step. Raises RunError where they are not."""
-        step = self.steps % _STEPS
-        vector = torch.tensor([float(step), *told], dtype=torch.float64)
+        """The sums of what all members tell, in the same call at the same step. Raises RunError where they
+        are not. `what` is the call."""
+        step, call = self.steps % _STEPS, _call_of(what)
+        head = float(step), float(call), float(call**2)
+        # As many words whatever the call is: else two that are in unlike ones would wait for each other.
+        vector = torch.zeros(len(head) + max(len(told), self.most_words), dtype=torch.float64)
+        vector[: len(head) + len(told)] = torch.tensor([*head, *told], dtype=torch.float64)
         self.members.sum(vector, what)
-        off = float(vector[0]) / self.members.count - step
+        steps, calls, squares = vector[: len(head)].tolist()
+        if calls**2 != self.members.count * squares:
+            raise RunError(self._unlike(what))
+        off = steps / self.members.count - step
         if off:
             raise RunError(
                 f"{what}: the members are at different steps (this one at {self.steps}, on average "
                 f"{self.steps + off:g}); each must call optimizer.step() equally often"
             )
-        return vector[1:].tolist()
+        return vector[len(head) : len(head) + len(told)].tolist()
+
+    def _unlike(self, what: str) -> str:
+        """In a line, who has come to which call."""
+        told = [word.decode() for word in self.members.gather(what.encode(), "the calls of all members")]
+        other = next((member for member, each in enumerate(told) if _call_of(each) != _call_of(told[0])), 0)
+        return (
+            f"member 0 has come to {told[0]}, and member {other} to {told[other]}: all members must make the "
+            "same calls in one order, also one that has no batch"
+        )
 
     def close(self) -> None:
         """Others are answered no more."""
@@ -429,6 +450,17 @@ class OwnParts:
 
     def drop(self, key: Key) -> None:
         self._sharing.store.drop(key)
+
+
+def code_of(word: str) -> int:
+    """Tells words apart: members have the same one where the square of the sum of their codes is as many
+    times the sum of the squares as there are members, both of which are exact."""
+    return zlib.crc32(word.encode()) % _CODES
+
+
+def _call_of(what: str) -> int:
+    """Tells calls apart, by what they are for people, whatever step they are of."""
+    return code_of(_OF_STEP.sub(r"\1", what))
 
 
 def _bytes(word: bytes) -> Tensor:

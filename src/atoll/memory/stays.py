@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
+from atoll.memory import copies
 from atoll.memory.arena import Block
 from atoll.memory.gradients import TrainedChunk
 from atoll.tensors.binding import carve
@@ -24,22 +26,89 @@ class Stay:
         self.storages = [view.untyped_storage() for view in self.views]
         self.addresses = [storage.data_ptr() for storage in self.storages]
         self._ids = [storage._cdata for storage in self.storages]
+        self._seal: int | None = None  # a checksum, to see a change that autograd does not count
+        self._left: list[torch.UntypedStorage] = []  # where slots lay that were set apart
+        self._apart: set[int] = set()  # slots whose values lie outside of the block
         self.coming: Future[None] | None = None  # what brings the values, until they are used
         self.ready = False  # the values are here, and the parameters lie here
         self.versions: list[int] = []  # the parameters', when the values here were those in host memory
         self.given_out = False  # may have been written into, and autograd's count would not tell
         self._unheld = 0  # uses of all storages by the engine and the parameters alone
+        self._unheld_by_slot: list[int] = []
 
     def begin(self, versions: list[int]) -> None:
         """The values and the parameters are here."""
-        self.versions, self.given_out = versions, False
+        self.versions, self.given_out, self._seal = versions, False, None
         self._unheld = self._uses()
+        self._unheld_by_slot = list(map(torch._C._storage_Use_Count, self._ids))
         self.ready, self.coming = True, None
 
     @property
     def is_viewed(self) -> bool:
         """Whether anybody but the engine and the parameters has a view."""
         return self._uses() > self._unheld
+
+    def is_slot_viewed(self, slot: int) -> bool:
+        """Whether anybody has a view of this slot's memory."""
+        return bool(torch._C._storage_Use_Count(self._ids[slot]) > self._unheld_by_slot[slot])
+
+    def set_apart(self, slot: int) -> Tensor:
+        """New memory for a slot, with anything in it, outside of the block and of the budget, until the chunk
+        leaves: the former one is left to who has views of it, as it is. The parameter is to lie there."""
+        like = self.each.likes[slot]
+        with torch.inference_mode(False):
+            view = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.memory.device)
+        self._left.append(self.storages[slot])
+        self._ids.append(self._ids[slot])
+        self._unheld += 1  # by ourselves
+        self._apart.add(slot)
+        self.views[slot], self.storages[slot] = view, view.untyped_storage()
+        self._ids[slot] = self.storages[slot]._cdata
+        self.addresses[slot] = self.storages[slot].data_ptr()
+        return view
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether any slot lies outside of the block: this stay is not one to be used again."""
+        return bool(self._apart)
+
+    def seal(self, *, anew: bool = False) -> None:
+        """Note what lies here, if nobody has yet, or, `anew`, if somebody has."""
+        if (self._seal is not None) == anew:
+            self._seal = self._checksum()
+
+    @property
+    def is_seal_broken(self) -> bool:
+        """Whether what lies here is not what was noted."""
+        return self._seal is not None and self._seal != self._checksum()
+
+    def _checksum(self) -> int:
+        found = 0
+        for each in (self.memory, *(self.views[slot] for slot in sorted(self._apart))):
+            run = each.as_strided((each.numel(),), (1,), each.storage_offset())
+            found = zlib.crc32(run.view(torch.uint8).cpu().numpy().data, found)
+        return found
+
+    def bring(self, values: Tensor) -> None:
+        """Copy the chunk's values, (extent,), to where its slots lie."""
+        if not self._apart:
+            copies.to_device(self.memory, values)
+            return
+        for slot in range(len(self.views)):
+            self.bring_slot(slot, self.each.run(values, slot))
+
+    def bring_slot(self, slot: int, values: Tensor) -> None:
+        """Copy a slot's values, 1-D in the order of memory, to where it lies."""
+        here = self.each.run(self.memory, slot)
+        if slot in self._apart:
+            here = self.views[slot].as_strided(here.shape, (1,), 0)
+        copies.to_device(here, values)
+
+    def return_to(self, values: Tensor) -> None:
+        """Copy what lies here to the chunk's values, (extent,)."""
+        copies.to_host(values, self.memory)
+        for slot in self._apart:
+            copies.to_host(self.each.part(values, slot), self.views[slot])
 
     def _uses(self) -> int:
         # The count tells what no public function does: whether memory may be taken away.

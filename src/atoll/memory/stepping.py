@@ -35,6 +35,7 @@ from atoll.memory.speculation import Ahead, Spares, Speculation, can_be_stepped_
 from atoll.memory.states import ChunkStates, Run, Settings, noted, run_step
 from atoll.tensors.lazy import LazyTensor, read_whole
 from atoll.tensors.optimizer import State, call_closure_now, check_groups, elementwise_keys
+from atoll.tensors.stephooks import AroundStep, Handle
 
 _DEADLINE = 600.0  # seconds: the slowest disk has stepped a chunk by then
 _HALF = (torch.bfloat16, torch.float16)
@@ -185,9 +186,8 @@ class Stepper:
         self._take_over()
         for chunk in self._chunks:
             gradients.steps_wait(chunk, self.wait_stepped)
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+        self._handles: list[Handle] = [
+            AroundStep(optimizer, self._before, self._after),
             optimizer.register_state_dict_pre_hook(lambda _: self._before_state_dict()),
             optimizer.register_state_dict_post_hook(lambda _, __: self._shown.keep(self._held)),
             optimizer.register_load_state_dict_pre_hook(lambda _, state: self._load(state)),

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys
+from atoll.tensors.stephooks import AroundStep, Handle
 
 State: TypeAlias = dict[str, Any]
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -266,10 +267,7 @@ class ParameterOptimizer:
         self.optimizer, self._hooks = optimizer, hooks
         self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._left_out = False  # the param groups are empty, for a step that was not accepted
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+        self._handles: list[Handle] = [AroundStep(optimizer, self._before, self._after)]
 
     def close(self) -> None:
         """Leave the optimizer to the user as a plain one."""
@@ -396,9 +394,8 @@ class ChunkOptimizer:
         self._elementwise = elementwise
         self._user_state: defaultdict[Any, Any] | None = None  # the optimizer's own, while it is exchanged
         self._import()
-        self._handles = [
-            optimizer.register_step_pre_hook(self._exchange),
-            optimizer.register_step_post_hook(self._exchange_back),
+        self._handles: list[Handle] = [
+            AroundStep(optimizer, self._exchange, self._exchange_back),
             optimizer.register_load_state_dict_post_hook(lambda _: self._import()),
             optimizer.register_state_dict_pre_hook(lambda _: self.restore()),
         ]

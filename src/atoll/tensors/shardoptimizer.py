@@ -24,6 +24,7 @@ from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.compensation import Origins
 from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks, elementwise_keys
+from atoll.tensors.stephooks import AroundStep
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
 SlotValues: TypeAlias = list[dict[str, Any]]  # for each slot, its states that are one number
@@ -188,7 +189,7 @@ class _HeldChunk:
             self.optimizer, [self.bound], kind.elementwise, hooks, lambda _: self._given()
         )
         if isinstance(self.optimizer, torch.optim.SGD):
-            self.optimizer.register_step_pre_hook(_unfuse_mixed)  # after the stepper's: of what it steps
+            AroundStep(self.optimizer, _unfuse_mixed)  # after the stepper's: of what it steps
 
     def step(self, gradients: Tensor, present: tuple[bool, ...]) -> None:
         self._gradients = gradients, present

@@ -33,14 +33,14 @@ class Group:
         self._barrier = threading.Barrier(count)
         self.members = [Member(self, rank) for rank in range(count)]
 
-    def meet(self, rank: int, word: T, what: str) -> list[T]:
-        """Every member's word."""
+    def meet(self, rank: int, word: T, what: str, *, alike: bool = True) -> list[T]:
+        """Every member's word. Where all are to be `alike`, they must meet for the same."""
         self._words[rank], self._whats[rank] = word, what
         self._wait(what)
         words = list(self._words)
         whats = set(self._whats)
         self._wait(what)
-        if len(whats) > 1:
+        if alike and len(whats) > 1:
             raise RunError(f"members are in different places: {sorted(whats)}")
         return words  # type: ignore[return-value]
 
@@ -91,7 +91,8 @@ class Member:
 
     def sum(self, tensor: Tensor, what: str) -> None:
         assert tensor.is_contiguous()
-        parts = self._group.meet(self.rank, tensor.clone(), what)
+        parts = self._group.meet(self.rank, tensor.clone(), what, alike=False)
+        assert len({part.shape for part in parts}) == 1, what
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
@@ -114,7 +115,7 @@ class Member:
         return _Done()
 
     def gather(self, word: bytes, what: str) -> list[bytes]:
-        return self._group.meet(self.rank, word, what)
+        return self._group.meet(self.rank, word, what, alike=False)
 
     def close(self) -> None:
         self._service.shutdown(wait=False)

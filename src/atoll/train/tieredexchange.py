@@ -195,6 +195,7 @@ class TieredParameters(NewParameters):
     def forget_changes(self) -> None:
         self._held().write_back()
         self._held().written.clear()
+        self._sums.clear()  # of what was published before
 
     def _seen(self) -> list[tuple[str, int]]:
         return []  # the tiers see it

@@ -1,0 +1,75 @@
+"""Hooks around an optimizer's step, within those of the script.
+
+torch runs step hooks in the order in which they were registered. In plain PyTorch a script's pre-hook that
+changes the learning rate, a gradient or a value counts for the step that it comes before, and its post-hook
+sees what that step has made, whenever either was registered. So ours run last before the step, and first
+after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+Before: TypeAlias = Callable[[torch.optim.Optimizer, Any, Any], Any]
+After: TypeAlias = Callable[[torch.optim.Optimizer, Any, Any], None]
+
+Handle: TypeAlias = "AroundStep | RemovableHandle"
+
+_REGISTER = "register_step_pre_hook"
+
+
+class AroundStep:
+    """`before` runs after all step pre-hooks of the script's, and `after` before all of its post-hooks, until
+    `remove`. Several on one optimizer run in the order in which they were made."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, before: Before, after: After | None = None) -> None:
+        within = vars(optimizer).get(_REGISTER)
+        self._within = within if isinstance(within, _Within) else _Within(optimizer)
+        self.before: RemovableHandle = self._within.register(before)
+        self.after = None if after is None else optimizer.register_step_post_hook(after)
+        self._within.ours.append(self)
+        self._within.put_in_order()
+
+    def remove(self) -> None:
+        self.before.remove()
+        if self.after is not None:
+            self.after.remove()
+        self._within.forget(self)
+
+
+class _Within:
+    """Stands in for an optimizer's `register_step_pre_hook` while there are hooks of ours, which then stay
+    the last. Post-hooks that come later are later anyway."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self.ours = optimizer, list[AroundStep]()
+        self._own = vars(optimizer).get(_REGISTER)  # where the script has put one there
+        self.register = getattr(optimizer, _REGISTER)
+        setattr(optimizer, _REGISTER, self)
+
+    def __call__(self, hook: Before) -> RemovableHandle:
+        handle: RemovableHandle = self.register(hook)
+        self.put_in_order()
+        return handle
+
+    def put_in_order(self) -> None:
+        before: Any = self._optimizer._optimizer_step_pre_hooks  # ordered dictionaries
+        after: Any = self._optimizer._optimizer_step_post_hooks
+        for each in self.ours:
+            before.move_to_end(each.before.id)
+        for each in reversed(self.ours):
+            if each.after is not None:
+                after.move_to_end(each.after.id, last=False)
+
+    def forget(self, gone: AroundStep) -> None:
+        if gone in self.ours:
+            self.ours.remove(gone)
+        if self.ours or vars(self._optimizer).get(_REGISTER) is not self:
+            return
+        delattr(self._optimizer, _REGISTER)
+        if self._own is not None:
+            setattr(self._optimizer, _REGISTER, self._own)

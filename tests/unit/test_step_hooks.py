@@ -1,0 +1,88 @@
+"""A script's step hooks do under Atoll what they do in plain PyTorch, whenever they were registered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
+from atoll.tensors.stephooks import AroundStep
+
+
+def an_optimizer() -> torch.optim.SGD:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    return torch.optim.SGD([parameter], lr=1.0)
+
+
+def test_ours_are_within_those_of_the_script_in_their_own_order() -> None:
+    optimizer, seen = an_optimizer(), list[str]()
+
+    def of(name: str) -> Any:
+        return lambda *_: seen.append(name)
+
+    def register(name: str) -> list[Any]:
+        return [
+            optimizer.register_step_pre_hook(of(f"{name} before")),
+            optimizer.register_step_post_hook(of(f"{name} after")),
+        ]
+
+    register("early")
+    ours = [AroundStep(optimizer, of(f"{n} before"), of(f"{n} after")) for n in ("first", "second")]
+    last = AroundStep(optimizer, of("third before"))
+    late = register("late")
+    optimizer.step()
+    before = ["early before", "late before", "first before", "second before", "third before"]
+    after = ["first after", "second after", "early after", "late after"]
+    assert seen == before + after
+    seen.clear()
+    for handle in [ours[0], last, *late]:
+        handle.remove()
+    optimizer.step()
+    assert seen == ["early before", "second before", "second after", "early after"]
+    ours[1].remove()
+    ours[1].remove()
+    assert "register_step_pre_hook" not in vars(optimizer)
+    seen.clear()
+    optimizer.step()
+    assert seen == ["early before", "early after"]
+
+
+def test_the_script_s_own_way_to_register_is_put_back() -> None:
+    optimizer, given = an_optimizer(), list[Any]()
+    register = optimizer.register_step_pre_hook
+
+    def own(hook: Any) -> Any:
+        given.append(hook)
+        return register(hook)
+
+    optimizer.register_step_pre_hook = own  # type: ignore[method-assign]
+    ours = AroundStep(optimizer, lambda *_: None)
+    optimizer.register_step_pre_hook(print).remove()
+    assert given[-1] is print
+    ours.remove()
+    assert vars(optimizer)["register_step_pre_hook"] is own
+
+
+def test_what_steps_elsewhere_has_stepped_when_the_script_s_hooks_look() -> None:
+    optimizer = an_optimizer()
+    (parameter,) = optimizer.param_groups[0]["params"]
+    seen: list[float] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(float(parameter.detach().sum())))
+
+    def make(_accepted: bool) -> None:
+        with torch.no_grad():
+            parameter.sub_(optimizer.param_groups[0]["lr"] * parameter.grad)
+
+    hooks = StepHooks(lambda: None, lambda _: True, lambda: None)
+    stepper = RemoteOptimizer(optimizer, hooks, make=make, fetch=dict, home="it lives elsewhere")
+
+    def before(*_: Any) -> None:
+        parameter.grad.mul_(0.5)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.step()
+    assert seen == [1.0]
+    stepper.close()
