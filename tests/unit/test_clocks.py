@@ -30,7 +30,7 @@ READS: dict[str, str] = {
     "server/sitereport.py": _RECORDED,
     "server/snapshot.py": "which of two whole snapshots is the newer one, for who looks at them from outside",
     "net/udp.py": "the kernel tells by it when a datagram came",
-    "train/session.py": _RECORDED,
+    "train/records.py": _RECORDED,
 }
 
 
