@@ -99,7 +99,9 @@ def train_own(place: Place, case: Case, which: str) -> Trajectory:
     return train_peers(place, case, stale_max=0)
 
 
-@pytest.mark.parametrize("which", OWN)
+@pytest.mark.parametrize(
+    "which", ["sign", *(pytest.param(each, marks=pytest.mark.soak) for each in OWN if each != "sign")]
+)
 def test_the_script_s_own_optimizer_is_imported(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:

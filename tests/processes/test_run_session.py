@@ -62,7 +62,7 @@ def test_a_failing_worker_is_shown_once_and_the_other_ends_too(command: Command)
     assert command.alive() == []
 
 
-@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("served", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_ctrl_c_in_the_middle_of_training(command: Command, served: bool) -> None:
     if served:  # hub, and a shard and its standby, too
         (command.directory / "atoll.toml").write_text("[run]\nstrategy = 'server'\n[server]\nreplicas = 2\n")
