@@ -174,13 +174,12 @@ def check_shares(plans: list[MemoryPlan], profile: Profile, bandwidths: Bandwidt
         assert budgets.host is None or plan.host_bytes + plan.staging_bytes <= budgets.host
         assert bool(plan.staging_bytes) == (count > 1)
     if budgets.host is None:
-        alone = search_plan(profile, bandwidths, budgets)
+        # With no spare payloads for steps during backward, which members have not:
+        alone = search_plan(profile, msgspec.structs.replace(bandwidths, shared=True), budgets)
         layout = lay_out_memory(profile.specs, chunk_bytes=alone.chunk_bytes)
         gradients = sum(chunk.nbytes for chunk in layout.trainable)
         kinds = 2 + len(profile.state_bytes)  # and a master; each part in whole pages
         pages = 0 if sharding == "asymmetric" else kinds * count * len(layout.chunks) * 4096
-        if alone.early:  # has spare payloads for steps during backward, which members have not
-            return
         stored = sum(plan.host_bytes for plan in plans) - (alone.host_bytes + (count - 1) * gradients)
         assert -pages <= stored <= pages
 
