@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from atoll.core.errors import ConfigError, PrepareError, RunError, UserError
 from atoll.core.memory import Memory
@@ -154,6 +155,11 @@ def replace(model: Any) -> None:
             r"'layers\.1\.weight' got data of another shape",
         ),
         (lambda model: model.layers[2].weight.resize_(64, 16), r"memory of parameter 'layers\.2\.weight'"),
+        (lambda model: nn.Parameter(model.layers[2].weight), r"'layers\.2\.weight' would be another"),
+        (
+            lambda model: weight_norm(model.layers[3]),
+            r"'layers\.3\.weight' would be another one in its chunk's memory, as parametrizations",
+        ),
     ],
 )
 def test_a_change_that_would_take_a_parameter_out_of_its_chunk(

@@ -11,6 +11,7 @@ autograd's count of changes (`.data`, `data_ptr`) marks the chunk as one that ma
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -67,6 +68,8 @@ _GIVE_OUT: frozenset[Any] = frozenset(
     | _methods("numpy", "__array__", "__dlpack__", "tolist")
 )
 _REPLACE: frozenset[Any] = frozenset(_methods("set_", "resize_", "resize_as_", "share_memory_", "swap_"))
+# `nn.Parameter(p)`, which asks for `p.detach()`.
+_ANOTHER: Any = nn.Parameter.__new__.__code__
 
 
 class ChunkParameter(nn.Parameter):
@@ -265,6 +268,13 @@ def _assign(_func: Any, args: Arguments, _kwargs: Keywords) -> None:
 def _detach(func: Any, args: Arguments, _kwargs: Keywords) -> Tensor:
     """For a state_dict what is read when it is used, for all else a view."""
     (parameter,) = args
+    if sys._getframe(2).f_code is _ANOTHER:  # beyond __torch_function__
+        name = _engine(parameter).name(parameter._atoll)
+        raise UserError(
+            f"nn.Parameter(...) of parameter {name!r} would be another one in its chunk's memory, as "
+            "parametrizations make them; do it before memory.fit or after close(), or give it "
+            "p.detach().clone()"
+        )
     lazy = statedicts.lazily(parameter)
     if lazy is not None:
         return lazy
