@@ -139,8 +139,15 @@ def test_its_epochs_end_with_the_others(make: Any, stood: int, at: int) -> None:
     assert len(node.ends) > 1
 
 
-@pytest.mark.parametrize("make", [sharded, batches, peer_batches])
-@pytest.mark.parametrize(("stood", "at"), [(1, 12), (7, 12), (1, 16), (6, 25), (7, 17)])
+# Each kind and each place is run each time; all pairs of them, of 10 s each, in the soak.
+WITH_WORKERS = [
+    pytest.param(make, *place, marks=() if number % 3 == kind else pytest.mark.soak)
+    for number, place in enumerate([(1, 12), (7, 12), (1, 16), (6, 25), (7, 17)])
+    for kind, make in enumerate([peer_batches, sharded, batches])
+]
+
+
+@pytest.mark.parametrize(("make", "stood", "at"), WITH_WORKERS)
 def test_with_loader_workers_they_do_after_an_epoch_at_most(make: Any, stood: int, at: int) -> None:
     """What its loader has fetched it gives in any case: where that ends the loop over it at another
     iteration, as at an epoch's end, the loops after it are in step again."""
