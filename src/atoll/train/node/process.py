@@ -30,6 +30,7 @@ from atoll.train.node.door import Asked, Door
 from atoll.train.node.entering import Entering, Newcomers, Scripted, most_script
 from atoll.train.node.figures import Counting
 from atoll.train.node.globals import Outcome
+from atoll.train.node.history import History
 from atoll.train.node.network import Arrived, Met, Network
 from atoll.train.node.parts import MeetingParts
 from atoll.train.node.post import Post, PostClosedError
@@ -65,8 +66,6 @@ _LONGEST_WAIT = 0.25  # seconds, for what no message announces
 _WAITING_EACH = 0.5  # seconds between two words on what the worker waits for
 _ROUNDS_EACH = 1.0  # seconds between two rounds that are told of: they are counted, and there may be many
 _PROGRESS = (0.1, 0.5)  # of sync.timeout: the least and the most for an iteration that all others wait for
-_DIGESTS = 64  # of the latest iterations, that others' are held against
-_APPLIED = 64  # of the latest iterations, at least, of which a newcomer hears what they were made of
 _OF_VIEWS = (Promised, Accepted, Outbid, ViewDecided)  # what a witness says
 _OF_ROUNDS = (AskRound, AnswerRound, RefuseRound, EndRound)
 _VOTES = (Prepare, Promised, Accept, Accepted)
@@ -115,10 +114,7 @@ class CpuSideProcess:
         self._wanted: d.Want | None = None
         self._waiting_told, self._waiting_at = "", 0.0
         self._round_told_at = 0.0
-        self._digests: dict[int, bytes] = {}
-        self._applied: deque[d.Applied] = deque(maxlen=_APPLIED)  # the latest that the worker was told
-        self._unlike: set[tuple[int, str]] = set()  # who was told to have given what others had not
-        self._wrong: set[int] = set()  # and who what no step takes
+        self._history = History(post.send, self._tell, 0)
         self._handlers: dict[type, Callable[[Any, list[int]], None]] = {
             d.Begin: self._handle_begin,
             d.Introduce: self._handle_introduce,
@@ -249,7 +245,7 @@ class CpuSideProcess:
     def _handle_begin(self, message: d.Begin, _: list[int]) -> None:
         self._begin = message
         self._counting = Counting(message.stale_max)
-        self._applied = deque(maxlen=max(_APPLIED, message.stale_max + 2))
+        self._history = History(self._post.send, self._tell, message.stale_max)
         self._network_ = Network(message, self._tell)
         if message.hub:
             self._witness = WitnessLink(
@@ -304,8 +300,7 @@ class CpuSideProcess:
         if self._trained is not None:
             self._trained.close()
         self._trained, self._is_ready, self._dirty, self._wanted = None, False, False, None
-        self._digests.clear()
-        self._applied.clear()  # the script may count anew
+        self._history.clear()  # the script may count anew
         if message.devices > 1 and self._door is None:
             self._door = Door()
             self._epoll.register(self._door.fileno(), select.EPOLLIN)
@@ -592,7 +587,7 @@ class CpuSideProcess:
             entering.has_state, model.shift = True, taker.shift
             # The script that it begins with may be of a member that has not heard of all of these.
             for each in taker.applied:
-                self._tell_applied(each)
+                self._history.take_over(each)
             reach("node.took", model.globals.iteration)
             self._do(self._node.handle_state(now, model.globals.iteration))
 
@@ -614,7 +609,7 @@ class CpuSideProcess:
 
             def send(raw: memoryview, to: int = life.node) -> None:
                 reach("node.gives", model.globals.iteration)
-                give(self._network, to, raw, model.globals.iteration, model.shift, self._applied)
+                give(self._network, to, raw, model.globals.iteration, model.shift, self._history.latest)
 
             self._jobs.append((lambda: pack_globals(model.globals), send))
 
@@ -652,7 +647,8 @@ class CpuSideProcess:
         elif isinstance(message, n.MeetingPart):
             self._hear_meeting_part(message, payload)
         elif isinstance(message, n.Stands):
-            self._compare(sender, message.iteration, message.digest)
+            iteration, digest = message.iteration, message.digest
+            self._history.compare(iteration, self._shift, digest, node=sender, own=self._network.node)
         elif isinstance(message, n.Lacks):
             self._giver.handle(message)
             self._give_state()
@@ -684,20 +680,6 @@ class CpuSideProcess:
         elif key.stream == "meetings" and key not in self._meetings and self._wants(key):
             self._meetings.keep(key, message.what, bytes(payload or b""), message.since)
             self._do(self._node.handle_part(time.monotonic(), key, message.since))
-
-    def _tell_applied(self, applied: d.Applied) -> None:
-        self._applied.append(applied)
-        self._post.send(applied)
-
-    def _compare(self, sender: int, iteration: int, digest: bytes) -> None:
-        """Hold another node's digest of its global parameters against our own."""
-        own = self._digests.get(iteration)
-        if own is not None and own != digest:
-            raise RunError(
-                f"after iteration {iteration + self._shift} the global parameters of node {sender} and of "
-                f"node {self._network.node} differ ({digest.hex()} and {own.hex()}): their processors or "
-                "their PyTorch do not compute alike"
-            )
 
     # -- what the decisions say ---------------------------------------------------------------------------
 
@@ -740,35 +722,11 @@ class CpuSideProcess:
         self._jobs.append((lambda: model.apply(output.iteration, contributions), applied))
 
     def _note_applied(self, iteration: int, outcome: Outcome, abouts: Sequence[n.About]) -> None:
-        shift, own = self._shift, self._network.node
-        parts = [
-            d.Part(each.key.life.node, each.key.life.incarnation, each.samples, each.weight, each.note)
-            for each in abouts
-        ]
-        skipped = "" if outcome.stepped else "no contribution was to be used"
-        digest = outcome.digest.hex()
-        self._tell_applied(
-            d.Applied(iteration=iteration + shift, parts=parts, digest=digest, skipped=skipped)
-        )
+        self._history.note(iteration, self._shift, outcome, abouts)
         self._counting.applied([iteration - each.taken for each in abouts])
-        for node, wrong in outcome.wrong.items():
-            if node not in self._wrong:  # told once as well
-                self._wrong.add(node)
-                self._tell("refused", "", f"iteration {iteration + shift}: {wrong}: it counts for nothing")
-        for node, other in outcome.unlike.items():
-            if (node, other) not in self._unlike:  # told once: it may be so each time
-                self._unlike.add((node, other))
-                self._tell(
-                    "hyperparameters",
-                    "",
-                    f"iteration {iteration + shift}: node {node} gave {other} than node {outcome.first}, "
-                    "whose counted: set them by the iteration alone",
-                )
-        self._digests[iteration] = outcome.digest
-        self._digests.pop(iteration - _DIGESTS, None)
         assert self._view is not None
         for each in self._view.members:
-            if each.life.node != own:
+            if each.life.node != self._network.node:
                 self._network.send(each.life.node, n.Stands(iteration=iteration, digest=outcome.digest))
 
     def _do_meet(self, output: out.Meet) -> None:
@@ -848,8 +806,7 @@ class CpuSideProcess:
         self._newcomers, self._giver = Newcomers(), Giver()
         self._jobs.clear()
         self._meetings.clear()
-        self._digests.clear()
-        self._applied.clear()
+        self._history.clear()
         if self._trained is not None:
             self._trained.assembly.clear()
         self._counting.waits(False)
