@@ -96,11 +96,13 @@ def fake(talk: Callable[[socket.socket], object]) -> Iterator[str]:
                 open_ones.append(link)
                 threading.Thread(target=serve, args=(link,), daemon=True).start()
 
-    threading.Thread(target=accept, daemon=True).start()
+    accepting = threading.Thread(target=accept, daemon=True)
+    accepting.start()
     try:
         yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         with suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
+        accepting.join(SOON)  # one more may just have come in
         for link in [listener, *open_ones]:
             link.close()
