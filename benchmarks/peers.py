@@ -14,6 +14,7 @@ lognormal, p99/p50 = 3, the same for every contestant. Three parts:
   (`session.batches`). Without synchronisation each node has the part that its speed gives it: the sum of
   speeds.
 
+All TCP is with Cubic, as most machines have it; what BBR gives is told beside, once, where the kernel has it.
 Contestants are runs of their own, which take turns in a new random order in each round. Samples/s are of the
 steady state: from when all have made some steps until the first has made its last. What of its exchange
 DistributedDataParallel hid is known from its step, the slowest node's computing, and its own step without
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -43,6 +44,7 @@ from peers_worker import SPREAD, Plan, Record
 from runs import rate_of, read_records, run_in_lab, spread
 
 WORKER = Path(__file__).with_name("peers_worker.py")
+TCPS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 NODES, BATCH, SLOWER = 4, 16, 4.0
 MEDIAN = 0.5  # seconds of a step: four nodes and the lab share the cores of one machine
 MEAN = MEDIAN * float(np.exp(SPREAD**2 / 2))
@@ -56,11 +58,12 @@ OF_ALONE, OF_DDP, OF_SPEEDS, OF_STEP = 0.88, 1.6, 0.85, 0.03  # targets; the las
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who synchronises, and how: `system` of the worker, and the configuration's `sync`."""
+    """Who synchronises, and how: `system` of the worker, the configuration's `sync`, and all sites' TCP."""
 
     name: str
     system: str
     stale_max: int = 0
+    tcp: str = "cubic"
 
     @property
     def configuration(self) -> str:
@@ -71,6 +74,8 @@ ALONE = Contestant("no synchronisation", "alone")
 DDP = Contestant("DistributedDataParallel", "ddp")
 PEERS = Contestant("peers, stale_max 4", "atoll", 4)
 OTHERS = tuple(Contestant(f"peers, stale_max {stale}", "atoll", stale) for stale in (0, 1, 16))
+DDP_OVER_BBR = replace(DDP, name=f"{DDP.name} over BBR", tcp="bbr")
+PEERS_OVER_BBR = replace(PEERS, name=f"{PEERS.name}, over BBR", tcp="bbr")
 
 
 @dataclass(frozen=True)
@@ -108,9 +113,22 @@ class Part:
 
 
 PARTS = (
-    Part("exchange", "a full exchange takes a step", EXCHANGE_LINKS, (ALONE, DDP, PEERS), OTHERS),
+    Part(
+        "exchange",
+        "a full exchange takes a step",
+        EXCHANGE_LINKS,
+        (ALONE, DDP, PEERS),
+        (*OTHERS, DDP_OVER_BBR, PEERS_OVER_BBR),
+    ),
     Part("all-reduce", "Gloo's all-reduce takes a step", REDUCE_LINKS, (ALONE, DDP, PEERS)),
-    Part("slow", "one node four times slower", EXCHANGE_LINKS, (ALONE, PEERS), slow=(1, SLOWER, 1, 1)),
+    Part(
+        "slow",
+        "one node four times slower",
+        EXCHANGE_LINKS,
+        (ALONE, PEERS),
+        (PEERS_OVER_BBR,),
+        slow=(1, SLOWER, 1, 1),
+    ),
 )
 
 
@@ -140,9 +158,9 @@ class Outcome:
     late_p99: float  # packets, by the emulator
 
 
-def topology(rate: str, hub: bool) -> str:
+def topology(rate: str, hub: bool, tcp: str) -> str:
     names = [f"site{number}" for number in range(NODES)]
-    lines = [f'[[site]]\nname = "{name}"' for name in names]
+    lines = [f'congestion_control = "{tcp}"', *(f'[[site]]\nname = "{name}"' for name in names)]
     lines += [
         f'[[link]]\nbetween = ["{one}", "{other}"]\nrate = "{rate}"\ndelay = "{DELAY}"\nqueue = "100ms"'
         for number, one in enumerate(names)
@@ -157,7 +175,7 @@ def run(part: Part, contestant: Contestant, seed: int, quick: bool) -> Outcome:
     plan = part.plan(contestant, seed, quick)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "lab.toml").write_text(topology(part.rate, hub), encoding="utf-8")
+        (folder / "lab.toml").write_text(topology(part.rate, hub, contestant.tcp), encoding="utf-8")
         (folder / "atoll.toml").write_text(part.configuration(contestant) if hub else "", encoding="utf-8")
         run_in_lab(contestant.name, WORKER, plan, folder, DEADLINE)
         records = read_records(folder, Record, NODES)
@@ -240,7 +258,7 @@ def case(part: Part, contestant: Contestant, outcomes: dict[str, list[Outcome]])
         "part": part.name,
         "about": part.about,
         "contestant": contestant.name,
-        "link": {"rate": part.rate, "delay": DELAY},
+        "link": {"rate": part.rate, "delay": DELAY, "tcp": contestant.tcp},
         "computing": {"median": MEDIAN, "mean": MEAN, "p99": 3 * MEDIAN, "slow": list(part.slow)},
         "samples_per_second": median(each.samples_per_second for each in own),
     }
@@ -251,7 +269,7 @@ def case(part: Part, contestant: Contestant, outcomes: dict[str, list[Outcome]])
     if contestant is PEERS:
         found["verdicts"] = verdicts(part, own, found)
         found["met"] = all(verdict["met"] for verdict in found["verdicts"].values())
-    if contestant is DDP:
+    if contestant.system == "ddp":
         found["hidden"] = spread([hidden(each) for each in own])
         found["exchanges"] = {
             name: median(second for each in own for second in each.exchanges[name])
@@ -325,6 +343,9 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(part.name for part in PARTS), help="with commas between")
     args = parser.parse_args()
     parts = [part for part in PARTS if part.name in args.parts.split(",")]
+    if "bbr" not in TCPS.read_text(encoding="ascii").split():
+        print("this kernel has no BBR: nothing is measured over it", flush=True)
+        parts = [replace(part, once=tuple(c for c in part.once if c.tcp != "bbr")) for part in parts]
     order, start = random.Random(1), time.monotonic()
     outcomes: dict[str, dict[str, list[Outcome]]] = {part.name: {} for part in parts}
     for seed in range(args.rounds or (1 if args.quick else ROUNDS)):

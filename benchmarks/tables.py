@@ -377,7 +377,7 @@ def _peers_row(case: Record) -> list[str]:
 def _exchange_row(case: Record) -> list[str]:
     link, it = case["link"], case["exchanges"]
     times = [case["computing"]["mean"], it["full"], it["all-reduce"], it["bare step"]]
-    own = [case["about"], f"{link['rate']}, {link['delay']}", *map(milliseconds, times)]
+    own = [case["about"], f"{link['rate']}, {link['delay']}, {link['tcp']}", *map(milliseconds, times)]
     return [*own, f"{case['hidden']['median']:.0%}"]
 
 
