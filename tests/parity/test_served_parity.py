@@ -1,15 +1,16 @@
 """Each step of a session with a parameter server, under bsp, against plain PyTorch in one process.
 
-The cases are the ring's, over one to three shards in turn; `make test` takes half of them, in which any two
-choices of the table meet. Hub and shards run in this process, on threads.
+The cases are the ring's, over one to three shards in turn; `make test` takes a quarter of them, in which any
+two choices of the table meet. Hub and shards run in this process, on threads.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_parity import WORKERS, cases
+from test_parity import WORKERS, cases, is_quick
 
+from atoll.testing.models import MODELS
 from atoll.testing.parity import OPTIMIZERS, Case, differences, train_plain, train_served
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun
@@ -29,15 +30,16 @@ def check(pool: WorkerPool, case: Case, number: int, tolerance: float) -> None:
     assert not found, "\n".join(found)
 
 
-def is_quick(case: Case) -> bool:
-    """Whether a case is of the half: what the ring's table proves of models is proved there."""
-    return (case.workers + (case.accumulation > 1) + case.clip + (case.optimizer == "sgd")) % 2 == 0
+def is_quickest(case: Case) -> bool:
+    """Whether a case is of the quarter: what the ring's table proves of models is proved there."""
+    number = list(MODELS).index(case.model)
+    return is_quick(case) and (number + case.workers // 2 + (case.accumulation > 1)) % 2 == 0
 
 
 @pytest.mark.parametrize(
     ("number", "case"),
     [
-        pytest.param(number, case, marks=[] if is_quick(case) else pytest.mark.soak)
+        pytest.param(number, case, marks=[] if is_quickest(case) else pytest.mark.soak)
         for number, case in enumerate(FLOAT64)
     ],
     ids=str,
@@ -49,7 +51,7 @@ def test_bsp_trains_as_one_process_in_float64(pool: WorkerPool, number: int, cas
 @pytest.mark.parametrize(
     ("number", "case"),
     [
-        pytest.param(number, case, marks=[] if case.workers == 2 else pytest.mark.soak)
+        pytest.param(number, case, marks=[] if case.workers == 2 and is_quick(case) else pytest.mark.soak)
         for number, case in enumerate(FLOAT32)
     ],
     ids=str,

@@ -53,6 +53,7 @@ def test_a_run_trains_and_leaves_its_records(command: Command) -> None:
     assert {event["what"] for event in summary["events"] if event["event"] == "decided"} >= {"chunks", "ring"}
 
 
+@pytest.mark.soak
 def test_a_failing_worker_is_shown_once_and_the_other_ends_too(command: Command) -> None:
     code, out, err = command.run(TRAIN, "fail")
     assert code == 1

@@ -182,7 +182,9 @@ def train_compiled(place: Place, case: Case, backend: str, prepared_first: bool)
     return seen
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[NEEDS_COMPILER, pytest.mark.soak])]
+)
 def test_compiled_alone_is_bit_equal_to_compiled_plain_torch(pool: WorkerPool, backend: str) -> None:
     assert pool.run(compiled_alike, backend, world=1, deadline=240) == [True]
 

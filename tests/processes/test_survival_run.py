@@ -76,6 +76,7 @@ def test_the_hub_is_started_again_and_each_sample_counts_once(command: Command, 
     assert [each["message"] for each in warned if "started again" in each["message"]]
 
 
+@pytest.mark.soak
 def test_a_hub_that_is_killed_again_and_again_ends_the_run_with_one_line(command: Command) -> None:
     process = start(command, STEADY.replace("STEPS", "10**6"))
     wait_for(lambda: command.steps() > 3, "a few steps")

@@ -463,8 +463,15 @@ def test_rounds_under_a_grant_do_not_lower_the_estimate():
 
 
 @pytest.mark.parametrize(("loss", "burst"), [(0.05, 1.0), (0.1, 1.0), (0.1, 8.0), (0.15, 1.0)])
-@pytest.mark.parametrize("rate", [GIGABIT / 5, GIGABIT])
-@pytest.mark.parametrize("queue", [0.1, 1.0])
+@pytest.mark.parametrize(
+    ("rate", "queue"),
+    [
+        (GIGABIT / 5, 0.1),
+        (GIGABIT, 1.0),
+        pytest.param(GIGABIT / 5, 1.0, marks=pytest.mark.soak),
+        pytest.param(GIGABIT, 0.1, marks=pytest.mark.soak),
+    ],
+)
 def test_what_the_path_loses_at_any_rate_does_not_rule_the_rate(loss, burst, rate, queue):
     """The rate is halved for it once; half of it loses as much, so that it goes back to the estimate."""
     flow = Ltp()
