@@ -17,7 +17,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """Half a million objects are there for the tests themselves, to the end. No collection looks through them."""
+    """Half a million objects are there for the tests, to the end: no collection is to look through them."""
     gc.collect()
     gc.freeze()
 

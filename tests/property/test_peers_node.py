@@ -174,9 +174,7 @@ def with_one_that_hangs(seed: int) -> Schedule:
     )
 
 
-@pytest.mark.parametrize(
-    "start", [0, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
-)
+@pytest.mark.parametrize("start", [0, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 def test_nobody_is_suspected_but_the_one_that_hangs(start: int) -> None:
     """Whoever waited for it has made no iteration either; when it is gone many are applied, one by one."""
     for seed in range(start, start + (20 if start == 0 else 1000)):
