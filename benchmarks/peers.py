@@ -319,7 +319,7 @@ def draw(cases: Sequence[dict[str, Any]], path: Path) -> None:
     shown = [case for case in cases if case["of_alone"]]
     figure, axes = plt.subplots(figsize=(9, 1.4 + 0.5 * len(shown)), layout="constrained")
     for row, case in enumerate(reversed(shown)):
-        colour = "#8a8a8a" if case["contestant"] == DDP.name else "#2a9d8f"
+        colour = "#8a8a8a" if case["contestant"].startswith(DDP.name) else "#2a9d8f"
         it = case["of_alone"]
         axes.barh(row, it["median"], color=colour, height=0.5, alpha=0.6)
         axes.hlines(row, it["least"], it["most"], color=colour, linewidth=3)
