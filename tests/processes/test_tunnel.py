@@ -354,6 +354,7 @@ def test_clients_that_are_killed_leave_nothing_behind(monkeypatch: pytest.Monkey
     monkeypatch.setattr(tunnels, "LOOK_SECONDS", 0.1)
     with server() as door, client(door) as lasting:
         stays = connect(door, lasting)
+        gc.collect()  # what other tests have left closes its files now
         threads, files = threading.active_count(), open_files()
         for _ in range(2):
             processes = [start(SPEAKS, door.address) for _ in range(2)]
@@ -367,7 +368,7 @@ def test_clients_that_are_killed_leave_nothing_behind(monkeypatch: pytest.Monkey
             assert all(door.offer(peer, b"x") == "gone" for peer in peers)
         assert door._link is not None
         until(lambda: len(door._link._sessions) == 1, door)
-        until(lambda: open_files() == files, door, why="files are left open")
+        until(lambda: open_files() <= files, door, why="files are left open")
         assert threading.active_count() == threads
         lasting.send(b"still here")
         assert take(door, 1, lasting)[0].header == b"still here"
