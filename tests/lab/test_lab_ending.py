@@ -65,6 +65,7 @@ def test_a_signal_ends_everything_in_good_order(labs: Labs, signum: int, status:
     assert labs.left() == []
 
 
+@pytest.mark.soak
 def test_workers_that_do_not_end_are_killed_and_a_second_signal_kills_at_once(labs: Labs) -> None:
     took = []
     for signals in (1, 2):

@@ -99,6 +99,7 @@ def test_a_parameter_server_with_keys(labs: Labs) -> None:
     assert "listens at tcp://10.77.1.1:47701" in (logs / "shard-0.log").read_text()
 
 
+@pytest.mark.soak
 def test_a_ring_that_meets_at_the_hub(labs: Labs) -> None:
     """Without shards the hub's workers are a ring."""
     check_cost(labs, train(labs, HUB.replace("shards = 1", "shards = 0"), []))

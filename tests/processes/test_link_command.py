@@ -327,7 +327,7 @@ def test_the_port_for_transfers_is_taken() -> None:
     )
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ltp"])
+@pytest.mark.parametrize("transport", [pytest.param("tcp", marks=pytest.mark.soak), "ltp"])
 def test_a_server_that_dies_in_the_middle_is_one_line(keys: tuple[Path, Path], transport: str) -> None:
     with served("--key-file", str(keys[0])) as server:
         asked = (
@@ -350,7 +350,7 @@ def test_a_server_that_dies_in_the_middle_is_one_line(keys: tuple[Path, Path], t
     assert re.match(r"atoll: .*(is gone: the connection was lost|the connection ended)", err), err
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ltp"])
+@pytest.mark.parametrize("transport", [pytest.param("tcp", marks=pytest.mark.soak), "ltp"])
 def test_a_link_that_is_dead_is_noticed_by_its_silence(transport: str) -> None:
     """A server that stands still keeps its connections: only its silence tells."""
     with served() as server:

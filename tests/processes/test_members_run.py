@@ -75,6 +75,7 @@ def test_budgets_and_a_run_that_goes_on_without_a_worker_are_refused_in_a_line(c
     assert "Traceback" not in err
 
 
+@pytest.mark.soak
 def test_a_worker_that_is_killed_ends_the_run_in_a_line(command: Command) -> None:
     """What it held is in nobody's memory else."""
     (command.directory / "atoll.toml").write_text(MEMORY + '[sync]\ntimeout = "30s"\n')

@@ -16,7 +16,13 @@ MIB = 2**20
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the formula is for glibc's heap, on Linux")
-@pytest.mark.parametrize("family", memory_bounds.FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        each if each == "transformer" else pytest.param(each, marks=pytest.mark.soak)
+        for each in memory_bounds.FAMILIES
+    ],
+)
 def test_the_process_takes_what_the_formula_says(family: str, tmp_path: Path) -> None:
     """From the building of the model to the last step: the most that it ever took."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}

@@ -489,6 +489,7 @@ def test_who_came_late_is_set_up_anew_with_the_others() -> None:
         run.assert_equal()
 
 
+@pytest.mark.soak
 def test_who_was_left_out_before_its_set_up_comes_in() -> None:
     with FakeRun(3, stale_max=1, set_up=False) as run:
         still, left = run.nodes[2], run.nodes[:2]

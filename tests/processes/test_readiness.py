@@ -66,6 +66,7 @@ class Watch:
         self._thread.join()
 
 
+@pytest.mark.soak
 def test_a_shards_folder_holds_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two segments, whole, and two snapshots; that is so after any number of iterations."""
     segment = 60_000  # above eight times the chunks

@@ -146,7 +146,9 @@ EVERY = list(range(1, STEPS))
 SOME = [1, 4, 6]  # epochs are four or five steps: inside the first, at its end, inside the second
 
 
-@pytest.mark.parametrize(("world", "starts"), [(1, EVERY), (2, EVERY), (3, SOME)])
+@pytest.mark.parametrize(
+    ("world", "starts"), [(1, EVERY), (3, SOME), pytest.param(2, EVERY, marks=pytest.mark.soak)]
+)
 def test_the_same_number_of_workers_goes_on_bit_for_bit(
     pool: WorkerPool, tmp_path: Path, world: int, starts: list[int]
 ) -> None:
@@ -163,7 +165,12 @@ def test_the_same_number_of_workers_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "starts"), [(1, 2, EVERY), (2, 1, EVERY), (2, 4, SOME), (3, 2, SOME)]
+    ("before", "after", "starts"),
+    [
+        (1, 2, EVERY),
+        (3, 2, SOME),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ((2, 1, EVERY), (2, 4, SOME))),
+    ],
 )
 def test_another_number_of_workers_goes_on_to_the_same_loss(
     pool: WorkerPool, tmp_path: Path, before: int, after: int, starts: list[int]

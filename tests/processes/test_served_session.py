@@ -505,7 +505,7 @@ def dies(place: Place, address: str, steps: int, dying: int, dies_before: int) -
     return values(model)
 
 
-@pytest.mark.parametrize("dying", [0, 2])
+@pytest.mark.parametrize("dying", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_bsp_goes_on_without_a_worker_that_dies(pool: WorkerPool, dying: int) -> None:
     left = [rank for rank in range(3) if rank != dying]
     model, optimizer = make()

@@ -96,6 +96,7 @@ with atoll.join()""",
 )
 
 
+@pytest.mark.soak
 def test_who_is_started_again_when_the_others_have_finished_is_not_waited_for(command: Command) -> None:
     process = start(command, TOO_LATE, run="elastic = true\nrestarts = 1\n[hub]\npatience = '5s'")
     wait_for(lambda: command.steps() > 3, "a few steps")

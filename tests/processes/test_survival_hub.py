@@ -22,10 +22,12 @@ from hub_parts import DEADLINE, WORKER, FakeLog, HubProcess, hub_of, wait_for
 
 from atoll.core.config import HUB_VARIABLE
 from atoll.core.errors import UserError
-from atoll.hub.journal import FILE
+from atoll.hub.journal import FILE, KIND
+from atoll.hub.records import Told, decode_record
 from atoll.net.endpoint import Client
 from atoll.net.requests import RefusedError, ask
 from atoll.server.journal import Folder
+from atoll.store.frames import frames
 from atoll.testing import faults
 from atoll.testing.faults import Fault
 from atoll.train.hub_client import HubClient
@@ -218,6 +220,12 @@ def test_those_who_wait_at_the_hub_wait_on_when_it_is_started_again(folder: Path
         first.check()
 
 
+def has_been_told(folder: Path) -> bool:
+    """Whether a log's word is in the hub's journal."""
+    frames_there = frames(memoryview((folder / FILE).read_bytes()), KIND)
+    return any(isinstance(decode_record(bytes(each.header)), Told) for each in frames_there)
+
+
 def test_a_fence_that_the_log_has_not_answered_is_asked_for_again(folder: Path) -> None:
     with served_hub(folder, 1) as hub:
         log = FakeLog(hub.address)
@@ -235,6 +243,7 @@ def test_a_fence_that_the_log_has_not_answered_is_asked_for_again(folder: Path) 
         wait_for(lambda: log.fenced == {(0, 2)}, "the fence")  # the log's own incarnation is 1
         (fenced,) = wait_for(lambda: hub.decisions("fenced"), "its record")
         assert "20 samples" in fenced.reason
+        wait_for(lambda: has_been_told(folder), "the journal to have it: it is told of before")
         hub.kill()
         hellos = len(log.hellos)
         wait_for(lambda: len(log.hellos) > hellos, "the hub, once more")
@@ -528,7 +537,7 @@ def test_a_shard_that_was_started_again_in_its_directory_takes_its_place_at_once
         new.close()
 
 
-@pytest.mark.parametrize("wakes", [True, False])
+@pytest.mark.parametrize("wakes", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_silent_shard_keeps_its_place_for_as_long_as_its_patience(folder: Path, wakes: bool) -> None:
     """A second one comes meanwhile, from another directory."""
     with hub_of(folder, patience=5.0, run="r") as service, ThreadPoolExecutor(1) as threads:

@@ -396,7 +396,15 @@ def around(session: Session, who: int, folder: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("where", ["prepare", "gather", "reduce", "barrier", "save", "load"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "prepare",
+        "gather",
+        "save",
+        *(pytest.param(w, marks=pytest.mark.soak) for w in ("reduce", "barrier", "load")),
+    ],
+)
 def test_one_dies_where_the_others_wait_in_a_collective_of_the_session(tmp_path: Path, where: str) -> None:
     with case(tmp_path / "run", around, Fault(0, f"test.{where}", iteration=-1)) as made:
         made.killed(0)
@@ -522,7 +530,10 @@ def deals(session: Session, who: int, folder: Path) -> dict[str, Any]:
     return {"counted": counted}
 
 
-@pytest.mark.parametrize(("who", "point"), [(0, "ring.agreed"), (1, "ring.published"), (2, "ring.held")])
+@pytest.mark.parametrize(
+    ("who", "point"),
+    [(0, "ring.agreed"), (2, "ring.held"), pytest.param(1, "ring.published", marks=pytest.mark.soak)],
+)
 def test_each_sample_of_an_epoch_counts_once_although_a_worker_dies(
     tmp_path: Path, who: int, point: str
 ) -> None:

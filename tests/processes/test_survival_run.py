@@ -145,6 +145,7 @@ def test_a_shard_is_started_again(command: Command) -> None:
     assert command.alive() == []
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_after_a_shard_s_death(command: Command) -> None:
     script = LEASING + "    session.save('checkpoint')\n"
     process = start(command, script, "shards = 2", "[sync]", "consistency = 'asp'")

@@ -41,6 +41,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     made.close()
 
 
+@pytest.mark.soak
 def test_a_snapshot_is_given_up_and_the_next_one_is_taken_when_there_is_room(disk: SmallDisk) -> None:
     folder = disk.folder / "shard"
     kept = Kept(folder, seconds=0.5)
@@ -198,6 +199,7 @@ def test_the_hub_serves_on_without_its_journal_and_writes_it_anew(disk: SmallDis
         assert hub.starts == 2
 
 
+@pytest.mark.soak
 def test_a_hub_that_dies_without_its_journal_does_not_go_on_from_an_old_state(
     disk: SmallDisk, tmp_path: Path
 ) -> None:

@@ -287,7 +287,7 @@ def named(choice: Choice) -> list[float]:
     ]
 
 
-@settings(max_examples=25)  # each is two searches
+@settings(max_examples=15)  # each is two searches
 @given(clusters(), st.sampled_from([0.0, 0.02]), st.sampled_from([0, 8]), st.data())
 def test_the_choice_is_never_worse_than_what_its_reason_names(
     cluster: Cluster, tolerance: float, exhaustive: int, data: st.DataObject
