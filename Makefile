@@ -19,7 +19,7 @@ train: $(READY)
 	$(BIN)/atoll run --workers 4 --strategy ps-hra --set groups.count=2 --set sync.consistency=asp \
 		examples/gpt.py --windows 16000
 
-# Three at a time on two cores: half of the time goes to waiting for others. Who is done first takes half of what the other has left.
+# Three at a time on two cores: much of a test is waiting for others. Who is done first takes half of what the other has left.
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
