@@ -500,7 +500,10 @@ def test_only_where_the_steps_take_longer_than_a_forward(monkeypatch: pytest.Mon
     found = speculation_of(run)
     run.losses(4)
     assert not any(each.begun for each in found._could.values())
+    assert isinstance(run.fitted, Moving)
+    assert run.fitted._stepper is not None
     for seconds, forward in ((0.0, 0.0), (1000.0, 0.0), (1000.0, 1000.0 * len(found._states))):
+        run.fitted._stepper.wait_all()  # a step that goes on tells how long it took when it ends
         found._seconds = dict.fromkeys(found._states, seconds)
         found._began -= forward
         found._aside, found._backward = dict.fromkeys(found._states, 0.0), 1000.0
@@ -508,10 +511,8 @@ def test_only_where_the_steps_take_longer_than_a_forward(monkeypatch: pytest.Mon
         inputs, targets = batch(run.family, 4)
         run.optimizer.zero_grad()
         loss_of(run.model(inputs), targets).backward()
-        assert len(settle_begun(run)) == chunks
+        assert len(settle_begun(run)) == chunks, (seconds, forward)
         run.optimizer.step()
-        assert run.fitted is not None
-        run.fitted._stepper.wait_all()  # type: ignore[attr-defined]
     run.close()
 
 
