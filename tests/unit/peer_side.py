@@ -20,6 +20,7 @@ from torch import Tensor
 import atoll
 from atoll.chunks import ChunkMap
 from atoll.core.config import Config
+from atoll.core.errors import GivenUpError
 from atoll.train.node.devices import Devices
 from atoll.train.node.introduction import Introduction
 from atoll.train.node.memory import HostMemory, plan_memory
@@ -55,11 +56,15 @@ class FakeSide:
         self.later: list[DeviceMessage] = []  # what is said to who waits, one after the other
         self.holds_up = ""  # what keeps the global iteration where it is
         self.meets = True  # it answers what is brought to meetings
+        self.ends_at: type | None = None  # it is killed before it hears one of these
+        self.is_gone = False
         self.closed = False
 
     # As CpuSide
 
     def send(self, message: DeviceMessage, descriptors: Sequence[int] = ()) -> None:
+        self.is_gone = self.is_gone or (self.ends_at is not None and isinstance(message, self.ends_at))
+        self._see()
         self.heard.append(message)
         if isinstance(message, SetUp):
             self._set_up(message, descriptors[0])
@@ -74,6 +79,7 @@ class FakeSide:
             self.say(Left())
 
     def receive(self, timeout: float = 0.0) -> tuple[DeviceMessage, list[int]] | None:
+        self._see()
         if not self._to_say and timeout and self.later:
             return self.later.pop(0), []
         if not self._to_say:
@@ -83,6 +89,10 @@ class FakeSide:
 
     def close(self) -> None:
         self.closed = True
+
+    def _see(self) -> None:
+        if self.is_gone:
+            raise GivenUpError("it was killed")
 
     # What a test says
 

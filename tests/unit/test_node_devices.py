@@ -175,6 +175,23 @@ def test_all_wait_with_the_leader_and_get_its_error(pool: WorkerPool) -> None:
     assert wanted == "[Want(iteration=1, least=1)]"
 
 
+def loses_its_side(place: Place, ends_at: type) -> str:
+    with device(place, config(), ends_at=ends_at) as node:
+
+        def go_on() -> None:
+            for iteration in range(4):
+                node.lead(lambda side, at=iteration: side.publish(at, at + 1))
+                node.step()
+
+        return said_by(go_on)
+
+
+@pytest.mark.parametrize("ends_at", [Contribute, Release])
+def test_all_devices_say_how_their_cpu_side_ended(pool: WorkerPool, ends_at: type) -> None:
+    """Whatever the leader was sending then: it does not leave before it has told the others."""
+    assert pool.run(loses_its_side, ends_at, world=2) == ["GivenUpError: it was killed"] * 2
+
+
 def returns(place: Place, lent: bool) -> dict[str, Any]:
     """The others go on without the node, with the state that another one's script has at iteration 41."""
     with device(place, config(), lent=lent) as giver:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from atoll.core.config import Config
-from atoll.core.errors import DeadlineError
+from atoll.core.errors import AtollError, DeadlineError
 from atoll.peers.settings import Settings
 from atoll.train.node.devices import Devices
 from atoll.train.node.introduction import Introduction
@@ -137,9 +137,16 @@ class NodeWorker:
         return self._waited + self.devices.seconds_waited
 
     def send(self, message: DeviceMessage, descriptors: Sequence[int] = ()) -> None:
-        """Send, never waiting; at the leader alone. Raises RunError where the CPU side is gone."""
-        if self._side is not None:
+        """Send, never waiting; at the leader alone. Raises what `CpuSide.send` does where the CPU side is
+        gone. Where the leader has other devices, its next `take` or `wait` raises that, and theirs too: they
+        would else learn no more than that it has left them."""
+        if self._side is None:
+            return
+        try:
             self._side.send(message, descriptors)
+        except AtollError:  # which `receive` says again
+            if self.devices.count == 1:
+                raise
 
     def release(self, buffer: int) -> None:
         """This device has copied what came after what is in the buffer; the CPU side gets it back when all
