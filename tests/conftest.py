@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """Half a million objects are there for the tests, to the end: no collection is to look through them."""
+    """Half a million objects are there for the tests, to the end: no collection is to look through them. And
+    what tests compute here is as in the workers, which have one thread: the order of a sum depends on it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
 
@@ -25,11 +29,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """One set of worker processes for the whole test run: importing torch costs seconds, a job does not."""
-    import torch
-
     from atoll.testing.pool import WorkerPool
 
-    torch.set_num_threads(1)  # as the workers do: the order of a sum depends on it
     with WorkerPool() as workers:
         yield workers
 

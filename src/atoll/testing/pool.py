@@ -25,6 +25,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from atoll.core.errors import DeadlineError, RunError
+from atoll.testing.cpu_sides import fork_cpu_sides
 from atoll.train.place import Place
 
 # For all processes of tests that need torch. There is one fork server a process, and who forks first says
@@ -163,6 +164,7 @@ class WorkerPool:
 def _serve(connection: Connection, port: int) -> None:
     """A worker's life: jobs until the pool closes its end of the pipe."""
     torch.set_num_threads(1)
+    fork_cpu_sides()
     store = TCPStore(LOOPBACK, port, is_master=False, timeout=_STORE_TIMEOUT)
     while True:
         try:

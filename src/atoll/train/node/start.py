@@ -47,10 +47,10 @@ class CpuSide:
     `name` stands in every error: "the CPU side of node 2 (process 4711)".
     """
 
-    def __init__(self, node: int, start: Callable[[socket.socket], Process] = start_process) -> None:
+    def __init__(self, node: int, start: Callable[[socket.socket], Process] | None = None) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
-            self._process = start(its)
+            self._process = (start or start_process)(its)
         self._post = Post(mine)
         self.pid = self._process.pid
         self.name = f"the CPU side of node {node} (process {self.pid})"
