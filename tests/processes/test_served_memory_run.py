@@ -77,6 +77,7 @@ def check(command: Command, out: str) -> None:
     assert float(out.split()[1]) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.soak
 def test_a_script_trains_in_tiers_on_each_worker(command: Command) -> None:
     configure(command, "bsp")
     code, out, err = command.run(TRAIN)

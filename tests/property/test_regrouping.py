@@ -75,7 +75,7 @@ def run(
         assert after is None or after > now, "a deadline that polling does not take away"
 
 
-@settings(max_examples=50)  # each is some minutes of training
+@settings(max_examples=30)  # each is some minutes of training
 @given(st.integers(0, 3), st.floats(1.5, 8), st.floats(20, 100), st.integers(0, 2**32))
 def test_one_slow_down_is_answered_once(victim: int, factor: float, moment: float, seed: int) -> None:
     """With 5 % of noise, and steps that take ten times as long now and then."""
@@ -96,7 +96,7 @@ def test_one_slow_down_is_answered_once(victim: int, factor: float, moment: floa
     assert gained >= 0.9 * (3 / FAST + 1 / (FAST * factor))
 
 
-@settings(max_examples=40)  # each is an hour of training
+@settings(max_examples=30)  # each is an hour of training
 @given(st.floats(0.5, 400), st.floats(0.1, 0.9), st.floats(2, 10), st.floats(0, 100))
 @example(61.0, 0.5, 3.7531145448401606, 0.0)  # a pair of regroupings each ten minutes, with quiet between
 def test_flapping_speeds_cause_no_storm(period: float, duty: float, factor: float, offset: float) -> None:

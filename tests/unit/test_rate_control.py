@@ -132,7 +132,16 @@ def test_a_blackout_is_outlived_and_the_rate_comes_back():
     assert flow.paced(9, 10) > 0.9 * GIGABIT
 
 
-@pytest.mark.parametrize(("queue", "loss"), [(0.25, 0.0), (0.25, 0.01), (1.0, 0.0), (1.0, 0.01), (3.0, 0.0)])
+@pytest.mark.parametrize(
+    ("queue", "loss"),
+    [
+        (0.25, 0.0),
+        pytest.param(0.25, 0.01, marks=pytest.mark.soak),
+        pytest.param(1.0, 0.0, marks=pytest.mark.soak),
+        (1.0, 0.01),
+        (3.0, 0.0),
+    ],
+)
 def test_two_flows_converge_from_unequal_starts(queue, loss):
     first, second = Ltp(), Ltp(start=5, seed=2)
     path = path_of(first, queue=queue, loss=loss)

@@ -202,6 +202,9 @@ REVIEWED: dict[str, str] = {
     "server/snapshot.py: _Taking._write: self._copies.get()": (
         "the thread that writes a snapshot waits for the shard's next copy; `abandon` ends it"
     ),
+    "testing/cpu_sides.py: _Forked.__init__: self._told.recv()": "`poll` has found it there, or the end",
+    "testing/cpu_sides.py: _Forked._after: self._told.recv()": "the same",
+    "testing/cpu_sides.py: _keep: os.waitpid(child, 0)": "a CPU side lives as long as its worker",
     "testing/pool.py: WorkerPool._receive: connection.recv()": "`wait` has found an answer there, or the end",
     "testing/pool.py: _serve: connection.recv()": "a worker of the pool without a job, until the pool ends",
     "testing/sites.py: _elsewhere: ThreadPoolExecutor(1)": "a thread that sets up a network namespace",

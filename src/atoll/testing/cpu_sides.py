@@ -16,8 +16,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+from atoll.core.errors import DeadlineError
 from atoll.train.node import main, start
 
+_FORK_SECONDS = 60.0
 _LONGEST = 64  # bytes of a request: the worker's process
 
 
@@ -37,6 +39,8 @@ class _Forked:
         self._told, tells = Pipe(duplex=False)
         with tells:
             socket.send_fds(forks, [str(os.getpid()).encode()], [link.fileno(), tells.fileno()])
+        if not self._told.poll(_FORK_SECONDS):
+            raise DeadlineError(f"waited {_FORK_SECONDS:g} s for a CPU side to be forked")
         self.pid: int = self._told.recv()
         self._status: int | None = None
 
