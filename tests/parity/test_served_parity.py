@@ -1,10 +1,13 @@
 """Each step of a session with a parameter server, under bsp, against plain PyTorch in one process.
 
-The cases are the ring's, over one to three shards in turn; `make test` takes a quarter of them, in which any
+The cases are the ring's, over one to three shards in turn; `make test` takes an eighth of them, in which any
 two choices of the table meet. Hub and shards run in this process, on threads.
 """
 
 from __future__ import annotations
+
+from dataclasses import astuple
+from itertools import combinations
 
 import pytest
 import torch
@@ -31,9 +34,20 @@ def check(pool: WorkerPool, case: Case, number: int, tolerance: float) -> None:
 
 
 def is_quickest(case: Case) -> bool:
-    """Whether a case is of the quarter: what the ring's table proves of models is proved there."""
-    number = list(MODELS).index(case.model)
-    return is_quick(case) and (number + case.workers // 2 + (case.accumulation > 1)) % 2 == 0
+    """Whether a case is of the eighth: what the ring's table proves of models is proved there."""
+    model, workers = list(MODELS).index(case.model), WORKERS.index(case.workers)
+    return (case.accumulation > 1, case.clip, list(OPTIMIZERS).index(case.optimizer)) == (
+        (model + workers) % 2,
+        (model // 2 + workers) % 2,
+        (model // 4 + workers) % 2,
+    )
+
+
+def test_any_two_choices_meet() -> None:
+    every = [astuple(case)[:5] for case in FLOAT64]
+    taken = [astuple(case)[:5] for case in FLOAT64 if is_quickest(case)]
+    for one, other in combinations(range(5), 2):
+        assert {(each[one], each[other]) for each in taken} == {(each[one], each[other]) for each in every}
 
 
 @pytest.mark.parametrize(
