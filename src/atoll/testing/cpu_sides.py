@@ -6,6 +6,7 @@ fork would take along. What it is then stays as a process that does nothing but 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import traceback
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NoReturn
 
 from atoll.core.errors import DeadlineError
@@ -67,8 +69,9 @@ class _Forked:
 def _fork_on_demand(door: socket.socket) -> int:
     """Fork a keeper for each request, until the worker is gone."""
     # What this process was forked with is the worker's: who waits for its end must not wait for this one's.
-    os.closerange(3, door.fileno())
-    os.closerange(door.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    for each in {int(path.name) for path in Path("/dev/fd").iterdir()} - {0, 1, 2, door.fileno()}:
+        with contextlib.suppress(OSError):  # the listing's own
+            os.close(each)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # as a CPU side does: it ends with its worker
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
