@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +29,7 @@ from atoll.ltp.settings import Settings
 from atoll.net import linksession, ltplink
 from atoll.net.linksession import LinkSession
 from atoll.net.ltplink import LtpLink
+from atoll.testing.leaks import still_open
 
 SOON = 30.0
 SECRET = bytes(range(32))
@@ -533,13 +533,9 @@ def test_an_idle_link_sleeps(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(turns) < 20
 
 
-def handles() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_nothing_is_left_of_a_link() -> None:
-    before, others = handles(), set(threading.enumerate())  # another test's may be about to end
+    before = still_open()
     for _ in range(5):
         with links(stripes=2) as pair:
             here, there = pair.open()
@@ -547,8 +543,7 @@ def test_nothing_is_left_of_a_link() -> None:
             assert {"atoll link server", "atoll link client"} <= set(names)
             there.send(3, 1, values(), reliable=True)
             wait_for(here, Arrived)
-        left = set(threading.enumerate()) - others
-        assert not [thread for thread in left if thread.name.startswith("atoll link")]
+        assert not [each for each in still_open() - before if "atoll link" in each]
         for session in (here, there):
             session.close()
             assert isinstance(session.events(0)[-1], Lost)
@@ -557,7 +552,7 @@ def test_nothing_is_left_of_a_link() -> None:
         pair.server.close()
         with pytest.raises(UserError, match="no address of this machine"):
             LtpLink("192.0.2.1")
-    assert handles() == before
+    assert not still_open() - before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -34,6 +33,7 @@ from atoll.net.keys import make_keys
 from atoll.net.ltplink import LtpLink
 from atoll.net.returning import ReturningLinks
 from atoll.net.tunnel import Lossy, TunnelClient, TunnelServer, Wish, block_elements
+from atoll.testing.leaks import still_open
 from atoll.wire.datagrams import LTP_VERSION
 from atoll.wire.messages import (
     VERSION,
@@ -153,10 +153,6 @@ def take(end: TunnelClient | Server, count: int, *others: TunnelClient | Server)
         while len(got) < count and (each := end.receive(0)) is not None:
             got.append(each)
     return got
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def connect(door: TunnelServer, end: TunnelClient) -> bytes:
@@ -354,8 +350,7 @@ def test_clients_that_are_killed_leave_nothing_behind(monkeypatch: pytest.Monkey
     monkeypatch.setattr(tunnels, "LOOK_SECONDS", 0.1)
     with server() as door, client(door) as lasting:
         stays = connect(door, lasting)
-        gc.collect()  # what other tests have left closes its files now
-        threads, files = threading.active_count(), open_files()
+        before = still_open()
         for _ in range(2):
             processes = [start(SPEAKS, door.address) for _ in range(2)]
             until(lambda: len(door.links()) == 3, door)
@@ -368,25 +363,28 @@ def test_clients_that_are_killed_leave_nothing_behind(monkeypatch: pytest.Monkey
             assert all(door.offer(peer, b"x") == "gone" for peer in peers)
         assert door._link is not None
         until(lambda: len(door._link._sessions) == 1, door)
-        until(lambda: open_files() <= files, door, why="files are left open")
-        assert threading.active_count() == threads
+        until(lambda: not still_open() - before, door, why="something is left open")
         lasting.send(b"still here")
         assert take(door, 1, lasting)[0].header == b"still here"
 
 
 def test_clients_that_come_and_go_leave_no_thread_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tunnels, "LOOK_SECONDS", 0.1)
+
+    def come_and_go(door: TunnelServer) -> None:
+        with client(door) as end:
+            connect(door, end)
+            end.send(b"last word")
+        assert take(door, 1)[0].header == b"last word"  # closing waits for it
+        until(lambda: not door._tunnels, door)
+        gc.collect()
+
     with server() as door:
-        counts = []
-        for _ in range(4):
-            with client(door) as end:
-                connect(door, end)
-                end.send(b"last word")
-            assert take(door, 1)[0].header == b"last word"  # closing waits for it
-            until(lambda: not door._tunnels, door)
-            gc.collect()
-            counts.append((threading.active_count(), open_files()))
-        assert counts[1:] == counts[:1] * 3
+        come_and_go(door)
+        before = still_open()  # with what the first one's leaves for the next
+        for _ in range(3):
+            come_and_go(door)
+            until(lambda: not still_open() - before, door, why="something is left open")
 
 
 def test_no_udp_through_is_one_line_that_says_so(

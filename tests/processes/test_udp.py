@@ -20,6 +20,7 @@ import pytest
 from atoll.core.errors import RunError, UserError
 from atoll.net import udp
 from atoll.net.udp import Address, Bytes, UdpPort
+from atoll.testing.leaks import still_open
 
 SOON = 20.0
 HOSTS = ["127.0.0.1", "::1"]
@@ -449,13 +450,9 @@ def test_a_host_of_which_no_name_server_knows(monkeypatch: pytest.MonkeyPatch) -
         UdpPort(("nowhere", 1))
 
 
-def handles() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 @linux_only
 def test_nothing_is_left_open() -> None:
-    before = handles()
+    before = still_open()
     for _ in range(20):
         with UdpPort(("127.0.0.1", 0)) as port:
             port.send(frames(10, 1400), port.address)
@@ -464,7 +461,7 @@ def test_nothing_is_left_open() -> None:
         port.close()
         with pytest.raises(UserError):
             UdpPort(("192.0.2.1", 0))
-    assert handles() == before
+    assert not still_open() - before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from atoll.core.errors import DeadlineError, PeerLostError, UserError
 from atoll.net import fetches
 from atoll.net.fetches import FetchLink, FetchService, RefusedError
+from atoll.testing.leaks import still_open
 from atoll.wire.base import WireError
 from atoll.wire.fetches import (
     ANSWER_BYTES,
@@ -76,10 +76,6 @@ def fetch(
     return bytes(into)
 
 
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def everything(link: socket.socket) -> bytes:
     """What is said on a connection up to its end."""
     heard = b""
@@ -87,10 +83,6 @@ def everything(link: socket.socket) -> bytes:
         while more := link.recv(4096):
             heard += more
     return heard
-
-
-def service_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("atoll-members")]
 
 
 def until(condition: object) -> None:
@@ -345,7 +337,7 @@ def test_no_opening_is_believed_without_its_proof(said: bytes, secret: bytes) ->
 
 
 def test_a_closed_service_leaves_nothing_behind() -> None:
-    before, threads = open_descriptors(), service_threads()
+    before = still_open()
     service = FetchService("127.0.0.1", 2, SECONDS)
     service.serve(payload_of)
     link, silent = connect(service), connect(service)
@@ -356,5 +348,4 @@ def test_a_closed_service_leaves_nothing_behind() -> None:
         fetch(link, nbytes=9)
     link.close()
     silent.close()
-    assert open_descriptors() <= before
-    assert service_threads() == threads
+    assert not still_open() - before

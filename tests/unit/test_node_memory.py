@@ -19,6 +19,7 @@ from peer_model import PeerModel
 
 from atoll.chunks import ChunkMap, ParameterSpec, lay_out
 from atoll.core.errors import RunError
+from atoll.testing.leaks import still_open
 from atoll.train.node.globals import GlobalParameters
 from atoll.train.node.memory import (
     ALIGNMENT,
@@ -147,13 +148,13 @@ def test_a_machine_without_room_is_told_at_once(monkeypatch: pytest.MonkeyPatch)
     def full(_fd: int, _offset: int, _length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    before = set(Path("/proc/self/fd").iterdir())
+    before = still_open()
     plan = plan_memory(layout_of([((3000,), "float32", True)]), 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(RunError, match="no 60.0 KiB of memory for the memory that .* No space left"):
             HostMemory.create(plan)
-    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert not still_open() - before
 
 
 def test_a_buffer_is_written_only_while_the_worker_does_not_look_at_it() -> None:
