@@ -9,9 +9,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from atoll.testing.pool import WorkerPool
+
+# Without Hypothesis's deadline, which on a loaded machine tells nothing of the code.
+settings.register_profile("atoll", deadline=None)
+settings.load_profile("atoll")
 
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would every process of theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -73,12 +73,12 @@ def test_a_short_transfer_over_a_path_that_loses_waits_for_no_repair(size: int, 
 
 
 def test_an_outage_is_over_within_a_few_round_trips() -> None:
-    over = path(25e6, outages=((20.0, 2.0),))
+    over = path(12.5e6, outages=((20.0, 2.0),))
     for _ in range(3):
-        over.transfer(20_000_000)
+        over.transfer(10_000_000)
     over.pair.run(20.0 - 0.4 - over.pair.now)
-    took, arrived = over.transfer(20_000_000)
-    assert took < 2.0 + over.least(20_000_000) + 7 * ROUND_TRIP
+    took, arrived = over.transfer(10_000_000)
+    assert took < 2.0 + over.least(10_000_000) + 7 * ROUND_TRIP
     assert arrived.present[arrived.high].all()
 
 
@@ -97,13 +97,13 @@ def test_what_an_outage_takes_makes_no_parity() -> None:
 
 def test_transfers_with_pauses_between_them_are_never_slowed_to_look_at_the_round_trip() -> None:
     """While nothing is sent the path is empty: the first that comes after it tells the least round trip."""
-    over = path(25e6)
-    over.transfer(20_000_000)
+    over = path(6.25e6)
+    over.transfer(5_000_000)
     until = over.pair.now + 12.0
     took = []
     while over.pair.now < until:
         over.pair.run(0.3)
-        took.append(over.transfer(1_000_000)[0])
+        took.append(over.transfer(250_000)[0])
     assert max(took) < 1.1 * np.median(took)  # half of the rate for a round trip would be 1.3
 
 

@@ -324,3 +324,5 @@ def test_set_epoch_after_it_keeps_what_was_made_too_much() -> None:
         node.sampler.committed()
     node.sampler.set_epoch(1)
     assert len(list(node.sampler)) == 8 * BATCH + 2 - 2 * BATCH
+    for script in (node, member):
+        script.close()

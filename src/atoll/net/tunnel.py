@@ -285,10 +285,18 @@ class TunnelServer(Server):
         self._link_rate, self._udp_port = link_rate, udp_port
         self._link: LtpLink | None = None
         self._mail: Mailbox[tuple[_Tunnel, Message]] = Mailbox()
-        super().__init__(address, keys, limit=limit, name=name)
+        try:
+            super().__init__(address, keys, limit=limit, name=name)
+        except BaseException:
+            self._mail.close()
+            raise
         self.wake = self._mail.fileno()
         if udp_port:
-            self._make_link(1).close()  # who started this is to hear of a port that is in use
+            try:
+                self._make_link(1).close()  # who started this is to hear of a port that is in use
+            except BaseException:
+                self._end(0)
+                raise
         self._tunnels: dict[bytes, _Tunnel] = {}
         self._gone: dict[bytes, None] = {}  # whose tunnel is over
         self._looked_at = 0.0
