@@ -134,6 +134,7 @@ def test_after_ctrl_c_while_chunks_are_stepped_early_training_goes_on(
         train(model, optimizer, lambda: None)
     assert moving._stepper is not None
     moving._stepper.wait_all()
+    moving.engine._bringing.submit(lambda: None).result(60)  # what is brought is pinned meanwhile
     assert [key for key, payload in moving._store._payloads.items() if payload.pinned_by] == []
     assert moving.stats().stepped_early
     plain, its_optimizer = made()

@@ -111,9 +111,9 @@ def _forget() -> None:
 
 
 @atexit.register
-def _finish() -> None:
-    """Let closed endpoints send what they still hold (no longer than their linger), and drop what open ones
-    hold: what is sent without a copy must not be sent any more when its memory goes.
+def finish() -> None:
+    """At a process's end: let closed endpoints send what they still hold (no longer than their linger), and
+    drop what open ones hold: what is sent without a copy must not be sent any more when its memory goes.
 
     Runs before pyzmq's own end of what it holds for sends without a copy (`garbage`, imported above), as
     handlers run last first; a message that is freed after that would crash the process.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from atoll.core.errors import DeadlineError
+from atoll.net import context
 from atoll.train.node import main, start
 
 _FORK_SECONDS = 60.0
@@ -93,13 +94,20 @@ def _keep(link: int, tells: int, worker: int) -> int:
     if child == 0:
         os.close(tells)
         os.setsid()
-        _exit_after(partial(main.serve, link, worker))
+        _exit_after(partial(_serve, link, worker))
     os.close(link)
     with Connection(tells, readable=False) as connection:
         connection.send(child)
         _, status = os.waitpid(child, 0)
         connection.send(os.waitstatus_to_exitcode(status))
     return 0
+
+
+def _serve(link: int, worker: int) -> int:
+    try:
+        return main.serve(link, worker)
+    finally:
+        context.finish()  # as at the end of a process that was started
 
 
 def _exit_after(act: partial[int]) -> NoReturn:

@@ -684,8 +684,18 @@ class CpuSideProcess:
     # -- what the decisions say ---------------------------------------------------------------------------
 
     def _do(self, outputs: Sequence[out.Output]) -> None:
+        """Raises RunError where scripts meet on different things, once all else is done: without what is said
+        after that, the others would wait for a majority until they give up, and not learn why."""
+        unlike: RunError | None = None
         for output in outputs:
-            self._doers[type(output)](output)
+            try:
+                self._doers[type(output)](output)
+            except RunError as error:
+                if not isinstance(output, out.Meet):
+                    raise
+                unlike = error
+        if unlike is not None:
+            raise unlike
 
     def _do_send(self, output: out.Send) -> None:
         if output.to == WITNESS:

@@ -1,0 +1,53 @@
+"""A node's CPU side does what the decisions say, in their order."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from atoll.core.errors import RunError
+from atoll.peers.outputs import Meet, Send
+from atoll.train.node.post import Post
+from atoll.train.node.process import CpuSideProcess
+from atoll.wire import device as d
+from atoll.wire.peers import WITNESS, Key
+from atoll.wire.peerviews import Life
+
+ONE, OTHER = Key("meetings", 3, Life(0, 0)), Key("meetings", 3, Life(1, 0))
+MEET = Meet(3, (ONE, OTHER), "all are here")
+
+
+class Heard:
+    """The hub, as a witness, which hears what this node says after the meeting."""
+
+    def __init__(self) -> None:
+        self.said: list[object] = []
+
+    def say(self, message: object) -> None:
+        self.said.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("what", ["session.sampler", "session.batches"])
+def test_where_scripts_meet_on_different_things_the_others_still_hear_what_this_node_holds(what: str) -> None:
+    """Without that they have no majority for the meeting, wait for it and do not learn why."""
+    here, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with CpuSideProcess(Post(here), -1) as process:
+        process._witness = heard = Heard()  # type: ignore[assignment]
+        process._meetings.keep(ONE, "session.sampler", b"mine", 0)
+        process._meetings.keep(OTHER, what, b"its", 0)
+        report = Send(WITNESS, "a report")  # type: ignore[arg-type]
+        if what == "session.sampler":
+            process._do([MEET, report])
+            got = Post(worker).receive()
+            assert got is not None
+            assert got[0] == d.Met(number=3, nodes=[0, 1], payloads=[b"mine", b"its"])
+        else:
+            with pytest.raises(RunError, match=r"^meeting 3: node 0 meets on session.sampler, and node 1"):
+                process._do([MEET, report])
+        assert heard.said == ["a report"]
+    here.close()
+    worker.close()
