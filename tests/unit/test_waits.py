@@ -148,7 +148,7 @@ REVIEWED: dict[str, str] = {
         "a thread whose task is to answer libzmq, within this process; it ends with the context"
     ),
     "net/context.py: _keep_doors: requests.recv_multipart()": "the same",
-    "net/context.py: _finish: _context.term()": "all sockets are closed, with a linger of at most 1 s",
+    "net/context.py: finish: _context.term()": "all sockets are closed, with a linger of at most 1 s",
     "net/endpoint.py: Client._open: link.connect(self.address)": "ZeroMQ connects in the background",
     "net/endpoint.py: _monitor_of: watch.connect(place)": "within the process: it is there at once",
     "net/endpoint.py: _greeting_of: link.connect(address.removeprefix('ipc://'))": _PROBE,
