@@ -1,8 +1,10 @@
 """What a process has open: for tests that all which was opened is closed again.
 
-before = still_open()
-...
-assert not still_open() - before
+    before = still_open()
+    ...
+    assert not still_open() - before
+
+Names are compared, not counted: see `still_open`.
 """
 
 from __future__ import annotations
