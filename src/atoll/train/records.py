@@ -56,6 +56,7 @@ class Records:
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
         self._read_at = time.perf_counter()
         self._confirming = ""  # how, as was last told
+        self._warned_of: set[str] = set()  # the subjects of `warn_once`
         self._links = self._make_link_report(service)
 
     # The journals
@@ -110,6 +111,16 @@ class Records:
         if DIRECTORY_VARIABLE not in os.environ:
             print_warning(line)
         self.emit(events.Warned, message=line)
+
+    def warn_once(self, subject: str, line: str) -> None:
+        """Tell people `line` unless this worker has warned of `subject` before, from any thread.
+
+        Workers that must all be heard include their number in the line; where one word is enough, the first
+        worker (`Workers.is_first`) calls this alone.
+        """
+        if subject not in self._warned_of:
+            self._warned_of.add(subject)
+            self.warn(line)
 
     # Iterations, and what is logged in them
 

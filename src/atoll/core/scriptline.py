@@ -1,0 +1,40 @@
+"""The line of the user's script that a call comes from."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+_ATOLL = str(Path(__file__).parents[1]) + "/"
+_NOT_THE_SCRIPT = tuple(
+    {
+        _ATOLL,
+        "<frozen ",  # importlib and runpy
+        *(
+            str(Path(sysconfig.get_path(name))) + "/"
+            for name in ("purelib", "platlib", "stdlib", "platstdlib")
+        ),
+    }
+)
+
+
+def script_line() -> str:
+    """The innermost line of the user's own code on this thread's stack, as "train.py:28".
+
+    The user's own code is what lies neither in Atoll, nor in the standard library, nor in an installed
+    package. Without any such frame (a thread of autograd's has none) the result is "".
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_SCRIPT):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def at_script_line(what: str, line: str) -> str:
+    """`what` with the script's line behind it, as far as one is known: "session.save (train.py:31)"."""
+    return f"{what} ({line})" if line else what

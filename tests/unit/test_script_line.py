@@ -1,0 +1,45 @@
+"""Where in the user's script a call stands."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll.core.scriptline import at_script_line, script_line
+
+
+def run_script(path: Path, text: str) -> dict[str, Any]:
+    """Execute `text` as a user's script of this path, which may call `script_line`."""
+    names: dict[str, Any] = {"script_line": script_line, "torch": torch}
+    exec(compile(text, str(path), "exec"), names)
+    return names
+
+
+def test_the_innermost_line_of_the_script_is_named(tmp_path: Path) -> None:
+    names = run_script(tmp_path / "train.py", "def step():\n    return script_line()\n\nline = step()\n")
+    assert names["line"] == "train.py:2"
+
+
+def test_frames_of_torch_and_the_standard_library_are_passed_over(tmp_path: Path) -> None:
+    text = (
+        "lines = []\n"
+        "x = torch.ones(2, requires_grad=True)\n"
+        "x.register_hook(lambda _: lines.append(script_line()))\n"
+        "import contextlib, functools\n"
+        "functools.reduce(lambda a, b: a, [1, 2])\n"
+        "x.sum().backward()\n"
+    )
+    assert run_script(tmp_path / "train.py", text)["lines"] == ["train.py:3"]
+
+
+def test_a_thread_without_a_script_has_no_line() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(script_line).result() == ""
+
+
+def test_a_line_is_shown_behind_the_call_as_far_as_it_is_known() -> None:
+    assert at_script_line("session.save", "") == "session.save"
+    assert at_script_line("session.save", "train.py:31") == "session.save (train.py:31)"
