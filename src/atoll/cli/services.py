@@ -84,7 +84,8 @@ def hub(
         typer.Option(metavar="K", help="Groups of workers, for strategy ps-hra; auto: as many as are best."),
     ] = "",
     group_by: Annotated[
-        str, typer.Option(metavar="HOW", help="What groups are made by: speed, site, joint or auto.")
+        str,
+        typer.Option(metavar="HOW", help="Form groups by `speed`, `joint` (speed and link), `site` or `auto`."),
     ] = "auto",
     group_patience: Annotated[
         str, typer.Option(metavar="SPAN", help="How long the groups wait for a worker's probe.")

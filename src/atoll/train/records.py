@@ -190,12 +190,13 @@ class Records:
         ]
         entered = [f"worker {name} entered" for name in ring.entered]
         happened = ", ".join(gone + entered) or "a connection was lost"
-        how = f"made anew: {ring.what}" if ring.again else "nothing was to be made anew"
-        choice, reason = f"ring {ring.group} of {ring.world} workers", f"{happened}; {how}"
+        repeated = f"; repeated: {ring.what}" if ring.again else ""
+        workers = f"{ring.world} worker{'s' * (ring.world > 1)}"
+        choice, reason = f"formed again with {workers}", f"{happened}{repeated}"
         self.decided_here(events.Decided, "ring", choice, reason)
         self.warn(
-            f"{happened} during iteration {self._state.iteration}; {who} goes on with {ring.world} "
-            f"worker{'s' * (ring.world > 1)} after {ring.seconds:.1f} s"
+            f"{happened} during iteration {self._state.iteration}; {who} goes on with {workers} after "
+            f"{ring.seconds:.1f} s"
         )
 
     def tell_of_confirmations(self, ring: Ring | None) -> None:

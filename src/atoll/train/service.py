@@ -150,7 +150,7 @@ class Service:
         """The run's servers in a few words."""
         consistency = config.sync.consistency
         slack = f" with slack {config.sync.slack}" if consistency == "ssp" else ""
-        sealed = "sealed with CURVE" if os.environ.get(KEYS_VARIABLE) else "unsealed, on this machine alone"
+        sealed = "encrypted (CURVE)" if os.environ.get(KEYS_VARIABLE) else "not encrypted (loopback only)"
         where = f" between sites, at site {self.site!r}" if self.site else ""
         return f"{consistency}{slack}{where}, shards: {', '.join(self.shards.addresses)}; {sealed}"
 
