@@ -101,7 +101,7 @@ def _run(
     ] = None,
     group_by: Annotated[
         str | None,
-        typer.Option(metavar="HOW", help="Form groups by `speed`, `joint` (speed and link), `site` or `auto`."),
+        typer.Option(metavar="HOW", help="Form groups by speed, joint (speed and link), site or auto."),
     ] = None,
     sites: Annotated[str | None, typer.Option(metavar="K", help="Sites, each with a shard in front.")] = None,
     config: _ConfigOption = None,

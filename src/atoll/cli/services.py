@@ -85,7 +85,7 @@ def hub(
     ] = "",
     group_by: Annotated[
         str,
-        typer.Option(metavar="HOW", help="Form groups by `speed`, `joint` (speed and link), `site` or `auto`."),
+        typer.Option(metavar="HOW", help="Form groups by speed, joint (speed and link), site or auto."),
     ] = "auto",
     group_patience: Annotated[
         str, typer.Option(metavar="SPAN", help="How long the groups wait for a worker's probe.")
