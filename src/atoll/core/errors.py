@@ -40,6 +40,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, half-written, damaged, or of another model."""
 
 
+class MismatchError(UserError):
+    """The workers' scripts stand at places that do not go together; the line says who stands where."""
+
+
 class RunError(AtollError):
     """The run cannot go on, through no fault of what the user gave."""
 

@@ -1,0 +1,180 @@
+"""Where each worker stands in its script, and the line that says so when workers stand at different places.
+
+Workers that wait for one another tell one another their `Stand`. Stands that are not consistent are a mistake
+in the script: `describe_mismatch` names each worker's place, and what to change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from atoll.core.scriptline import at_script_line
+
+GRADIENTS: Literal["gradients"] = "gradients"
+CALL: Literal["call"] = "call"
+END: Literal["end"] = "end"
+
+MOST_BYTES = 2048  # of an encoded Stand
+_MOST_NAMES = 6  # of workers at one place; of more, the rest is counted
+_DIGEST_BYTES = 16
+_WITH_LINE = {"session.reduce", "session.gather", "session.barrier"}  # combined only from one line
+_STORES = ("session.save", "session.load", "session.resume")
+
+_EQUAL_STEPS = (
+    "every worker must make equally many steps (session.sampler deals equal shares; a worker without a batch "
+    "still calls optimizer.step())"
+)
+_SAME_ORDER = "all workers must make the same calls in the same order"
+
+_Short: TypeAlias = Annotated[str, Meta(max_length=256)]
+_Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
+
+
+class StandError(ValueError):
+    """Bytes from outside that are no Stand; the line says why."""
+
+
+class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker's place in its script.
+
+    `kind` is GRADIENTS (the end of a backward, whose gradients go into `step`), CALL (`name`, as
+    "session.reduce", with what it `asks` for, as "mean of a number") or END (the session's end, after
+    `step` steps). Of gradients, `asks` names the model where a session has several ("model 2"). `line` is the
+    script's line, as "train.py:28", or "" where none is known.
+    """
+
+    kind: Literal["gradients", "call", "end"]
+    step: _Count = 0
+    name: _Short = ""
+    asks: _Short = ""
+    line: _Short = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What must be equal on all workers, except for the line."""
+        if self.kind == CALL:
+            return self.kind, self.name, self.asks  # workers at their own pace call after unequal steps
+        return self.kind, str(self.step), self.asks
+
+    @property
+    def combined_from(self) -> str:
+        """The line that must be equal on all workers; "" where any line will do."""
+        return self.line if self.kind == CALL and self.name in _WITH_LINE else ""
+
+    def digest(self) -> bytes:
+        """16 bytes, equal on workers whose stands are consistent. A worker that knows no line differs from
+        one that does."""
+        parts = "\0".join((*self.key, self.combined_from))
+        return hashlib.blake2b(parts.encode(), digest_size=_DIGEST_BYTES).digest()
+
+    def __str__(self) -> str:
+        if self.kind == GRADIENTS:
+            of = f" of {self.asks}" if self.asks else ""
+            return at_script_line(f"at the gradients of step {self.step}{of}", self.line)
+        if self.kind == END:
+            steps = f"{self.step} step{'s' if self.step != 1 else ''}"
+            return at_script_line(f"at the end of its session after {steps}", self.line)
+        asked = f"({self.asks})" if self.asks else ""
+        return at_script_line(f"in {self.name}{asked}", self.line)
+
+
+def gradients(step: int, line: str, *, model: str = "") -> Stand:
+    """The place of a worker whose gradients of `step` are to be reduced."""
+    return Stand(GRADIENTS, step=step, asks=_cut(model), line=_cut(line))
+
+
+def call(name: str, line: str, *, asks: str = "", step: int = 0) -> Stand:
+    """The place of a worker within a call, `name` as the user writes it: "session.save"."""
+    return Stand(CALL, step=step, name=_cut(name), asks=_cut(asks), line=_cut(line))
+
+
+def end(step: int, line: str) -> Stand:
+    """The place of a worker that has left its session after `step` steps."""
+    return Stand(END, step=step, line=_cut(line))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 256 else f"{text[:253]}..."
+
+
+def encode_stand(stand: Stand) -> bytes:
+    return msgspec.msgpack.encode(stand)
+
+
+_decoder = msgspec.msgpack.Decoder(Stand)
+
+
+def decode_stand(raw: bytes | bytearray | memoryview) -> Stand:
+    """The Stand in `raw`, which another worker has sent; raises StandError for anything that is none."""
+    if len(raw) > MOST_BYTES:
+        raise StandError(f"a place in the script of {len(raw)} bytes, where {MOST_BYTES} is the most")
+    try:
+        stand = _decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StandError(f"no place in the script: {str(error)[:200]}") from None
+    for text in (stand.name, stand.asks, stand.line):
+        if not text.isprintable():
+            raise StandError(f"no place in the script: it has the unprintable text {text[:40]!r}")
+    return stand
+
+
+def are_consistent(stands: Iterable[Stand]) -> bool:
+    """Whether workers that stand so can go on together. Where a worker knows no line of its script, lines are
+    not compared with its."""
+    known = list(stands)
+    lines = {stand.combined_from for stand in known} - {""}
+    return len({stand.key for stand in known}) <= 1 and len(lines) <= 1
+
+
+def describe_mismatch(stands: Mapping[int, Stand] | Mapping[str, Stand], noun: str = "worker") -> str:
+    """One line: where each worker stands, and what to change in the script.
+
+    `stands` are by the workers' names, in the order in which they are to be named; those that stand at one
+    place are named together. `noun` is "node" where these are what the user counts.
+    """
+    places: dict[str, list[str]] = {}
+    for name, stand in stands.items():
+        places.setdefault(str(stand), []).append(str(name))
+    where = "; ".join(f"{_names(names, noun)} {place}" for place, names in places.items())
+    return f"{where}. {_advice(list(stands.values()), noun)}"
+
+
+def _names(names: Sequence[str], noun: str) -> str:
+    if len(names) == 1:
+        return f"{noun} {names[0]} is"
+    if len(names) > _MOST_NAMES:
+        kept = _MOST_NAMES - 1
+        return f"{noun}s {', '.join(names[:kept])} and {len(names) - kept} others are"
+    return f"{noun}s {', '.join(names[:-1])} and {names[-1]} are"
+
+
+def _advice(stands: Sequence[Stand], noun: str) -> str:
+    advice = _advice_to_worker(stands)
+    return advice.replace("worker", noun)[0].upper() + advice.replace("worker", noun)[1:]
+
+
+def _advice_to_worker(stands: Sequence[Stand]) -> str:
+    calls = list(dict.fromkeys(stand.name for stand in stands if stand.kind == CALL))
+    elsewhere = any(stand.kind != CALL for stand in stands)
+    if not calls:
+        models = {stand.asks for stand in stands if stand.kind == GRADIENTS}
+        if len({stand.step for stand in stands}) == 1 and len(models) > 1:
+            return "every worker must train the same models in the same order"
+        return _EQUAL_STEPS
+    stored = next((name for name in calls if name in _STORES), "")
+    if stored and (elsewhere or len(calls) > 1):
+        return f"every worker calls {stored}: take it out of `if session.is_main`"
+    if elsewhere:
+        return f"every worker calls {calls[0]}, and calls it after equally many steps: take it out of " + (
+            "`if session.is_main`, or deal equal shares with session.sampler"
+        )
+    if len(calls) == 1 and len({stand.asks for stand in stands}) > 1:
+        return f"all calls of {calls[0]} that meet must be of the same operation, shape and dtype"
+    if len(calls) == 1:
+        return f"calls of {calls[0]} meet only from one line of the script: {_SAME_ORDER}"
+    return _SAME_ORDER
