@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -347,12 +349,27 @@ def resumes(place: Place, folder: str, *, only_first: bool = False) -> int:
         return session.resume(seen)
 
 
+def resume_twice(place: Place, folder: str) -> str:
+    """What this worker prints where there is no checkpoint, however often the script asks."""
+    said = io.StringIO()
+    with atoll.join(CONFIG, place=place) as session, contextlib.redirect_stderr(said):
+        _made = scripted(session, seed=place.rank)
+        assert [session.resume(folder), session.resume(folder), session.resume()] == [0, 0, 0]
+    assert "starting at step 0" in said.getvalue() or place.rank
+    return said.getvalue()
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_resume_goes_on_from_a_checkpoint_if_there_is_one(
     pool: WorkerPool, tmp_path: Path, world: int
 ) -> None:
     folder = str(tmp_path / "checkpoint")
     assert pool.run(resumes, folder, world=world) == [0] * world
+    printed = [
+        said.count("session.resume found no checkpoint in")
+        for said in pool.run(resume_twice, folder, world=world)
+    ]
+    assert printed == [1] + [0] * (world - 1)
     Path(folder).mkdir()  # a folder without anything in it is no checkpoint yet
     assert pool.run(resumes, folder, world=world) == [0] * world
     with atoll.join(CONFIG) as session:

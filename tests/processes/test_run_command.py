@@ -61,8 +61,14 @@ def test_a_whole_run(command: Command) -> None:
         "7",
         "--help",
         environment=SERVED_RUN,
+        options=["--set", "sync.slack=4", "--group-by", "site"],
     )
     assert code == 0, err
+    unused = "has no effect under strategy 'ring': only"
+    assert (
+        f"atoll: warning: sync.slack (given by --set sync.slack=4) {unused} 'server' and 'ps-hra' use" in err
+    )
+    assert f"atoll: warning: groups.by (given by --group-by site) {unused} 'ps-hra' uses it; leave it" in err
     assert out == "0 __main__ ['train.py', '--workers', '7', '--help'] found 1\nno end of line\n"
     assert "5 steps of 40 samples" in err
     run = command.directory / "run"
@@ -74,6 +80,10 @@ def test_a_whole_run(command: Command) -> None:
     known = {"strategy": "ring", "workers": 2, "groups": 1, "steps": 5, "samples": 40.0, "bytes_sent": 1000}
     assert {key: summary[key] for key in known} == known
     assert summary["last"] == {"loss": pytest.approx(0.7)}
+    assert [event["message"].split()[0] for event in summary["events"] if event["event"] == "warned"] == [
+        "sync.slack",
+        "groups.by",
+    ]
     assert (run / "report.png").stat().st_size > 0
     assert len(list((run / "tensorboard").iterdir())) == 1
 

@@ -156,6 +156,12 @@ def test_check_prints_the_whole_configuration(
     (here / "good.toml").write_text("[run]\nworkers = 3\nrestarts = 2\n")  # what only a run could refuse
     assert atoll(monkeypatch, "check", "good.toml") == 2
     assert capfd.readouterr().err.startswith("atoll: good.toml: run.restarts: 2 restarts of a worker go with")
+    (here / "good.toml").write_text("[groups]\nprobe = 3\n")
+    assert atoll(monkeypatch, "check", "good.toml") == 0
+    assert capfd.readouterr().err == (
+        "atoll: warning: groups.probe (given by good.toml) has no effect under strategy 'ring': only "
+        "'ps-hra' uses it; leave it out\ngood.toml: right\n"
+    )
     (here / "good.toml").write_text("[run]\nworker = 3\n")
     assert atoll(monkeypatch, "check", "good.toml") == 2
     assert capfd.readouterr().err == "atoll: good.toml: no key 'run.worker'; did you mean 'run.workers'?\n"

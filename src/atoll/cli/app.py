@@ -13,7 +13,8 @@ import typer.core
 
 import atoll
 from atoll.cli import lab, link, memory, plan, services
-from atoll.core.config import Config, load_config, to_toml
+from atoll.core.config import Config, load_given, to_toml
+from atoll.core.effects import without_effect
 from atoll.core.errors import AtollError, ConfigError, UserError
 from atoll.observe.rundir import RunDirectory
 
@@ -120,8 +121,9 @@ def _run(
         "--group-by": ("groups.by", group_by),
         "--sites": ("run.sites", sites),
     }
-    chosen = _load(config, settings, options)
-    raise typer.Exit(run(script, arguments or [], chosen, summary, hub_module="atoll.cli.hub"))
+    chosen, unused = _load(config, settings, options)
+    status = run(script, arguments or [], chosen, summary, hub_module="atoll.cli.hub", warnings=unused)
+    raise typer.Exit(status)
 
 
 @app.command("check")
@@ -129,12 +131,14 @@ def _check(config: Annotated[str, typer.Argument(metavar="CONFIG", help="A confi
     """Say whether CONFIG is right, and print it with every default."""
     from atoll.launch.checks import check_run
 
-    chosen = load_config(config)
+    chosen, given = load_given(config)
     try:
         check_run(chosen)
     except UserError as error:
         raise ConfigError(f"{config}: {error}") from None
     print(to_toml(chosen).rstrip("\n"))
+    for line in without_effect(chosen, given):
+        print(f"atoll: warning: {line}", file=sys.stderr)
     print(f"{config}: right", file=sys.stderr)
 
 
@@ -160,11 +164,14 @@ def _report(
 
 def _load(
     config: str | None, settings: list[str] | None, options: Mapping[str, tuple[str, str | None]]
-) -> Config:
-    """The configuration; options of their own are settings by another name, with the same checks."""
+) -> tuple[Config, list[str]]:
+    """The configuration, and a line for each key that was given without effect. Options of their own are
+    settings by another name, with the same checks."""
+    names = {f"--set {key}={value}": f"{option} {value}" for option, (key, value) in options.items()}
     given = [*(settings or []), *(f"{key}={value}" for key, value in options.values() if value is not None)]
     try:
-        return load_config(config, given)
+        chosen, places = load_given(config, given)
+        return chosen, without_effect(chosen, {key: names.get(at, at) for key, at in places.items()})
     except ConfigError as error:
         said = str(error)
         for option, (key, value) in options.items():

@@ -10,7 +10,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -36,8 +36,12 @@ LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
 FIRST_VARIABLE = "ATOLL_FIRST_WORKER"
 
 Strategy = Literal["ring", "server", "hierarchical", "ps-hra", "peers"]
-SERVED = ("server", "ps-hra")  # the strategies with a parameter server
-GROUPED = ("hierarchical", "ps-hra")  # those with groups of workers, as many as are best unless told
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+SERVED: tuple[Strategy, ...] = ("server", "ps-hra")  # the strategies with a parameter server
+GROUPED: tuple[Strategy, ...] = (
+    "hierarchical",
+    "ps-hra",
+)  # those with groups of workers, as many as are best unless told
 Consistency = Literal["bsp", "ssp", "asp"]
 NonFinite = Literal["stop", "skip", "allow"]
 GroupBy = Literal["auto", "speed", "site", "joint"]
@@ -265,6 +269,16 @@ def load_config(
     """The configuration from `path` (else $ATOLL_CONFIG, else ./atoll.toml if there is one) and `settings`
     ("sync.timeout=30s"). Raises ConfigError, one line for the first thing that is wrong.
     """
+    return load_given(path, settings, environment)[0]
+
+
+def load_given(
+    path: str | os.PathLike[str] | None = None,
+    settings: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[Config, dict[str, str]]:
+    """Load a configuration as `load_config` does, and say where each key that is not left at its default was
+    given: {"sync.timeout": "--set sync.timeout=30s"}, or a file's path."""
     environment = os.environ if environment is None else environment
     if path is None:
         path = environment.get(CONFIG_VARIABLE) or (DEFAULT_FILE if Path(DEFAULT_FILE).exists() else None)
@@ -272,13 +286,14 @@ def load_config(
     if path is not None:
         _check_keys(table, str(path))
     config = _convert(table, str(path))
+    given = {f"{section}.{key}": str(path) for section, values in table.items() for key in values}
     for setting in settings:
-        _apply(table, setting)
+        given[_apply(table, setting)] = f"--set {setting}"
         config = _convert(table, f"--set {setting}")
     if config.run.strategy == "ps-hra" and "consistency" not in table.get("sync", {}):
         config.sync.consistency = "asp"  # groups that wait for one another need no server between them
     check_together(config)
-    return config
+    return config, given
 
 
 # Keys of [sync] that say how workers meet at shards, or how nodes meet with none.
@@ -407,8 +422,8 @@ def _suggest(name: str, known: list[str]) -> str:
     return nearest(name, known) or f"; known: {', '.join(known)}"
 
 
-def _apply(table: dict[str, Any], setting: str) -> None:
-    """Put `sync.timeout=30s` into the table."""
+def _apply(table: dict[str, Any], setting: str) -> str:
+    """Put `sync.timeout=30s` into the table; returns the key."""
     name, equals, text = setting.partition("=")
     name = name.strip()
     where = f"--set {setting}"
@@ -419,6 +434,7 @@ def _apply(table: dict[str, Any], setting: str) -> None:
     if key not in known.get(section, ()):
         raise ConfigError(f"{where}: no key {name!r}{_suggest(name, list(_dotted(known)))}")
     table.setdefault(section, {})[key] = _value(text.strip())
+    return name
 
 
 def _value(text: str) -> Any:

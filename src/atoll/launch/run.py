@@ -62,13 +62,15 @@ def run(
     summary: Path | None = None,
     *,
     hub_module: str = SERVICE,
+    warnings: Sequence[str] = (),
 ) -> int:
     """Run `script` on `config.run.workers` workers of this machine; returns the exit status of the command.
 
     0: every worker ended well. 2: something that the user gave was wrong. 130: Ctrl-C. A script's own
     `sys.exit(n)` passes as n; anything else is 1. The summary goes to the run directory, and to the file
     `summary` where one is given. `hub_module` is what a hub's process runs, where there is one: a module that
-    does as `launch.service` does, and may know more (`cli/hub.py` knows the planner).
+    does as `launch.service` does, and may know more (`cli/hub.py` knows the planner). `warnings` are shown at
+    the start, and stand in the summary.
     Raises UserError for what is wrong before anything starts.
     """
     _check(script, summary)
@@ -78,7 +80,7 @@ def run(
     directory.create()
     directory.config.write_text(to_toml(config), encoding="utf-8")
     with _Stop() as stop:
-        watch = _Watch(directory, config, stop, hub_module)
+        watch = _Watch(directory, config, stop, hub_module, warnings)
         verdict = watch.run(script, arguments)
     if summary is not None:
         write_summary(watch.summary, summary)
@@ -143,9 +145,11 @@ class _Watch:
     summary: Summary
     losses: Sequence[str] = ()  # what is told at the end of who was lost, and came back
 
-    def __init__(self, directory: RunDirectory, config: Config, stop: _Stop, hub_module: str) -> None:
+    def __init__(
+        self, directory: RunDirectory, config: Config, stop: _Stop, hub_module: str, warnings: Sequence[str]
+    ) -> None:
         self._directory, self._config, self._stop = directory, config, stop
-        self._hub_module = hub_module
+        self._hub_module, self._warnings = hub_module, warnings
         self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
         self._tail = Tail(directory.log(0))
 
@@ -159,6 +163,8 @@ class _Watch:
                 progress = make_progress(f"{Path(script).name} · {strategy} · {_count(workers)}")
                 shown.callback(progress.close)
                 recorder = Recorder(self._directory, workers, strategy, _writers(self._directory, progress))
+                for line in self._warnings:
+                    recorder.warn(line)
                 self._follow(launcher, recorder, progress)
             self._look(launcher, recorder, progress, last=True)
             self.summary = recorder.close()

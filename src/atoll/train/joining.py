@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import msgspec
 
-from atoll.core.config import HUB_VARIABLE, SERVED, Config, check_together, load_config
+from atoll.core.config import HUB_VARIABLE, SERVED, Config, check_together, load_given
+from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.node.introduction import introduce
 from atoll.train.node.worker import NodeWorker
 from atoll.train.place import Place
@@ -28,10 +30,14 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     """
     show_errors_as_one_line()
     speed_from()  # a mistake in it is found before anybody is waited for
-    config = config if isinstance(config, Config) else load_config(config)
+    given: Mapping[str, str] = {}
+    if not isinstance(config, Config):
+        config, given = load_given(config)
+        if DIRECTORY_VARIABLE in os.environ:  # `atoll run` wrote every key, and has warned itself
+            given = {}
     check_together(config)
     if config.run.strategy == "peers":
-        return _join_peers(config, place)
+        return _join_peers(config, place, given)
     if place is None and (config.run.strategy in SERVED or os.environ.get(HUB_VARIABLE)):
         member = enter(config)
         if isinstance(member, Service) and member.ring is None:
@@ -39,22 +45,24 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
                 config, run=msgspec.structs.replace(config.run, strategy="server")
             )
         try:
-            return Session(config, member.place, member)
+            return Session(config, member.place, member, given)
         except BaseException:
             member.close()
             raise
-    return Session(config, Place.from_environment(config.timeout_seconds) if place is None else place)
+    if place is None:
+        place = Place.from_environment(config.timeout_seconds)
+    return Session(config, place, given=given)
 
 
-def _join_peers(config: Config, place: Place | None) -> Session:
+def _join_peers(config: Config, place: Place | None, given: Mapping[str, str]) -> Session:
     """As a node among others, or alone where there are none."""
     met = introduce(config, place)
     if met is None:
-        return Session(config, Place() if place is None else place)
+        return Session(config, Place() if place is None else place, given=given)
     introduction, side, devices = met
     node = NodeWorker(introduction, side, config.timeout_seconds, devices)
     try:
-        return Session(config, node.introduction.place, node)
+        return Session(config, node.introduction.place, node, given)
     except BaseException:
         node.close()
         raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from atoll.core import events
 from atoll.core.config import SPEED_VARIABLE, Config
+from atoll.core.effects import without_effect
 from atoll.core.errors import PrepareError, UserError
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
@@ -77,8 +78,13 @@ class Session:
     """One worker's part in a run; made by `join`, closed by `with` or `close`."""
 
     def __init__(
-        self, config: Config, place: Place, member: Service | HubRing | NodeWorker | None = None
+        self,
+        config: Config,
+        place: Place,
+        member: Service | HubRing | NodeWorker | None = None,
+        given: Mapping[str, str] | None = None,
     ) -> None:
+        """`given` says where keys of `config` were given, for a warning of those that have no effect."""
         self.config, self._first_place, self._member = config, place, member
         self._service = service = member if isinstance(member, Service) else None
         self._node = node = member if isinstance(member, NodeWorker) else None
@@ -114,6 +120,8 @@ class Session:
         if isinstance(self._entrance, ServedEntrance):
             self._entrance.begin()
         self._tell_of_start()
+        for line in without_effect(config, given or {}) if self._workers.is_first else []:
+            self._records.warn(line)
 
     def _tell_of_start(self) -> None:
         """What this worker begins with; from now on its service or its node tells through its records."""
@@ -487,6 +495,11 @@ class Session:
             self._records.warn(
                 f"nobody lives who could give its state: parameters and optimizer are those of iteration "
                 f"{self.iteration}, and schedulers, buffers and data begin anew"
+            )
+        elif folder is not None and self._workers.is_first:
+            self._records.warn_once(
+                f"session.resume {folder}",
+                f"session.resume found no checkpoint in {folder}: starting at step {self.iteration}",
             )
         return self.iteration
 
