@@ -28,11 +28,15 @@ def script_line() -> str:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_SCRIPT):
-            return f"{Path(file).name}:{frame.f_lineno}"
+        if is_script(frame.f_code.co_filename):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_script(file: str) -> bool:
+    """Whether a file of code is the user's own."""
+    return not file.startswith(_NOT_THE_SCRIPT)
 
 
 def at_script_line(what: str, line: str) -> str:

@@ -30,6 +30,7 @@ def describe(
     optimizer: torch.optim.Optimizer,
     config: Config,
     *,
+    name: str = "",
     has_budgets: bool = False,
 ) -> Description:
     """This worker's description; of the optimizer's state only how many parameters have some."""
@@ -52,6 +53,7 @@ def describe(
         for section in sections
         for key, value in msgspec.to_builtins(getattr(config, section)).items()
     }
+    configuration["session.prepare(name=)"] = repr(name)
     # How large they are is each one's own.
     configuration["memory"] = "given" if has_budgets else "not given"
     return Description(parameters, buffers, settings, configuration)

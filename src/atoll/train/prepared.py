@@ -29,6 +29,7 @@ from atoll.train.forwards import BesideCompiled, ForwardHooks
 from atoll.train.memory import Tiers, held_chunks
 from atoll.train.node.exchange import PeerExchange
 from atoll.train.node.ring import OfDevices
+from atoll.train.origin import Origin
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution, SampleCount
 from atoll.train.strategies import Strategy, Training
@@ -49,6 +50,7 @@ class Prepared:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        origin: Origin,
         config: Config,
         device: torch.device,
         workers: Workers,
@@ -62,7 +64,7 @@ class Prepared:
     ) -> None:
         self.config, self._workers, self.optimizer = config, workers, optimizer
         self._backward, self._counted, self._stepped, self._skipped = backward, counted, stepped, skipped
-        self._whole = whole
+        self._whole, self.origin = whole, origin
         self.module: nn.Module = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
         self.samples = SampleCount()
         self.own_samples = 0.0  # since the last step
@@ -77,7 +79,10 @@ class Prepared:
         _to_device(self.module, self.parameters, device)
         settings = _settings(optimizer, self.parameters)
         specs = specs_of(self.parameters, settings)
-        check_same(workers, describe(specs, self.module, optimizer, config, has_budgets=tiers is not None))
+        described = describe(
+            specs, self.module, optimizer, config, name=origin.name, has_budgets=tiers is not None
+        )
+        check_same(workers, described)
         elementwise = elementwise_keys(optimizer)
         self.tiers = tiers
         in_tiers = tiers.strategy(model, optimizer) if tiers is not None else None

@@ -7,17 +7,20 @@ import gc
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
-from atoll.core.errors import CheckpointError
+from atoll.core.errors import CheckpointError, UserError
 from atoll.memory.othergroups import check_held, of_member
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.memory import Tiers
 from atoll.train.node.sampler import PeerBatches
+from atoll.train.origin import Origin, positions_of
 from atoll.train.prepared import Prepared
 from atoll.train.random_state import (
     check_random_state,
@@ -67,8 +70,9 @@ class TrainingState:
             tiers.sync(what)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """The first worker writes; raises CheckpointError on every worker if it cannot."""
-        state = self._collect()
+        """The first worker writes. Raises on every worker CheckpointError if it cannot, and UserError if
+        workers give different folders."""
+        state = self._collect(path)
         failure = ""
         if self._workers.is_first:
             trees = {"optimizer": [p.optimizer.state_dict() for p in self.prepared], "state": state}
@@ -88,7 +92,7 @@ class TrainingState:
         trees: dict[str, Any] = {}
         try:
             checkpoint = read_checkpoint(path, lazily=any(_lies_elsewhere(p.module) for p in self.prepared))
-            model, trees = checkpoint.model, checkpoint.trees
+            model, trees = self._in_own_order(checkpoint.model, checkpoint.trees, str(path))
             self._check(model, trees, str(path))
             model = self._of_own_groups(model, trees, str(path))
             for sampler, saved in zip(self.samplers, trees["state"]["samplers"], strict=True):
@@ -105,6 +109,45 @@ class TrainingState:
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
             sampler.load_state_dict(saved)
         self._load_random(state["random"])
+
+    def _in_own_order(
+        self, model: dict[str, Any], trees: dict[str, Any], where: str
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The same, with the models in this session's order. Raises CheckpointError where names differ, and
+        where models that are alike were prepared in another order."""
+        order = self._positions(trees, where)
+        if order == list(range(len(self.prepared))):
+            return model, trees
+        state = dict(trees["state"])
+        for key in ("models", "optimizers", "schedulers", "reducers"):
+            state[key] = [state[key][index] for index in order]
+        ordered = {**trees, "state": state}
+        for key in ("optimizer", "groups"):
+            if key in trees:
+                ordered[key] = [trees[key][index] for index in order]
+        return {
+            _prefix(number) + name: value
+            for number, index in enumerate(order)
+            for name, value in _of_model(model, index).items()
+        }, ordered
+
+    def _positions(self, trees: Mapping[str, Any], where: str) -> list[int]:
+        """For each of this session's models its number in what was saved."""
+        saved = trees["state"].get("models")
+        if saved is None or len(saved) != len(self.prepared):  # an older checkpoint; or refused later
+            return list(range(len(self.prepared)))
+        try:
+            origins = [msgspec.convert(each, Origin) for each in saved]
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"{where}: does not say what its models are: {error}") from None
+        own = [prepared.origin for prepared in self.prepared]
+        return positions_of(origins, own, self._are_alike, where)
+
+    def _are_alike(self, first: int, second: int) -> bool:
+        """Whether two of the models could load each other's values."""
+        one, other = self.prepared[first], self.prepared[second]
+        shapes = [{n: tuple(p.shape) for n, p in each.parameters.items()} for each in (one, other)]
+        return shapes[0] == shapes[1] and type(one.optimizer) is type(other.optimizer)
 
     def _of_own_groups(self, model: dict[str, Any], trees: dict[str, Any], where: str) -> dict[str, Any]:
         """The model as this worker's groups have it, and its optimizers' state in `trees`, where groups have
@@ -220,6 +263,10 @@ class TrainingState:
         try:
             self._check(model, trees, where, "session.resume")
             state = trees["state"]
+            if self._positions(trees, where) != list(range(len(self.prepared))):
+                raise CheckpointError(
+                    f"{where}: its models were prepared in another order than this worker's"
+                )
             for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
                 if fixed and isinstance(sampler, DealtSampler):
                     sampler.check_state(saved)
@@ -262,8 +309,11 @@ class TrainingState:
                 sampler.deal_anew([None if each is None else each[number] for each in places], rank, absent)
         self.rank, self.world = rank, world
 
-    def _collect(self) -> dict[str, Any]:
-        places = self._workers.gather(self.places(), "session.save (the workers' samplers)")
+    def _collect(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        given = [os.fsdecode(path), str(Path(os.fsdecode(path)).resolve())]
+        everyone = self._workers.gather([given, self.places()], "session.save (the workers' samplers)")
+        _check_one_folder(self._workers.ranks, [each for each, _ in everyone])
+        places = [each for _, each in everyone]
         by_sampler = zip(*places, strict=True)
         return {
             **self._own_state(),
@@ -279,6 +329,7 @@ class TrainingState:
         return {
             "iteration": self.iteration,
             "workers": self.world,
+            "models": [msgspec.to_builtins(prepared.origin) for prepared in self.prepared],
             "optimizers": [type(prepared.optimizer).__name__ for prepared in self.prepared],
             "schedulers": [
                 {name: s.state_dict() for name, s in _by_class(schedulers_of(prepared.optimizer)).items()}
@@ -368,6 +419,18 @@ def _check_alike(ranks: Sequence[int], everyone: Sequence[tuple[int, str, str]])
         else:
             has = f"another checkpoint of iteration {its} in {where} than worker {first}"
         raise CheckpointError(f"worker {rank} has {has}: give all the same")
+
+
+def _check_one_folder(ranks: Sequence[int], given: Sequence[tuple[str, str]]) -> None:
+    """Raise UserError unless all workers name one folder: each gives a path, as it stands and absolute. A
+    relative path is one name also where the workers' working directories differ."""
+    path, absolute = given[0]
+    for rank, (other, its_absolute) in zip(ranks, given, strict=True):
+        if os.path.normpath(other) != os.path.normpath(path) and its_absolute != absolute:
+            raise UserError(
+                f"session.save: worker {ranks[0]} gives {path!r}, and worker {rank} {other!r}; give one "
+                "folder on every worker: one of them writes for all"
+            )
 
 
 def _lies_elsewhere(module: nn.Module) -> bool:

@@ -41,6 +41,7 @@ from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.sampler import PeerBatches
 from atoll.train.node.tiers import PeersInTiers
 from atoll.train.node.worker import NodeWorker
+from atoll.train.origin import origin_of
 from atoll.train.pace import Pace
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
@@ -212,7 +213,12 @@ class Session:
     # Training
 
     def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, memory: Memory | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        memory: Memory | None = None,
+        *,
+        name: str = "",
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Make `model` and `optimizer` train with the other workers; returns the same two objects, changed.
 
@@ -220,18 +226,23 @@ class Session:
         values, as do its buffers. Every worker calls it, with the same model. May be called again for
         another pair. Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
 
+        With `name`, a checkpoint's values go to the model of that name, in whatever order a script prepares
+        several. Without it they go by that order.
+
         With `memory`, or `[memory]` in the configuration, they train within budgets, as by
         `atoll.memory.fit`: alone, sharded over the workers under strategy `ring` or over those of each group
         under `hierarchical`, or lent by each node's CPU side under `peers`. The budgets may differ between
         workers.
         """
         self._workers.check_open()
-        self._check_new(model)
+        self._check_new(model, name)
+        origin = origin_of(model, name)
         late, number = self._entrance is not None and self._entrance.late, len(self._state.prepared)
         tiers = tiers_for(self.config, memory, self._strategy, self._ring, number, late=late)
         prepared = Prepared(
             model,
             optimizer,
+            origin=origin,
             config=self.config,
             device=self.device,
             workers=self._workers,
@@ -725,10 +736,13 @@ class Session:
             return "none: one worker"
         return f"{'gloo' if self.device.type == 'cpu' else 'nccl'} over {self.world} workers"
 
-    def _check_new(self, model: nn.Module) -> None:
-        """Raise unless the model and its parameters belong to no model prepared before."""
+    def _check_new(self, model: nn.Module, name: str) -> None:
+        """Raise unless the model and its parameters belong to no model prepared before, nor has one its
+        `name`."""
         module = getattr(model, "_orig_mod", model)
         for prepared in self._state.prepared:
+            if name and prepared.origin.name == name:
+                raise UserError(f"session.prepare(name={name!r}): another model has that name already")
             if prepared.module is module:
                 raise UserError("this model is prepared already; call session.prepare once for each model")
             taken = {id(parameter) for parameter in prepared.parameters.values()}

@@ -1,0 +1,159 @@
+"""What tells a session's models apart after a restart: models of equal shapes could load each other's values.
+
+A module has no name of its own. So a checkpoint records of each model the name that the script gave it
+(`session.prepare(name=...)`), and what a restarted script can be compared with: the variables that hold the
+model, its class, the script's line, and a digest of its initial values.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from atoll.core.errors import CheckpointError
+from atoll.core.scriptline import is_script, script_line
+
+_MOST_ENTRIES = 64  # of a container whose entries are looked at
+_SAMPLED = 16  # values of each parameter that the digest is of
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where a model comes from. `held_as`: the variables, attributes and keys by which the script reaches
+    it; `values`: a digest of its values at `session.prepare`, empty where they are not in memory."""
+
+    name: str
+    held_as: list[str]
+    kind: str
+    line: str
+    values: str
+
+
+def origin_of(model: nn.Module, name: str) -> Origin:
+    """The origin of a model that the script is about to prepare."""
+    module: nn.Module = getattr(model, "_orig_mod", model)
+    held_as = sorted(
+        {held for each in {id(model): model, id(module): module}.values() for held in _names(each)}
+    )
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return Origin(name, held_as, kind, script_line(), _digest(module))
+
+
+def positions_of(
+    saved: Sequence[Origin], present: Sequence[Origin], is_alike: Callable[[int, int], bool], where: str
+) -> list[int]:
+    """For each model of the session its number in the checkpoint: by name where both have names, else by
+    order. `is_alike(first, second)`: whether two of the session's models could load each other's values.
+
+    Raises CheckpointError, which begins with `where`, for names that are not the same, and where two models
+    that are alike stand in each other's place.
+    """
+    by_name = {origin.name: index for index, origin in enumerate(saved) if origin.name}
+    named = [origin.name for origin in present if origin.name]
+    if by_name and named:
+        if sorted(by_name) != sorted(named):
+            raise CheckpointError(
+                f"{where}: holds the models {_listed(by_name)}, and the session has prepared "
+                f"{_listed(named)}; give session.prepare(name=...) the names that were saved"
+            )
+        unnamed = iter(index for index, origin in enumerate(saved) if not origin.name)
+        order = [by_name[origin.name] if origin.name else next(unnamed) for origin in present]
+    else:
+        order = list(range(len(present)))
+    for second, later in enumerate(present):
+        for first, earlier in enumerate(present[:second]):
+            if (by_name and earlier.name and later.name) or not is_alike(first, second):
+                continue
+            exchange = _exchange((saved[order[first]], saved[order[second]]), (earlier, later))
+            if exchange:
+                raise CheckpointError(
+                    f"{where}: two models of equal shapes were prepared in another order when it was saved "
+                    f"({exchange}), so each would get the other's values; prepare them in the saved order, "
+                    "and name them for the next checkpoint: session.prepare(model, optimizer, name=...)"
+                )
+    return order
+
+
+_Pair = tuple[Origin, Origin]
+
+
+def _exchange(saved: _Pair, present: _Pair) -> str:
+    """In words, how two models stand in each other's place, by the first sign that tells the two apart; empty
+    where they do not."""
+    for what, sign in (("variables", _variables), ("classes", _class), ("initial values", _values)):
+        (was_first, was_second), (first, second) = sign(*saved), sign(*present)
+        straight = bool(was_first & first) and bool(was_second & second)
+        crossed = bool(was_first & second) and bool(was_second & first)
+        if straight != crossed:
+            then, now = (f"{min(one)} before {min(other)}" for one, other in (sign(*saved), sign(*present)))
+            return f"by their {what}: then {then}, now {now}" if crossed else ""
+    lines = [origin.line.rpartition(":") for origin in (*saved, *present)]
+    if len({file for file, _, _ in lines}) > 1 or not all(number.isdigit() for _, _, number in lines):
+        return ""
+    a, b, c, d = (int(number) for _, _, number in lines)
+    if (a < b and c > d) or (a > b and c < d):
+        return f"by their lines: then {saved[0].line} before {saved[1].line}, now {present[0].line} first"
+    return ""
+
+
+_Sign = tuple[set[str], set[str]]
+
+
+def _variables(one: Origin, other: Origin) -> _Sign:
+    return set(one.held_as) - set(other.held_as), set(other.held_as) - set(one.held_as)
+
+
+def _class(one: Origin, other: Origin) -> _Sign:
+    return ({one.kind}, {other.kind}) if one.kind != other.kind else (set(), set())
+
+
+def _values(one: Origin, other: Origin) -> _Sign:
+    known = one.values and other.values and one.values != other.values
+    return ({one.values}, {other.values}) if known else (set(), set())
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    """What the script calls `model`: variables in the frames of its code on this thread's stack, and entries
+    and attributes of what these hold."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_script(frame.f_code.co_filename):
+            for variable, value in list(frame.f_locals.items()):
+                if value is model:
+                    yield variable
+                else:
+                    yield from (f"{variable}{inner}" for inner in _inside(value, model))
+        frame = frame.f_back
+
+
+def _inside(holder: object, model: nn.Module) -> Iterator[str]:
+    """The keys and attributes by which `holder` has the model. A place in a list is no name: it is the order
+    that a name is to tell."""
+    if type(holder) is dict:
+        if len(holder) <= _MOST_ENTRIES:
+            yield from (f"[{key!r}]" for key, value in holder.items() if value is model and type(key) is str)
+        return
+    for attributes in (getattr(holder, "__dict__", None), getattr(holder, "_modules", None)):
+        if isinstance(attributes, dict) and len(attributes) <= _MOST_ENTRIES:
+            yield from (f".{key}" for key, value in list(attributes.items()) if value is model)
+
+
+@torch.no_grad()
+def _digest(module: nn.Module) -> str:
+    checksum = 0
+    for parameter in module.parameters():
+        if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.is_sparse:
+            return ""
+        sampled = parameter.detach().flatten()[:_SAMPLED]
+        checksum = zlib.crc32(repr(sampled.tolist()).encode(), checksum)
+    return f"{checksum:08x}"
+
+
+def _listed(names: Mapping[str, Any] | Sequence[str]) -> str:
+    return " and ".join(repr(name) for name in sorted(names))

@@ -1,0 +1,68 @@
+"""Several models of equal shapes over several workers: which of them gets whose values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.core.errors import CheckpointError, PrepareError
+from atoll.testing.everywhere import hosting, joined
+from atoll.testing.pool import JobFailedError, WorkerPool
+from atoll.train.place import Place
+
+
+def values_after(
+    place: Place, where: str, names: tuple[str, str], turned: bool, load: str, save: str
+) -> list[float]:
+    with joined(place, where, "") as session:
+        models = {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}
+        for index, model in enumerate(models.values()):
+            nn.init.constant_(model.weight, index + 1.0 + 9 * turned)
+            nn.init.constant_(model.bias, index + 1.0 + 9 * turned)
+        given = dict(zip(models, names, strict=True))
+        for key in reversed(models) if turned else models:
+            model = models[key]
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), name=given[key])
+        if load:
+            session.load(load)
+        if save:
+            session.save(save)
+        return [float(model.bias.detach()[0]) for model in models.values()]
+
+
+@pytest.mark.parametrize("where", ["ring", "hierarchical", "tiers"])
+def test_models_of_equal_shapes_never_get_each_others_values(
+    pool: WorkerPool, tmp_path: Path, where: str
+) -> None:
+    """Wherever a session may have several models."""
+    for names in (("", ""), ("one", "two")):
+        folder = str(tmp_path / "-".join(names))
+        with hosting(where, workers=2):
+            saved = pool.run(values_after, where, names, False, "", folder, world=2)
+            loaded = pool.run(values_after, where, names, False, folder, "", world=2)
+        assert saved == loaded == [[1.0, 2.0]] * 2
+        if names[0]:
+            assert pool.run(values_after, where, names, True, folder, "", world=2) == [[1.0, 2.0]] * 2
+            continue
+        with pytest.raises(JobFailedError) as raised:
+            pool.run(values_after, where, names, True, folder, "", world=2)
+        for failure in raised.value.failures.values():
+            assert failure.kind == CheckpointError.__name__
+            assert "two models of equal shapes were prepared in another order" in failure.message
+
+
+def prepare_named(place: Place) -> None:
+    with joined(place, "ring", "") as session:
+        model = nn.Linear(3, 2)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), name="ab"[place.rank])
+
+
+def test_workers_that_name_a_model_differently_are_refused(pool: WorkerPool) -> None:
+    with pytest.raises(JobFailedError) as raised:
+        pool.run(prepare_named, world=2)
+    for failure in raised.value.failures.values():
+        assert failure.kind == PrepareError.__name__
+        assert "session.prepare(name=)' is 'a' on worker 0 and 'b' on worker 1" in failure.message
