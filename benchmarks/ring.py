@@ -42,6 +42,7 @@ from workloads import DIGITS, GPT_FUSED, GPT_SMALL_BATCH, WIDE, Batch, Block, Wo
 
 TARGET = Target(median=1.00, bound95=1.03)
 WARM_UP = 8  # turns that are not measured: DistributedDataParallel rebuilds its buckets in the first ones
+SAME = 1e-4  # of a parameter's largest value
 WORKERS = (2, 4)
 CASES: list[tuple[Workload, Target | None]] = [
     (GPT_FUSED, TARGET),
@@ -75,17 +76,21 @@ def measure(workload: Workload, pairs: int, building: int) -> dict[str, Timings]
         made = {name: makers[name]() for name in sorted(makers, reverse=bool(building % 2))}
         blocks = {name: block for name, (_, block) in made.items()}
         interleave(blocks, WARM_UP, seed=building, fence=dist.barrier)
-        timings = interleave(blocks, pairs, seed=1000 + building, fence=dist.barrier)
         for name in (DDP, DDP_VIEWS):
             same_values(made["Atoll"][0], made[name][0], name)
-    return timings
+        return interleave(blocks, pairs, seed=1000 + building, fence=dist.barrier)
 
 
 def same_values(model: nn.Module, other: nn.Module, name: str) -> None:
-    """A comparison of programs that do different work would mean nothing; sums differ in their order only."""
+    """Exit unless both models have the same values, but for the order of sums.
+
+    Call it after the warm-up. Rounding is all that differs there: up to 6e-6 of a parameter's largest value.
+    Later Adam has memorised the noise of `DIGITS`, its second moments vanish, and it magnifies rounding to
+    0.3 after 900 steps. DistributedDataParallel then differs as much from itself with other bucket sizes.
+    """
     for (parameter, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
         difference = (a - b).abs().max().item() / b.abs().max().item()
-        if not difference < 0.05:
+        if not difference < SAME:
             raise SystemExit(f"{parameter} differs from {name}'s by {difference:.2g}: not the same work")
 
 
