@@ -94,14 +94,14 @@ class LostStore(HashStore):
 def test_who_waited_for_a_node_that_is_lost_says_for_how_long_it_did() -> None:
     meeting = StoreMeeting(Place(rank=0, world=2, store=LostStore()), 600.0)
     line = (
-        r"^node 1 of 2 was lost before it had said where it listens \(node 0 waited 0\.0 s for that\): start "
-        r"the run again$"
+        r"^node 1 of 2 was lost before it had said where it listens \(node 0 waited \d+\.\d s for that\): "
+        r"start the run again$"
     )
     with pytest.raises(RunError, match=line) as caught:
         meeting.exchange("tcp://127.0.0.1:1")
     assert not isinstance(caught.value, DeadlineError)
     late = StoreMeeting(Place(rank=0, world=2, store=HashStore()), 0.1)
-    with pytest.raises(DeadlineError, match=r"node 0 waited 0\.\d s for node 1 of 2 .*sync.timeout, 0.1 s"):
+    with pytest.raises(DeadlineError, match=r"node 0 waited \d+\.\d s for node 1 of 2 .*sync.timeout, 0.1 s"):
         late.exchange("tcp://127.0.0.1:1")
 
 
