@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from atoll.core.hyperparameters import difference_line, first_difference
 from atoll.train.alike import Treatment, Treatments, are_alike, difference
 
 
@@ -50,4 +53,32 @@ def test_the_line_names_who_did_what() -> None:
     assert line.startswith(
         "iteration 7: worker 1 left the gradients as they were, and worker 3 changed the gradients and "
         "clipped the gradients to 0.5 (norm_type inf), so that their models differ now; all must do the same"
+    )
+
+
+def test_unlike_hyperparameters_are_seen_and_named() -> None:
+    members = []
+    for rate in (0.1, 0.1, 0.05):
+        member = Treatments(lambda rate=rate: [{"lr": rate, "betas": [0.9, 0.99]}])  # type: ignore[misc]
+        member.steps()
+        member.stepped(7)
+        members.append(member)
+    assert alike(*members[:2])
+    assert not alike(*members)
+    assert difference([member.latest for member in members], ["0", "1", "4"]) == (
+        "worker 0 steps with lr 0.1, worker 4 with lr 0.05 at step 7 (param group 0): set it alike on every "
+        "worker; a scheduler that follows the loss: call scheduler.step(session.reduce(loss))"
+    )
+
+
+def test_unlike_numbers_of_param_groups_are_named() -> None:
+    one, two = ([{"lr": 0.1}] * count for count in (1, 2))
+    found = first_difference(one, two)
+    assert found is not None
+    assert difference_line("worker 0", "worker 1", 3, found).startswith(
+        "worker 0 steps 1 param groups, worker 1 2 at step 3"
+    )
+    assert (
+        first_difference([{"lr": math.nan, "betas": (0.9, 0.99)}], [{"lr": math.nan, "betas": [0.9, 0.99]}])
+        is None
     )

@@ -229,11 +229,11 @@ def test_workers_that_step_differently_are_told_what_differs() -> None:
         ({"scale": 0.25}, "scale is 0.25 and 1.0"),
         ({"accepted": False}, "accepted is False and True"),
         ({"edited": [1]}, r"edited chunks are \[1\] and \[\]"),
-        ({"hyperparameters": []}, "0 and 1 param groups"),
-        ({"hyperparameters": [{**LR[0], "lr": 0.2}]}, "lr of param group 0 is 0.2 and 0.1"),
+        ({"hyperparameters": []}, "worker 0 steps 1 param groups, worker 1 0 at step 0"),
+        ({"hyperparameters": [{**LR[0], "lr": 0.2}]}, r"worker 1 with lr 0.2 at step 0 \(param group 0\)"),
     ]:
         outcome = log.handle_step(1, say(2, 0, **changes))
-        assert outcome.refused.startswith("worker 1 and worker 0")
+        assert outcome.refused.startswith("worker 0" if "hyperparameters" in changes else "worker 1 and")
         assert re.search(words, outcome.refused)
         assert not outcome.entries
     assert log.handle_step(1, say(2, 0)).entries

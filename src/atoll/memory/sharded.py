@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
 from atoll.core.errors import UserError
+from atoll.core.hyperparameters import difference_line, first_difference
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory import interrupts
 from atoll.memory.fitted import Moving
@@ -29,10 +30,11 @@ from atoll.memory.members import Members
 from atoll.memory.othergroups import Held, groups_of, held_by_groups
 from atoll.memory.payloads import Payloads
 from atoll.memory.sharedgradients import SharedGradients
-from atoll.memory.sharing import Sharing, code_of
+from atoll.memory.sharing import CODES, Sharing, code_of
 from atoll.memory.stepping import Stepper
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.clipping import check_max_norm
+from atoll.tensors.settings import SettingsCode, settings_of
 
 
 class Sharded(Moving):
@@ -56,6 +58,7 @@ class Sharded(Moving):
         members: Members,
     ) -> None:
         self._members = members
+        self._optimizer, self._settings = optimizer, SettingsCode()
         super().__init__(model, optimizer, budgets, plan, chunk_map)
         self._foreign = [chunk for chunk in self.engine.chunks if not self.sharing.holds_all(chunk)]
         self.engine.written = self.sharing.written
@@ -199,11 +202,14 @@ class Sharded(Moving):
         present = [[float(here) for here in self.gradients.present(chunk)] for chunk in trained]
         kinds = [grouping.kind(chunk) for chunk in trained]
         edited = "\n".join(self.gradients.edited)
-        code = float(code_of(edited))
-        told = [place for each in zip(kinds, present, strict=True) for place in grouping.spread(*each)]
-        heard = iter(self.sharing.agree([code, code**2, *told], f"optimizer.step() {self.sharing.steps}"))
+        codes = [float(code_of(edited)), float(self._settings_now() % CODES)]
+        told = [each for code in codes for each in (code, code**2)]
+        told += [place for each in zip(kinds, present, strict=True) for place in grouping.spread(*each)]
+        heard = iter(self.sharing.agree(told, f"optimizer.step() {self.sharing.steps}"))
         if next(heard) ** 2 != self._members.count * next(heard):
             raise UserError(self._unlike_edits(edited))
+        if next(heard) ** 2 != self._members.count * next(heard):
+            raise UserError(self._unlike_settings())
         for kind, each in zip(kinds, self._trained, strict=True):
             counts = grouping.heard(kind, heard, len(each.names))
             for group, members in zip(counts, grouping.groups(kind), strict=True):
@@ -213,6 +219,19 @@ class Sharded(Moving):
                             f"{count:g} of {len(members)} members have a gradient of {name!r} after their "
                             "mean was taken: what a script does to p.grad, it must do on all members alike"
                         )
+
+    def _settings_now(self) -> int:
+        """The checksum of the hyperparameters that this member is about to step with."""
+        return self._settings.see([] if self._optimizer is None else settings_of(self._optimizer))
+
+    def _unlike_settings(self) -> str:
+        """In a line, who steps with another hyperparameter than member 0."""
+        own = msgspec.msgpack.encode(self._settings.settings)
+        words = self._members.gather(own, "the members' hyperparameters")
+        told = [msgspec.msgpack.decode(word) for word in words]
+        found = ((member, first_difference(told[0], other)) for member, other in enumerate(told[1:], start=1))
+        member, difference = next((who, what) for who, what in found if what is not None)
+        return difference_line("worker 0", f"worker {member}", self.sharing.steps, difference)
 
     def _unlike_edits(self, edited: str) -> str:
         """In a line, who has changed a gradient that another has not."""

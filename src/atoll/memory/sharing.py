@@ -34,7 +34,7 @@ from atoll.moves.search import STAGES
 FETCHING = 16  # fetches at once, beside those of the threads that want a chunk
 _DEADLINE = 600.0  # seconds, for a holder that is behind, and for a place in host memory to be free
 _OF_STEP = re.compile(r"(\bstep(?:\(\))?) \d+")
-_CODES = 2**20  # of calls: sums of their squares over the members are exact
+CODES = 2**20  # of calls and words: sums of their squares over the members are exact
 _STEPS = 2**20  # steps are compared modulo this: their sum over the members is exact
 
 
@@ -455,7 +455,7 @@ class OwnParts:
 def code_of(word: str) -> int:
     """Tells words apart: members have the same one where the square of the sum of their codes is as many
     times the sum of the squares as there are members, both of which are exact."""
-    return zlib.crc32(word.encode()) % _CODES
+    return zlib.crc32(word.encode()) % CODES
 
 
 def _call_of(what: str) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from atoll.core.hyperparameters import difference_line, first_difference
 from atoll.store.entries import Combine, Joined, Member, Step
 from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
@@ -127,6 +128,10 @@ class Rounds:
                 f"worker {worker} and worker {first} would step iteration {step.iteration} differently: "
                 f"{difference}; in synchronous training all workers must say the same"
             )
+        elif found := first_difference(self._said[first].hyperparameters, step.hyperparameters):
+            if worker < first:
+                first, worker, found = worker, first, found.turned()
+            draft.refused = difference_line(f"worker {first}", f"worker {worker}", step.iteration, found)
 
     def leave(self, worker: int, incarnation: int) -> None:
         """A worker is fenced."""
@@ -282,7 +287,7 @@ def _workers(workers: Any) -> str:
 
 
 def _difference(first: messages.Step, second: messages.Step) -> str:
-    """What differs, in words; empty where the steps are the same."""
+    """What differs beside hyperparameters, in words; empty where nothing does."""
     for name in ("accepted", "scale"):
         one, other = getattr(first, name), getattr(second, name)
         if not _same(one, other):
@@ -291,12 +296,6 @@ def _difference(first: messages.Step, second: messages.Step) -> str:
         return "they have made different gradients of the same mean"
     if sorted(first.edited) != sorted(second.edited):
         return f"edited chunks are {sorted(second.edited)} and {sorted(first.edited)}"
-    if len(first.hyperparameters) != len(second.hyperparameters):
-        return f"{len(second.hyperparameters)} and {len(first.hyperparameters)} param groups"
-    for index, (one, other) in enumerate(zip(first.hyperparameters, second.hyperparameters, strict=True)):
-        for key in sorted({*one, *other}):
-            if not _same(one.get(key), other.get(key)):
-                return f"{key} of param group {index} is {other.get(key)} and {one.get(key)}"
     return ""
 
 

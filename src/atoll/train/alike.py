@@ -1,28 +1,33 @@
 """What the members of a ring make of the mean that all of them have: each must make the same of it.
 
 Every worker steps its own copy of the model. One that clips where another does not, as one might that has no
-batch, would go on with other parameters, and nothing would show it. So each says with the agreement on an
-iteration, and before it is saved or the run ends, what it made of the mean of the one before.
+batch, or that steps with another learning rate, would go on with other parameters, and nothing would show it.
+So each says with the agreement on an iteration, and before it is saved or the run ends, what it made of the
+mean of the one before.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
+
+from atoll.core.hyperparameters import difference_line, first_difference
+from atoll.tensors.settings import Settings, SettingsCode
 
 _BITS = 14  # of a checksum
 SAID = 3 + _BITS  # values
 
 
 class Treatment(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker made of an iteration's mean before its step: clipped it, each time to which norm of which
-    type, and `edited` it otherwise."""
+    """What a worker made of an iteration's mean: before its step it clipped it, each time to which norm of
+    which type, and `edited` it otherwise; it stepped with the hyperparameters `settings`."""
 
     iteration: int
     clips: tuple[tuple[float, float], ...]
     edited: bool
+    settings: Settings = []
 
     def __str__(self) -> str:
         did = ["changed the gradients"] if self.edited else []
@@ -36,7 +41,9 @@ class Treatments:
     """What this worker makes of the mean of the iteration under way, and `latest`, what it made of the one
     before; None where that is told, or where it was not there."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Callable[[], Settings] = list) -> None:
+        """`settings()` gives the hyperparameters that the optimizer has now."""
+        self._ask_settings, self._settings = settings, SettingsCode()
         self._clips: list[tuple[float, float]] = []
         self.edited = False
         self.latest: Treatment | None = None
@@ -44,23 +51,29 @@ class Treatments:
     def clipped(self, max_norm: float, norm_type: float) -> None:
         self._clips.append((float(max_norm), float(norm_type)))
 
+    def steps(self) -> None:
+        """The step of the iteration under way begins."""
+        self._settings.see(self._ask_settings())
+
     def stepped(self, iteration: int) -> None:
         """The iteration under way is over."""
-        self.latest = Treatment(iteration, tuple(self._clips), self.edited)
+        self.latest = Treatment(iteration, tuple(self._clips), self.edited, self._settings.settings)
         self._clips, self.edited = [], False
 
     def said(self) -> list[float]:
         """What this worker says to the others: SAID values of 0 and 1, whose sums are exact in any dtype."""
         if self.latest is None:
             return [0.0] * SAID
-        checksum = zlib.crc32(msgspec.msgpack.encode(self.latest))
+        made = (self.latest.iteration, self.latest.clips, self.latest.edited, self._settings.code)
+        checksum = zlib.crc32(msgspec.msgpack.encode(made))
         bits = [float(checksum >> bit & 1) for bit in range(_BITS)]
         return [1.0, float(bool(self.latest.clips)), float(self.latest.edited), *bits]
 
 
 def are_alike(summed: Sequence[float]) -> bool:
     """Whether all who know made the same of the mean, by the sums of what they said: of each bit, all or none
-    have it. Two that differ in a norm alone pass with odds of 2^-14, and two of which one clips never."""
+    have it. Two that differ in a norm or a hyperparameter alone pass with odds of 2^-14 in each iteration;
+    two of which one clips never do."""
     known, *counts = summed
     return all(count in (0, known) for count in counts)
 
@@ -70,6 +83,9 @@ def difference(treatments: Sequence[Treatment | None], names: Sequence[str]) -> 
     known = [(name, made) for name, made in zip(names, treatments, strict=True) if made is not None]
     who, first = known[0]
     other, made = next((name, made) for name, made in known if made != first)
+    found = first_difference(first.settings, made.settings)
+    if found is not None and (made.clips, made.edited) == (first.clips, first.edited):
+        return difference_line(f"worker {who}", f"worker {other}", made.iteration, found)
     return (
         f"iteration {made.iteration}: worker {who} {first}, and worker {other} {made}, so that their models "
         "differ now; all must do the same in every iteration, also one that has no batch"

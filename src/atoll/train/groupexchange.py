@@ -21,6 +21,7 @@ from torch import Tensor
 
 from atoll.core import points
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.settings import Settings
 from atoll.train.exchange import (
     CONTRIBUTION,
     Connection,
@@ -92,12 +93,13 @@ class GroupReducer(RingReducer, Exchange):
         hyperparameters: Callable[[], Hyperparameters],
         grouping: Callable[[], int],
         told: Callable[[int], None],
+        settings: Callable[[], Settings],
         pipeline: int = 0,
     ) -> None:
         """`grouping` gives the hub's latest that this worker knows of; `told(grouping)` is called after a
         step that was told to move to that one. `uplink` is sync.uplink, `pipeline` sync.pipeline;
-        `hyperparameters` gives the optimizer's."""
-        super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls)
+        `hyperparameters` gives the optimizer's, and `settings` those that members must have alike."""
+        super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls, settings=settings)
         self._connect(connection, lazy=False)
         self.parameters.told_lost = self.lossy.answered
         self.uplink = Uplink(uplink, ring, connection, chunks, self.lossy)

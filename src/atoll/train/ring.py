@@ -10,7 +10,7 @@ Source: design.md, "The way of a gradient".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from atoll.core import points
 from atoll.core.errors import RunError, UserError
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.settings import Settings
 from atoll.train.alike import SAID, Treatment, Treatments, are_alike, difference
 from atoll.train.channel import BrokenRingError
 from atoll.train.messages import HEAD, ChunkGradients, Message
@@ -59,15 +60,17 @@ class RingReducer(SendingReducer):
         calls: Calls,
         number: int = 0,
         boundary: Boundary | None = None,
+        settings: Callable[[], Settings] = list,
     ) -> None:
-        """It is for model `number` of the session; all of them share a `boundary`."""
+        """It is for model `number` of the session; all of them share a `boundary`. `settings()` gives the
+        hyperparameters of its optimizer, which members must have alike."""
         super().__init__(chunks, calls, message_bytes)
         self._ring, self._number = ring, number
         self._boundary = boundary or Boundary()
         self._order_is_measured = False
         self._generation = ring.generation  # of the ring that this iteration's messages leave in
         self._reference = 1.0  # the last iteration's sum of weights
-        self._treatments = Treatments()
+        self._treatments = Treatments(settings)
         self._means_seen: list[tuple[Tensor | None, int]] = []  # the means, and at which versions
         self._agreement_rides = _agreement_rides(self._order)
         self.held_back = int(self._agreement_rides)  # with what is said at the end of backward
@@ -170,6 +173,7 @@ class RingReducer(SendingReducer):
 
     def before_step(self) -> None:
         super().before_step()
+        self._treatments.steps()
         now = [each.grad for bound in self._chunks for each in bound.parameters] if self._means_seen else []
         self._treatments.edited |= any(
             gradient is not seen or (seen is not None and seen._version != version)

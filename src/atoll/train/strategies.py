@@ -22,6 +22,7 @@ from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
+from atoll.tensors.settings import settings_of
 from atoll.train.exchange import (
     AsyncExchange,
     Connection,
@@ -128,6 +129,7 @@ class OverRing:
             calls=training.calls,
             number=self._models,
             boundary=self._boundary,
+            settings=partial(settings_of, training.optimizer),
         )
         self._models += 1
         stepper = ChunkOptimizer(
@@ -257,6 +259,7 @@ class Grouped(Served):
             grouping=lambda: self._regrouping().known(),
             told=lambda grouping: self._regrouping().move(grouping),
             hyperparameters=lambda: plain_hyperparameters(training.optimizer.param_groups),
+            settings=partial(settings_of, training.optimizer),
             pipeline=sync.pipeline,
         )
 

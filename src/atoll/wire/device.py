@@ -162,12 +162,14 @@ class Freed(Message, frozen=True):
 
 class Applied(Message, frozen=True):
     """`iteration` is in the global parameters, made of `parts` in order of node; comes before any Published
-    that has it. `skipped`: the step was left out, and why."""
+    that has it. `skipped`: the step was left out, and why. `unlike`: nodes stepped with hyperparameters that
+    must be equal and are not, and which."""
 
     iteration: Count
     parts: list[Part]
     digest: Name = ""  # of the global parameters after it, where it was made
     skipped: Text = ""
+    unlike: Text = ""
 
 
 class Part(msgspec.Struct, frozen=True):

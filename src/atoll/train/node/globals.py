@@ -23,6 +23,7 @@ from torch import Tensor
 
 from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
+from atoll.core.hyperparameters import Difference, first_difference
 from atoll.tensors.shardoptimizer import Scratch, Settings, ShardOptimizer, SlotValues
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
@@ -58,7 +59,7 @@ class Outcome:
 
     `unlike`: of each node whose hyperparameters, or wish to clip, were not those of node `first`, which
     counted: what was another, in words. `wrong`: of nodes whose contributions no step takes, why; they were
-    left out.
+    left out. `parted`: of each node of `unlike` with other hyperparameters, the first of them.
     """
 
     iteration: int
@@ -68,6 +69,7 @@ class Outcome:
     digest: bytes
     first: int = -1
     wrong: Mapping[int, str] = field(default_factory=dict)
+    parted: Mapping[int, Difference] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,8 @@ class GlobalParameters:
         self.iteration += 1
         self._norms = {t: norm for t, norm in self._norms.items() if t >= self.iteration}
         norm = None if step is None or step.norm is None else float(step.norm)
-        return Outcome(iteration, step is not None, norm, _unlike(taken), self.digest, first, wrong)
+        unlike, parted = _unlike(taken), _parted(taken)
+        return Outcome(iteration, step is not None, norm, unlike, self.digest, first, wrong, parted)
 
     def _wrong(self, contributions: Sequence[Contribution]) -> dict[int, str]:
         """Whose hyperparameters a step would not take, by node, and why. (The rest of what came from outside
@@ -335,6 +338,15 @@ def _unlike(contributions: Sequence[Contribution]) -> dict[int, str]:
         if others:
             found[each.node] = " and ".join(others)
     return found
+
+
+def _parted(contributions: Sequence[Contribution]) -> dict[int, Difference]:
+    """Of each node with other hyperparameters than the one that counted, the first that differs."""
+    if not contributions:
+        return {}
+    first = _first(contributions).hyperparameters
+    found = {each.node: first_difference(first, each.hyperparameters) for each in contributions}
+    return {node: difference for node, difference in found.items() if difference is not None}
 
 
 def _coefficient(norm: Tensor, clip: Clip) -> Tensor | None:

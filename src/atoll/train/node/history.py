@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from atoll.core.errors import RunError
+from atoll.core.hyperparameters import SCHEDULED, difference_line
 from atoll.train.node.globals import Outcome
 from atoll.wire import device as d
 from atoll.wire import nodes as n
@@ -22,7 +23,7 @@ class History:
     def __init__(
         self, send: Callable[[d.Applied], None], tell: Callable[[str, str, str], None], stale_max: int
     ) -> None:
-        self._send, self._tell = send, tell
+        self._send, self._tell, self._stale_max = send, tell, stale_max
         self.latest: deque[d.Applied] = deque(maxlen=max(_APPLIED, stale_max + 2))  # that the worker was told
         self._digests: dict[int, bytes] = {}
         self._unlike: set[tuple[int, str]] = set()  # who was told to have given what others had not
@@ -46,7 +47,15 @@ class History:
         ]
         skipped = "" if outcome.stepped else "no contribution was to be used"
         digest = outcome.digest.hex()
-        self.take_over(d.Applied(iteration=iteration + shift, parts=parts, digest=digest, skipped=skipped))
+        self.take_over(
+            d.Applied(
+                iteration=iteration + shift,
+                parts=parts,
+                digest=digest,
+                skipped=skipped,
+                unlike=self._parted(iteration + shift, outcome),
+            )
+        )
         for node, wrong in outcome.wrong.items():
             if node not in self._wrong:  # told once as well
                 self._wrong.add(node)
@@ -62,6 +71,14 @@ class History:
                 )
         self._digests[iteration] = outcome.digest
         self._digests.pop(iteration - _DIGESTS, None)
+
+    def _parted(self, iteration: int, outcome: Outcome) -> str:
+        """In a line, which hyperparameter two nodes have differently that all must have alike; empty: none.
+        What a scheduler sets may differ where nodes may be at different iterations."""
+        for node, found in outcome.parted.items():
+            if self._stale_max == 0 or found.key not in SCHEDULED:
+                return difference_line(f"node {outcome.first}", f"node {node}", iteration, found)
+        return ""
 
     def compare(self, iteration: int, shift: int, digest: bytes, *, node: int, own: int) -> None:
         """Raise RunError where the parameters after `iteration` have another digest than that of `node`."""

@@ -8,13 +8,14 @@ when all have copied it. Source: S0, "A node's iteration"; design.md, "Two tiers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.settings import Settings
 from atoll.train.node.devices import one_node_in_trouble
 from atoll.train.node.exchange import NodeParts, PeerExchange
 from atoll.train.reducer import Calls, Reducer
@@ -51,9 +52,15 @@ class NodeReducer(RingReducer, OfDevices):
     steps_here = False
 
     def __init__(
-        self, chunks: Sequence[BoundChunk], ring: Ring, calls: Calls, parts: NodeParts, message_bytes: int
+        self,
+        chunks: Sequence[BoundChunk],
+        ring: Ring,
+        calls: Calls,
+        parts: NodeParts,
+        message_bytes: int,
+        settings: Callable[[], Settings],
     ) -> None:
-        super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls)
+        super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls, settings=settings)
         self.use(parts)
 
     def reduce(self) -> None:

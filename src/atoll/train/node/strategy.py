@@ -7,6 +7,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from atoll.core.errors import CheckpointError, GivenUpError, PrepareError, UserError
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import RemoteOptimizer
+from atoll.tensors.settings import settings_of
 from atoll.tensors.shardoptimizer import full_name, own_path
 from atoll.train.node.cpu import fingerprint
 from atoll.train.node.door import ask_at
@@ -119,6 +121,8 @@ class Peers:
                     )
 
     def _applied(self, message: Applied) -> None:
+        if message.unlike:
+            raise UserError(message.unlike)
         paces = {part.node: said_in(part.note).pace for part in message.parts}
         self._facts.append((message.iteration, paces))
         for each in self._batches:
@@ -212,7 +216,8 @@ class PeerModel:
         training, ring = self._training, self._worker.devices.ring
         if ring is not None:
             message_bytes = message_bytes_for(training.chunk_map)
-            return NodeReducer(training.chunks, ring, training.calls, parts, message_bytes)
+            settings = partial(settings_of, training.optimizer)
+            return NodeReducer(training.chunks, ring, training.calls, parts, message_bytes, settings)
         exchange = PeerExchange(training.chunks, training.calls)
         exchange.use(parts)
         return exchange

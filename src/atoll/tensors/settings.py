@@ -1,0 +1,46 @@
+"""The hyperparameters with which an optimizer is about to step, as plain values that workers can compare."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from atoll.core.hyperparameters import IMPLEMENTATION
+
+Settings = list[dict[str, Any]]
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """The hyperparameters of each param group: those that the optimizer's class has, without what only says
+    how it computes. Tensors become numbers, or lists of them."""
+    keys = [key for key in optimizer.defaults if key not in IMPLEMENTATION]
+    return [{key: _plain(group[key]) for key in keys if key in group} for group in optimizer.param_groups]
+
+
+class SettingsCode:
+    """A checksum of settings, which is computed anew only where they have changed."""
+
+    def __init__(self) -> None:
+        self.settings: Settings = []
+        self.code = 0
+
+    def see(self, settings: Settings) -> int:
+        """The checksum of `settings`, 32 bits."""
+        if not self.code or settings != self.settings:
+            self.settings = settings
+            self.code = zlib.crc32(msgspec.msgpack.encode(settings))
+        return self.code
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return f"a {type(value).__qualname__}"  # its address differs between workers

@@ -1,0 +1,168 @@
+"""Workers that step with other hyperparameters than each other: found at the next step, and named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.core.config import Chunks, Config, Groups, Run, Sync
+from atoll.core.memory import Memory
+from atoll.testing.pool import JobFailedError, WorkerPool
+from atoll.testing.served import ServedRun, served_worker
+from atoll.train.place import Place
+from atoll.train.session import Session
+
+WIDTH = 32
+CHUNKS = Chunks(size="2KiB")
+TIERS = Memory(device="48KiB", chunk="8448", step="host")  # of 90 KB of parameters in ten layers
+AT = 2  # the step at which the workers part
+
+
+def build(layers: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).double()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=0.1)
+
+
+def halve_rate(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def decay_others(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[1]["weight_decay"] = 0.25
+
+
+def other_betas(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+
+
+def tensor_rate(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[1]["lr"] = torch.tensor(0.0625)
+
+
+def no_change(_optimizer: torch.optim.Optimizer) -> None:
+    """The workers stay alike."""
+
+
+CHANGES: dict[str, tuple[Callable[[torch.optim.Optimizer], None], str]] = {
+    "lr": (
+        halve_rate,
+        r"worker 0 steps with lr 0.1, worker 1 with lr 0.05 at step 2 \(param group 0\)",
+    ),
+    "weight_decay": (
+        decay_others,
+        r"worker 0 steps with weight_decay 0, worker 1 with weight_decay 0.25 at step 2 \(param group 1\)",
+    ),
+    "betas": (
+        other_betas,
+        r"worker 0 steps with betas \(0.9, 0.999\), worker 1 with betas \(0.5, 0.999\) at step 2",
+    ),
+    "tensor": (
+        tensor_rate,
+        r"worker 0 steps with lr 0.1, worker 1 with lr 0.0625 at step 2 \(param group 1\)",
+    ),
+}
+
+
+def train(session: Session, change: str, meets: str, folder: Path, memory: Memory | None = None) -> int:
+    """Worker 1 changes a hyperparameter before step `AT`; how many steps were made after that one."""
+    model, optimizer = session.prepare(*build(2 if memory is None else 10), memory=memory)
+    for step in range(AT + 1 if meets else AT + 6):
+        if session.rank == 1 and step == AT:
+            CHANGES[change][0](optimizer) if change else None
+        x = torch.randn(4, WIDTH, dtype=torch.float64)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step > AT + 1 and change and session.config.run.strategy != "server":  # it goes on without one
+            raise AssertionError(f"worker {session.rank} made step {step}")
+    if meets == "save":
+        session.save(folder / "checkpoint")
+    elif meets == "barrier":
+        session.barrier()
+    return session.iteration
+
+
+def in_ring(place: Place, change: str, meets: str, folder: Path, groups: int, tiers: bool) -> int:
+    run = Run(strategy="hierarchical" if groups else "ring")
+    config = Config(run=run, chunks=CHUNKS, sync=Sync(timeout="60s"), groups=Groups(count=groups))
+    with atoll.join(config, place=place) as session:
+        return train(session, change, meets, folder, TIERS if tiers else None)
+
+
+def refused(pool: WorkerPool, job: Callable[..., Any], *arguments: Any, change: str, world: int = 2) -> None:
+    with pytest.raises(JobFailedError) as caught:
+        pool.run(job, *arguments, world=world)
+    assert re.search(CHANGES[change][1], str(caught.value).replace("node ", "worker "))
+    assert {failure.kind for failure in caught.value.failures.values()} == {"UserError"}
+    assert ("scheduler.step(session.reduce(loss))" in str(caught.value)) == (change != "weight_decay")
+
+
+@pytest.mark.parametrize(
+    ("change", "meets", "groups", "tiers"),
+    [
+        ("lr", "", 0, False),
+        ("weight_decay", "save", 0, False),
+        ("betas", "the end", 0, False),
+        ("tensor", "barrier", 0, False),
+        ("betas", "", 2, False),
+        ("lr", "save", 2, False),
+        ("weight_decay", "", 0, True),
+        ("lr", "the end", 0, True),
+    ],
+)
+def test_members_of_a_ring_that_step_with_other_hyperparameters_are_told_so(
+    pool: WorkerPool, tmp_path: Path, change: str, meets: str, groups: int, tiers: bool
+) -> None:
+    refused(pool, in_ring, change, meets, tmp_path, groups, tiers, change=change)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+def test_members_that_stay_alike_pass(pool: WorkerPool, tmp_path: Path, tiers: bool) -> None:
+    assert pool.run(in_ring, "", "save", tmp_path, 0, tiers, world=2) == [AT + 1] * 2
+
+
+def at_server(place: Place, change: str, address: str, strategy: Any, consistency: Any) -> int:
+    config = Config(
+        run=Run(strategy=strategy), chunks=CHUNKS, sync=Sync(timeout="60s", consistency=consistency)
+    )
+    with served_worker(address, place.rank), atoll.join(config) as session:
+        return train(session, change, "", Path())
+
+
+@pytest.mark.parametrize("change", ["lr", "weight_decay", "betas"])
+def test_workers_of_a_server_that_step_with_other_hyperparameters_are_told_so(
+    pool: WorkerPool, change: str
+) -> None:
+    with ServedRun(workers=2, shards=2) as served:
+        refused(pool, at_server, change, served.address, "server", "bsp", change=change)
+
+
+def as_peers(place: Place, change: str, nodes: int) -> int:
+    config = Config(
+        run=Run(strategy="peers"),
+        chunks=CHUNKS,
+        sync=Sync(timeout="60s", stale_max=0),
+        groups=Groups(count=nodes),
+    )
+    with atoll.join(config, place=place) as session:
+        return train(session, change, "", Path())
+
+
+@pytest.mark.parametrize(("change", "nodes"), [("lr", 0), ("weight_decay", 0), ("betas", 1)])
+def test_nodes_that_step_with_other_hyperparameters_are_told_so(
+    pool: WorkerPool, change: str, nodes: int
+) -> None:
+    """Between nodes, and between one node's devices."""
+    refused(pool, as_peers, change, nodes, change=change)
