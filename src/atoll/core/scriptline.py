@@ -16,6 +16,8 @@ _NOT_THE_SCRIPT = tuple(
             str(Path(sysconfig.get_path(name))) + "/"
             for name in ("purelib", "platlib", "stdlib", "platstdlib")
         ),
+        # Packages of another environment that this one sees: by a .pth file, or include-system-site-packages.
+        *(f"{entry}/" for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")),
     }
 )
 

@@ -57,6 +57,7 @@ class BackwardEnd:
         self.settle()
         waiting = [reducer for reducer in self._reducers if reducer.synchronous]
         for reducer in self._reducers:
+            reducer.look()
             if not reducer.synchronous:
                 reducer.begin()
         if self._ring is None or len(waiting) < 2:

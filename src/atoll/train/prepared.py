@@ -30,10 +30,17 @@ from atoll.train.memory import Tiers, held_chunks
 from atoll.train.node.exchange import PeerExchange
 from atoll.train.node.ring import OfDevices
 from atoll.train.origin import Origin
+from atoll.train.othersteps import OtherSteps
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution, SampleCount
 from atoll.train.strategies import Strategy, Training
 from atoll.train.workers import Workers
+
+_DROPPED = (
+    "the script's hooks have set every gradient of a backward to None, so it adds nothing to the mean; where "
+    "such a hook updates parameters by itself, the workers' models part: let the prepared optimizer step, "
+    "after backward"
+)
 
 
 class Prepared:
@@ -43,6 +50,7 @@ class Prepared:
     is None, it is as without. `backward` is the session's. `counted(self, samples)` is called when backward
     reaches a batch, and says how many of them count; `whole(self)` when an iteration is; `stepped(self)`
     after each optimizer step, and `skipped(reason)` when the policy on NaN and infinities left one out.
+    `warn_once(subject, line)` tells people a line once.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class Prepared:
         whole: Callable[[Prepared], None],
         stepped: Callable[[Prepared], None],
         skipped: Callable[[str], None],
+        warn_once: Callable[[str, str], None],
     ) -> None:
         self.config, self._workers, self.optimizer = config, workers, optimizer
         self._backward, self._counted, self._stepped, self._skipped = backward, counted, stepped, skipped
@@ -119,7 +128,13 @@ class Prepared:
                 chunks=trained,
                 frozen=[chunk for chunk in self.chunks if not chunk.parameters[0].requires_grad],
                 elementwise=elementwise,
-                calls=Calls(backward.arm, self.samples.contribution, self._committed, backward.settle),
+                calls=Calls(
+                    arm=backward.arm,
+                    contribution=self.samples.contribution,
+                    committed=self._committed,
+                    leaving=backward.settle,
+                    dropped=lambda: warn_once("dropped gradients", _DROPPED),
+                ),
                 hooks=StepHooks(self._before_step, self._accept, self._after_step),
                 config=config,
             )
@@ -142,6 +157,14 @@ class Prepared:
             accumulates=self.reducer.accumulates,
             reached=self._backward_reaches,
         )
+        self._other_steps = None
+        if not workers.alone:
+            self._other_steps = OtherSteps(
+                optimizer,
+                self.parameters,
+                shows_mean=lambda: self.reducer.shows_mean,
+                warn_once=warn_once,
+            )
 
     @property
     def trained_bytes(self) -> int:
@@ -168,6 +191,8 @@ class Prepared:
         """Take the hooks off the model; its parameters and gradients stay where they are. What other members
         hold of it cannot be had any more."""
         self._hooks.close()
+        if self._other_steps is not None:
+            self._other_steps.close()
         for handle in self._lazy_hooks:
             handle.remove()
         self.reducer.close()

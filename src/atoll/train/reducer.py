@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from atoll.core.errors import RunError
 from atoll.tensors.binding import BoundChunk, check_usable
 from atoll.tensors.finite import is_finite
+from atoll.tensors.gradienthooks import after_gradient
 from atoll.train.messages import ChunkGradients, Message, lay_messages
 from atoll.train.samples import Contribution
 
@@ -30,13 +31,15 @@ class Calls:
 
     `arm()` as gradients come, so that `reduce` is called when their backward ends;
     `contribution(has_gradient)` once for each reduction; `committed(own, samples)` with this worker's
-    contribution and the group's samples when the iteration is whole; `leaving()` before gradients leave.
+    contribution and the group's samples when the iteration is whole; `leaving()` before gradients leave;
+    `dropped()` where hooks of the script's have left none of the gradients of a backward.
     """
 
     arm: Callable[[], None]
     contribution: Callable[[bool], Contribution]
     committed: Callable[[Contribution, float], None]
     leaving: Callable[[], None]
+    dropped: Callable[[], None] = lambda: None
 
 
 class Reducer:
@@ -57,6 +60,11 @@ class Reducer:
         """Let go of the model: its parameters stay where they are, but nothing is reduced any more."""
         self._chunks.clear()
         self._accumulators.clear()
+
+    @property
+    def shows_mean(self) -> bool:
+        """Whether every worker's `p.grad` is the mean over all, with which each steps its own copy."""
+        return False
 
     def check_bound(self, closely: bool = True) -> None:
         """Raise BindingError if a parameter has left its chunk; `closely`: if any one has."""
@@ -90,9 +98,18 @@ class Reducer:
 
     def _contribute(self) -> Contribution:
         if self._own is None:
-            has_gradient = any(p.grad is not None for bound in self._chunks for p in bound.parameters)
+            # Where hooks of the script's have dropped all of them, zeros take part in the mean.
+            has_gradient = self.unsent or self._has_gradients()
             self._own = self._calls.contribution(has_gradient)
         return self._own
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for bound in self._chunks for p in bound.parameters)
+
+    def look(self) -> None:
+        """A backward has ended: see whether anything is left of the gradients that came."""
+        if self.unsent and not self._has_gradients():
+            self._calls.dropped()
 
     def _done(self, own: Contribution, samples: float) -> None:
         self._reduced, self.unsent = True, False
@@ -168,18 +185,14 @@ class ReducingAtEnd(Reducer):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
-            for bound in self._chunks
-            for parameter in bound.parameters
-        ]
+        self._hooks = [after_gradient(node, self._came) for node in self._accumulators]
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         super().close()
 
-    def _came(self, _parameter: Tensor) -> None:
+    def _came(self) -> None:
         self._calls.arm()
         self.unsent = True
 
@@ -200,11 +213,14 @@ class SendingReducer(Reducer):
         self._gradients = {c.bound.chunk.id: c for message in self._order for c in message.chunks}
         self._arrivals: list[int] = []  # ids of messages as they filled in this backward
         self._next = 0  # the first of `_order` that has not left
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(message, chunk, index))  # type: ignore[no-untyped-call]
+        hooks = [
+            self._hook(message, chunk, index)
             for message in self._order
             for chunk in message.chunks
-            for index, parameter in enumerate(chunk.bound.parameters)
+            for index in range(len(chunk.bound.parameters))
+        ]
+        self._handles = [
+            after_gradient(node, hook) for node, hook in zip(self._accumulators, hooks, strict=True)
         ]
 
     def _lay(self, chunks: Sequence[BoundChunk], message_bytes: int) -> list[Message]:
@@ -251,14 +267,13 @@ class SendingReducer(Reducer):
             )
         self.begin()
 
-    def _hook(self, message: Message, chunk: ChunkGradients, index: int) -> Callable[[Tensor], None]:
-        name = chunk.bound.names[index]
+    def _hook(self, message: Message, chunk: ChunkGradients, index: int) -> Callable[[], None]:
+        name, parameter = chunk.bound.names[index], chunk.bound.parameters[index]
 
-        def on_gradient(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
+        def on_gradient() -> None:
+            gradient = parameter.grad  # None where a hook of the script's has dropped it
             view = chunk.published.views[index]
-            if gradient is not view:
+            if gradient is not None and gradient is not view:
                 if gradient.dtype != view.dtype:
                     chunk.bound.check()
                 check_usable(name, gradient)

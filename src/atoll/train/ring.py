@@ -75,6 +75,10 @@ class RingReducer(SendingReducer):
         self._agreement_rides = _agreement_rides(self._order)
         self.held_back = int(self._agreement_rides)  # with what is said at the end of backward
 
+    @property
+    def shows_mean(self) -> bool:
+        return self.steps_here and self._reduced and not self.unsent
+
     def _scale(self) -> float:
         """What this worker's gradients are multiplied by before the sum; fixed when the first one comes."""
         return self._contribute().weight / self._reference

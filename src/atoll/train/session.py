@@ -255,6 +255,7 @@ class Session:
             skipped=lambda reason: self._records.emit(
                 events.Skipped, iteration=self._state.iteration, reason=reason
             ),
+            warn_once=self._records.warn_once,
         )
         self._state.prepared.append(prepared)
         if self._service is not None:

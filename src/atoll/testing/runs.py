@@ -1,0 +1,104 @@
+"""One script at every strategy and store: what a user writes once must do the same everywhere.
+
+    seen = run_at(pool, "server", train, 0.5, world=2)
+
+calls `train(session, 0.5)` on each of two workers of a parameter server, and gives what each returned. Hub
+and shards run on threads of the calling process. `model()` is large enough to lie in tiers under the budgets
+of the kinds in `IN_TIERS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import torch
+from torch import nn
+
+import atoll
+from atoll.core.config import Config, Groups, Run, Sync
+from atoll.core.memory import Memory
+from atoll.memory import planning
+from atoll.memory.bandwidth import measure
+from atoll.moves.timeline import Bandwidths
+from atoll.testing.pool import WorkerPool
+from atoll.testing.served import ServedRun, served_worker
+from atoll.train.place import Place
+
+_TIMEOUT = "60s"
+_BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # the model of `model` takes more
+
+
+def _config(strategy: str, **options: Any) -> Config:
+    run = {"elastic": options.pop("elastic", False)}
+    sync = Sync(timeout=_TIMEOUT, **options.pop("sync", {}))
+    return Config(run=Run(strategy=strategy, **run), sync=sync, **options)  # type: ignore[arg-type]
+
+
+# What a run of each kind is configured as. A run by torchrun is "ring".
+KINDS: dict[str, Config] = {
+    "ring": _config("ring"),
+    "hierarchical": _config("hierarchical", groups=Groups(count=1)),
+    "elastic": _config("ring", elastic=True),
+    "server": _config("server", sync={"consistency": "bsp"}),
+    "asp": _config("server", sync={"consistency": "asp"}),
+    "ps-hra": _config("ps-hra", sync={"consistency": "bsp"}),
+    "peers": _config("peers", sync={"stale_max": 0}),
+    "tiers": _config("ring", memory=_BUDGET),
+    "server tiers": _config("server", sync={"consistency": "bsp"}, memory=_BUDGET),
+    "peers tiers": _config("peers", sync={"stale_max": 0}, memory=_BUDGET),
+}
+IN_TIERS = frozenset(kind for kind in KINDS if kind.endswith("tiers"))
+SHARDS = {"elastic": 0, "server": 1, "asp": 1, "ps-hra": 1, "server tiers": 1}  # of runs that have a hub
+
+
+def run_at(
+    pool: WorkerPool, kind: str, script: Callable[..., Any], *arguments: Any, world: int = 2
+) -> list[Any]:
+    """What `script(session, *arguments)` returned on each of `world` workers of a run of this kind, by rank.
+
+    `script` and the arguments are pickled. Raises JobFailedError if any of them raised.
+    """
+    if kind not in SHARDS:
+        return pool.run(_join, kind, "", script, arguments, world=world)
+    with ServedRun(world, SHARDS[kind]) as served:
+        return pool.run(_join, kind, served.address, script, arguments, world=world)
+
+
+def alone(script: Callable[..., Any], *arguments: Any, tiers: bool = False) -> Any:
+    """What the script returns on a worker that is alone, in this process."""
+    config = _config("ring", memory=_BUDGET) if tiers else _config("ring")
+    return _train(config, Place(), script, arguments)
+
+
+def model(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Six layers, 32 features to 4, of 42 KiB in float64."""
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(32, 4)).to(dtype)
+
+
+def _join(place: Place, kind: str, address: str, script: Callable[..., Any], arguments: Any) -> Any:
+    with ExitStack() as stack:
+        if address:
+            stack.enter_context(served_worker(address, place.rank))
+        return _train(KINDS[kind], None if address else place, script, arguments)
+
+
+def _train(config: Config, place: Place | None, script: Callable[..., Any], arguments: Any) -> Any:
+    known = _rates() if config.memory.is_given else None
+    with ExitStack() as stack:
+        if known is not None:  # they are not measured anew
+            stack.enter_context(patch.object(planning, "measure", lambda *_: known))
+        session = stack.enter_context(atoll.join(msgspec.structs.replace(config), place=place))
+        return script(session, *arguments)
+
+
+@functools.cache
+def _rates() -> Bandwidths:
+    return measure(torch.device("cpu"), None, tempfile.gettempdir())

@@ -1,0 +1,67 @@
+"""Steps of prepared parameters by optimizers that `session.prepare` was not given.
+
+An optimizer in backward (a hook that steps and zeroes its parameter's gradient as it comes) steps with this
+worker's own gradient, so the workers' models part without a word. The same is true of a second optimizer
+wherever `p.grad` is not the mean, or the steps are made elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from atoll.core.errors import PrepareError
+from atoll.core.scriptline import at_script_line, script_line
+
+
+class OtherSteps:
+    """Refuses, until `close`, a step of one of `parameters` (by name) by another optimizer than `optimizer`.
+
+    While `shows_mean()` holds, every worker's `p.grad` is the mean and such a step is the same everywhere: it
+    is refused only within a backward, and otherwise said once, by `warn_once(subject, line)`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        shows_mean: Callable[[], bool],
+        warn_once: Callable[[str, str], None],
+    ) -> None:
+        self._optimizer, self._shows_mean, self._warn_once = optimizer, shows_mean, warn_once
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        self._handle.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if optimizer is self._optimizer:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is not None:
+                    self._found(optimizer, name)
+                    return
+
+    def _found(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        within = torch._C._current_graph_task_id() != -1
+        step = f"{type(optimizer).__name__}.step() of parameter {name!r}{' within backward' * within}"
+        step = at_script_line(step, script_line())
+        if within or not self._shows_mean():
+            raise PrepareError(
+                f"{step}: session.prepare was not given this optimizer, so each worker would step by itself "
+                "and the workers' models would part; give session.prepare one optimizer for all parameters "
+                "and call its step() after backward"
+            )
+        self._warn_once(
+            f"a step of {name!r} by another optimizer",
+            f"{step}: session.prepare was not given this optimizer, so its state is in no checkpoint and the "
+            "workers do not compare it; give session.prepare one optimizer for all parameters",
+        )
