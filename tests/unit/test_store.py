@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from atoll.core.errors import UserError
+from atoll.core.stands import call, end, gradients
 from atoll.store.entries import (
     Apply,
     Combine,
@@ -25,6 +26,7 @@ from atoll.store.log import CommitLog, LogState
 from atoll.store.members import Membership
 from atoll.store.outcomes import Outcome, StoreError
 from atoll.store.shard import ApplyChunks, Asked, CombineChunks, Release, ShardState, StepChunks
+from atoll.store.waits import deadlock
 from atoll.wire import messages
 from atoll.wire.messages import Commit, Committed, Lease, Leased, Pull, PullMean, Push, Replace, Used
 
@@ -489,6 +491,53 @@ def test_a_meeting_takes_place_when_all_who_live_have_come() -> None:
     assert "the next is 1" in log.handle_meet(2, 4, 0, "mean", 60).refused
     log.handle_meet(0, 1, 1, "mean", 70)
     assert log.handle_meet(1, 2, 1, "mean", 71).met  # who came late is not waited for before its first
+
+
+def at(name: str, worker: int, line: str = "train.py:5") -> messages.WorkerStand:
+    return messages.WorkerStand(worker, call(name, line))
+
+
+def test_calls_of_other_lines_never_combine() -> None:
+    log = log_of("asp")
+    log.handle_meet(0, 1, 0, "reduce", 10, at("session.reduce", 0, "train.py:5"))
+    outcome = log.handle_meet(1, 2, 0, "reduce", 11, at("session.reduce", 1, "train.py:7"))
+    assert outcome.mismatch.startswith(
+        "worker 0 is in session.reduce (train.py:5); worker 1 is in session.reduce (train.py:7). "
+    )
+    assert (outcome.refused, outcome.met, outcome.released) == ("", [], [11])
+
+
+def test_who_came_after_another_had_ended_may_meet_without_it() -> None:
+    """A worker that was started again when the others had ended has calls to make, and nobody to make them
+    with; one that was there with it waits in vain."""
+    log = log_of("asp")
+    done = messages.WorkerStand(0, end(7, "train.py:9"))
+    assert log.handle_end(0, 1, done).replies[0].message == messages.Ended()
+    assert not log.handle_end(0, 1, done).mismatch  # said again
+    log.handle_fence(0, 1)
+    kept = msgspec.msgpack.encode(log.state())
+    log = CommitLog.restored(msgspec.msgpack.decode(kept, type=LogState))
+    log.handle_join(2, 9)
+    log.handle_entered(2, 9, 0)
+    assert not log.handle_meet(2, 9, 0, "session.save", 10, at("session.save", 2)).mismatch
+    said = log.handle_meet(1, 2, 0, "session.save", 11, at("session.save", 1)).mismatch
+    assert said.startswith(
+        "worker 0 is at the end of its session after 7 steps (train.py:9); workers 1 and 2 are in "
+    )
+
+
+def test_a_place_that_a_journal_does_not_have_is_no_mismatch() -> None:
+    log, meetings = log_of("bsp"), log_of("asp")
+    meetings.handle_meet(0, 1, 0, "session.save", 10, at("session.save", 0))
+    log.handle_commit(1, commit(2, 0))
+    assert not deadlock(meetings.meeting_waits(), log.iteration_waits())
+    stand = messages.WorkerStand(1, gradients(0, "train.py:3"))
+    log = log_of("bsp")
+    log.handle_commit(1, msgspec.structs.replace(commit(2, 0), stand=stand))
+    said = deadlock(meetings.meeting_waits(), log.iteration_waits())
+    assert said.startswith(
+        "worker 0 is in session.save (train.py:5); worker 1 is at the gradients of step 0 (train.py:3). "
+    )
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "ssp", "asp"])

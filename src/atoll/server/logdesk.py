@@ -30,6 +30,7 @@ class LogDesk:
             messages.Commit: self._handle_contribution,
             messages.Step: self._handle_contribution,
             messages.Meet: self._handle_meet,
+            messages.Ends: self._handle_ends,
             messages.Arrive: self._handle_entering,
             messages.WantState: self._handle_entering,
             messages.GiveState: self._handle_entering,
@@ -52,6 +53,8 @@ class LogDesk:
         model = self._model()
         if model is None or not model.complete or hello.role != "worker":
             return "this shard is not set up yet"
+        if reason := messages.unreadable(message.stand):
+            return reason
         asynchronous = isinstance(message, messages.Commit) and model.setup.consistency != "bsp"
         if asynchronous or (isinstance(message, messages.Step) and message.accepted):
             # What is in the log is done on every shard; so it must be something that can be done.
@@ -65,8 +68,19 @@ class LogDesk:
     def _handle_meet(self, peer: bytes, hello: Hello, meet: messages.Meet, payload: memoryview | None) -> str:
         if self._log is None or hello.role != "worker":
             return "workers meet at shard 0"
+        if reason := messages.unreadable(meet.stand):
+            return reason
         self._hear(self._log, peer, hello)
         return self._log.handle_meet(hello.worker, meet, payload)
+
+    def _handle_ends(self, peer: bytes, hello: Hello, ends: messages.Ends, _: memoryview | None) -> str:
+        if self._log is None or hello.role != "worker":
+            return "workers end at shard 0"
+        if reason := messages.unreadable(ends.stand):
+            return reason
+        self._hear(self._log, peer, hello)
+        self._log.handle_end(hello.worker, ends)
+        return ""
 
     def _handle_entering(
         self,

@@ -17,12 +17,14 @@ from atoll.server.peers import Peers
 from atoll.store.entries import Entry, encode_entry
 from atoll.store.log import CommitLog, LogState
 from atoll.store.outcomes import Meeting, Outcome
+from atoll.store.waits import deadlock
 from atoll.wire import messages
 from atoll.wire.messages import Count, Setup
 
 Outgoing: TypeAlias = Callable[[int, Entry], None]  # (sequence, entry): for this shard itself
 IN_FLIGHT = 2  # iterations of one worker that are pushed and not in the log
 _GENERATION = 2**32  # sequence numbers of one generation
+_LONGEST_LINE = 4000  # characters of a mismatch's
 _KEPT = 10_000  # lines that a follower who lost its connection may still ask for
 
 
@@ -53,6 +55,7 @@ class KeeperState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ahead: list[tuple[Count, messages.AnyMessage]]
     last: LastMeeting | None
     wants: list[Wanted]
+    mismatch: str = ""
 
 
 class LogKeeper:
@@ -76,6 +79,7 @@ class LogKeeper:
         self._ahead: list[tuple[int, messages.AnyMessage]] = []  # by shards that are set up before this one
         self._last: LastMeeting | None = None
         self._last_payload: bytes | None = None
+        self._mismatch = ""  # who stands where, since the workers' scripts were found to differ: the run ends
 
     def state(self) -> tuple[KeeperState, dict[int, memoryview], bytes | None]:
         """For a journal: what it remembers, the payloads of meetings under way by handle, and of the last."""
@@ -93,6 +97,7 @@ class LogKeeper:
             ahead=list(self._ahead),
             last=self._last,
             wants=self._entrance.state(),
+            mismatch=self._mismatch,
         )
         parts = {handle: part for handle, part in self._parts.items() if part is not None}
         return state, parts, self._last_payload
@@ -106,7 +111,7 @@ class LogKeeper:
         self._used_before = {key: list(used) for key, used in state.used_before.items()}
         self._parts = {handle: parts[handle] if some else None for handle, some in state.parts.items()}
         self._follows, self._ahead = dict(state.follows), list(state.ahead)
-        self._last, self._last_payload = state.last, last_payload
+        self._last, self._last_payload, self._mismatch = state.last, last_payload, state.mismatch
         self._entrance.restore(state.wants)
 
     def greet_hub(self) -> None:
@@ -196,6 +201,7 @@ class LogKeeper:
             self._act(self._log.handle_fence(worker, incarnation))
             answer = self._log.fenced(worker, incarnation)
         self._see_to_entrance()
+        self._look_for_deadlock()
         before = self._used_before.get((worker, incarnation), [])
         self._peers.send(self._peers.hub, msgspec.structs.replace(answer, used=before + answer.used))
 
@@ -219,12 +225,44 @@ class LogKeeper:
         """A worker's word on its contribution; returns why it is refused."""
         if self._log is None:
             return "this shard is not set up yet"
+        if self._has_ended(worker, message.incarnation):
+            return ""
         if isinstance(message, messages.Commit):
-            return self._act(self._log.handle_commit(worker, message))
-        return self._act(self._log.handle_step(worker, message))
+            refused = self._act(self._log.handle_commit(worker, message))
+        else:
+            refused = self._act(self._log.handle_step(worker, message))
+        self._look_for_deadlock()
+        return refused
+
+    def handle_end(self, worker: int, ends: messages.Ends) -> None:
+        """A worker's script has left its session."""
+        if not self._has_ended(worker, ends.incarnation):
+            self._act(self._meetings.handle_end(worker, ends.incarnation, ends.stand), entries=False)
+
+    def _look_for_deadlock(self) -> None:
+        """End the run if some wait in a meeting, and all others in an iteration."""
+        if self._log is not None and not self._mismatch:
+            meeting = self._meetings.meeting_waits()
+            if meeting.stands and (line := deadlock(meeting, self._log.iteration_waits())):
+                self._end_all(line)
+
+    def _end_all(self, line: str) -> None:
+        """Tell all workers who stands where; those who are not connected hear it when they come back."""
+        self._mismatch = line[:_LONGEST_LINE]
+        for peer in self._peers.workers():
+            self._peers.send(peer, messages.Mismatch(line=self._mismatch))
+
+    def _has_ended(self, worker: int, incarnation: int) -> bool:
+        """Whether the run has ended for all; the worker is told so, perhaps once more."""
+        if self._mismatch:
+            peer = self._peers.worker(worker, incarnation)
+            self._peers.send(peer, messages.Mismatch(line=self._mismatch))
+        return bool(self._mismatch)
 
     def handle_meet(self, worker: int, meet: messages.Meet, payload: memoryview | None) -> str:
         """A worker comes to a meeting; returns why it is refused."""
+        if self._has_ended(worker, meet.incarnation):
+            return ""
         if self._met_before(worker, meet):
             assert self._last is not None
             peer = self._peers.worker(worker, meet.incarnation)
@@ -234,9 +272,12 @@ class LogKeeper:
         self._parts[self._handles] = payload
         self._set_idle(worker, meet.incarnation, True)  # before the meeting, which may end at once
         refused = self._act(
-            self._meetings.handle_meet(worker, meet.incarnation, meet.number, meet.what, self._handles),
+            self._meetings.handle_meet(
+                worker, meet.incarnation, meet.number, meet.what, self._handles, meet.stand
+            ),
             entries=False,
         )
+        self._look_for_deadlock()
         if refused:
             self._set_idle(worker, meet.incarnation, False)
         return refused
@@ -329,6 +370,8 @@ class LogKeeper:
             self._end_meeting(meeting)
         for handle in outcome.released:
             del self._parts[handle]
+        if outcome.mismatch:
+            self._end_all(outcome.mismatch)
         return outcome.refused
 
     def _end_meeting(self, meeting: Meeting) -> None:

@@ -15,8 +15,9 @@ from atoll.store.roster import Roster, RosterState
 from atoll.store.rounds import Rounds, RoundsState
 from atoll.store.stages import Stages, StagesState
 from atoll.store.streams import Streams, StreamsState
+from atoll.store.waits import Waits
 from atoll.wire import messages
-from atoll.wire.messages import Count
+from atoll.wire.messages import Count, WorkerStand
 
 CONSISTENCIES = ("bsp", "ssp", "asp")
 
@@ -252,20 +253,38 @@ class CommitLog:
         self._rule.step(worker, step, draft)
         return self._advance(draft)
 
-    def handle_meet(self, worker: int, incarnation: int, number: int, what: str, payload: int) -> Outcome:
-        """A worker comes to a meeting, with a payload that the runtime keeps under a handle. Refused: the
-        handle is in `released`, as are handles of what came twice and of what a fenced worker had brought."""
+    def handle_meet(
+        self,
+        worker: int,
+        incarnation: int,
+        number: int,
+        what: str,
+        payload: int,
+        stand: WorkerStand | None = None,
+    ) -> Outcome:
+        """A worker comes to a meeting, with a payload that the runtime keeps under a handle; `stand` is its
+        place in its script. Refused, or a mismatch: the handle is in `released`, as are handles of what came
+        twice and of what a fenced worker had brought."""
         refusal = self._roster.refusal(worker, incarnation)
         if not refusal and self._roster.incarnation(worker) != incarnation:
             refusal = f"worker {worker} of incarnation {incarnation} has not joined"
         if refusal:
             return Outcome(refused=refusal, released=[payload])
         draft = Draft()
-        self._meetings.meet(worker, incarnation, number, what, payload, draft)
+        self._meetings.meet(worker, incarnation, number, what, payload, draft, stand)
+        return self._advance(draft)
+
+    def handle_end(self, worker: int, incarnation: int, stand: WorkerStand) -> Outcome:
+        """A worker's script has left its session; Ended is its answer, unless others wait for it in a call.
+        It is fenced when the hub says so. Said again, or by one that takes no part: changes nothing."""
+        draft = Draft()
+        self._meetings.end(worker, incarnation, stand, draft)
+        if not draft.mismatch:
+            draft.reply(worker, incarnation, messages.Ended())
         return self._advance(draft)
 
     def _advance(self, draft: Draft) -> Outcome:
-        if draft.refused:
+        if draft.refused or draft.mismatch:
             return draft.outcome()
         beginning = not self._roster.begun
         self._rule.advance(draft)
@@ -361,6 +380,15 @@ class CommitLog:
         """Who has yet to come to the meeting under way, or to the run before it begins, in words."""
         missing = self._roster.missing()
         return self._meetings.waiting_for() or ([missing] if missing else [])
+
+    def meeting_waits(self) -> Waits:
+        """Who is needed for the next meeting, and where those stand who have come."""
+        return self._meetings.waits()
+
+    def iteration_waits(self) -> Waits:
+        """BSP: who is needed for the iteration under way, and where those stand who wait for the others. Else
+        nobody: workers go on by themselves."""
+        return self._rule.waits() if isinstance(self._rule, Rounds) else Waits(frozenset(), {})
 
     def waiting_for(self) -> list[str]:
         """Who is waited for, and on what, in words: for the line of an error when a deadline passes."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from atoll.core.stands import are_consistent
 from atoll.store.outcomes import Draft, Meeting
 from atoll.store.roster import Roster
-from atoll.wire.messages import Count, Text
+from atoll.store.waits import Waits, line_of
+from atoll.wire.messages import Count, Text, WorkerStand
 
 
 class MeetingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -15,6 +17,15 @@ class MeetingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: Count
     what: Text
     handle: Count
+    stand: WorkerStand | None = None
+
+
+class EndedScript(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker whose script has left its session, and which incarnations of others took part in meetings
+    then."""
+
+    stand: WorkerStand
+    others: dict[int, Count]
 
 
 class MeetingsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +35,7 @@ class MeetingsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     parts: dict[int, dict[int, MeetingPart]]
     bound: dict[int, Count]
     since: dict[int, Count]
+    ended: dict[int, EndedScript] = {}
 
 
 class Meetings:
@@ -38,17 +50,24 @@ class Meetings:
         self._parts: dict[int, dict[int, MeetingPart]] = {}  # number -> worker -> part
         self._bound: dict[int, int] = {}  # worker -> incarnation that is waited for
         self._since: dict[int, int] = {}  # worker -> the first meeting that waits for it, if not 0
+        self._ended: dict[int, EndedScript] = {}
 
     def state(self) -> MeetingsState:
         """For a journal; `restored` makes the same of it."""
         parts = {number: dict(each) for number, each in self._parts.items()}
-        return MeetingsState(next=self._next, parts=parts, bound=dict(self._bound), since=dict(self._since))
+        return MeetingsState(
+            next=self._next,
+            parts=parts,
+            bound=dict(self._bound),
+            since=dict(self._since),
+            ended=dict(self._ended),
+        )
 
     @classmethod
     def restored(cls, state: MeetingsState, roster: Roster) -> Meetings:
         meetings = cls(roster)
         meetings._next, meetings._bound = state.next, dict(state.bound)
-        meetings._since = dict(state.since)
+        meetings._since, meetings._ended = dict(state.since), dict(state.ended)
         meetings._parts = {number: dict(each) for number, each in state.parts.items()}
         return meetings
 
@@ -72,8 +91,18 @@ class Meetings:
         """Whether meetings wait for this incarnation."""
         return self._bound.get(worker) == incarnation
 
-    def meet(self, worker: int, incarnation: int, number: int, what: str, handle: int, draft: Draft) -> None:
-        """A live worker's part. Refused, or come twice: its handle is released."""
+    def meet(
+        self,
+        worker: int,
+        incarnation: int,
+        number: int,
+        what: str,
+        handle: int,
+        draft: Draft,
+        stand: WorkerStand | None = None,
+    ) -> None:
+        """A live worker's part; `stand` is its place in its script. Refused, at another place than others, or
+        come twice: its handle is released."""
         taken = self._parts.get(number, {}).get(worker)
         others = [part for part in self._parts.get(number, {}).values() if part.what != what]
         if number < self._next and self._bound.get(worker) != incarnation:
@@ -85,11 +114,45 @@ class Meetings:
                 f"worker {worker} comes to meeting {number} for {what!r}, others for {others[0].what!r}: "
                 "all workers must make the same calls in the same order"
             )
-        if draft.refused or taken is not None or number < self._next:
+        is_new = taken is None and number >= self._next
+        if stand is not None and is_new:
+            draft.mismatch = self._mismatch(worker, incarnation, number, stand)
+        if draft.mismatch:
+            draft.refused = ""
+        if draft.refused or draft.mismatch or not is_new:
             draft.released.append(handle)
             return
         self._bound[worker] = incarnation
-        self._parts.setdefault(number, {})[worker] = MeetingPart(incarnation, what, handle)
+        self._parts.setdefault(number, {})[worker] = MeetingPart(incarnation, what, handle, stand)
+        self._ended.pop(worker, None)
+
+    def _mismatch(self, worker: int, incarnation: int, number: int, stand: WorkerStand) -> str:
+        """Who stands where, if this worker's place does not go with the others' in this meeting, or with
+        those who have ended and never come; else empty."""
+        here = [part.stand for part in self._parts.get(number, {}).values() if part.stand is not None]
+        gone = [
+            each.stand
+            for other, each in self._ended.items()
+            if other != worker and each.others.get(worker) == incarnation
+        ]
+        if not gone and are_consistent(each.stand for each in (*here, stand)):
+            return ""
+        return line_of([*here, *gone, stand])
+
+    def end(self, worker: int, incarnation: int, stand: WorkerStand, draft: Draft) -> None:
+        """A worker's script has left its session: it comes to no other meeting. Where others of its time wait
+        for it in one, or come to one later, these are at places that do not go together."""
+        if self._bound.get(worker) != incarnation or self._since.get(worker, 0) > self._next:
+            return
+        waiting = [part.stand for part in self._parts.get(self._next, {}).values() if part.stand is not None]
+        if waiting:
+            draft.mismatch = line_of([*waiting, stand])
+            return
+        del self._bound[worker]
+        others = {
+            other: each for other, each in self._bound.items() if self._since.get(other, 0) <= self._next
+        }
+        self._ended[worker] = EndedScript(stand, others)
 
     def leave(self, worker: int, incarnation: int, draft: Draft) -> None:
         """A worker is fenced: it is not waited for, and its parts are released."""
@@ -122,6 +185,13 @@ class Meetings:
     def _missing(self) -> list[int]:
         bound = {worker for worker in self._bound if self._since.get(worker, 0) <= self._next}
         return sorted(bound - set(self._parts[self._next]))
+
+    def waits(self) -> Waits:
+        """Who is needed for the next meeting, and where those stand who have come."""
+        parts = self._parts.get(self._next, {})
+        needed = {worker for worker in self._bound if self._since.get(worker, 0) <= self._next}
+        stands = {worker: part.stand for worker, part in parts.items() if part.stand is not None}
+        return Waits(frozenset(needed if self._roster.begun else ()), stands)
 
     def waiting_for(self) -> list[str]:
         """Who is waited for, in words."""

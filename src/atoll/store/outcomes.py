@@ -44,7 +44,8 @@ class Outcome:
     """What an input to the log has led to.
 
     `entries` are new, and already in the log. `refused`: the input has changed nothing, and this one line
-    says why. `released` are handles of payloads that nobody will get: free them.
+    says why. `released` are handles of payloads that nobody will get: free them. `mismatch`: the workers'
+    scripts stand at places that do not go together, and this one line for all of them says so.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Outcome:
     refused: str = ""
     met: list[Meeting] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
+    mismatch: str = ""
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Draft:
     refused: str = ""
     met: list[Meeting] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
+    mismatch: str = ""
 
     def write(self, entry: Entry, reason: str) -> None:
         """Put a line into the log; `reason` is one plain sentence."""
@@ -77,4 +80,4 @@ class Draft:
 
     def outcome(self) -> Outcome:
         """The finished outcome."""
-        return Outcome(self.entries, self.replies, self.refused, self.met, self.released)
+        return Outcome(self.entries, self.replies, self.refused, self.met, self.released, self.mismatch)

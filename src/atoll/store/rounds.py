@@ -11,6 +11,7 @@ from atoll.store.entries import Combine, Joined, Member, Step
 from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
 from atoll.store.stages import Stages
+from atoll.store.waits import Waits
 from atoll.wire import messages
 from atoll.wire.messages import Count
 
@@ -263,6 +264,15 @@ class Rounds:
     def _silent(self) -> list[int]:
         """The members whose word on the step is waited for."""
         return [worker for worker in self._members if worker not in self._said and worker not in self._follow]
+
+    def waits(self) -> Waits:
+        """Who is needed for the iteration to go on, and where those stand who wait for that."""
+        said = self._said if self._combined else self._commits
+        stands = {worker: said[worker].stand for worker in self._members if worker in said}
+        return Waits(
+            frozenset(self._members),
+            {worker: stand for worker, stand in stands.items() if stand is not None},
+        )
 
     def waiting_for(self) -> list[str]:
         """Who is waited for and on what, in words."""

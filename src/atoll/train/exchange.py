@@ -22,6 +22,8 @@ from torch import Tensor
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
+from atoll.core.scriptline import script_line
+from atoll.core.stands import gradients
 from atoll.net.returning import Payload
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.payload import tensor_of
@@ -44,6 +46,7 @@ from atoll.wire.messages import (
     Replace,
     Step,
     Used,
+    WorkerStand,
     run_of,
 )
 
@@ -371,7 +374,14 @@ class Exchange(Reducer):
             late=self.lossy.holds_back,
         )
 
-    def _commit(self, own: Contribution, hyperparameters: Hyperparameters, behind: int = 0) -> None:
+    def _commit(
+        self,
+        own: Contribution,
+        hyperparameters: Hyperparameters,
+        behind: int = 0,
+        stand: WorkerStand | None = None,
+    ) -> None:
+        """Have this iteration's contribution count. `stand` is where the script waits for the others'."""
         self.connection.shards.send(
             LOG,
             Commit(
@@ -382,9 +392,14 @@ class Exchange(Reducer):
                 hyperparameters=hyperparameters,
                 used=self.connection.used(),
                 behind=behind,
+                stand=stand,
             ),
             until=self._contribution,
         )
+
+    def _stand(self) -> WorkerStand:
+        """This worker's place in its script: at the gradients of this iteration."""
+        return WorkerStand(self.connection.shards.worker, gradients(self.steps, script_line()))
 
 
 class MeanSteps(Exchange):
@@ -474,6 +489,7 @@ class MeanSteps(Exchange):
                 edited=edited,
                 edits=edits,
                 accepted=accepted,
+                stand=None if self._lazy and not edited else self._stand(),
             ),
             until=STEP,
         )
@@ -591,7 +607,7 @@ class MeanExchange(SendingReducer, WorkerMean):
         self._means.clear()
         for message in self._order[self._next :]:
             self._leave(message)
-        self._commit(own, [])
+        self._commit(own, [], stand=self._stand())
         self._await_mean()
         for chunk_id, mean in self._means.items():
             self._gradients[chunk_id].publish([bool(byte) for byte in mean.present])

@@ -45,6 +45,9 @@ class GroupWorkers(ServedWorkers):
         """A worker alone also moves while it waits for others: they may wait for it in its next group."""
         return self._group.world == 1 and self.is_called()
 
+    def part(self) -> None:
+        """The log knows groups, which go on without a member that has ended."""
+
     def saw(self, ranks: list[int]) -> None:
         """An iteration's word names groups, and not workers: those of the latest call stand."""
 

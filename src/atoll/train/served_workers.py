@@ -5,15 +5,16 @@ They have no group of their own: a worker that dies is left out, and the others'
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, RunError
 from atoll.train.meetings import MeetingWorkers
 from atoll.train.place import Place
 from atoll.train.shards import LOG, Shards
-from atoll.wire.messages import AnyMessage, Meet, Met
+from atoll.wire.messages import AnyMessage, Ended, Ends, Meet, Met, WorkerStand
 
-MEETING = "meeting"  # what a Meet is sent again until
+MEETING, ENDING = "meeting", "ending"  # what a Meet is sent again until; an Ends
 
 
 class CalledAwayError(AtollError):
@@ -68,7 +69,8 @@ class ServedWorkers(MeetingWorkers):
     def _meet(self, payload: bytes, number: int, what: str) -> list[bytes]:
         """What those who come to the meeting of this number bring, in order of who they are to the log."""
         shards = self._shards
-        meet = Meet(incarnation=shards.incarnation, number=number, what=what[:256])
+        stand = WorkerStand(self.place.rank, self.stand(what))
+        meet = Meet(incarnation=shards.incarnation, number=number, what=what[:256], stand=stand)
         shards.send(LOG, meet, memoryview(payload), until=MEETING)
         shards.wait(
             lambda: number in self._met or self._leaves(), lambda: [LOG], f"every worker's part in {what}"
@@ -77,6 +79,22 @@ class ServedWorkers(MeetingWorkers):
         if number not in self._met:
             raise CalledAwayError(f"this worker is called away from {what}")
         return self._met.pop(number)
+
+    def part(self) -> None:
+        if self.late:
+            return
+        shards, ended = self._shards, False
+
+        def handle_ended(_shard: int, _message: AnyMessage, _payload: memoryview | None) -> None:
+            nonlocal ended
+            ended = True
+
+        shards.on(Ended, handle_ended)
+        stand = WorkerStand(self.place.rank, self.stand("the end of the session"))
+        shards.send(LOG, Ends(incarnation=shards.incarnation, stand=stand), until=ENDING)
+        with contextlib.suppress(RunError):  # nobody is there to tell: what was trained counts all the same
+            shards.wait(lambda: ended, lambda: [LOG], "word that nobody waits for this worker")
+        shards.answered(ENDING)
 
     def _leaves(self) -> bool:
         """Whether this worker is not to wait on in a meeting, but to come to it again."""

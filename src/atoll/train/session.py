@@ -555,13 +555,17 @@ class Session:
         if self._closed:
             return
         self._records.finished()
+        self._workers.ending(self.iteration)
         if self._node is not None:
             self._end_peers(self._node)
             return
         if not self._strategy.collective:  # workers end when they have no more data, one before the other
-            if self._service is not None:
-                self._service.finished = True
-            self._leave()
+            try:
+                self._workers.part()
+                if self._service is not None:
+                    self._service.finished = True
+            finally:
+                self._leave()
             return
         if isinstance(self._entrance, ServedEntrance):
             self._entrance.ending()

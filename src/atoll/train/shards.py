@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from atoll.core.config import LinkOptions
-from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
+from atoll.core.errors import DeadlineError, MismatchError, PeerLostError, RunError, UserError
 from atoll.core.events import LinkFigures
 from atoll.net.endpoint import poll
 from atoll.net.keys import Keys
@@ -24,6 +24,7 @@ from atoll.wire.messages import (
     VERSION,
     AnyMessage,
     Hello,
+    Mismatch,
     Missing,
     Ping,
     Refused,
@@ -310,6 +311,8 @@ class Shards:
             return
         if isinstance(message, Refused):
             raise UserError(f"{self._name(shard)} at {self.addresses[shard]}: {message.reason}")
+        if isinstance(message, Mismatch):
+            raise MismatchError(message.line)
         handler = self._handlers.get(type(message))
         if handler is None:
             raise RunError(f"{self._name(shard)} sent a {type(message).__name__}, which nobody asked for")

@@ -302,7 +302,7 @@ class TieredMean(ReducingAtEnd, _Tiered, TieredMeanSteps, WorkerMean):
         self._committed, self._all_edited = self.steps, False
         self._means.clear()
         self._push_all(own)
-        self._commit(own, [])
+        self._commit(own, [], stand=self._stand())
         self._asking.begin(self._bounds)
         self._await_mean()
         self._mean_is_there(own)

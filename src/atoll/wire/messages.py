@@ -88,10 +88,13 @@ from atoll.wire.served import (
     Arrive,
     Commit,
     Committed,
+    Ended,
+    Ends,
     GiveState,
     Mean,
     Meet,
     Met,
+    Mismatch,
     Missing,
     Parameters,
     Pull,
@@ -121,6 +124,7 @@ from atoll.wire.shards import (
     Standing,
 )
 from atoll.wire.tunnel import LinkLost, LinkOpened, OpenLink
+from atoll.wire.workerstand import WorkerStand, unreadable
 
 __all__ = [
     "HEADER_BYTES",
@@ -143,6 +147,8 @@ __all__ = [
     "Count",
     "Duty",
     "EndRound",
+    "Ended",
+    "Ends",
     "Enter",
     "Entry",
     "Fence",
@@ -178,6 +184,7 @@ __all__ = [
     "Meet",
     "Message",
     "Met",
+    "Mismatch",
     "Missing",
     "Name",
     "NodeReport",
@@ -226,10 +233,12 @@ __all__ = [
     "WhereAreShards",
     "WhoIsMissing",
     "WireError",
+    "WorkerStand",
     "decode_untrusted",
     "encode",
     "plain_hyperparameters",
     "run_of",
+    "unreadable",
 ]
 
 AnyMessage: TypeAlias = Union[
@@ -237,7 +246,8 @@ AnyMessage: TypeAlias = Union[
     Look, Looked, Ping, Gather, Gathered, Reform, Enter, Reformed, RingNews, JoinGroup, Grouped, InGroup,
     StoreCall, StoreAnswer, LinkPlace, MeasureLink, LinkMeasured,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
-    PullState, State, StateEnd, Meet, Met, Arrive, WantState, GiveState, WhoIsMissing, Missing,
+    PullState, State, StateEnd, Meet, Met, Ends, Ended, Mismatch, Arrive, WantState, GiveState,
+    WhoIsMissing, Missing,
     Follow, Staged, Entry,
     Duty, Serves, InSync, LostTouch, Standing, Begin, CopyPart, CopyChunk, Copy, Probe,
     ReadClock, ClockRead, OpenTcp, TcpOpened, OpenLtp, LtpOpened, Taken, FlowLost,

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from atoll.wire.base import Count, Hyperparameters, Message, Name, Text, Used, Weight
 from atoll.wire.lost import LostBlocks
+from atoll.wire.workerstand import WorkerStand
 
 
 class Setup(Message, frozen=True):
@@ -95,6 +96,7 @@ class Commit(Message, frozen=True):
     used: list[Used] = []
     grouping: Count = 0  # the hub's latest that the worker, or its group, knows of
     behind: Count = 0  # iterations of its own that the parameters it was computed at lacked: in flight
+    stand: WorkerStand | None = None  # BSP: where the worker waits for the mean
 
 
 class Committed(Message, frozen=True):
@@ -122,6 +124,7 @@ class Step(Message, frozen=True):
     edits: Name = ""  # a digest of what was made of the edited chunks: the same from all
     accepted: bool = True  # False: leave this step out (NaN, policy "skip")
     follows: bool = False  # from a site whose workers are gone: whatever the others say
+    stand: WorkerStand | None = None  # of a worker that waits for the step; None: it goes on computing
 
 
 class Replace(Message, frozen=True):
@@ -221,6 +224,7 @@ class Meet(Message, frozen=True):
     incarnation: Count
     number: Count
     what: Text
+    stand: WorkerStand | None = None
 
 
 class Met(Message, frozen=True):
@@ -231,6 +235,25 @@ class Met(Message, frozen=True):
     workers: list[Count]
     sizes: list[Count]
     clock: Count = 0
+
+
+class Ends(Message, frozen=True):
+    """To the log: this worker's script has left its session, and comes to no meeting any more. Answered by
+    Ended, or by Mismatch where another worker waits for it in a call."""
+
+    incarnation: Count
+    stand: WorkerStand
+
+
+class Ended(Message, frozen=True):
+    """Nobody waits for the worker that said Ends."""
+
+
+class Mismatch(Message, frozen=True):
+    """From the log, to all workers: their scripts stand at places that do not go together, and the run ends.
+    `line` says who stands where."""
+
+    line: Text
 
 
 class Arrive(Message, frozen=True):
