@@ -34,6 +34,7 @@ from atoll.train.othersteps import OtherSteps
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution, SampleCount
 from atoll.train.strategies import Strategy, Training
+from atoll.train.syncnorm import check_sync_batch_norm
 from atoll.train.workers import Workers
 
 _DROPPED = (
@@ -79,6 +80,8 @@ class Prepared:
         self.own_samples = 0.0  # since the last step
         _refuse_wrapped(self.module)
         _refuse_sparse(self.module)
+        if not workers.alone:
+            check_sync_batch_norm(self.module, device, workers.place.world)
         self.parameters = dict(self.module.named_parameters())
         check_bindable(self.parameters)
         if tiers is None or not tiers.has_members:
