@@ -321,10 +321,13 @@ class Session:
         if self._service is not None and not self._strategy.collective:
             return self._leased_sampler(dataset, seed, shuffle, drop_last)
         order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
+        sampler: ShardedSampler
         if self._peers is not None:
             self._peers.check_alike("session.sampler", dataset, **order)
-        place: dict[str, Any] = {"rank": self.rank, "world": self.world, "on_index": self._sampler_gives}
-        sampler = ShardedSampler(dataset, **place, **order)
+            sampler = self._peers.sampler(dataset, **order, on_index=self._sampler_gives)
+        else:
+            place: dict[str, Any] = {"rank": self.rank, "world": self.world, "on_index": self._sampler_gives}
+            sampler = ShardedSampler(dataset, **place, **order)
         self._state.samplers.append(sampler)
         return sampler
 

@@ -1,4 +1,5 @@
-"""Batches of one size over all nodes, of which each takes a part in proportion to its speed."""
+"""How the nodes of strategy `peers` share out a dataset: in even parts (`PeerSampler`), or in batches of one
+size over all nodes, each node's part in proportion to its speed (`PeerBatches`)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,106 @@ from torch.utils.data import Sampler
 from atoll.core.errors import CheckpointError, UserError
 from atoll.train.dealing import Item, Run
 from atoll.train.node.dealing import PeerDeal
-from atoll.train.sampler import check_saved, epoch_order, left_in, length_of, saved_place
+from atoll.train.sampler import (
+    ShardedSampler,
+    check_saved,
+    epoch_order,
+    left_in,
+    length_of,
+    saved_place,
+)
+
+
+class PeerSampler(ShardedSampler):
+    """One worker's indices of a dataset. Each epoch is dealt in even parts to the workers that take part when
+    it begins.
+
+    What was dealt to a worker that is lost is not trained on in that epoch. From the next epoch on the others
+    get its part, until it is back. A worker that comes back within an epoch that was dealt without it has no
+    part in that epoch: it gets fills, which weigh nothing in the mean.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        *,
+        worker: int,
+        met: Callable[[], Sequence[int]],
+        present: Callable[[], Sequence[int]],
+        **options: Any,
+    ) -> None:
+        """`worker` is this one's rank in the run. `met()` gives the ranks that took part in the latest
+        collective; `present()` those that take part in the iteration under way, as all workers know them at
+        that iteration; empty: not known, and the members stay. `options` as in DealtSampler."""
+        self._worker, self._met, self._present = worker, met, present
+        self._members = sorted({*met(), worker})
+        self._in_hand = 0  # samples that count though the epoch is dealt without this worker
+        rank, world = self._members.index(worker), len(self._members)
+        super().__init__(dataset, rank=rank, world=world, **options)
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks of the workers to whom the epoch is dealt."""
+        return list(self._members)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this worker has a part of the epoch."""
+        return self._worker in self._members
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.ended and self._made is None and self._take_present():  # an epoch is begun once more
+            self._set_deal(self._deal_of(self._deal.runs))
+        return super().__iter__()
+
+    def count(self, samples: float) -> float:
+        before = self.consumed
+        super().count(samples)
+        return samples if self.takes_part else float(max(0, min(int(samples), self._in_hand - before)))
+
+    def place(self) -> dict[str, Any]:
+        return {**super().place(), "takes_part": self.takes_part}
+
+    def state_dict(self, consumed: int | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if not isinstance(consumed, int):
+            consumed = [place for place in consumed if place["takes_part"]]
+        return super().state_dict(consumed)
+
+    def lockstep_state(self) -> dict[str, Any]:
+        """With the members to whom the epoch is dealt, for a worker that comes back in it."""
+        return {**super().lockstep_state(), "members": self.members}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        super().check_state(state)
+        members = state.get("members", [])
+        if not isinstance(members, list) or not all(type(each) is int and each >= 0 for each in members):
+            raise CheckpointError(f"the sampler's epoch is dealt to workers {members!r}, who are none")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state(state)
+        self._deal_to(state.get("members") or self._met())
+        super().load_state_dict(state)
+
+    def return_to(self, state: Mapping[str, Any]) -> None:
+        super().return_to(state)
+        self._in_hand = self.given
+
+    # Inside
+
+    def _turn_to(self, epoch: int) -> None:
+        self._take_present()
+        super()._turn_to(epoch)
+
+    def _take_present(self) -> bool:
+        """Let the next deal be to those who take part now; whether they are others than before."""
+        before = self._members
+        self._deal_to(self._present() or before)
+        return self._members != before
+
+    def _deal_to(self, members: Sequence[int]) -> None:
+        self._members, self._in_hand = sorted(members), 0
+        self.rank = self._members.index(self._worker) if self.takes_part else 0
+        self.world = len(self._members)
 
 
 class PeerBatches(Sampler[list[int]]):

@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from atoll.train.node.exchange import NodeParts, PeerExchange, said_in
 from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.memory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
 from atoll.train.node.ring import NodeReducer
-from atoll.train.node.sampler import PeerBatches
+from atoll.train.node.sampler import PeerBatches, PeerSampler
 from atoll.train.node.state import pack_optimizer, unpack_optimizer
 from atoll.train.node.worker import NodeWorker
 from atoll.train.reducer import Reducer
@@ -35,7 +35,7 @@ from atoll.train.strategies import Stepper, Training, message_bytes_for
 from atoll.wire.device import NO_STATE, Applied, Ready, SetUp, State, WantState
 from atoll.wire.messages import plain_hyperparameters
 
-_FACTS = 256  # applied iterations that are kept for a deal that comes later than word of them
+_FACTS = 256  # applied iterations, at least, that are kept for a deal that comes later than word of them
 
 
 class Peers:
@@ -58,7 +58,8 @@ class Peers:
         self._worker, self._workers, self._state, self._pace = worker, workers, state, pace
         self._stale_max = stale_max
         self._batches: list[PeerBatches] = []
-        self._facts: deque[tuple[int, dict[int, float]]] = deque(maxlen=_FACTS)
+        facts = max(_FACTS, stale_max + 2)
+        self._facts: deque[tuple[int, dict[int, float]]] = deque(maxlen=facts)
         worker.applied = self._applied
         self._model: PeerModel | None = None
 
@@ -104,6 +105,29 @@ class Peers:
         )
         self._batches.append(batches)
         return batches
+
+    def sampler(self, dataset: Sized, **options: Any) -> PeerSampler:
+        """This worker's indices of a dataset that all nodes share; `options` as in DealtSampler."""
+        introduction = self._worker.introduction
+        everyone = range(sum(introduction.devices))
+        return PeerSampler(
+            dataset,
+            worker=self._workers.place.rank,
+            met=lambda: everyone if self.late else self._workers.ranks,
+            present=self._present,
+            **options,
+        )
+
+    def _present(self) -> list[int]:
+        """The ranks of the workers that take part, as every node knows them that makes the iteration under
+        way; empty where that is not known.
+
+        Nodes notice a loss at different times. So it goes by who contributed to the last iteration that all
+        have applied before they begin this one: `stale_max` before the last.
+        """
+        known = -1 if self.exchange is None else self.exchange.steps - self._stale_max - 1
+        nodes: Iterable[int] = next((paces for iteration, paces in self._facts if iteration == known), ())
+        return [rank for node in sorted(nodes) for rank in self._worker.introduction.workers_of(node)]
 
     def check_alike(self, call: str, dataset: Sized, **arguments: Any) -> None:
         """Raise UserError on all workers unless all make this `call` for as many samples and with the same
