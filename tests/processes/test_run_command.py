@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import psutil
@@ -147,14 +148,18 @@ def test_what_will_not_stop_is_killed(command: Command) -> None:
     process = command.start(
         PREAMBLE + "for signum in (signal.SIGINT, signal.SIGTERM): signal.signal(signum, signal.SIG_IGN)\n"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-        + FOREVER
+        + FOREVER,
+        options=["--set", "run.grace=2s"],
     )
     wait_for(lambda: command.steps() > 3 and len(command.alive()) == 6, "workers and their children")
     process.terminate()
     # Not by torchrun, which would wait for 30 s; afterwards the command draws its picture.
     wait_for(lambda: len(command.alive()) <= 1, "the end of all but the command itself", 25)
-    process.communicate(timeout=DEADLINE)
+    _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 128 + signal.SIGTERM
+    names = "worker 0 and worker 1|worker 1 and worker 0"
+    line = rf"atoll: stopped by SIGTERM; ({names}) were killed, for not ending within run\.grace"
+    assert re.fullmatch(line, err.splitlines()[-1]), err
     assert command.alive() == []
 
 

@@ -63,6 +63,7 @@ class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
     shards: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1  # of the parameter server
     sites: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # whose workers aggregate first; 0: no sites
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 0  # of each worker that is killed by a signal
+    grace: str = "30s"  # how long workers have after SIGTERM, before they are killed
     elastic: bool = False  # of a ring: a hub, and each worker a launch of its own, which may die alone
     directory: str = ""  # empty: `atoll run` makes one under runs/, other starts keep no records
 
@@ -184,6 +185,10 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     def chunk_bytes(self) -> int | None:
         """`chunks.size` in bytes; None for auto."""
         return None if self.chunks.size == "auto" else parse_bytes(self.chunks.size)
+
+    @property
+    def grace_seconds(self) -> float:
+        return parse_seconds(self.run.grace)
 
     @property
     def timeout_seconds(self) -> float:
@@ -451,6 +456,7 @@ def _convert(table: dict[str, Any], where: str) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_explain(str(error), table)}") from None
     for name, parse in (
+        ("run.grace", lambda: config.grace_seconds),
         ("chunks.size", lambda: config.chunk_bytes),
         ("sync.timeout", lambda: config.timeout_seconds),
         ("sync.round_timeout", lambda: config.round_seconds),

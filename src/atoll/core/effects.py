@@ -38,6 +38,7 @@ EFFECTS: Mapping[str, Effect] = {
     "run.shards": _AT_SHARDS,
     "run.sites": Effect(("server",)),
     "run.restarts": Effect((*SERVED, "peers"), elastic=_RINGS),
+    "run.grace": _EVERYWHERE,
     "run.elastic": _OF_RINGS,
     "run.directory": _EVERYWHERE,
     "chunks.size": _EVERYWHERE,

@@ -40,6 +40,7 @@ from atoll.lab.spec import Result, Spec, Worker, command_of, workers_of
 from atoll.lab.topology import HubPlace
 
 STOP_SECONDS = 5.0  # from the signal to the end of every worker, by force if need be
+GRACE_SECONDS = 30.0  # the same from SIGTERM, which a script may handle; `run.grace` has the same default
 _SERVICE_SECONDS = 5.0  # for hub, shards and emulator to end in good order
 _KILLED_SECONDS = 5.0  # for what was killed to be gone
 _DRAIN_SECONDS = 5.0  # for the workers' last lines
@@ -241,7 +242,11 @@ class Inside:
         self._output.close(_DRAIN_SECONDS)
 
     def _end_workers(self, signum: int) -> None:
-        """Hand the signal on; after some seconds, or at a second signal, kill."""
+        """Hand the signal on; after some seconds, or at a second signal, kill.
+
+        Scripts have time to handle the user's SIGTERM, but not one that follows from another worker's error.
+        """
+        is_asked = self._signals[:1] == [signal.SIGTERM]
         alive = [process for _, process in self._workers if process.poll() is None]
         for process in alive:
             _signal_group(process.pid, signum)
@@ -249,7 +254,7 @@ class Inside:
         def have_ended() -> bool:
             return all(process.poll() is not None for process in alive) or len(self._signals) > 1
 
-        self._wait(have_ended, STOP_SECONDS, _LOOK_SECONDS, patient=True)
+        self._wait(have_ended, GRACE_SECONDS if is_asked else STOP_SECONDS, _LOOK_SECONDS, patient=True)
         self._kill_rest()
         self._wait(
             lambda: all(process.poll() is not None for process in alive),

@@ -1,7 +1,8 @@
 """torchrun's launcher, as `atoll run` starts it: ends with its parent, leaves word of how workers ended.
 
 Run as a module, with torchrun's own arguments. torchrun starts each worker in a session of its own, sends
-SIGTERM to the others when one fails, and hands SIGINT and SIGTERM on to all of them. Where a run has several
+SIGTERM to the others when one fails, and hands SIGINT on to all of them; how it hands on SIGTERM is in
+`launch/grace.py`. Where a run has several
 launches, each a node of strategy `peers`, a launch ends as its worker did that failed.
 """
 
@@ -17,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 from atoll.core.config import FIRST_VARIABLE
-from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
+from atoll.launch.grace import Grace
+from atoll.launch.processes import GRACE_VARIABLE, PARENT_VARIABLE, die_with_parent
 from atoll.observe.rundir import RunDirectory
 
 
@@ -68,13 +70,15 @@ def end_as(end: WorkerEnd) -> None:
 
 
 def main() -> None:
-    # SIGTERM, not SIGKILL: the launcher then stops its workers' whole sessions, what they started included.
-    die_with_parent(signal.SIGTERM, int(os.environ[PARENT_VARIABLE]))
+    # SIGHUP, not SIGKILL: the launcher then stops its workers' whole sessions, what they started included.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored under nohup
+    die_with_parent(signal.SIGHUP, int(os.environ[PARENT_VARIABLE]))
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the workers
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    Grace(float(os.environ[GRACE_VARIABLE])).install()
     run = RunDirectory.from_environment()
     assert run is not None, "started by atoll.launch.run, which sets the run directory"
     first = os.environ.get(FIRST_VARIABLE)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 PARENT_VARIABLE = "ATOLL_PARENT"  # the process id that a launcher or a worker must be a child of
+GRACE_VARIABLE = "ATOLL_GRACE"  # seconds that a launcher gives its workers after SIGTERM: run.grace
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -32,7 +32,13 @@ from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.checks import check_run
 from atoll.launch.launcher import launcher_command, read_ends
 from atoll.launch.peers import PeerLaunch
-from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
+from atoll.launch.processes import (
+    GRACE_VARIABLE,
+    PARENT_VARIABLE,
+    adopt_orphans,
+    descendants,
+    kill_descendants,
+)
 from atoll.launch.rings import RingLaunch
 from atoll.launch.served import SERVICE, ServedLaunch
 from atoll.launch.tail import Tail
@@ -52,6 +58,7 @@ Launch: TypeAlias = subprocess.Popen[bytes] | ServedLaunch
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0  # from Ctrl-C to the end of every process, by force if need be
+_TOGETHER_SECONDS = 1.0  # signals that come so close are one: `timeout` sends SIGTERM to the group as well
 FAILED_SECONDS = 30.0  # from a worker's error to the end of the launcher, by force if need be
 
 
@@ -66,11 +73,12 @@ def run(
 ) -> int:
     """Run `script` on `config.run.workers` workers of this machine; returns the exit status of the command.
 
-    0: every worker ended well. 2: something that the user gave was wrong. 130: Ctrl-C. A script's own
-    `sys.exit(n)` passes as n; anything else is 1. The summary goes to the run directory, and to the file
-    `summary` where one is given. `hub_module` is what a hub's process runs, where there is one: a module that
-    does as `launch.service` does, and may know more (`cli/hub.py` knows the planner). `warnings` are shown at
-    the start, and stand in the summary.
+    0: every worker ended well. 2: something that the user gave was wrong. 130: Ctrl-C. 143: SIGTERM. A
+    script's own `sys.exit(n)` passes as n; anything else is 1.
+
+    The summary goes to the run directory, and to the file `summary` where one is given. `hub_module` is what
+    a hub's process runs, where there is one: a module that does as `launch.service` does, and may know more
+    (`cli/hub.py` knows the planner). `warnings` are shown at the start, and stand in the summary.
     Raises UserError for what is wrong before anything starts.
     """
     _check(script, summary)
@@ -120,6 +128,7 @@ class _Stop:
     signum: int = 0
     count: int = 0
     at: float = 0.0  # of the first one; time.time()
+    _first: float = 0.0  # monotonic
     _before: dict[int, object] = field(default_factory=dict)
 
     def __enter__(self) -> _Stop:
@@ -135,7 +144,9 @@ class _Stop:
 
     def _ask(self, signum: int, _frame: FrameType | None) -> None:
         if self.count == 0:
-            self.signum, self.at = signum, time.time()
+            self.signum, self.at, self._first = signum, time.time(), time.monotonic()
+        elif signum == self.signum == signal.SIGTERM and time.monotonic() - self._first < _TOGETHER_SECONDS:
+            return
         self.count += 1
 
 
@@ -150,6 +161,7 @@ class _Watch:
     ) -> None:
         self._directory, self._config, self._stop = directory, config, stop
         self._hub_module, self._warnings = hub_module, warnings
+        self._killed: Sequence[str] = ()  # the workers that had not ended when run.grace was over
         self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
         self._tail = Tail(directory.log(0))
 
@@ -173,9 +185,11 @@ class _Watch:
             self.losses = launcher.losses.lines()
             failures = [failure for failure in failures if not launcher.excuses(failure)]
         if self._stop.count:
-            failures = [failure for failure in failures if failure.time < self._stop.at]
-            verdict = judge(failures, [], 0, self._directory)
-            return verdict if verdict.line else stopped(self._stop.signum)
+            before = [failure for failure in failures if failure.time < self._stop.at]
+            verdict = judge(before, [], 0, self._directory)
+            if verdict.line:
+                return verdict
+            return stopped(self._stop.signum, failures, self._killed, self._directory)
         status = 1 if launcher.returncode is None else launcher.returncode  # None: it cannot be killed
         return judge(failures, read_ends(self._directory.ends), status, self._directory)
 
@@ -221,6 +235,7 @@ class _Watch:
             CONFIG_VARIABLE: str(self._directory.config.absolute()),
             DIRECTORY_VARIABLE: str(self._directory.path.absolute()),
             PARENT_VARIABLE: str(os.getpid()),
+            GRACE_VARIABLE: str(self._config.grace_seconds),
             "PYTHONUNBUFFERED": "1",
         }
         environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // self._config.run.workers)))
@@ -233,13 +248,30 @@ class _Watch:
             self._look(launcher, recorder, progress)
             now = time.monotonic()
             if self._stop.count and stopping is None:
-                stopping, until = now, now + STOP_SECONDS
-                launcher.send_signal(signal.SIGINT)  # which is handed on to every worker
+                stopping = now
+                until = self._ask_to_end(launcher, now)
             elif until is None and any(not _excuses(launcher, failure) for failure in recorder.failures):
                 until = now + FAILED_SECONDS
-            if self._stop.count > 1 or (until is not None and now > until):
+            if self._stop.count > 1:
+                return
+            if until is not None and now > until:
+                if stopping is not None and isinstance(launcher, ServedLaunch):
+                    self._killed = launcher.unfinished()
                 return
             time.sleep(POLL_SECONDS)
+        if self._stop.signum == signal.SIGTERM and not isinstance(launcher, ServedLaunch):
+            ends = read_ends(self._directory.ends)
+            self._killed = [f"worker {end.worker}" for end in ends if end.exit_code == -signal.SIGKILL]
+
+    def _ask_to_end(self, launcher: Launch, now: float) -> float:
+        """Hand the user's signal on to every worker; returns when what has not ended is to be killed."""
+        if self._stop.signum != signal.SIGTERM:
+            launcher.send_signal(signal.SIGINT)
+            return now + STOP_SECONDS
+        launcher.send_signal(signal.SIGTERM)
+        grace = self._config.grace_seconds
+        # torchrun's agent kills its workers itself when their time is over, and tells which.
+        return now + grace if isinstance(launcher, ServedLaunch) else now + grace + STOP_SECONDS
 
     def _look(self, launcher: Launch, recorder: Recorder, progress: Progress, last: bool = False) -> None:
         """Take in and show what is new."""

@@ -243,7 +243,8 @@ class ServedLaunch:
         self._ends.append(self._end_of(rank, code))
         write_ends(self._ends, self._directory.ends)
         if code > 0 and not lost_site and not given_up:
-            self._stop_workers()
+            if not self._stopping:  # else each has its signal, and time to end
+                self._stop_workers()
             return
         if not lost_site:
             self._see_to_killed(rank, how)
@@ -534,6 +535,10 @@ class ServedLaunch:
         for worker in self._workers:
             with contextlib.suppress(ProcessLookupError):
                 worker.send_signal(signum)
+
+    def unfinished(self) -> list[str]:
+        """The workers that have not ended."""
+        return [self._name_of(rank) for rank, worker in enumerate(self._workers) if worker.poll() is None]
 
     def kill(self) -> None:
         """End what is left, by force."""

@@ -47,10 +47,22 @@ def judge(
     return Verdict(1, f"torchrun's launcher {said}; its log is {run.launcher_log}", shown)
 
 
-def stopped(signum: int) -> Verdict:
-    """The verdict on a run that was stopped from outside."""
+def stopped(signum: int, failures: Sequence[Failed], killed: Sequence[str], run: RunDirectory) -> Verdict:
+    """The verdict on a run that was stopped from outside.
+
+    `failures` are the errors with which scripts have ended since; they count after SIGTERM, which scripts
+    handle. `killed` names the workers that were killed when `run.grace` was over.
+    """
     by = "Ctrl-C" if signum == signal.SIGINT else signal_name(signum)
-    return Verdict(128 + signum, f"stopped by {by}")
+    line, detail = f"stopped by {by}", ""
+    own = [failure for failure in failures if not failure.echo]
+    if signum == signal.SIGTERM and own:
+        first = _of_failure(min(own, key=lambda failure: failure.time), run)
+        line, detail = f"{line}; {first.line}", first.detail
+    if killed:
+        verb = "was" if len(killed) == 1 else "were"
+        line = f"{line}; {' and '.join(killed)} {verb} killed, for not ending within run.grace"
+    return Verdict(128 + signum, line, detail)
 
 
 def _silent(failures: Sequence[Failed], ends: Sequence[WorkerEnd]) -> WorkerEnd | None:
@@ -82,4 +94,5 @@ def _of_end(end: WorkerEnd, run: RunDirectory) -> Verdict:
         )
     name = signal_name(-end.exit_code)
     why = " (the system does that when memory runs out)" if -end.exit_code == signal.SIGKILL else ""
-    return Verdict(1, f"worker {end.worker} was killed by {name}{why}; its log is {log}", shown)
+    status = 128 + signal.SIGTERM if -end.exit_code == signal.SIGTERM else 1
+    return Verdict(status, f"worker {end.worker} was killed by {name}{why}; its log is {log}", shown)

@@ -1,0 +1,85 @@
+"""How torchrun's agent stops its workers on SIGTERM: each script's own handler runs, and has time to finish.
+
+By itself the agent sends SIGTERM to each worker's whole process group, a DataLoader's workers included, and
+kills what is left after 30 s. `Grace` replaces that in the launcher's process: SIGTERM goes to the workers
+alone, once each, and what is left is killed when `run.grace` is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+_LOOK_SECONDS = 0.05  # between looks whether workers have ended
+
+
+class Grace:
+    """One launcher's: `seconds` is what workers have from the first SIGTERM on. Call `install` once, before
+    torchrun's own `main`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._context: Any = None  # torch's PContext: the workers, once they were started
+        self._until: float | None = None  # monotonic; None: nobody has asked for the end
+
+    def install(self) -> None:
+        """Take SIGTERM from torch's PContext, whose `start` has set a handler that raises.
+
+        `PContext` is no public class; its `start`, `close` and `pids` are as here in torch 2.6 to 2.13.
+        """
+        from torch.distributed.elastic.multiprocessing.api import PContext
+
+        start, close = PContext.start, PContext.close
+
+        def start_and_watch(context: PContext) -> None:
+            start(context)
+            self._context = context
+            signal.signal(signal.SIGTERM, self._ask)
+
+        def wait_and_close(
+            context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30
+        ) -> None:
+            if death_sig is None:  # a worker has failed; the others are told to end unless they were
+                self._wait()
+            close(context, death_sig, timeout)
+
+        PContext.start = start_and_watch  # type: ignore[method-assign, assignment]
+        PContext.close = wait_and_close  # type: ignore[method-assign, assignment]
+
+    def _ask(self, _signum: int, _frame: FrameType | None) -> None:
+        if self._until is not None:
+            return
+        self._until = time.monotonic() + self._seconds
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        signal.signal(signal.SIGALRM, self._end)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def _end(self, _signum: int, _frame: FrameType | None) -> None:
+        for pid in self._pids():
+            if _runs(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # each worker leads a session of its own
+
+    def _wait(self) -> None:
+        """Where the workers were asked to end: return when they have, or their time is over."""
+        while self._until is not None and time.monotonic() < self._until:
+            if not any(_runs(pid) for pid in self._pids()):
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def _pids(self) -> list[int]:
+        return list(self._context.pids().values())
+
+
+def _runs(pid: int) -> bool:
+    """Whether a child has not ended; it is left for its owner to reap."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
