@@ -112,7 +112,7 @@ class Grouped(Member):
         exchange.uplink = Uplink(self.kind, self.ring, connection, self.reducer._chunks, self.lossy)
         exchange.parameters, exchange._calls = self, SimpleNamespace(leaving=lambda: None)
         exchange._grouping, exchange._pipeline, exchange._in_flight = (lambda: 0), self.pipeline, None
-        exchange._told = exchange._heard = exchange.bytes_sent = 0
+        exchange._told = exchange._heard = exchange.bytes_sent = exchange.consumed = 0
         exchange.contributors, exchange.exchange_seconds = [], 0.0
         exchange._outgoing = lambda *_: self.outgoing
         self.exchange, self._exchanges = exchange, itertools.count()
@@ -133,7 +133,7 @@ class Grouped(Member):
 
     # What the exchange knows of shards, and of parameters
 
-    seconds_waited = staleness = 0.0
+    seconds_waited = staleness = consumed = 0.0
 
     def send(
         self,

@@ -110,7 +110,9 @@ class Model:
         placed = _check(setup, layout, shard)
         self.holders = sorted(set(placed))
         self.optimizer = self._hold(layout)
-        self.state = ShardState(setup.chunks, setup.consistency, setup.slack, IN_FLIGHT, setup.steps)
+        self.state = ShardState(
+            setup.chunks, setup.consistency, setup.slack, IN_FLIGHT, setup.steps, setup.consumed
+        )
         self.mean: MeanOf | None = None
         self.complete = False
         self.awaited: set[int] = (
@@ -124,6 +126,11 @@ class Model:
         self._lent: dict[int, Lent] = {}  # chunks whose values are, or were, on their way to workers
         self._replaced: set[tuple[int, int, int]] = set()  # worker, iteration, chunk
         self.iterations = setup.steps
+
+    @property
+    def consumed(self) -> float:
+        """The samples of all workers of the run that the log has counted."""
+        return self.state.consumed
 
     def _hold(self, layout: ChunkMap) -> Holder:
         """Make room for the chunks."""

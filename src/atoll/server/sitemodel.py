@@ -129,6 +129,11 @@ class SiteModel(Model):
         self.losses = SiteLosses(self.optimizer.layout.trainable, link or LinkOptions())
         self.clock = setup.steps  # iterations of the site that count globally
         self._lacking: set[int] = set()  # chunks that are waited for
+        self._consumed = setup.consumed  # by all sites, as the global shards have told
+
+    @property
+    def consumed(self) -> float:
+        return self._consumed
 
     def _hold(self, layout: ChunkMap) -> Holder:
         return PassingValues(layout, self.setup.chunks, self.setup.hyperparameters)
@@ -412,6 +417,7 @@ class SiteModel(Model):
                 return
             self._take_losses(message.asked - 1, message)
             self.clock = message.clock
+            self._consumed = max(self._consumed, message.consumed)
             self.optimizer.put(message.chunk, self._tensor(message.chunk, payload, shard))
             self._lent.pop(message.chunk, None)
             self.state.note_staleness(message.staleness)

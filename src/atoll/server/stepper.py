@@ -107,6 +107,7 @@ class Stepper:
                 shares=pull.shares,
                 asked=pull.clock,
                 lost=model.lost_of(worker, pull, chunk),
+                consumed=model.consumed,
             ),
             model.lend(chunk)[run],
         )

@@ -99,17 +99,26 @@ class HeldState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mean_of: list[Count]
     replaced: dict[int, Parts]
     losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
+    consumed: float = 0.0
 
 
 class ShardState:
     """`chunks` are the trainable ones that the shard holds; it may hold none, and then follows the log only.
 
-    `limit` is how many iterations a worker may have staged and not applied. `steps` as in wire's Setup.
+    `limit` is how many iterations a worker may have staged and not applied. `steps` as in wire's Setup, and
+    `consumed`, to which the samples of each contribution are added that the log counts.
     """
 
     def __init__(
-        self, chunks: Sequence[int], consistency: str, slack: int, limit: int = 2, steps: int = 0
+        self,
+        chunks: Sequence[int],
+        consistency: str,
+        slack: int,
+        limit: int = 2,
+        steps: int = 0,
+        consumed: float = 0.0,
     ) -> None:
+        self.consumed = consumed
         self.versions = dict.fromkeys(chunks, 0)
         self.consistency = consistency
         self.slack = slack
@@ -149,12 +158,13 @@ class ShardState:
             mean_of=sorted(self._mean_of),
             replaced={worker: dict(parts) for worker, parts in self._replaced.items()},
             losses={key: dict(iterations) for key, iterations in self._losses.items()},
+            consumed=self.consumed,
         )
 
     @classmethod
     def restored(cls, state: HeldState) -> ShardState:
         """What `state` is of; its structures are then this one's."""
-        shard = cls((), state.consistency, state.slack, state.limit, state.steps)
+        shard = cls((), state.consistency, state.slack, state.limit, state.steps, state.consumed)
         shard.versions, shard.applied = dict(state.versions), state.applied
         shard._members, shard._fenced = dict(state.members), dict(state.fenced)
         shard._staged = {key: dict(staged) for key, staged in state.staged.items()}
@@ -347,6 +357,7 @@ class ShardState:
         self._mean_of = frozenset(member.worker for member in entry.members)
         weight = sum(member.weight for member in entry.members)
         samples = sum(member.samples for member in entry.members)
+        self.consumed += samples
         combine = CombineChunks(entry.iteration, taken, weight, samples, losses)
         return [combine, *_release(*(parts for _, parts in taken))]
 
@@ -377,6 +388,7 @@ class ShardState:
     def _apply(self, entry: Apply) -> list[Action]:
         parts = self._take(entry.worker, entry.incarnation, entry.iteration).parts
         self._members[entry.worker].staleness = entry.staleness
+        self.consumed += entry.samples
         for chunk in parts:
             self.versions[chunk] += 1
         apply = ApplyChunks(

@@ -97,6 +97,9 @@ class NewParameters:
         self.told_lost: Callable[[int, int, LostBlocks | None], None] = lambda *_: None
         self.clock = 0  # of the latest answer: a worker that joins late begins there
         self.staleness = 0.0  # the same answer's
+        self.consumed = 0.0  # the most samples that an answer to the latest question has counted
+        # Told of the samples that an answer has counted, those of all workers:
+        self.told_consumed: Callable[[float], None] = lambda _: None
         self._versions = self._seen()
         connection.shards.on(Parameters, self._handle)
 
@@ -136,6 +139,7 @@ class NewParameters:
     ) -> None:
         """As `pull`, where the contribution before has asked for them."""
         self._staged.clear()
+        self.consumed = 0.0
         self._asked, self._share, self._until = clock, share, (contribution, STEP)
 
     def arrive(self) -> None:
@@ -258,6 +262,8 @@ class NewParameters:
         if (message.share, message.shares) != self._share:
             return  # what this member asked for before another was lost
         self.clock, self.staleness = message.clock, message.staleness
+        self.consumed = max(self.consumed, message.consumed)
+        self.told_consumed(self.consumed)
         self.told_lost(message.asked - 1, message.chunk, message.lost)
         values = values_of(payload, bound, shard, self._share)
         if self._publishing:  # while the next one is on its way
@@ -275,6 +281,7 @@ class Exchange(Reducer):
     def _connect(self, connection: Connection, lazy: bool) -> None:
         self.connection, self._lazy = connection, lazy
         self.parameters = self._new_parameters(connection)
+        self.parameters.told_consumed = self._hear_consumed
         self.lossy = LossyPushes(
             self._chunks, connection.shard_of, connection.link, connection.shards.block_elements
         )
@@ -285,6 +292,10 @@ class Exchange(Reducer):
 
     def _new_parameters(self, connection: Connection) -> NewParameters:
         return NewParameters(self._chunks, connection)
+
+    def _hear_consumed(self, consumed: float) -> None:
+        """The shards have counted so many samples."""
+        self.consumed = max(self.consumed, consumed)
 
     def before_use(self, *_: object) -> None:
         """With `sync.lazy`: what the last step asked for must be there now."""
@@ -642,6 +653,8 @@ class AsyncExchange(Exchange):
     With `pipeline` 1 an exchange goes on while the next iteration computes: `step` sends this iteration's
     contribution, and publishes what came of the one before.
     """
+
+    sums_samples = False
 
     def __init__(
         self,

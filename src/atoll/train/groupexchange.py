@@ -48,6 +48,7 @@ class Answer(msgspec.Struct, frozen=True):
     clock: int
     staleness: float
     counted: Committed
+    consumed: float = 0.0
 
 
 class MeanAnswer(msgspec.Struct, frozen=True):
@@ -102,6 +103,7 @@ class GroupReducer(RingReducer, Exchange):
         super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls, settings=settings)
         self._connect(connection, lazy=False)
         self.parameters.told_lost = self.lossy.answered
+        self.parameters.told_consumed = lambda _: None  # all members hear it at once
         self.uplink = Uplink(uplink, ring, connection, chunks, self.lossy)
         self._grouping, self._move, self._hyperparameters = grouping, told, hyperparameters
         self._pipeline = pipeline
@@ -165,18 +167,25 @@ class GroupReducer(RingReducer, Exchange):
         self.uplink.contributor = contributor
         self.uplink.choose(what)
 
+        self._joined(self._take_parameters(0, what).clock)
+
+    def _take_parameters(self, clock: int, what: str, *, newest: bool = False) -> Answer:
+        """Take parameters as `NewParameters.pull` asks for them, on all members; `what` is waited for."""
+
         def act() -> tuple[Answer, dict[int, Tensor]]:
-            role = self.uplink.role(0)
-            values = self._fetch(role, 0, what)
+            role = self.uplink.role(clock)
+            values = self._fetch(role, clock, what, newest=newest)
             word = None
             if role.leads:
-                answer = Answer(self.parameters.clock, 0.0, Committed(iteration=0))
+                told = self.parameters
+                answer = Answer(told.clock, 0.0, Committed(iteration=0), told.consumed)
                 word = msgspec.msgpack.encode(answer)
             return self._told_by(role, word, what), values
 
         answer, values = self._ring.round(what, act)
         self.parameters.adopt(values)
-        self._joined(answer.clock)
+        self._hear_consumed(answer.consumed)
+        return answer
 
     def _joined(self, clock: int) -> None:
         """The new group's next iteration is `clock`, and all members have its parameters."""
@@ -324,6 +333,8 @@ class GroupExchange(GroupReducer):
     published at the end of that one's step.
     """
 
+    sums_samples = False
+
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         self._calls.leaving()
@@ -352,12 +363,7 @@ class GroupExchange(GroupReducer):
     @torch.no_grad()
     def refresh(self) -> None:
         self.settle()
-        what = "the newest parameters"
-
-        def act() -> dict[int, Tensor]:
-            return self._fetch(self.uplink.role(self.steps), self.steps, what, newest=True)
-
-        self.parameters.adopt(self._ring.round(what, act))
+        self._take_parameters(self.steps, "the newest parameters", newest=True)
 
     @torch.no_grad()
     def close(self) -> None:
@@ -456,6 +462,7 @@ class GroupExchange(GroupReducer):
         self.lossy.made(outgoing.iteration)
         self.parameters.adopt(values)
         self.connection.staleness(answer.staleness)
+        self._hear_consumed(answer.consumed)
         self._take_word(answer.counted)
 
     def _exchange(self, outgoing: Outgoing, what: str) -> tuple[Answer, dict[int, Tensor]]:
@@ -465,7 +472,8 @@ class GroupExchange(GroupReducer):
         word = None
         if role.leads:
             counted = self._wait_counted(outgoing.iteration)
-            word = msgspec.msgpack.encode(Answer(self.parameters.clock, self.parameters.staleness, counted))
+            told = self.parameters
+            word = msgspec.msgpack.encode(Answer(told.clock, told.staleness, counted, told.consumed))
         points.reach("group.answered", outgoing.iteration)
         return self._told_by(role, word, what), self._spread(role, runs, what)
 

@@ -43,7 +43,12 @@ class Calls:
 
 
 class Reducer:
-    """The gradients of one model's trainable chunks, where there is nobody to reduce them with."""
+    """The gradients of one model's trainable chunks, where there is nobody to reduce them with.
+
+    `consumed` counts the samples of all workers in the run so far, as far as this worker has heard of them.
+    """
+
+    sums_samples = True  # each iteration's samples are those of all; else `consumed` is told in another way
 
     def __init__(self, chunks: Sequence[BoundChunk], calls: Calls) -> None:
         self._chunks, self._calls = list(chunks), calls
@@ -54,6 +59,7 @@ class Reducer:
         self._reduced = False  # since the last step
         self.steps = 0
         self.bytes_sent = 0
+        self.consumed = 0.0
         self._accumulators = [get_gradient_edge(p).node for bound in chunks for p in bound.parameters]
 
     def close(self) -> None:
@@ -114,6 +120,8 @@ class Reducer:
     def _done(self, own: Contribution, samples: float) -> None:
         self._reduced, self.unsent = True, False
         self.begin()
+        if self.sums_samples:
+            self.consumed += samples
         self._calls.committed(own, samples)
 
     def begin(self) -> None:

@@ -29,6 +29,7 @@ from atoll.train.random_state import (
     set_random_state,
 )
 from atoll.train.sampler import DealtSampler
+from atoll.train.schedule import SampleSchedule
 from atoll.train.workers import Workers
 
 AnySampler: TypeAlias = "DealtSampler[Any] | LeasedSampler | PeerBatches"
@@ -56,6 +57,7 @@ class TrainingState:
         self.prepared: list[Prepared] = []
         self.samplers: list[AnySampler] = []
         self.registered: dict[str, Stateful] = {}
+        self.schedules: list[SampleSchedule] = []
         self.iteration = 0
         self.resumed_random: dict[str, Any] | None = None  # this worker's, from a load until its next step
 
@@ -185,6 +187,26 @@ class TrainingState:
             for name, saved in state["registered"].items():
                 self.registered[name].load_state_dict(saved)
         self.iteration = state["iteration"]
+        self._put_back_schedules(state)
+
+    def _put_back_schedules(self, state: Mapping[str, Any]) -> None:
+        """How many samples were consumed, and the schedules that go by them, whose schedulers are put back.
+        A checkpoint of an Atoll that did not count them has the schedulers' places alone."""
+        saved = list(state.get("schedules", ()))
+        for number, schedule in enumerate(self.schedules):
+            schedule.loaded(saved[number] if number < len(saved) else None)
+        for number, prepared in enumerate(self.prepared):
+            own = [each for each in self.schedules if each.optimizer is prepared.optimizer]
+            if "consumed" in state:
+                prepared.reducer.consumed = float(state["consumed"][number])
+            else:
+                prepared.reducer.consumed = max((each.samples_made for each in own), default=0.0)
+
+    def follow_samples(self, prepared: Prepared) -> None:
+        """Make the steps of this model's schedules that are due by the samples consumed."""
+        for schedule in self.schedules:
+            if schedule.optimizer is prepared.optimizer:
+                schedule.follow(prepared.reducer.consumed)
 
     # From one worker's memory to another's
 
@@ -335,6 +357,8 @@ class TrainingState:
                 {name: s.state_dict() for name, s in _by_class(schedulers_of(prepared.optimizer)).items()}
                 for prepared in self.prepared
             ],
+            "consumed": [prepared.reducer.consumed for prepared in self.prepared],
+            "schedules": [schedule.state() for schedule in self.schedules],
             "registered": {name: stateful.state_dict() for name, stateful in self.registered.items()},
         }
 

@@ -30,6 +30,8 @@ class SampleCount:
         self._given: float | None = None
         self._used = False
         self.latest = 1.0  # the weight that logged values get
+        self.unknown = 0.0  # the samples of a batch that are not known, where a schedule goes by samples
+        self.guessed = False  # that was used
 
     def count(self, samples: float) -> None:
         self._forget_used()
@@ -45,7 +47,10 @@ class SampleCount:
         """A worker with gradients and no known samples weighs 1; one with neither weighs nothing."""
         known = self._counted if self._given is None else self._given
         weight = (1.0 if has_gradient else 0.0) if known is None else known
-        return Contribution(weight=weight, samples=0.0 if self._used else self._counted or 0.0)
+        samples = 0.0 if self._used else self._counted or 0.0
+        if has_gradient and not self._used and not samples and self.unknown:
+            samples, self.guessed = self.unknown, True
+        return Contribution(weight=weight, samples=samples)
 
     def use(self) -> None:
         """A reduction is done with them."""

@@ -48,9 +48,10 @@ from atoll.train.prepared import Prepared
 from atoll.train.records import Records
 from atoll.train.regrouping import GroupState, Leases, Parts, Regrouping
 from atoll.train.rendezvous import HubRing
-from atoll.train.resume import AnySampler, Stateful, TrainingState
+from atoll.train.resume import AnySampler, Stateful, TrainingState, schedulers_of
 from atoll.train.rounds import MOVING, Regrouped, Ring
 from atoll.train.sampler import BatchesSampler, ShardedSampler
+from atoll.train.schedule import SampleSchedule, ScheduleWatch
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
 from atoll.train.speed import Stretch, speed_from
@@ -116,6 +117,7 @@ class Session:
         self._peers: PeersInTiers | None = None  # strategy peers
         self._strategy = self._make_strategy()
         self._stretch = self._make_stretch()
+        self._watches: dict[int, ScheduleWatch] = {}  # by the prepared model's id
         self._backward = BackwardEnd(self._ring, self._stretch)
         self._records.open()
         if isinstance(self._entrance, ServedEntrance):
@@ -258,6 +260,9 @@ class Session:
             warn_once=self._records.warn_once,
         )
         self._state.prepared.append(prepared)
+        self._watches[id(prepared)] = ScheduleWatch(
+            optimizer, str(self._first_place.name), schedulers_of, self._records.warn_once
+        )
         if self._service is not None:
             self._service.hub.size += prepared.trained_bytes
         for decided in tiers.describe() if tiers is not None else []:
@@ -411,6 +416,35 @@ class Session:
         self._service.samplers.append(sampler)
         return sampler
 
+    def schedule(self, scheduler: Any, total: float, steps: int | None = None) -> None:
+        """Drive a scheduler of torch's by the samples that all workers consume; the script leaves out
+        `scheduler.step()`.
+
+        Call it once, after `prepare` and before `resume` or `load`. After each `optimizer.step()` Atoll steps
+        the scheduler so that it has made floor(steps * consumed / total) steps. `total` is how many samples
+        the run consumes in all, such as `epochs * len(dataset)`. `steps` is how many steps the scheduler
+        makes in the whole run, by default its own length (`T_max`, `total_steps`, ...). With `steps` =
+        `total` / (samples of an iteration) that is one step an iteration, as in plain PyTorch; and workers
+        of unlike speeds, and those who are left when one is lost, still end where the schedule does. A worker
+        that goes at its own pace knows of others' samples what it has heard with its latest parameters. The
+        count is saved and loaded with the session's checkpoints. Raises UserError for a scheduler without a
+        length where `steps` is not given, for ReduceLROnPlateau, and for one of another optimizer.
+        """
+        optimizer = getattr(scheduler, "optimizer", None)
+        prepared = next((each for each in self._state.prepared if each.optimizer is optimizer), None)
+        if prepared is None:
+            raise UserError(
+                "session.schedule: this scheduler's optimizer is not prepared; call "
+                "session.prepare(model, optimizer) first"
+            )
+        if any(each.scheduler is scheduler for each in self._state.schedules):
+            raise UserError(f"session.schedule: this {type(scheduler).__name__} is driven already")
+        schedule = SampleSchedule(scheduler, prepared.optimizer, total, steps)
+        self._state.schedules.append(schedule)
+        self._watches[id(prepared)].let_go(scheduler)
+        prepared.samples.unknown = schedule.per_step / max(1, self.world)
+        self._records.decided("schedule", schedule.describe(), "session.schedule: by all workers' samples")
+
     # Telling
 
     def log(self, **values: float | Tensor) -> None:
@@ -438,6 +472,7 @@ class Session:
         self._confirm("the barrier")
         self._strategy.refresh()
         self._state.sync("the barrier")
+        self._follow_samples()
 
     def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None) -> Value:
         """`value` (a number or a tensor) combined over the workers by mean, sum, min or max; every worker
@@ -479,6 +514,7 @@ class Session:
             self._strategy.refresh()
         self._confirm("session.save")
         self._state.sync("session.save")
+        self._follow_samples()
         with self._not_computing():
             self._state.save(path)
         if self.is_main:  # under `ssp` and `asp` each is at an iteration of its own, and it is one checkpoint
@@ -794,6 +830,7 @@ class Session:
 
     def _stepped(self, prepared: Prepared) -> None:
         self._backward.settle()  # the optimizer's own time
+        self._see_to_schedules(prepared)
         if prepared is not self._state.prepared[0]:
             return
         self._state.iteration += 1
@@ -811,6 +848,26 @@ class Session:
             if self._service is not None and not self._strategy.collective:
                 staleness = self._service.staleness
             self._records.stepped(taken, prepared.own_samples, figures, staleness)
+
+    def _see_to_schedules(self, prepared: Prepared) -> None:
+        """An optimizer step is made: schedules by samples move on, and others are looked at."""
+        self._state.follow_samples(prepared)
+        together = self._strategy.collective or self._service is None
+        workers = self._service_members() if not together else self.world
+        consumed = prepared.reducer.consumed
+        self._watches[id(prepared)].stepped(prepared.own_samples, consumed, workers, together)
+        if prepared.samples.guessed:
+            samples = prepared.samples.unknown
+            self._records.warn_once(
+                "samples of a schedule",
+                f"worker {self._first_place.name}: how many samples its batches have is not known, and "
+                f"session.schedule counts {samples:g} for each: call the model itself with the batch first",
+            )
+
+    def _follow_samples(self) -> None:
+        """Others' samples may have become known where the script makes no step."""
+        for prepared in self._state.prepared:
+            self._state.follow_samples(prepared)
 
     def _make_stretch(self) -> Stretch | None:
         """What slows this worker down, where it is to be slower than it is."""

@@ -374,6 +374,7 @@ class ServedModel:
             staleness=sync.staleness,
             compensation=sync.compensation,
             pipeline=sync.pipeline,
+            consumed=self.exchange.consumed,
         )
 
     def _digest(self) -> str:

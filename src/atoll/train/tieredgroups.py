@@ -131,6 +131,7 @@ class GroupParameters(TieredParameters):
         if (message.share, message.shares) != self._share:
             return  # what this member asked for before another was lost
         self.clock, self.staleness = message.clock, message.staleness
+        self.consumed = max(self.consumed, message.consumed)
         self._arrived[message.chunk] = values_of(payload, bound, shard, self._share).clone()
 
 

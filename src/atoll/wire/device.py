@@ -103,8 +103,8 @@ class SetUp(Message, frozen=True):
 
     `layout` is a chunks.ChunkMap as MessagePack, `optimizer` the class's full name. `digest` names the model,
     the optimizer, the configuration and the processor's instruction set: nodes with another are refused.
-    `iteration`: made before, by the checkpoint. For one that comes late the initial parameters count for
-    nothing. `slots` and `buffers` are the shared memory's.
+    `iteration`: made before, by the checkpoint, of `consumed` samples. For one that comes late the initial
+    parameters count for nothing. `slots` and `buffers` are the shared memory's.
     """
 
     number: Count
@@ -117,6 +117,7 @@ class SetUp(Message, frozen=True):
     iteration: Count = 0
     packed: Count = 0  # bytes of optimizer state in the second descriptor
     threads: Count = 1  # for the optimizer
+    consumed: Weight = 0.0
     devices: Count = 1  # of the node; where there are more, the others may ask for the state themselves
     own_optimizer: Text = ""  # the script's own class as "package.module:Class"; empty: one of torch.optim's
     path: list[Text] = []  # where the worker's modules are
@@ -163,13 +164,14 @@ class Freed(Message, frozen=True):
 class Applied(Message, frozen=True):
     """`iteration` is in the global parameters, made of `parts` in order of node; comes before any Published
     that has it. `skipped`: the step was left out, and why. `unlike`: nodes stepped with hyperparameters that
-    must be equal and are not, and which."""
+    must be equal and are not, and which. `consumed`: the samples of all iterations up to this one."""
 
     iteration: Count
     parts: list[Part]
     digest: Name = ""  # of the global parameters after it, where it was made
     skipped: Text = ""
     unlike: Text = ""
+    consumed: Weight = 0.0
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -19,7 +19,8 @@ class Setup(Message, frozen=True):
     class's full name.
     `digest` names layout and optimizer: a worker with another one is refused. At a site every worker sends
     it, and `first` is the worker that brings the values, of this site or another. `number` counts this
-    worker's set-ups, from 1: what it sends again is of the same one (0: of its next).
+    worker's set-ups, from 1: what it sends again is of the same one (0: of its next). `consumed` counts the
+    samples of all workers that are in the values.
     """
 
     digest: Name
@@ -37,6 +38,7 @@ class Setup(Message, frozen=True):
     staleness: Name = "weight"  # asynchronous modes: what of a stale contribution is scaled; "rate", "none"
     compensation: Annotated[float, Meta(ge=0)] = 0.0  # of its delay: the factor of g * g * (w_now - w_then)
     pipeline: Count = 0  # the most iterations of a worker's own that are in flight while it computes the next
+    consumed: Weight = 0.0
 
 
 class SetChunk(Message, frozen=True):
@@ -180,7 +182,8 @@ class Parameters(Message, frozen=True):
     iterations the worker's own contribution was behind when it was applied (asynchronous modes).
 
     `asked` is the clock that the pull named; `clock` may be past that. In these modes `lost` is what was lost
-    of the asker's own contribution to iteration `asked` - 1, of this run; None: nothing.
+    of the asker's own contribution to iteration `asked` - 1, of this run; None: nothing. `consumed` counts
+    the samples of all workers that the log had counted by then, in this run and before it.
     """
 
     clock: Count
@@ -191,6 +194,7 @@ class Parameters(Message, frozen=True):
     shares: Annotated[int, Meta(ge=1, le=4096)] = 1
     asked: Count = 0
     lost: LostBlocks | None = None
+    consumed: Weight = 0.0
 
 
 class PullState(Message, frozen=True):

@@ -74,6 +74,8 @@ class NodeParts:
 class PeerExchange(Reducer):
     """Gradients are this node's own, as edits of them are; the mean over nodes is the CPU side's."""
 
+    sums_samples = False  # the CPU side says what all nodes have contributed
+
     def use(self, parts: NodeParts) -> None:
         """Exchange through this node's CPU side; called once, before all else."""
         worker = self._worker = parts.worker

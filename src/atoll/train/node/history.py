@@ -28,6 +28,7 @@ class History:
         self._digests: dict[int, bytes] = {}
         self._unlike: set[tuple[int, str]] = set()  # who was told to have given what others had not
         self._wrong: set[int] = set()  # and who what no step takes
+        self.consumed = 0.0  # the samples of all iterations so far
 
     def clear(self) -> None:
         """Forget the iterations: they are of a life that is over, or the script may count anew."""
@@ -37,6 +38,7 @@ class History:
     def take_over(self, applied: d.Applied) -> None:
         """An iteration that another node has told of, whose state is taken over."""
         self.latest.append(applied)
+        self.consumed = applied.consumed
         self._send(applied)
 
     def note(self, iteration: int, shift: int, outcome: Outcome, abouts: Sequence[n.About]) -> None:
@@ -54,6 +56,7 @@ class History:
                 digest=digest,
                 skipped=skipped,
                 unlike=self._parted(iteration + shift, outcome),
+                consumed=self.consumed + sum(part.samples for part in parts),
             )
         )
         for node, wrong in outcome.wrong.items():

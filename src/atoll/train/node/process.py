@@ -301,6 +301,7 @@ class CpuSideProcess:
             self._trained.close()
         self._trained, self._is_ready, self._dirty, self._wanted = None, False, False, None
         self._history.clear()  # the script may count anew
+        self._history.consumed = message.consumed
         if message.devices > 1 and self._door is None:
             self._door = Door()
             self._epoll.register(self._door.fileno(), select.EPOLLIN)

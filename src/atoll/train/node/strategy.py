@@ -147,6 +147,8 @@ class Peers:
     def _applied(self, message: Applied) -> None:
         if message.unlike:
             raise UserError(message.unlike)
+        if self.exchange is not None:
+            self.exchange.consumed = max(self.exchange.consumed, message.consumed)
         paces = {part.node: said_in(part.note).pace for part in message.parts}
         self._facts.append((message.iteration, paces))
         for each in self._batches:
@@ -336,6 +338,7 @@ class PeerModel:
                 iteration=self.exchange.steps,
                 packed=packed,
                 threads=max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))),
+                consumed=self.exchange.consumed,
                 devices=self._worker.devices.count,
                 own_optimizer=self._own_optimizer,
                 path=[str(Path(place).absolute()) for place in sys.path] if self._own_optimizer else [],

@@ -1,0 +1,228 @@
+"""Schedules: a torch scheduler driven by the samples that all workers have consumed (`session.schedule`), and
+the lines for schedulers that a script drives itself and that run away from the run."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiplicativeLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from atoll.core.errors import UserError
+from atoll.core.scriptline import at_script_line, script_line
+
+WAY_OUT = (
+    "drive it by the samples of all workers: session.schedule(scheduler, total=epochs * len(dataset)) in "
+    "place of scheduler.step()"
+)
+_RATES_APART = 0.1  # of the workers' mean rate of iterations, from which it is told
+_RATES_AFTER = 20  # iterations, before which a rate says little
+
+
+def length_of(scheduler: LRScheduler) -> int | None:
+    """After how many steps a scheduler is at its end; None where it has no end, or its end is that of a
+    warm-up only (LinearLR and ConstantLR that do not decline)."""
+    if isinstance(scheduler, CosineAnnealingLR):
+        return int(scheduler.T_max)
+    if isinstance(scheduler, OneCycleLR):
+        return int(scheduler.total_steps)
+    if isinstance(scheduler, PolynomialLR):
+        return int(scheduler.total_iters)
+    if isinstance(scheduler, LinearLR) and scheduler.end_factor < scheduler.start_factor:
+        return int(scheduler.total_iters)
+    if isinstance(scheduler, SequentialLR):
+        last = length_of(scheduler._schedulers[-1])
+        return None if last is None else int(scheduler._milestones[-1]) + last
+    if isinstance(scheduler, ChainedScheduler):
+        warm_ups = (LinearLR, ConstantLR)
+        lengths = [
+            int(each.total_iters) if isinstance(each, warm_ups) else length_of(each)
+            for each in scheduler._schedulers
+        ]
+        known = [each for each in lengths if each is not None]
+        only_warm_ups = all(isinstance(each, warm_ups) for each in scheduler._schedulers)
+        return max(known) if len(known) == len(lengths) and not only_warm_ups else None
+    return None
+
+
+def position_of(scheduler: LRScheduler) -> int:
+    """How many steps a scheduler has made."""
+    if isinstance(scheduler, ChainedScheduler):
+        return position_of(scheduler._schedulers[-1])
+    return int(scheduler.last_epoch)
+
+
+def _computes_by_function(scheduler: LRScheduler) -> bool:
+    """Whether its rates come from functions of the script's, which no checkpoint holds."""
+    parts = getattr(scheduler, "_schedulers", ())
+    return isinstance(scheduler, (LambdaLR, MultiplicativeLR)) or any(map(_computes_by_function, parts))
+
+
+class SampleSchedule:
+    """Steps `scheduler` so that it has made floor(steps * consumed / total) steps, and `steps` at most, when
+    the workers have consumed `consumed` of `total` samples between them.
+
+    Raises UserError for what cannot be driven so, and in `follow` where the script steps it too.
+    """
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer, total: float, steps: int | None) -> None:
+        self.scheduler, self.optimizer, self.total = scheduler, optimizer, total
+        self.name = name = type(scheduler).__name__
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UserError(
+                "session.schedule: ReduceLROnPlateau follows a loss, not samples; give it the loss of all "
+                "workers: scheduler.step(session.reduce(loss))"
+            )
+        if not isinstance(scheduler, LRScheduler):
+            raise UserError(f"session.schedule: a {name} is no scheduler of torch.optim.lr_scheduler")
+        if not (isinstance(total, (int, float)) and 0 < total < math.inf):
+            raise UserError(
+                f"session.schedule(total={total!r}): the samples of the whole run, such as "
+                "epochs * len(dataset)"
+            )
+        own = length_of(scheduler)
+        if steps is None and own is None:
+            raise UserError(
+                f"session.schedule: {name} has no length of its own; say how many steps it makes in the "
+                "whole run: steps=epochs * len(loader), or steps=epochs for one step an epoch"
+            )
+        self.steps: int = own if steps is None else steps  # type: ignore[assignment]  # checked above
+        if type(self.steps) is not int or self.steps < 1:
+            raise UserError(f"session.schedule(steps={steps!r}): a number of steps is at least 1")
+        self._made = position_of(scheduler)
+
+    @property
+    def per_step(self) -> float:
+        """The samples of one of its steps."""
+        return self.total / self.steps
+
+    @property
+    def samples_made(self) -> float:
+        """The samples that its steps so far stand for."""
+        return self._made * self.per_step
+
+    def describe(self) -> str:
+        return f"{self.name}: {self.steps} steps over {self.total:g} samples"
+
+    def follow(self, consumed: float) -> None:
+        """All workers have consumed so many samples: make the steps that are due."""
+        if position_of(self.scheduler) != self._made:
+            raise UserError(
+                f"{at_script_line(f'the script has stepped its {self.name}', script_line())}, which "
+                "session.schedule steps after each optimizer.step(): leave out scheduler.step()"
+            )
+        due = min(self.steps, math.floor(self.steps * Fraction(consumed) / Fraction(self.total)))
+        for _ in range(self._made, due):
+            self.scheduler.step()
+        self._made = max(self._made, due)
+
+    def state(self) -> dict[str, int]:
+        """For a checkpoint, beside the scheduler's own state."""
+        return {"steps": self.steps}
+
+    def loaded(self, state: Mapping[str, int] | None) -> None:
+        """The scheduler's state was loaded; `state` is what was saved with it, None where nothing was.
+
+        What is loaded counts in the saved run's steps, which may be more or fewer where that run had another
+        number of workers; only functions of the script's count in this run's.
+        """
+        self._made = position_of(self.scheduler)
+        if state is not None and not _computes_by_function(self.scheduler):
+            self.steps = state["steps"]
+
+
+class ScheduleWatch:
+    """Looks at the schedulers that a script steps itself, on one optimizer, and tells what goes wrong.
+
+    `find(optimizer)` gives the schedulers that drive it, which takes time; `tell(subject, line)` tells people
+    a line once. `worker` is this one's name.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        worker: str,
+        find: Callable[[Optimizer], list[Any]],
+        tell: Callable[[str, str], None],
+    ) -> None:
+        self._optimizer, self._worker, self._find, self._tell = optimizer, worker, find, tell
+        self._watched: list[weakref.ref[LRScheduler]] | None = None
+        self._workers = 0  # as the schedulers began
+        self._own, self._own_steps, self._base = 0.0, 0, -1.0
+
+    def stepped(self, samples: float, consumed: float, workers: int, together: bool) -> None:
+        """An optimizer step is made: this worker's `samples`; `consumed` by all `workers` so far, which step
+        `together` or each at its own pace."""
+        if self._watched is None:
+            if not any("initial_lr" in group for group in self._optimizer.param_groups):
+                return
+            found = self._find(self._optimizer)
+            self._watched = [weakref.ref(each) for each in found if not isinstance(each, ReduceLROnPlateau)]
+            self._workers = workers
+        there = [each for each in (held() for held in self._watched) if each is not None]
+        if not there:
+            return
+        for scheduler in there:
+            self._see_end(scheduler)
+        if together:
+            self._see_workers(there[0], workers)
+        else:
+            self._see_rate(there[0], samples, consumed, workers)
+
+    def let_go(self, scheduler: Any) -> None:
+        """`session.schedule` drives it."""
+        kept = self._watched or []
+        self._watched = [each for each in kept if each() is not scheduler]
+
+    def _see_end(self, scheduler: LRScheduler) -> None:
+        length = length_of(scheduler)
+        if length is not None and position_of(scheduler) > length:
+            name = type(scheduler).__name__
+            where = at_script_line(f"worker {self._worker}: {name}", script_line())
+            self._tell(
+                f"the end of {name}",
+                f"{where} is past its end, step {length}: its rates mean nothing from here on; {WAY_OUT}",
+            )
+
+    def _see_workers(self, scheduler: LRScheduler, workers: int) -> None:
+        if workers != self._workers:
+            name = type(scheduler).__name__
+            self._tell(
+                "a schedule by iterations among other workers",
+                f"{name} counts iterations, and the run has {workers} workers now, not {self._workers}: an "
+                f"epoch takes more or fewer of them than it was made for; {WAY_OUT}",
+            )
+            self._workers = workers
+
+    def _see_rate(self, scheduler: LRScheduler, samples: float, consumed: float, workers: int) -> None:
+        if self._base < 0:
+            self._base = consumed
+            return
+        self._own, self._own_steps = self._own + samples, self._own_steps + 1
+        others = consumed - self._base
+        if self._own_steps < _RATES_AFTER or others <= 0:
+            return
+        share = self._own * workers / others
+        if abs(share - 1) > _RATES_APART:
+            name = type(scheduler).__name__
+            self._tell(
+                "a schedule by iterations at another rate",
+                f"worker {self._worker} makes {share:.2f} times the iterations of the workers' mean, and "
+                f"{name} counts its own: workers step with rates of different times; {WAY_OUT}",
+            )

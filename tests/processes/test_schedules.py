@@ -1,0 +1,278 @@
+"""Schedules by the samples that all workers have consumed, at every strategy: with workers that are alike
+equal to plain torch, with others at the right place and at the end where the samples end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import DataLoader, TensorDataset
+
+import atoll
+from atoll.core.config import Chunks, Config, Groups, Run, Sync
+from atoll.core.memory import Memory
+from atoll.hub.planner import GroupingSettings
+from atoll.testing.parity import ALONE
+from atoll.testing.pool import FORKSERVER, WorkerPool
+from atoll.testing.served import ServedRun, served_worker
+from atoll.train.place import Place
+
+BATCH, STEPS = 4, 10
+WIDTH = 32
+DATA = TensorDataset(torch.randn(96, WIDTH, generator=torch.Generator().manual_seed(1)))
+TIERS = Memory(device="24KiB", chunk="4224", step="host")  # of 42 KB of parameters in ten layers
+
+
+class Way(msgspec.Struct, frozen=True):
+    """How a run's workers train together."""
+
+    strategy: Any = "ring"
+    consistency: Any = "bsp"
+    sync: dict[str, Any] = {}
+    groups: int = 0
+    tiers: bool = False
+    address: str = ""
+
+    def config(self) -> Config:
+        sync = {"timeout": "60s", **self.sync}
+        if self.strategy in ("server", "ps-hra"):
+            sync["consistency"] = self.consistency
+        return Config(
+            run=Run(strategy=self.strategy),
+            chunks=Chunks(size="2KiB"),
+            sync=Sync(**sync),
+            groups=Groups(count=self.groups, probe=ALONE - 1)
+            if self.strategy == "ps-hra"
+            else Groups(count=self.groups),
+        )
+
+
+def build(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    return model, torch.optim.SGD(
+        [{"params": matrices}, {"params": others, "lr": 0.02}], lr=0.01, momentum=0.9
+    )
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, steps: int = STEPS) -> Any:
+    """A warm-up, then a cycle that moves rates and momentum."""
+    warm_up = schedulers.LinearLR(optimizer, 0.1, 1.0, 3)
+    return schedulers.SequentialLR(
+        optimizer, [warm_up, schedulers.CosineAnnealingLR(optimizer, steps - 3)], [3]
+    )
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def plain_rates(steps: int = STEPS) -> list[list[float]]:
+    """What each step of plain torch is made with, and what comes after them."""
+    _, optimizer = build(1)
+    scheduler = make_scheduler(optimizer, steps)
+    made = [rates(optimizer)]
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+        made.append(rates(optimizer))
+    return made
+
+
+def train_alike(place: Place, way: Way) -> list[list[float]]:
+    """What each step is made with, and what comes after them."""
+    made = []
+    with ExitStack() as stack:
+        if way.address:
+            stack.enter_context(served_worker(way.address, place.rank))
+        session = stack.enter_context(atoll.join(way.config(), place=None if way.address else place))
+        model, optimizer = session.prepare(
+            *build(10 if way.tiers else 2), memory=TIERS if way.tiers else None
+        )
+        session.schedule(make_scheduler(optimizer), total=STEPS * BATCH * session.world)
+        for _ in range(STEPS):
+            made.append(rates(optimizer))
+            model(torch.ones(BATCH, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.barrier()
+        made.append(rates(optimizer))
+    return made
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way(),
+        Way(tiers=True),
+        Way("hierarchical", groups=2),
+        Way("peers"),
+        Way("peers", groups=1),
+    ],
+    ids=str,
+)
+def test_workers_that_are_alike_have_plain_torch_s_rates(pool: WorkerPool, way: Way) -> None:
+    if way.strategy == "peers":
+        way = msgspec.structs.replace(way, sync={"stale_max": 0})
+    assert pool.run(train_alike, way, world=2) == [plain_rates()] * 2
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_workers_of_a_server_have_plain_torch_s_rates(pool: WorkerPool, lazy: bool) -> None:
+    with ServedRun(workers=2, shards=2) as served:
+        way = Way("server", sync={"lazy": lazy}, address=served.address)
+        assert pool.run(train_alike, way, world=2) == [plain_rates()] * 2
+
+
+def train_uneven(place: Place, way: Way, folder: Path) -> tuple[int, list[float], list[float]]:
+    """Two epochs in which worker 1 is slow; a checkpoint. The iterations made, the rates in the order of
+    steps, and those after the checkpoint."""
+    made: list[float] = []
+    with served_worker(way.address, place.rank), atoll.join(way.config()) as session:
+        model, optimizer = session.prepare(*build(2))
+        sampler = session.sampler(DATA, seed=0)
+        steps = 2 * len(DATA) // (BATCH * session.world)
+        scheduler = schedulers.LinearLR(optimizer, 1.0, 0.0, steps)
+        session.schedule(scheduler, total=2 * len(DATA))
+        loader = DataLoader(DATA, batch_size=BATCH, sampler=sampler)
+        for _ in range(2):
+            for (x,) in loader:
+                if session.rank == 1:
+                    time.sleep(0.05)
+                made.append(rates(optimizer)[0])
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        session.save(folder / "checkpoint")
+        return session.iteration, made, rates(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "consistency", "sync"),
+    [
+        ("server", "asp", {}),
+        ("server", "ssp", {"slack": 2}),
+        ("server", "asp", {"pipeline": 1}),
+        ("server", "asp", {"lazy": True}),
+        ("ps-hra", "asp", {}),
+    ],
+)
+def test_unlike_workers_end_where_the_samples_end(
+    pool: WorkerPool, tmp_path: Path, strategy: str, consistency: str, sync: dict[str, Any]
+) -> None:
+    grouping = GroupingSettings() if strategy == "ps-hra" else None
+    with ServedRun(workers=2, shards=2, grouping=grouping) as served:
+        way = Way(strategy, consistency, sync, address=served.address)
+        workers = pool.run(train_uneven, way, tmp_path, world=2)
+    if strategy == "server" and consistency == "asp":
+        assert workers[0][0] > 1.5 * workers[1][0]
+    for _, made, end in workers:
+        assert made == sorted(made, reverse=True)  # none leads, none goes back
+        assert made[0] == 0.01
+        assert end == [0.0, 0.0]
+
+
+def train_halves(place: Place, way: Way, folder: Path, last: bool) -> list[float]:
+    """The first or the second of two epochs, as a user writes it; the rates of its steps."""
+    made: list[float] = []
+    with ExitStack() as stack:
+        if way.address:
+            stack.enter_context(served_worker(way.address, place.rank))
+        session = stack.enter_context(atoll.join(way.config(), place=None if way.address else place))
+        model, optimizer = session.prepare(*build(2))
+        sampler = session.sampler(DATA, seed=0)
+        loader = DataLoader(DATA, batch_size=BATCH, sampler=sampler)
+        scheduler = schedulers.LinearLR(optimizer, 1.0, 0.0, 2 * len(loader))
+        session.schedule(scheduler, total=2 * len(DATA))
+        session.resume(folder)
+        for (x,) in loader:
+            made.append(rates(optimizer)[0])
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.save(folder)
+        return [*made, rates(optimizer)[0]]
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 1), (1, 2), (2, 3)])
+def test_a_run_goes_on_with_other_workers(pool: WorkerPool, tmp_path: Path, first: int, last: int) -> None:
+    """The schedule is where the samples are, whatever a step of the run before was worth."""
+    folder = tmp_path / "checkpoint"
+    ends = [each[-1] for each in pool.run(train_halves, Way(), folder, False, world=first)]
+    assert ends == [pytest.approx(0.005)] * first
+    for made in pool.run(train_halves, Way(), folder, True, world=last):
+        assert made[0] == ends[0]
+        assert made == sorted(made, reverse=True)
+        assert made[-1] == 0
+
+
+def test_a_run_goes_on_at_a_server_and_without(pool: WorkerPool, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    with ServedRun(workers=2) as served:
+        way = Way("server", "asp", address=served.address)
+        first = pool.run(train_halves, way, folder, False, world=2)
+    assert [each[-1] for each in first] == [pytest.approx(0.005)] * 2
+    peers = Way("peers", sync={"stale_max": 1})
+    for made in pool.run(train_halves, peers, folder, True, world=2):
+        assert made[0] == first[0][-1]
+        assert made == sorted(made, reverse=True)
+        assert made[-1] == 0
+
+
+def outlive(rank: int, address: str, folder: str) -> None:
+    """In a process of its own: worker 1 dies in the first epoch. Model 0's scheduler goes by samples, and
+    model 1's by the iterations of the script."""
+    errors = os.open(f"{folder}/{rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(errors, 2)
+    torch.set_num_threads(1)
+    config = Config(run=Run(strategy="ring", elastic=True), sync=Sync(timeout="60s"))
+    made = []
+    with served_worker(address, rank), atoll.join(config) as session:
+        models = [session.prepare(*build(1)) for _ in range(2)]
+        sampler = session.sampler(DATA, seed=0)
+        loader = DataLoader(DATA, batch_size=BATCH, sampler=sampler)
+        by_samples, by_steps = (schedulers.LinearLR(o, 1.0, 0.0, 2 * len(loader)) for _, o in models)
+        session.schedule(by_samples, total=2 * len(DATA))
+        for _ in range(2):
+            for (x,) in loader:
+                if rank == 1 and session.iteration == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                for model, optimizer in models:
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                by_steps.step()
+                made.append(rates(models[0][1])[0])
+        Path(folder, "made.json").write_text(json.dumps([made, by_steps.last_epoch, by_steps.total_iters]))
+
+
+def test_who_outlives_another_worker_ends_where_the_samples_end(tmp_path: Path) -> None:
+    with ServedRun(workers=2, shards=0, patience=1.0, heartbeat=0.2) as served:
+        workers = [
+            FORKSERVER.Process(target=outlive, args=(rank, served.address, str(tmp_path))) for rank in (0, 1)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(90)
+    said = (tmp_path / "0.log").read_text()
+    assert [worker.exitcode for worker in workers] == [0, -signal.SIGKILL], said
+    made, by_steps, length = json.loads((tmp_path / "made.json").read_text())
+    assert made == sorted(made, reverse=True)
+    assert made[-1] == 0
+    assert by_steps > length
+    assert said.count("LinearLR counts iterations, and the run has 1 workers now, not 2") == 1
+    assert said.count("LinearLR is past its end, step 24") == 0 or "worker 0: LinearLR" in said
+    assert said.count("session.schedule(scheduler, total=epochs * len(dataset))") == 2
