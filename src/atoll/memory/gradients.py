@@ -73,6 +73,7 @@ class Slot:
 
     def __init__(self, chunk: ChunkGradients, index: int) -> None:
         self._chunk, self._index = chunk, index
+        self.edits = 0  # how often the script has written into it, by the proxy
         self.proxy: weakref.ref[GradientProxy] | None = None
 
     def show(self) -> GradientProxy:
@@ -90,9 +91,11 @@ class Slot:
         self._chunk.arrive()
         kept = self._chunk.kept.get(self._index)
         if kept is not None:
+            before = kept._version
             yield kept
             self._chunk.norms.pop(self._index, None)
             self._chunk.changes += 1
+            self.edits += kept._version != before
             return
         trained = self._chunk.trained
         with self._chunk.settled() as flat:
@@ -102,6 +105,7 @@ class Slot:
             before = lent._version
             yield lent
             if lent._version != before:
+                self.edits += 1
                 self._chunk.changes += 1
                 self._chunk.norms.pop(self._index, None)
                 with self._chunk.borrow(writes=True):

@@ -52,6 +52,9 @@ _OVERWRITE = ("zero_", "_foreach_zero_")  # whatever is there
 class Source(Protocol):
     """Where a proxy's gradient is."""
 
+    edits: int
+    """How often it was written into."""
+
     def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
         """The gradient, of the proxy's shape, dtype and device, from the start of a storage of its own.
         `overwrites`: nobody reads what is there, which may be anything."""
@@ -65,6 +68,7 @@ class OwnSource:
 
     def __init__(self, gradient: Tensor) -> None:
         self._gradient = gradient
+        self.edits = 0  # which nobody asks for: it is no parameter's
 
     def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
         del overwrites
@@ -79,6 +83,7 @@ class LostSource:
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
+        self.edits = 0
 
     def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
         del overwrites
@@ -122,6 +127,11 @@ class GradientProxy(torch.Tensor):
         if func.__name__.startswith(_LISTS):
             return _one_by_one(func, args, kwargs)
         return _with_gradients(func, args, kwargs)
+
+
+def edits_of(gradient: Tensor) -> int:
+    """How often a gradient was written into: a greater number than before tells of a change."""
+    return gradient.source.edits if isinstance(gradient, GradientProxy) else gradient._version
 
 
 @functools.cache

@@ -36,6 +36,7 @@ class BackwardEnd:
             self._armed = True
             for reducer in self._reducers:
                 reducer.drop_kept()
+                reducer.look_for_edits()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def settle(self) -> None:
@@ -59,6 +60,7 @@ class BackwardEnd:
         for reducer in self._reducers:
             reducer.look()
             if not reducer.synchronous:
+                reducer.note_edits()
                 reducer.begin()
         if self._ring is None or len(waiting) < 2:
             due = [reducer for reducer in waiting if reducer.unsent or len(self._reducers) == 1]

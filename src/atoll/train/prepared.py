@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
+from atoll.core.scriptline import script_line
 from atoll.memory.exchanged import Exchanged
 from atoll.memory.over import features_of, refuse_apart
 from atoll.memory.sharded import Sharded
@@ -41,6 +42,11 @@ _DROPPED = (
     "the script's hooks have set every gradient of a backward to None, so it adds nothing to the mean; where "
     "such a hook updates parameters by itself, the workers' models part: let the prepared optimizer step, "
     "after backward"
+)
+_EDITED = (
+    "all gradients were changed between a backward under no_sync and {}, as torch.nn.utils.clip_grad_norm_ "
+    "does; they are this worker's own, and the mean of clipped gradients is not the clipped mean: to clip, "
+    "call session.clip_grad_norm_ after the last backward, which is outside no_sync"
 )
 
 
@@ -74,7 +80,7 @@ class Prepared:
     ) -> None:
         self.config, self._workers, self.optimizer = config, workers, optimizer
         self._backward, self._counted, self._stepped, self._skipped = backward, counted, stepped, skipped
-        self._whole, self.origin = whole, origin
+        self._whole, self.origin, self._warn_once = whole, origin, warn_once
         self.module: nn.Module = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
         self.samples = SampleCount()
         self.own_samples = 0.0  # since the last step
@@ -137,6 +143,7 @@ class Prepared:
                     committed=self._committed,
                     leaving=backward.settle,
                     dropped=lambda: warn_once("dropped gradients", _DROPPED),
+                    edited=self._tell_of_edits,
                 ),
                 hooks=StepHooks(self._before_step, self._accept, self._after_step),
                 config=config,
@@ -258,6 +265,11 @@ class Prepared:
         if self.tiers is not None and self.tiers.fitted is not None:
             self.tiers.fitted.gradient_norm = norm
         return norm
+
+    def _tell_of_edits(self) -> None:
+        if not self._workers.alone:  # where this worker's gradient is the mean
+            until = script_line() or "the next one"
+            self._warn_once("edits under no_sync", _EDITED.format(until))
 
     def _before_forward(self) -> None:
         self.stepper.restore()

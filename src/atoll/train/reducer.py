@@ -9,15 +9,16 @@ a gradient".
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.errors import RunError
+from atoll.memory.proxies import edits_of
 from atoll.tensors.binding import BoundChunk, check_usable
 from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
@@ -32,7 +33,8 @@ class Calls:
     `arm()` as gradients come, so that `reduce` is called when their backward ends;
     `contribution(has_gradient)` once for each reduction; `committed(own, samples)` with this worker's
     contribution and the group's samples when the iteration is whole; `leaving()` before gradients leave;
-    `dropped()` where hooks of the script's have left none of the gradients of a backward.
+    `dropped()` where hooks of the script's have left none of the gradients of a backward; `edited()` where
+    the script has changed all gradients between two backwards that come before one reduction.
     """
 
     arm: Callable[[], None]
@@ -40,6 +42,7 @@ class Calls:
     committed: Callable[[Contribution, float], None]
     leaving: Callable[[], None]
     dropped: Callable[[], None] = lambda: None
+    edited: Callable[[], None] = lambda: None
 
 
 class Reducer:
@@ -57,6 +60,7 @@ class Reducer:
         self.sends_early = True  # while backward goes on
         self.unsent = False  # gradients have come that no reduction has seen
         self._reduced = False  # since the last step
+        self._edits_seen: list[int | None] = []  # of each gradient, at the end of a backward under no_sync
         self.steps = 0
         self.bytes_sent = 0
         self.consumed = 0.0
@@ -110,12 +114,33 @@ class Reducer:
         return self._own
 
     def _has_gradients(self) -> bool:
-        return any(p.grad is not None for bound in self._chunks for p in bound.parameters)
+        return any(parameter.grad is not None for parameter in self._trained())
 
     def look(self) -> None:
         """A backward has ended: see whether anything is left of the gradients that came."""
         if self.unsent and not self._has_gradients():
             self._calls.dropped()
+
+    def note_edits(self) -> None:
+        """A backward under no_sync has ended: see the gradients as they are now."""
+        self._edits_seen = self._edits()
+
+    def look_for_edits(self) -> None:
+        """More gradients are to come, or the reduction: see whether the script has changed all of them since,
+        as torch.nn.utils.clip_grad_norm_ does. Zeros are those of `zero_grad`."""
+        seen, self._edits_seen = self._edits_seen, []
+        pairs = [(now, then) for now, then in zip(self._edits(), seen, strict=False) if then is not None]
+        changed = bool(pairs) and all(now is not None and now > then for now, then in pairs)
+        if changed and any(bool(p.grad.any()) for p in self._trained() if p.grad is not None):
+            self._calls.edited()
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (parameter for bound in self._chunks for parameter in bound.parameters)
+
+    def _edits(self) -> list[int | None]:
+        """How often each gradient was written into; None where there is none."""
+        gradients = (parameter.grad for parameter in self._trained())
+        return [None if gradient is None else edits_of(gradient) for gradient in gradients]
 
     def _done(self, own: Contribution, samples: float) -> None:
         self._reduced, self.unsent = True, False
@@ -134,6 +159,7 @@ class Reducer:
     def before_step(self) -> None:
         """Send what no backward has sent: all of it came under no_sync, or there is no gradient here."""
         if self.unsent or not self._reduced:
+            self.look_for_edits()
             self.reduce()
 
     def after_step(self) -> None:
