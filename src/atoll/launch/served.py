@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ START_SECONDS = 60.0  # for the hub to say where it listens
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.5  # between looks at who stands still
 _GIVEN_UP_SECONDS = 1.0  # longer than the hub's patience is what a process may stand still: the hub is first
+_LOOPBACK = "127.0.0.1"
 _SERVICE_ENDED = 3  # the status of this launch when hub or shard ended before the workers
 
 
@@ -47,6 +49,14 @@ def sites_of(config: Config) -> list[str]:
     no name at all."""
     run = config.run
     return [f"site{rank * run.sites // run.workers}" if run.sites else "" for rank in range(run.workers)]
+
+
+def _free_port() -> int:
+    """A port of this machine that nobody has taken yet."""
+    with socket.socket() as bound:
+        bound.bind((_LOOPBACK, 0))
+        port: int = bound.getsockname()[1]
+        return port
 
 
 class ServedLaunch:
@@ -76,7 +86,9 @@ class ServedLaunch:
     ) -> None:
         self._hub_module = hub_module
         self._directory, self._config = directory, config
-        self._environment = {**environment, RUN_VARIABLE: directory.path.name}
+        # Where a script of the workers may meet for a process group of its own, as torchrun would say.
+        meeting = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(_free_port())}
+        self._environment = {**environment, **meeting, RUN_VARIABLE: directory.path.name}
         self.returncode: int | None = None
         self._script, self._address = list(script), ""
         self._services: dict[str, subprocess.Popen[bytes]] = {}
