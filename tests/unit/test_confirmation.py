@@ -73,10 +73,8 @@ class Played:
     def wait(self, work: None, what: str) -> None:
         del work, what
 
-    def look_while_waiting(self) -> None:
+    def look(self) -> None:
         self.looks += 1
-
-    look = look_while_waiting
 
     def explain(self, error: RuntimeError, what: str, waited: float) -> AtollError:
         assert str(error) == "timed out"

@@ -28,6 +28,7 @@ from atoll.memory.leaving import Leaving, wait_for
 from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.proxies import GradientProxy, LostSource, OwnSource
 from atoll.tensors.binding import carve, check_usable
+from atoll.tensors.torch_compat import count_unscaling
 
 _GRAD: Any = torch.Tensor.grad  # autograd's own, whatever a parameter's class makes of `grad`
 
@@ -101,7 +102,7 @@ class Slot:
         with self._chunk.settled() as flat:
             with torch.inference_mode(False):  # a tensor that counts its versions
                 home = carve(flat, trained.chunk.slots[self._index].offset, trained.likes[self._index])
-                lent = home if home.device == trained.device else home.to(trained.device)
+                lent = self._chunk.on_device(home)
             before = lent._version
             yield lent
             if lent._version != before:
@@ -188,6 +189,10 @@ class ChunkGradients:
                     if here:
                         self.counted(flat, slot).mul_(factor)
             yield flat
+
+    def on_device(self, gradient: Tensor) -> Tensor:
+        """A gradient where its parameter is trained: itself, or a copy."""
+        return gradient if gradient.device == self.trained.device else gradient.to(self.trained.device)
 
     def counted(self, flat: Tensor, slot: int) -> Tensor:
         """What of the payload counts as this slot's gradient, 1-D."""
@@ -309,6 +314,7 @@ class Gradients:
         arrived: Callable[[int, int], None] = lambda _chunk, _slot: None,
         room: int = 0,
     ) -> None:
+        count_unscaling()
         self._chunks: Mapping[int, ChunkGradients] = {
             each.chunk.id: self._held(each, payloads(each.chunk.id)) for each in chunks
         }

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from atoll.core.errors import UserError
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.untraced import untraced
+from atoll.tensors.torch_compat import counted
 
 _TENSOR: Any = torch.Tensor  # its getters are no attributes for a type checker
 _CHEAP: set[Any] = {
@@ -182,7 +183,7 @@ def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
                 for key, proxy in proxies.items()
             }
         given, named = pytree.tree_map(lambda leaf: lent.get(id(leaf), leaf), (args, dict(kwargs)))
-        result = func(*given, **named)  # which other arguments may have an own way with
+        result = counted(func)(*given, **named)  # which other arguments may have an own way with
         of_memory = {lent[key].untyped_storage().data_ptr(): proxies[key] for key in proxies}
         same = {id(lent[key]): proxies[key] for key in proxies}
         return pytree.tree_map(lambda leaf: _handed_out(leaf, same, of_memory), result)

@@ -2,19 +2,50 @@
 
 Chunks may be stepped whole, in parts, or on different machines only if the update of one element depends on
 no other (S4, "Data-parallel training"). A list of names would miss subclasses and other libraries'
-optimizers; so a probe is stepped twice, once as a matrix and once as two flat halves, and must come out the
+optimizers; so a probe is stepped twice, once as a matrix and once as flat pieces, and must come out the
 same.
+
+Some optimizers are element-wise for small parameters only: 8-bit ones quantise the state of larger ones in
+blocks (from 4,096 elements on, in blocks of 256 or 2,048). So there are larger probes too, cut at places that
+are no block's end.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_ROWS, _COLUMNS, _STEPS = 4, 6, 3
+_LEAST_RATE = 0.01  # of learning: with a smaller one (0, at the start of a warm-up) all updates look alike
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A parameter's shape, and the sizes of the flat pieces that are stepped in its place. What another
+    result means is `why`; two results closer than `tolerance`, relative and absolute, are one."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[int, ...]
+    steps: int
+    dtype: torch.dtype
+    tolerance: tuple[float, float]
+    why: str
+
+
+_BY_BLOCKS = "it steps parameters of 4,096 elements and more by blocks, as 8-bit optimizers do"
+_EXACT, _ROUNDED = (1e-9, 1e-12), (1e-4, 1e-6)
+_PROBES = (
+    _Probe(
+        (4, 6), (12, 12), 3, torch.float64, _EXACT, "a matrix and its two flattened halves came out different"
+    ),
+    # Of one block or two, by most libraries' sizes, and of several; also in the dtype they are written for.
+    _Probe((64, 64), (1000, 3096), 2, torch.float64, _EXACT, _BY_BLOCKS),
+    _Probe((4, 32, 128), (5001, 11383), 2, torch.float32, _ROUNDED, _BY_BLOCKS),
+)
 
 
 def elementwise_state_keys(
@@ -25,28 +56,75 @@ def elementwise_state_keys(
     `group` is one of its param groups, whose hyperparameters are used. Raises NotElementwiseError when the
     optimizer cannot be shown to be element-wise.
     """
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(_ROWS, _COLUMNS, generator=generator, dtype=torch.float64)
-    gradients = torch.randn(_STEPS, _ROWS, _COLUMNS, generator=generator, dtype=torch.float64)
-    half = _ROWS * _COLUMNS // 2
+    group = {**group, **_fast_enough(group)}
+    keys = [_keys_found(probe, optimizer, group, device) for probe in _PROBES]
+    return keys[0]
+
+
+def tried_alike(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Equal for two param groups that differ in the learning rate alone: one trial tells of both."""
+    left_out = ("params", "param_names", "name", "lr", "initial_lr")
+    return [
+        (key, value.tolist() if isinstance(value, Tensor) else value)
+        for key, value in group.items()
+        if key not in left_out
+    ]
+
+
+def _fast_enough(group: dict[str, Any]) -> dict[str, Any]:
+    """A learning rate that shows, where the group's own does not."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor) and rate.numel() == 1 and abs(rate.item()) < _LEAST_RATE:
+        return {"lr": torch.full_like(rate, _LEAST_RATE)}
+    if isinstance(rate, (int, float)) and abs(rate) < _LEAST_RATE:
+        return {"lr": _LEAST_RATE}
+    return {}
+
+
+def _keys_found(
+    probe: _Probe, optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
+) -> set[str]:
+    """What is kept for each element of the probe; raises NotElementwiseError where it comes out different."""
+    values, gradients = _numbers(probe)
     try:
-        (whole,), states = _try(optimizer, group, [values], [[g] for g in gradients], device)
-        halves, _ = _try(
+        (whole,), (state,) = _try(optimizer, group, [values], [[g] for g in gradients], device)
+        pieces, states = _try(
             optimizer,
             group,
-            list(torch.split(values.reshape(-1), half)),
-            [list(torch.split(g.reshape(-1), half)) for g in gradients],
+            list(torch.split(values.reshape(-1), list(probe.pieces))),
+            [list(torch.split(g.reshape(-1), list(probe.pieces))) for g in gradients],
             device,
+        )
+        keys = {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == whole.shape}
+        alike = _alike(whole, pieces, probe) and all(
+            _alike(state[key], [each[key] for each in states], probe) for key in keys
         )
     except NotElementwiseError:
         raise
     except Exception as error:  # whatever an unknown optimizer raises on small dense parameters
         raise NotElementwiseError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
-    if not torch.allclose(whole.reshape(-1), torch.cat(halves), rtol=1e-9, atol=1e-12):
-        raise NotElementwiseError("a matrix and its two flattened halves came out different")
-    return {
-        key for key, value in states[0].items() if isinstance(value, Tensor) and value.shape == whole.shape
-    }
+    if not alike:
+        raise NotElementwiseError(probe.why)
+    return keys
+
+
+@cache
+def _numbers(probe: _Probe) -> tuple[Tensor, Tensor]:
+    """Values, and the gradients of each step."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(probe.shape, generator=generator, dtype=probe.dtype)
+    return values, torch.randn(probe.steps, *probe.shape, generator=generator, dtype=probe.dtype)
+
+
+def _alike(whole: Tensor, pieces: list[Tensor], probe: _Probe) -> bool:
+    """Whether the pieces, one after another, are what `whole` is."""
+    flat, joined = whole.reshape(-1), torch.cat([piece.reshape(-1) for piece in pieces])
+    if flat.dtype != joined.dtype:
+        return False
+    if not flat.is_floating_point():
+        return torch.equal(flat, joined)
+    rtol, atol = probe.tolerance
+    return torch.allclose(flat, joined, rtol=rtol, atol=atol, equal_nan=True)
 
 
 class NotElementwiseError(Exception):

@@ -8,14 +8,18 @@ element-wise works.
 
 A segment never spans parameters that differ in what their update depends on: the param group, whether there
 is a gradient, and the step count. So a parameter whose gradient is None is skipped, as torch skips it.
+
+A segment has one tensor for what each of its parameters has as a whole (`step`). The script sees one of its
+own for each parameter, as in torch: a plain optimizer that goes on from the state counts each once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any, TypeAlias
 
 import torch
@@ -23,8 +27,10 @@ from torch import Tensor, nn
 
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.binding import BoundChunk, carve
-from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys
+from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys, tried_alike
 from atoll.tensors.stephooks import AroundStep, Handle
+from atoll.tensors.tensorfile import storage_key
+from atoll.tensors.torch_compat import SCALES, unscale
 
 State: TypeAlias = dict[str, Any]
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -41,6 +47,8 @@ class Segment:
         self.parameter = nn.Parameter(chunk.flat[self.start : self.end])
         self._memory = chunk.flat
         self.state: State = {}
+        # By key of what is no element's: (slots, ...), each slot's own, where there are several.
+        self.own: dict[str, Tensor] = {}
         self._gradient: tuple[Tensor, Tensor] | None = None  # the chunk's gradients, and its part of them
 
     def follow(self) -> None:
@@ -62,6 +70,21 @@ class Segment:
     @property
     def is_whole(self) -> bool:
         return self.start == 0 and self.end == self.chunk.chunk.extent
+
+    def own_of(self, key: str, value: Tensor) -> list[Tensor]:
+        """For each slot a tensor of its own that is what `value`, the segment's, is, and follows it."""
+        count = self.last + 1 - self.first
+        if count == 1:
+            return [value]
+        value = value.detach()
+        own = self.own[key] = value.expand(count, *value.shape).clone(memory_format=torch.contiguous_format)
+        like, flat = own[0], own.view(-1)
+        return [carve(flat, slot * like.numel(), like) for slot in range(count)]
+
+    def show(self) -> None:
+        """Let each slot's own tensors be what the segment's are now."""
+        for key, own in self.own.items():
+            own.copy_(self.state[key])
 
 
 @dataclass
@@ -85,6 +108,8 @@ class ChunkState:
         ]  # each slot's values; element-wise ones as views
         self.segments: list[Segment] = []
         self.present: tuple[bool, ...] | None = None  # the presence that `segments` were cut for
+        self._shown: list[tuple[Any, ...]] = [() for _ in self.slots]  # each slot's values as they were set
+        self._shown_own: list[Tensor] = []  # those of them that follow their segment's
 
     def signature(self, slot: int) -> tuple[object, ...]:
         """What must be equal for two slots to share a segment."""
@@ -110,6 +135,7 @@ class ChunkState:
             last = None if ends else signature
         self.segments = [self._segment(run[0], run[-1]) for run in runs]
         self.present = present
+        self.note_shown()
 
     def _segment(self, first: int, last: int) -> Segment:
         segment = Segment(self.chunk, first, last)
@@ -122,13 +148,30 @@ class ChunkState:
         return segment
 
     def dissolve(self) -> None:
-        """Give each slot values of its own again, so that the next segments may differ."""
+        """Let each slot have what its segment has, so that the next segments may differ."""
         for segment in self.segments:
-            for slot in range(segment.first, segment.last + 1):
-                for key, value in segment.state.items():
-                    if key not in self.elements:
-                        self.slots[slot][key] = copied(value)
+            segment.show()
         self.segments, self.present = [], None
+
+    def is_edited(self) -> bool:
+        """Whether the script has put other values into a slot's state since they were shown, or has written
+        into a tensor that follows the segment's."""
+        if any(tensor._version for tensor in self._shown_own):
+            return True
+        return any(
+            len(slot) != len(shown) or any(map(is_not, slot.values(), shown))
+            for slot, shown in zip(self.slots, self._shown, strict=True)
+        )
+
+    def note_shown(self) -> None:
+        """What the slots now hold is what the script has been shown."""
+        self._shown = [tuple(slot.values()) for slot in self.slots]
+        self._shown_own = [
+            self.slots[slot][key]
+            for segment in self.segments
+            for key in segment.own
+            for slot in range(segment.first, segment.last + 1)
+        ]
 
     def adopt(self, segment: Segment, state: State, elementwise: set[str]) -> bool:
         """Take over what the optimizer keeps in `state` for a segment; returns whether the keys changed."""
@@ -152,10 +195,14 @@ class ChunkState:
         segment.state = state
         if changed:
             self._share(segment)
-        else:
-            for slot in range(segment.first, segment.last + 1) if renewed else ():
-                self.slots[slot].update(renewed)
-        return changed
+            return True
+        numbers = {key: value for key, value in renewed.items() if key not in segment.own}
+        for slot in range(segment.first, segment.last + 1) if numbers else ():
+            self.slots[slot].update(numbers)
+        segment.show()
+        if numbers:
+            self.note_shown()
+        return False
 
     def _hold(self, segment: Segment, key: str, value: Tensor) -> Tensor:
         """Put a segment's new element-wise tensor into the chunk's; returns the segment's part of it."""
@@ -171,6 +218,12 @@ class ChunkState:
 
     def _share(self, segment: Segment) -> None:
         """Let the user's view of each slot's state show the segment's."""
+        segment.own.clear()
+        own = {
+            key: segment.own_of(key, value)
+            for key, value in segment.state.items()
+            if key not in self.elements and isinstance(value, Tensor)
+        }
         for slot in range(segment.first, segment.last + 1):
             view: State = {}
             offset = self.chunk.chunk.slots[slot].offset
@@ -178,7 +231,7 @@ class ChunkState:
                 if key in self.elements:
                     view[key] = carve(self.elements[key], offset, self.chunk.parameters[slot])
                 else:
-                    view[key] = value
+                    view[key] = own[key][slot - segment.first] if key in own else value
             self.slots[slot].clear()
             self.slots[slot].update(view)
 
@@ -201,18 +254,27 @@ class ChunkState:
             self.elements[key].copy_(values)
         if self.segments is not saved.segments:  # cut since, of slots that may have become equal since
             self.dissolve()
-        runs = [
-            (saved.slots[each.first], [each.state, *self.slots[each.first : each.last + 1]])
-            for each in self.segments
-        ]
-        for before, states in runs or [(saved.slots[i], [slot]) for i, slot in enumerate(self.slots)]:
-            for key in list(states[0]):
-                value = copied(before.get(key))
-                for state in states:
-                    if key not in before:  # the first step's
-                        del state[key]
-                    elif key not in self.elements:
-                        state[key] = value
+        for segment in self.segments:
+            before = saved.slots[segment.first]
+            for key in segment.own.keys() - before.keys():
+                del segment.own[key]
+            slots = self.slots[segment.first : segment.last + 1]
+            self._be_again(before, [segment.state, *slots], following=segment.own)
+            segment.show()
+        for slot, before in zip(self.slots, saved.slots, strict=True) if not self.segments else ():
+            self._be_again(before, [slot], following=())
+        self.note_shown()
+
+    def _be_again(self, before: State, states: Sequence[State], following: Collection[str]) -> None:
+        """Give `states`, a segment's and its slots', what is no element's of `before`. What is `following`
+        is the segment's to set."""
+        for key in list(states[0]):
+            value = copied(before.get(key))
+            for state in states:
+                if key not in before:  # the first step's
+                    del state[key]
+                elif key not in self.elements and (state is states[0] or key not in following):
+                    state[key] = value
 
     def copy(self, other: ChunkState) -> None:
         """Be what `other` is, of a chunk that is laid out alike."""
@@ -245,7 +307,7 @@ class ChunkState:
                 view[key] = carve(held, self.chunk.chunk.slots[slot].offset, self.chunk.parameters[slot])
                 view[key].copy_(value)
             else:
-                view[key] = value
+                view[key] = copied(value)  # a state that was loaded may have one tensor for several
         self.slots[slot].clear()
         self.slots[slot].update(view)
 
@@ -267,7 +329,11 @@ class ParameterOptimizer:
         self.optimizer, self._hooks = optimizer, hooks
         self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._left_out = False  # the param groups are empty, for a step that was not accepted
-        self._handles: list[Handle] = [AroundStep(optimizer, self._before, self._after)]
+        own_tensors(optimizer.state.values())
+        self._handles: list[Handle] = [
+            AroundStep(optimizer, self._before, self._after),
+            optimizer.register_load_state_dict_post_hook(lambda _: own_tensors(optimizer.state.values())),
+        ]
 
     def close(self) -> None:
         """Leave the optimizer to the user as a plain one."""
@@ -309,6 +375,11 @@ class RemoteOptimizer(ParameterOptimizer):
     each parameter when the script asks for the optimizer's state_dict. `home` says where it lives: a
     load_state_dict raises UserError with it, but for the session's own (`loading`), since nothing would bring
     there what a script loads.
+
+    A GradScaler leaves it to a fused optimizer's kernel to divide the gradients and to leave out a step with
+    infinities (`optimizer.grad_scale`, `optimizer.found_inf`). No kernel runs here, so both are done before
+    `make`. With `counts_skips` a GradScaler leaves them to any optimizer: a step that it leaves out is made,
+    as one that is not accepted, where others wait for it.
     """
 
     def __init__(
@@ -319,9 +390,13 @@ class RemoteOptimizer(ParameterOptimizer):
         make: Callable[[bool], None],
         fetch: Callable[[], dict[nn.Parameter, State]],
         home: str,
+        counts_skips: bool = False,
     ) -> None:
         super().__init__(optimizer, hooks)
         self._make, self._fetch, self._home = make, fetch, home
+        self._scales = vars(optimizer).get(SCALES)  # as torch or the script has set it; None: not set
+        if counts_skips:
+            setattr(optimizer, SCALES, True)
         self._accepted, self._is_loading = True, False
         self._handles += [
             optimizer.register_state_dict_pre_hook(lambda _: self._show()),
@@ -352,6 +427,13 @@ class RemoteOptimizer(ParameterOptimizer):
             self.optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: take(state_dict))
         )
 
+    def close(self) -> None:
+        super().close()
+        if self._scales is None:
+            vars(self.optimizer).pop(SCALES, None)
+        else:
+            setattr(self.optimizer, SCALES, self._scales)
+
     def _show(self) -> None:
         self.restore()
         self.optimizer.state.clear()
@@ -360,9 +442,35 @@ class RemoteOptimizer(ParameterOptimizer):
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = super()._before(optimizer, args, kwargs)
-        self._accepted = not self._left_out
+        self._accepted = not self._left_out and not self._found_infinity()
+        if self._accepted:
+            self._divide_by_scale()
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(optimizer, name):  # it is done; a loop over parameters knows neither
+                setattr(optimizer, name, None)
         self._leave_out()
         return args, kwargs
+
+    def _found_infinity(self) -> bool:
+        """Whether a GradScaler that leaves the step to the optimizer has found some."""
+        found = getattr(self.optimizer, "found_inf", None)
+        return found is not None and bool(found)
+
+    def _divide_by_scale(self) -> None:
+        """Divide gradients that a GradScaler has left to the optimizer to divide."""
+        scale = getattr(self.optimizer, "grad_scale", None)
+        if scale is None:
+            return
+        by_place: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for parameters in self._group_parameters:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    by_place[parameter.grad.device, parameter.grad.dtype].append(parameter.grad)
+        inverse = scale.double().reciprocal().float()  # as GradScaler.unscale_ has it
+        with torch.no_grad():
+            for (device, _), gradients in by_place.items():
+                found = torch.zeros((), device=device)
+                unscale(gradients, found, inverse.to(device))
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.restore()
@@ -408,6 +516,8 @@ class ChunkOptimizer:
     def close(self) -> None:
         """Leave the optimizer to the user as a plain one, its state per parameter."""
         self.restore()
+        if self._state_was_replaced():
+            self._import()
         for chunk_state in self._states:
             chunk_state.dissolve()
         self._publish()
@@ -464,6 +574,7 @@ class ChunkOptimizer:
             for parameter, state in zip(chunk_state.chunk.parameters, chunk_state.slots, strict=True):
                 if state:
                     self.optimizer.state[parameter] = state
+            chunk_state.note_shown()
 
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The step's pre-hook: parameters and state out, segments in."""
@@ -514,9 +625,10 @@ class ChunkOptimizer:
         self._hooks.after()
 
     def _state_was_replaced(self) -> bool:
-        """Whether the script has cleared the optimizer's state, or put other entries there."""
+        """Whether the script has cleared the optimizer's state, or put other entries there, or has written
+        where only we do."""
         state = self.optimizer.state
-        return any(
+        return any(chunk_state.is_edited() for chunk_state in self._states) or any(
             state.get(parameter) is not slot
             for chunk_state in self._states
             for parameter, slot in zip(chunk_state.chunk.parameters, chunk_state.slots, strict=True)
@@ -547,10 +659,14 @@ def elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:
     Raises PrepareError for an optimizer that is not element-wise.
     """
     keys: set[str] = set()
+    tried: list[object] = []
     try:
         for group in optimizer.param_groups:
             device = group["params"][0].device if group["params"] else torch.device("cpu")
-            keys |= elementwise_state_keys(optimizer, group, device)
+            settings = (device, tried_alike(group))
+            if settings not in tried:
+                tried.append(settings)
+                keys |= elementwise_state_keys(optimizer, group, device)
     except NotElementwiseError as error:
         raise PrepareError(
             f"optimizer {type(optimizer).__name__} is not element-wise ({error}), so it cannot step chunks; "
@@ -584,6 +700,20 @@ def call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, .
     if "closure" in kwargs:
         return args, {**kwargs, "closure": lambda: loss}
     return (args[0], lambda: loss, *args[2:]), kwargs
+
+
+def own_tensors(states: Iterable[State]) -> None:
+    """Let each parameter's state have tensors of its own, as torch makes them: a state that was loaded may
+    have one for several, of which a plain optimizer would count each parameter's steps."""
+    seen: set[object] = set()
+    for state in states:
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or not value.numel():
+                continue
+            place = storage_key(value)
+            if place in seen:
+                state[key] = value.clone()
+            seen.add(place)
 
 
 def copied(value: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"lr": 0.05}, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}],
@@ -18,3 +20,47 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"lr": 1e-2, "t0": 3}],
     "Rprop": [{"lr": 1e-2}],
 }
+
+
+class BlockwiseSGD(torch.optim.Optimizer):
+    """SGD with a momentum that is quantised in blocks, as 8-bit optimizers have it: an int8 code for each
+    element and a scale for each block, for parameters of `least` elements and more. `whole_blocks`: only
+    where blocks fill them (torchao); else the last block may be shorter (bitsandbytes)."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.05,
+        momentum: float = 0.9,
+        block: int = 256,
+        least: int = 4096,
+        whole_blocks: bool = False,
+    ) -> None:
+        settings = {"lr": lr, "momentum": momentum, "block": block}
+        super().__init__(params, {**settings, "least": least, "whole_blocks": whole_blocks})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(group, parameter, self.state[parameter])
+
+    def _step(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        numel, block = parameter.numel(), group["block"]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter)
+        momentum = state["momentum"]
+        if momentum.dtype == torch.int8:
+            scales = state["scales"].repeat_interleave(block)[:numel].view(parameter.shape)
+            momentum = momentum.to(parameter.dtype) * scales
+        momentum = momentum * group["momentum"] + parameter.grad
+        parameter.sub_(momentum, alpha=group["lr"])
+        if numel < group["least"] or (group["whole_blocks"] and numel % block):
+            state["momentum"] = momentum
+            return
+        padded = torch.nn.functional.pad(momentum.reshape(-1), (0, -numel % block)).view(-1, block)
+        state["scales"] = padded.abs().amax(1).clamp(min=1e-12) / 127
+        codes = (padded / state["scales"][:, None]).round().to(torch.int8)
+        state["momentum"] = codes.reshape(-1)[:numel].view(parameter.shape)

@@ -21,6 +21,7 @@ from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.finite import is_finite
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks, elementwise_keys
+from atoll.tensors.torch_compat import count_unscaling
 from atoll.train.agreement import check_same, describe
 from atoll.train.apart import take_from_groups
 from atoll.train.backward import BackwardEnd
@@ -82,6 +83,7 @@ class Prepared:
         self._backward, self._counted, self._stepped, self._skipped = backward, counted, stepped, skipped
         self._whole, self.origin, self._warn_once = whole, origin, warn_once
         self.module: nn.Module = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
+        count_unscaling()
         self.samples = SampleCount()
         self.own_samples = 0.0  # since the last step
         _refuse_wrapped(self.module)

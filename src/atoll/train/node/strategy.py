@@ -85,6 +85,7 @@ class Peers:
             make=model.make_step,
             fetch=model.fetch_state,
             home="under strategy 'peers' its state lives at the node's CPU side",
+            counts_skips=True,
         )
 
     def _model_of(self, training: Training) -> PeerModel:
