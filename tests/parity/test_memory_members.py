@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import lay_out_memory
-from atoll.core.errors import AtollError, ConfigError, PrepareError, RunError, UserError
+from atoll.core.errors import AtollError, ConfigError, MismatchError, PrepareError, UserError
 from atoll.core.memory import Memory
 from atoll.memory import copies, planning
 from atoll.memory.bandwidth import measure
@@ -748,14 +748,18 @@ def meet(fitted: Sharded) -> None:
         (
             clip(0.1),
             nothing,
-            r"member 0 has come to clip_grad_norm_\(0\.1\), and member 1 to optimizer\.step\(\) 1",
+            r"worker 0 is in clip_grad_norm_\(0\.1\) \(.*\); worker 1 is in optimizer\.step \(.*\)\. All",
         ),
         (
             clip(0.1),
             clip(0.2),
-            r"member 0 has come to clip_grad_norm_\(0\.1\), and member 1 to clip_grad_norm_\(0\.2\)",
+            r"worker 0 is in clip_grad_norm_\(0\.1\) \(.*\); worker 1 is in clip_grad_norm_\(0\.2\) \(.*\)",
         ),
-        (nothing, meet, r"member 0 has come to optimizer\.step\(\) 1, and member 1 to the barrier"),
+        (
+            nothing,
+            meet,
+            r"worker 0 is in optimizer\.step \(.*\); worker 1 is in the barrier \(.*\)\. All workers",
+        ),
     ],
 )
 def test_members_that_make_unlike_calls_are_told_which(
@@ -769,7 +773,7 @@ def test_members_that_make_unlike_calls_are_told_which(
         (second if member.rank else first)(fitted)
         optimizer.step()
 
-    with pytest.raises(RunError, match=said) as raised:
+    with pytest.raises(MismatchError, match=said) as raised:
         share_between(script, 0.5, body)
     assert "\n" not in str(raised.value)
 
@@ -882,7 +886,11 @@ def read_too_early(member: Member, model: Any, optimizer: Any, fitted: Sharded) 
         (read_too_early, UserError, r"^head.weight.grad: gradients have come after the members' mean, and"),
         (no_reduction, UserError, r"the gradient of '.*' is this member's own: call Fitted.reduce"),
         (another_presence, UserError, r"1 of 2 members have a gradient of 'head.weight' after their mean"),
-        (other_steps, RunError, r"^member 0 has come to here, and member 1 to optimizer\.step\(\) 0: all"),
+        (
+            other_steps,
+            MismatchError,
+            r"^worker 0 is in here \(.*\); worker 1 is in optimizer\.step \(.*\)\. All",
+        ),
         (edited_by_one, UserError, r"^member 1 has changed the gradient of 'head.weight' after the mean was"),
         (no_weight, UserError, r"step 0: the members' weights sum to 0"),
     ],

@@ -73,8 +73,10 @@ class Played:
     def wait(self, work: None, what: str) -> None:
         del work, what
 
-    def look(self) -> None:
+    def look_while_waiting(self) -> None:
         self.looks += 1
+
+    look = look_while_waiting
 
     def explain(self, error: RuntimeError, what: str, waited: float) -> AtollError:
         assert str(error) == "timed out"

@@ -21,6 +21,7 @@ from atoll.core.stands import (
 AT_5 = gradients(5, "train.py:28")
 SAVE = call("session.save", "train.py:31")
 REDUCE = call("session.reduce", "train.py:40", asks="mean of a number")
+SAME_ORDER = "ll workers must make the same calls in the same order, also one without a batch"
 EQUAL_STEPS = (
     "Every worker must make equally many steps (session.sampler deals equal shares; a worker without a batch "
     "still calls optimizer.step())"
@@ -85,13 +86,22 @@ EQUAL_STEPS = (
         (
             [call("session.gather", "train.py:1"), call("session.gather", "train.py:2")],
             ["in session.gather (train.py:1)", "in session.gather (train.py:2)"],
-            "Calls of session.gather meet only from one line of the script: all workers must make the same "
-            "calls in the same order",
+            f"Calls of session.gather meet only from one line of the script: a{SAME_ORDER}",
         ),
         (
             [call("session.gather", "train.py:1"), call("session.barrier", "train.py:2")],
             ["in session.gather (train.py:1)", "in session.barrier (train.py:2)"],
-            "All workers must make the same calls in the same order",
+            f"A{SAME_ORDER}",
+        ),
+        (
+            [gradients(1, ""), call("optimizer.step", "")],
+            ["at the gradients of step 1", "in optimizer.step"],
+            f"A{SAME_ORDER}",
+        ),
+        (
+            [call("clip_grad_norm_", "", asks="0.1"), call("clip_grad_norm_", "", asks="0.2")],
+            ["in clip_grad_norm_(0.1)", "in clip_grad_norm_(0.2)"],
+            "All calls of clip_grad_norm_ that meet must ask for the same",
         ),
     ],
 )

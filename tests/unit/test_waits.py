@@ -212,9 +212,8 @@ REVIEWED: dict[str, str] = {
     "launch/rings.py: RingLaunch.poll: super().poll()": "looks, and returns",
     "train/node/introduction.py: _InStore._record: store.get(_key(node))": "it is there: `wait` has returned",
     "train/node/introduction.py: _hear_leader: inside.store.get(_INTRODUCED)": "it is there, as above",
-    "train/channel.py: Channel.wait: work.wait()": (
-        "Gloo's works end at the group's deadline, with an error; NCCL's has been polled until its end"
-    ),
+    "train/channel.py: Channel.wait: work.wait()": "NCCL's work has been polled until its end",
+    "train/standing.py: _Inquiry._read: self._store.get(key)": "it is there: `check` has found it",
     "train/confirmation.py: Confirmations.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
     "train/confirmation.py: Confirmations._hear: link.recv(1)": _SLICES,
     "train/node/door.py: Door._admit: self._listening.accept()": "a socket that does not block",

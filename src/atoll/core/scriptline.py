@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -20,6 +21,7 @@ _NOT_THE_SCRIPT = tuple(
         *(f"{entry}/" for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")),
     }
 )
+_PACKAGES = ("/site-packages/", "/dist-packages/")  # wherever on the path these lie
 
 
 def script_line() -> str:
@@ -28,7 +30,16 @@ def script_line() -> str:
     The user's own code is what lies neither in Atoll, nor in the standard library, nor in an installed
     package. Without any such frame (a thread of autograd's has none) the result is "".
     """
-    frame: FrameType | None = sys._getframe(1)
+    return _line_of(sys._getframe(1))
+
+
+def waiting_line() -> str:
+    """`script_line`, or on a thread without a line of the user's own code, the main thread's: on a GPU a
+    backward ends on a thread of autograd's, and the main thread waits for it."""
+    return script_line() or _line_of(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def _line_of(frame: FrameType | None) -> str:
     while frame is not None:
         if is_script(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -38,7 +49,7 @@ def script_line() -> str:
 
 def is_script(file: str) -> bool:
     """Whether a file of code is the user's own."""
-    return not file.startswith(_NOT_THE_SCRIPT)
+    return not file.startswith(_NOT_THE_SCRIPT) and not any(folder in file for folder in _PACKAGES)
 
 
 def at_script_line(what: str, line: str) -> str:

@@ -29,7 +29,11 @@ _EQUAL_STEPS = (
     "every worker must make equally many steps (session.sampler deals equal shares; a worker without a batch "
     "still calls optimizer.step())"
 )
-_SAME_ORDER = "all workers must make the same calls in the same order"
+_SAME_ORDER = "all workers must make the same calls in the same order, also one without a batch"
+_ALIKE = {  # what a call asks for, where that must be equal
+    "session.reduce": "be of the same operation, shape and dtype",
+    "session.gather": "bring tensors, or all bring other values",
+}
 
 _Short: TypeAlias = Annotated[str, Meta(max_length=256)]
 _Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -59,6 +63,8 @@ class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What must be equal on all workers, except for the line."""
         if self.kind == CALL:
             return self.kind, self.name, self.asks  # workers at their own pace call after unequal steps
+        if self.kind == END:
+            return (self.kind,)
         return self.kind, str(self.step), self.asks
 
     @property
@@ -169,12 +175,12 @@ def _advice_to_worker(stands: Sequence[Stand]) -> str:
     stored = next((name for name in calls if name in _STORES), "")
     if stored and (elsewhere or len(calls) > 1):
         return f"every worker calls {stored}: take it out of `if session.is_main`"
-    if elsewhere:
+    if elsewhere and calls[0].startswith("session."):
         return f"every worker calls {calls[0]}, and calls it after equally many steps: take it out of " + (
             "`if session.is_main`, or deal equal shares with session.sampler"
         )
-    if len(calls) == 1 and len({stand.asks for stand in stands}) > 1:
-        return f"all calls of {calls[0]} that meet must be of the same operation, shape and dtype"
-    if len(calls) == 1:
-        return f"calls of {calls[0]} meet only from one line of the script: {_SAME_ORDER}"
-    return _SAME_ORDER
+    if elsewhere or len(calls) > 1:
+        return _SAME_ORDER
+    if len({stand.asks for stand in stands}) > 1:
+        return f"all calls of {calls[0]} that meet must {_ALIKE.get(calls[0], 'ask for the same')}"
+    return f"calls of {calls[0]} meet only from one line of the script: {_SAME_ORDER}"

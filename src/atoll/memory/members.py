@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from atoll.core.stands import Stand
 from atoll.memory.payloads import Key
 from atoll.moves.owners import Groups
 
@@ -50,9 +51,13 @@ class Members(Protocol):
     def sum(self, tensor: Tensor, what: str) -> None:
         """Sum over all members, in place: the same bits on each. `tensor` is contiguous, in host memory.
 
-        This and the next two are collective: called in the same order by all members, on the script's thread
-        or at the end of its backward.
+        This and the next three are collective: called in the same order by all members, on the script's
+        thread or at the end of its backward.
         """
+
+    def meet(self, tensor: Tensor, what: str, where: Callable[[], Stand]) -> None:
+        """`sum`, as a call of the script begins in which all members say something. `where` gives this
+        member's place in the script. Raises MismatchError where another stands where it cannot come here."""
 
     def exchange(
         self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int], what: str

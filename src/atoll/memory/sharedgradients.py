@@ -23,6 +23,8 @@ from torch.amp import grad_scaler
 from torch.nn.utils import clip_grad
 
 from atoll.core.errors import RunError, UserError
+from atoll.core.scriptline import script_line, waiting_line
+from atoll.core.stands import Stand, call, gradients
 from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.payloads import Payloads
@@ -439,6 +441,10 @@ class SharedGradients(Gradients):
         if untold is not None:
             raise untold
 
+    def where(self) -> Stand:
+        """This member's place in its script while gradients are summed."""
+        return gradients(self._sharing.steps, waiting_line())
+
     def reduce(self, weight: float, samples: float) -> float:
         """At the end of a backward, on all members: their gradients become the mean by `weight`, each part of
         it with its holder. A parameter counts where any member has a gradient; one of weight 0 has none.
@@ -452,7 +458,8 @@ class SharedGradients(Gradients):
             told += grouping.spread(kind, [weight])
         for kind, each in zip(kinds, chunks, strict=True):
             told += grouping.spread(kind, [float(weight > 0 and here) for here in each.come])
-        heard = iter(self._sharing.agree(told, f"the gradients of step {self._sharing.steps}"))
+        what = f"the gradients of step {self._sharing.steps}"
+        heard = iter(self._sharing.agree(told, what, self.where))
         samples, total, with_gradients = next(heard), next(heard), next(heard)
         if total <= 0 and with_gradients:
             raise UserError(
@@ -611,7 +618,8 @@ class SharedGradients(Gradients):
         """Whether all members' gradients are finite, once they are summed; called by all members."""
         self._bad = self._first_nonfinite()
         told = [float(bool(self._bad))]
-        (bad,) = self._sharing.agree(told, f"whether the gradients of step {self._sharing.steps} are finite")
+        what = f"whether the gradients of step {self._sharing.steps} are finite"
+        (bad,) = self._sharing.agree(told, what, lambda: call("optimizer.step", script_line()))
         return not bad
 
     def nonfinite(self) -> str:

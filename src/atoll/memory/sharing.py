@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from atoll.chunks import Chunk
-from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.core.errors import DeadlineError, MismatchError, RunError, UserError
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import Stand, are_consistent, call, decode_stand, describe_mismatch, encode_stand
 from atoll.memory import copies
 from atoll.memory.arena import Arena, Block
 from atoll.memory.grouping import Grouping
@@ -34,6 +37,7 @@ from atoll.moves.search import STAGES
 FETCHING = 16  # fetches at once, beside those of the threads that want a chunk
 _DEADLINE = 600.0  # seconds, for a holder that is behind, and for a place in host memory to be free
 _OF_STEP = re.compile(r"(\bstep(?:\(\))?) \d+")
+_ASKS = re.compile(r"([^(]*)\((.*)\)")  # a call, and what it asks for
 CODES = 2**20  # of calls and words: sums of their squares over the members are exact
 _STEPS = 2**20  # steps are compared modulo this: their sum over the members is exact
 
@@ -393,34 +397,40 @@ class Sharing:
             self._latest = None
             self._condition.notify_all()
 
-    def agree(self, told: Sequence[float], what: str) -> list[float]:
-        """The sums of what all members tell, in the same call at the same step. Raises RunError where they
-        are not. `what` is the call."""
+    def agree(
+        self, told: Sequence[float], what: str, where: Callable[[], Stand] | None = None
+    ) -> list[float]:
+        """The sums of what all members tell, in the same call at the same step. Raises MismatchError where
+        they are not. `what` is the call; `where` gives this member's place in the script, unless that is the
+        call alone."""
+        where = where or partial(self._in_call, what)
         step, call = self.steps % _STEPS, _call_of(what)
         head = float(step), float(call), float(call**2)
         # As many words whatever the call is: else two that are in unlike ones would wait for each other.
         vector = torch.zeros(len(head) + max(len(told), self.most_words), dtype=torch.float64)
         vector[: len(head) + len(told)] = torch.tensor([*head, *told], dtype=torch.float64)
-        self.members.sum(vector, what)
+        self.members.meet(vector, what, where)
         steps, calls, squares = vector[: len(head)].tolist()
-        if calls**2 != self.members.count * squares:
-            raise RunError(self._unlike(what))
         off = steps / self.members.count - step
-        if off:
-            raise RunError(
-                f"{what}: the members are at different steps (this one at {self.steps}, on average "
-                f"{self.steps + off:g}); each must call optimizer.step() equally often"
-            )
+        if off or calls**2 != self.members.count * squares:
+            self._refuse_mismatch(where(), what, off)
         return vector[len(head) : len(head) + len(told)].tolist()
 
-    def _unlike(self, what: str) -> str:
-        """In a line, who has come to which call."""
-        told = [word.decode() for word in self.members.gather(what.encode(), "the calls of all members")]
-        other = next((member for member, each in enumerate(told) if _call_of(each) != _call_of(told[0])), 0)
-        return (
-            f"member 0 has come to {told[0]}, and member {other} to {told[other]}: all members must make the "
-            "same calls in one order, also one that has no batch"
-        )
+    def _in_call(self, what: str) -> Stand:
+        asked = _ASKS.fullmatch(_OF_STEP.sub(r"\1", what))
+        name, asks = (what, "") if asked is None else asked.groups()
+        return call(name, waiting_line(), asks=asks, step=self.steps)
+
+    def _refuse_mismatch(self, own: Stand, what: str, off: float) -> NoReturn:
+        """Raise, with the line of who has come to which call."""
+        said = self.members.gather(encode_stand(own), "the places of all members")
+        stands = {member: decode_stand(raw) for member, raw in enumerate(said)}
+        if are_consistent(stands.values()):
+            raise RunError(
+                f"{what}: the workers are at different steps (this one at {self.steps}, on average "
+                f"{self.steps + off:g}); each must call optimizer.step() equally often"
+            )
+        raise MismatchError(describe_mismatch(stands))
 
     def close(self) -> None:
         """Others are answered no more."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import DeadlineError, RunError
+from atoll.core.stands import Stand
 from atoll.memory.members import Read, Waitable
 from atoll.memory.payloads import Key
 from atoll.moves.owners import Groups
@@ -97,6 +98,9 @@ class Member:
         for part in parts[1:]:
             total += part
         tensor.copy_(total)
+
+    def meet(self, tensor: Tensor, what: str, where: Callable[[], Stand]) -> None:  # noqa: ARG002
+        self.sum(tensor, what)
 
     def exchange(
         self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int], what: str

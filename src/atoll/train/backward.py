@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import Stand, gradients
 from atoll.train.reducer import Reducer
 from atoll.train.rounds import Ring
 from atoll.train.speed import Stretch
@@ -74,5 +76,9 @@ class BackwardEnd:
     @staticmethod
     def _due(ring: Ring, reducers: Sequence[Reducer]) -> list[Reducer]:
         """Those for which any worker has new gradients."""
-        news = ring.sum([float(each.unsent) for each in reducers], "which models have new gradients")
+
+        def where() -> Stand:
+            return gradients(reducers[0].steps, waiting_line())
+
+        news = ring.sum([float(each.unsent) for each in reducers], "which models have new gradients", where)
         return [each for each, count in zip(reducers, news, strict=True) if count]

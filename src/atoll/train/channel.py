@@ -6,7 +6,6 @@ group, which stays the script's. Every wait goes through `Channel.wait`, which n
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import threading
@@ -21,33 +20,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError
+from atoll.train.ending import see_off
 from atoll.train.place import Place
 from atoll.train.sockets import listening_host, listening_ports, shut
 
 _POLL_SECONDS = 50e-6
-_SLICE_SECONDS = 0.1  # of a wait, between which the hub's word is looked at
+_SLICE = timedelta(seconds=0.1)  # of a wait, between which the hub's word is looked at
 _MAKING_SECONDS = 0.05  # the same, while a group connects
 _EXPLAIN_SECONDS = 2.0  # how long a late worker waits to learn who else is late
-
-
 _END_SECONDS = 2.0  # for a group that does nothing more to end
-_LAST_SECONDS = 10.0  # for all groups to have ended, before the process may
-
-_ending: list[threading.Thread] = []  # those in which groups end, or were used
-
-
-@atexit.register
-def _wait_for_ends() -> None:
-    """A thread that is in the middle of C++ when the interpreter goes ends the process by SIGABRT."""
-    until = time.monotonic() + _LAST_SECONDS
-    for thread in _ending:
-        thread.join(max(0.0, until - time.monotonic()))
-
-
-def see_off(thread: threading.Thread, seconds: float) -> None:
-    """Wait for a thread that uses a group to end, and at the end of the process for longer."""
-    thread.join(seconds)
-    _ending[:] = [each for each in (*_ending, thread) if each.is_alive()]
 
 
 class Pending(Protocol):
@@ -90,7 +71,7 @@ class Channel:
                     self._group = self._make()
                 else:
                     self._make_watched()
-                    self._meet_ports()
+                self._meet_ports()
         except BrokenRingError:
             self.abandon()
             raise
@@ -157,6 +138,13 @@ class Channel:
         if self.place.watch is not None:
             self.place.watch()
 
+    def look_while_waiting(self) -> None:
+        """Raises as `look`, and where the workers' scripts wait for one another in vain. For the thread that
+        is in a collective."""
+        self.look()
+        if self.place.standing is not None:
+            self.place.standing.look()
+
     def sum(self, tensor: Tensor) -> Pending:
         """Begin to replace `tensor`, on every worker, by the sum over workers."""
         return self._begin("allreduce", [tensor], dist.AllreduceOptions())
@@ -206,14 +194,14 @@ class Channel:
     def wait(self, work: Pending, what: str) -> float:
         """Wait for `work`; returns the seconds that it took.
 
-        Raises DeadlineError with the workers that did not come, or PeerLostError when one is gone. `what`
-        ends the sentence "waited for ...".
+        Raises DeadlineError with the workers that did not come, PeerLostError when one is gone, or
+        MismatchError where another stands elsewhere in its script. `what` ends the sentence "waited for ...".
         """
         start = time.perf_counter()
         with self._explained(what):
             if self._on_cuda:
                 self._poll(work)
-            if self.place.watch is None:
+            if self._on_cuda and self.place.watch is None:
                 work.wait()
             else:
                 self._watch(work, time.monotonic() + self.timeout)
@@ -225,13 +213,13 @@ class Channel:
         """Wait in slices; a wait that passes its time leaves Gloo's work alive."""
         while True:
             try:
-                work.wait(timedelta(seconds=_SLICE_SECONDS))
+                work.wait(_SLICE)
                 return
             except RuntimeError:
                 if work.is_completed():
                     work.wait()  # it came meanwhile, or raises why it failed
                     return
-            self.look()
+            self.look_while_waiting()
             if time.monotonic() > until:
                 raise RuntimeError("timed out")
 
@@ -239,16 +227,24 @@ class Channel:
         """NCCL's `wait` only orders streams; this waits for the work itself, up to the deadline."""
         until = time.monotonic() + self.timeout
         while not work.is_completed():
-            self.look()
+            self.look_while_waiting()
             if time.monotonic() > until:
                 raise RuntimeError("timed out")
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         """End the process group; what it was doing is given up."""
+        if self.is_stuck:
+            self.abandon()
+            return
         if self._on_cuda:
             self._group.shutdown()
         self._let_go(_END_SECONDS)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the workers wait for one another in vain, and so the group's end would wait for them."""
+        return self.place.standing is not None and self.place.standing.mismatch is not None
 
     def abandon(self) -> None:
         """Let a broken group go, whatever it is doing: its connections end, and what it was doing fails, here
@@ -262,7 +258,7 @@ class Channel:
         """A group's end waits for what it was doing, and needs its store, which C++ does not hold. It is
         waited for up to `seconds`."""
         held, self._group = [self._group, self.place], None
-        if held[0] is not None and self.place.watch is not None:
+        if held[0] is not None and (self.place.watch is not None or self.is_stuck):
             thread = threading.Thread(target=held.clear, name="atoll-end-of-ring", daemon=True)
             thread.start()
             see_off(thread, seconds)
@@ -275,9 +271,14 @@ class Channel:
         if isinstance(error, AtollError) and (self.place.watch is None or waited >= self.timeout):
             return error
         first_line = _essence(str(error)) or type(error).__name__
+        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        if not timed_out and self.place.standing is not None:
+            known = self.place.standing.known()
+            if known is not None:
+                return known
         if self.place.watch is not None and waited < self.timeout:
             return BrokenRingError(f"worker {self.place.name} lost touch with another worker: {first_line}")
-        if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
+        if not timed_out:
             return PeerLostError(
                 f"worker {self.place.name} lost touch with another worker, waiting for {what}: {first_line}"
             )

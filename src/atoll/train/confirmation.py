@@ -112,7 +112,7 @@ class Confirmations:
             try:
                 heard = link.recv(1)
             except TimeoutError as error:
-                self._channel.look()
+                self._channel.look_while_waiting()
                 waited = time.perf_counter() - began
                 if waited > self._channel.timeout:
                     raise self._channel.explain(RuntimeError("timed out"), what, waited) from error

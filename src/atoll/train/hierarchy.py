@@ -23,7 +23,8 @@ from atoll.core import points
 from atoll.core.config import LAB_SITE_VARIABLE, SITE_VARIABLE, check_groups
 from atoll.groups.grouping import Grouping
 from atoll.groups.hierarchy import Arranged, arrange
-from atoll.train.channel import BrokenRingError, Channel, Pending, see_off
+from atoll.train.channel import BrokenRingError, Channel, Pending
+from atoll.train.ending import see_off
 from atoll.train.place import Place
 
 _LANES = (
@@ -107,6 +108,9 @@ class HierarchicalChannel(Channel):
         return sum(level.sends(size) for level in self._lanes[0].levels) + self._children * size
 
     def close(self) -> None:
+        if self.is_stuck:
+            self.abandon()
+            return
         self._end(_END_SECONDS)
         for lane in self._lanes:
             for level in lane.levels:

@@ -7,13 +7,14 @@ import ipaddress
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from atoll.core.errors import DeadlineError, PeerLostError, RunError
+from atoll.core.stands import Stand
 from atoll.groups.grouping import Grouping
 from atoll.memory.members import Read, Waitable
 from atoll.memory.payloads import Key
@@ -22,6 +23,7 @@ from atoll.net.fetches import FetchLink, FetchService, RefusedError
 from atoll.train.channel import Channel, Pending
 from atoll.train.hierarchy import HierarchicalChannel
 from atoll.train.place import Place
+from atoll.train.rounds import Ring
 from atoll.wire.fetches import SECRET_BYTES, Fetch
 
 _WHERE = struct.Struct(f"<{SECRET_BYTES}sH46s")  # a service's secret, port and address
@@ -45,8 +47,16 @@ class WorkerMembers:
     the CPU, whatever device trains.
     """
 
-    def __init__(self, place: Place, timeout: float, number: int = 0, replicas: Groups = ()) -> None:
-        """`number` is the model's, among those of a session."""
+    def __init__(
+        self,
+        place: Place,
+        timeout: float,
+        number: int = 0,
+        replicas: Groups = (),
+        ring: Ring | None = None,
+    ) -> None:
+        """`number` is the model's, among those of a session, whose workers form `ring`."""
+        self._ring = ring
         self.rank, self.count, self.replicas = place.rank, place.world, replicas
         self.fetched = self.sent = 0  # bytes: of payloads fetched, and sent in collectives
         self._place, self._timeout = place, timeout
@@ -140,6 +150,12 @@ class WorkerMembers:
     def sum(self, tensor: Tensor, what: str) -> None:
         self.sent += self._channel.sends(tensor.nbytes)
         self._channel.wait(self._channel.sum(tensor), what)
+
+    def meet(self, tensor: Tensor, what: str, where: Callable[[], Stand]) -> None:
+        if self._ring is None:
+            self.sum(tensor, what)
+        else:
+            self._ring.round(what, lambda: self.sum(tensor, what), where=where)
 
     def exchange(
         self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int], what: str

@@ -91,7 +91,7 @@ def tiers_for(
     place, groups = ring.place, ring.groups
     return Tiers(
         memory,
-        lambda: WorkerMembers(place, config.timeout_seconds, number, groups if len(groups) > 1 else ()),
+        lambda: WorkerMembers(place, config.timeout_seconds, number, groups if len(groups) > 1 else (), ring),
         of_group=_of_group(config),
     )
 

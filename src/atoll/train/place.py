@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.core.errors import ConfigError, DeadlineError
+from atoll.train.standing import Standing
 
 _joins = itertools.count()
 
@@ -26,7 +27,7 @@ class Place:
 
     `watch` raises where this group is known to be broken; None: a group that loses a member ends. Where
     groups go on without members, `names` are the ranks that the members had at first, by which messages call
-    them.
+    them. `standing` finds out where the others stand in their scripts, in a group that has a Ring.
     """
 
     rank: int = 0
@@ -36,6 +37,7 @@ class Place:
     host: str = ""
     watch: Callable[[], None] | None = None
     names: tuple[int, ...] = ()
+    standing: Standing | None = None
 
     def name_of(self, rank: int) -> int:
         """What a message calls the member of this rank."""

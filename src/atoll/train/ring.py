@@ -20,6 +20,8 @@ from torch import Tensor
 
 from atoll.core import points
 from atoll.core.errors import RunError, UserError
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import Stand, gradients
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
 from atoll.train.alike import SAID, Treatment, Treatments, are_alike, difference
@@ -127,7 +129,8 @@ class RingReducer(SendingReducer):
         own = self._contribute()
         if self._boundary.begins_with < 0:
             self._boundary.begins_with = self._number
-        agreed, order = self._ring.round(f"iteration {self.steps}", lambda: self._reduce(own), self.steps)
+        what = f"iteration {self.steps}"
+        agreed, order = self._ring.round(what, lambda: self._reduce(own), self.steps, self._where)
         if self._number == 0:
             self._boundary.awaited = agreed.newcomers
         self._treatments.latest = None  # all know
@@ -136,6 +139,11 @@ class RingReducer(SendingReducer):
         self._leave_in(order)
         points.reach("ring.published", self.steps)
         self._ring_is_whole(own, agreed)
+
+    def _where(self) -> Stand:
+        """This worker's place in its script, while it reduces."""
+        model = "" if self.sends_early else f"model {self._number + 1}"  # of several
+        return gradients(self.steps, waiting_line(), model=model)
 
     def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
         """`p.grad` shows the mean over the ring."""

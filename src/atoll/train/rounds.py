@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from atoll.core import points
-from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.core.errors import DeadlineError, MismatchError, RunError, UserError
+from atoll.core.stands import Stand
 from atoll.train.channel import BrokenRingError, Channel
 from atoll.train.confirmation import Confirmations
 from atoll.train.hierarchy import Hierarchy
 from atoll.train.place import Place
 from atoll.train.solo import SoloChannel
+from atoll.train.standing import Standing
 from atoll.wire.messages import Reformed
 
 _Result = TypeVar("_Result")
@@ -118,8 +120,13 @@ class Ring:
         timeout: float,
         member: Member | None = None,
         hierarchy: Hierarchy | None = None,
+        *,
+        compares: bool = False,
     ) -> None:
         self.place, self.generation = place, 0
+        self.stand: Stand | None = None
+        self._compares = compares
+        self._mismatch: MismatchError | None = None
         self._confirmed_in = -1  # the generation of the latest round that all have confirmed
         self.state: State | None = None
         self.told: Callable[[Regrouped], None] = lambda _regrouped: None
@@ -168,6 +175,8 @@ class Ring:
     @property
     def session(self) -> Channel | None:
         """None where nobody can be talked to."""
+        if self._mismatch is not None:
+            raise self._mismatch
         return None if self._channels is None else self._channels.session
 
     @property
@@ -183,6 +192,8 @@ class Ring:
 
     @property
     def _all(self) -> _Channels:
+        if self._mismatch is not None:
+            raise self._mismatch
         if self._channels is None:
             raise UserError(
                 "this worker came when the run was under way; call session.resume() before the loop, after "
@@ -198,30 +209,86 @@ class Ring:
 
     # -- rounds -------------------------------------------------------------------------------------------
 
-    def round(self, what: str, act: Callable[[], _Result], iteration: int = -1) -> _Result:
+    def round(
+        self,
+        what: str,
+        act: Callable[[], _Result],
+        iteration: int = -1,
+        where: Callable[[], Stand | None] | None = None,
+    ) -> _Result:
         """Make a collective, `act`, and return its result; what it calls is part of it. On a ring that goes
         on, `act` is called again where the ring broke before all held the result: so it may change nothing
-        that it reads, and gives collectives new memory each time. `iteration`, where it is of one."""
-        if self._member is None or self.outside or self._inside:
+        that it reads, and gives collectives new memory each time. `iteration`, where it is of one. `where`
+        gives this worker's place in its script, as it waits; unless given, it is the ring's `stand`."""
+        if self.outside or self._inside:
             return act()
+        where = where or self._where
+        if self._member is None:
+            return self._round_once(act, where)
         while True:
             self._inside = True
             try:
                 self._meet_new_members()
+                self._begin(where)
                 result = act()
                 self._holds = True
                 points.reach("ring.held", iteration)
                 self._confirm(what)
             except BrokenRingError as broken:
+                self._end()
+                self._raise_mismatch()
                 if not self._form_next(broken, what):
                     continue
+            except MismatchError as mismatch:
+                self._end_with(mismatch)
+                raise
             else:
                 self._passed(self._number + 1)
                 self._confirmed_in = self.generation
             finally:
+                self._end()
                 self._inside = False
             points.reach("ring.confirmed", iteration)
             return result
+
+    def _round_once(self, act: Callable[[], _Result], where: Callable[[], Stand | None]) -> _Result:
+        """A round of a ring that ends with its first loss."""
+        self._inside = True
+        self._number += 1
+        self._begin(where)
+        try:
+            return act()
+        except MismatchError as mismatch:
+            self._end_with(mismatch)
+            raise
+        finally:
+            self._end()
+            self._inside = False
+
+    # -- where the workers stand ---------------------------------------------------------------------------
+
+    def _where(self) -> Stand | None:
+        return self.stand
+
+    def _begin(self, where: Callable[[], Stand | None]) -> None:
+        if self.place.standing is not None:
+            self.place.standing.begin(self._number, where)
+
+    def _end(self) -> None:
+        if self.place.standing is not None:
+            self.place.standing.end()
+
+    def _raise_mismatch(self) -> None:
+        """Raises where the ring has broken because the others have ended over where they stand."""
+        known = None if self.place.standing is None else self.place.standing.known()
+        if known is not None:
+            self._end_with(known)
+            raise known
+
+    def _end_with(self, mismatch: MismatchError) -> None:
+        """The workers have met for the last time: nothing of this ring is waited for any more."""
+        self._mismatch = mismatch
+        self._abandon()
 
     @property
     def is_settled(self) -> bool:
@@ -229,8 +296,10 @@ class Ring:
         have gone on from the latest round that this worker holds, and be gone now."""
         return self._member is None or self._confirmed_in == self.generation
 
-    def sum(self, values: Sequence[float], what: str) -> list[float]:
-        """The sums of the workers' `values`."""
+    def sum(
+        self, values: Sequence[float], what: str, where: Callable[[], Stand | None] | None = None
+    ) -> list[float]:
+        """The sums of the workers' `values`; `where` as in `round`."""
 
         def act() -> list[float]:
             summed = torch.tensor(values)
@@ -238,7 +307,7 @@ class Ring:
             result: list[float] = summed.tolist()
             return result
 
-        return self.round(what, act)
+        return self.round(what, act, where=where)
 
     def _confirm(self, what: str) -> None:
         confirmations = self._all.confirmations
@@ -397,6 +466,10 @@ class Ring:
 
     def _open(self) -> None:
         place, timeout = self.place, self._timeout
+        if self._compares and place.store is not None:
+            names = tuple(place.name_of(rank) for rank in range(place.world))
+            standing = Standing(place.store, place.rank, names, timeout)
+            self.place = place = replace(place, standing=standing)
         if place.store is None:
             solo = SoloChannel(place, timeout)
             self._channels = _Channels(solo, solo, solo, None)

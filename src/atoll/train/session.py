@@ -26,6 +26,8 @@ from atoll.core.effects import without_effect
 from atoll.core.errors import PrepareError, UserError
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
+from atoll.core.scriptline import script_line
+from atoll.core.stands import call, end
 from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.backward import BackwardEnd
 from atoll.train.device import device_of
@@ -56,7 +58,7 @@ from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
 from atoll.train.speed import Stretch, speed_from
 from atoll.train.strategies import Alone, Grouped, OverRing, Served, Strategy
-from atoll.train.workers import Reduction, Value, Workers
+from atoll.train.workers import Reduction, Value, Workers, asked_of_gather, asked_of_reduce
 from atoll.wire.messages import Grouped as GroupedAnswer
 
 _END = (
@@ -239,26 +241,27 @@ class Session:
         self._workers.check_open()
         self._check_new(model, name)
         origin = origin_of(model, name)
-        late, number = self._entrance is not None and self._entrance.late, len(self._state.prepared)
-        tiers = tiers_for(self.config, memory, self._strategy, self._ring, number, late=late)
-        prepared = Prepared(
-            model,
-            optimizer,
-            origin=origin,
-            config=self.config,
-            device=self.device,
-            workers=self._workers,
-            strategy=self._strategy,
-            tiers=tiers,
-            backward=self._backward,
-            counted=self._count_samples,
-            whole=self._iteration_whole,
-            stepped=self._stepped,
-            skipped=lambda reason: self._records.emit(
-                events.Skipped, iteration=self._state.iteration, reason=reason
-            ),
-            warn_once=self._records.warn_once,
-        )
+        with self._in_call("session.prepare"):
+            late, number = self._entrance is not None and self._entrance.late, len(self._state.prepared)
+            tiers = tiers_for(self.config, memory, self._strategy, self._ring, number, late=late)
+            prepared = Prepared(
+                model,
+                optimizer,
+                origin=origin,
+                config=self.config,
+                device=self.device,
+                workers=self._workers,
+                strategy=self._strategy,
+                tiers=tiers,
+                backward=self._backward,
+                counted=self._count_samples,
+                whole=self._iteration_whole,
+                stepped=self._stepped,
+                skipped=lambda reason: self._records.emit(
+                    events.Skipped, iteration=self._state.iteration, reason=reason
+                ),
+                warn_once=self._records.warn_once,
+            )
         self._state.prepared.append(prepared)
         self._watches[id(prepared)] = ScheduleWatch(
             optimizer, str(self._first_place.name), schedulers_of, self._records.warn_once
@@ -467,12 +470,13 @@ class Session:
         an evaluation. Of a model that is sharded over the workers, each sees what the others' scripts have
         written into it.
         """
-        self._settle()
-        self._workers.barrier()
-        self._confirm("the barrier")
-        self._strategy.refresh()
-        self._state.sync("the barrier")
-        self._follow_samples()
+        with self._in_call("session.barrier"):
+            self._settle()
+            self._workers.barrier()
+            self._confirm("session.barrier")
+            self._strategy.refresh()
+            self._state.sync("session.barrier")
+            self._follow_samples()
 
     def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None) -> Value:
         """`value` (a number or a tensor) combined over the workers by mean, sum, min or max; every worker
@@ -480,12 +484,14 @@ class Session:
 
         With `mean`, each worker's value counts by `weight` (1 each unless given).
         """
-        return self._workers.reduce(value, op, weight)
+        with self._in_call("session.reduce", asked_of_reduce(value, op)):
+            return self._workers.reduce(value, op, weight)
 
     def gather(self, value: Any) -> list[Any]:
         """Each worker's `value`, in order of rank; tensors of any shapes, or what JSON can hold. Every
         worker calls it."""
-        return self._workers.gather(value)
+        with self._in_call("session.gather", asked_of_gather(value)):
+            return self._workers.gather(value)
 
     # Saving and loading
 
@@ -508,15 +514,16 @@ class Session:
         CheckpointError on every worker if it cannot be written.
         """
         self._require_prepared("session.save")
-        if not self._strategy.collective:  # when all are here, nothing moves any more
-            self._settle()
-            self._workers.barrier("session.save")
-            self._strategy.refresh()
-        self._confirm("session.save")
-        self._state.sync("session.save")
-        self._follow_samples()
-        with self._not_computing():
-            self._state.save(path)
+        with self._in_call("session.save"):
+            if not self._strategy.collective:  # when all are here, nothing moves any more
+                self._settle()
+                self._workers.barrier("session.save")
+                self._strategy.refresh()
+            self._confirm("session.save")
+            self._state.sync("session.save")
+            self._follow_samples()
+            with self._not_computing():
+                self._state.save(path)
         if self.is_main:  # under `ssp` and `asp` each is at an iteration of its own, and it is one checkpoint
             self._records.emit(events.Saved, iteration=self.iteration, path=str(path))
 
@@ -539,20 +546,23 @@ class Session:
                     events.Decided, what="entered", choice=at, reason="a living worker gave its state"
                 )
                 return self.iteration
-        there = folder is not None and is_checkpoint_there(folder)
-        if folder is not None and any(self._workers.gather(there, "session.resume (who has a checkpoint)")):
-            self.load(folder)
-        elif entrance is not None and self.iteration:
-            self._records.warn(
-                f"nobody lives who could give its state: parameters and optimizer are those of iteration "
-                f"{self.iteration}, and schedulers, buffers and data begin anew"
-            )
-        elif folder is not None and self._workers.is_first:
-            self._records.warn_once(
-                f"session.resume {folder}",
-                f"session.resume found no checkpoint in {folder}: starting at step {self.iteration}",
-            )
-        return self.iteration
+        with self._in_call("session.resume"):
+            there = folder is not None and is_checkpoint_there(folder)
+            if folder is not None and any(
+                self._workers.gather(there, "session.resume (who has a checkpoint)")
+            ):
+                self.load(folder)
+            elif entrance is not None and self.iteration:
+                self._records.warn(
+                    f"nobody lives who could give its state: parameters and optimizer are those of iteration "
+                    f"{self.iteration}, and schedulers, buffers and data begin anew"
+                )
+            elif folder is not None and self._workers.is_first:
+                self._records.warn_once(
+                    f"session.resume {folder}",
+                    f"session.resume found no checkpoint in {folder}: starting at step {self.iteration}",
+                )
+            return self.iteration
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint: call it after `prepare`, and after schedulers and samplers are made.
@@ -566,15 +576,16 @@ class Session:
                 "session.load: this worker comes late, and the run is under way; call session.resume(folder) "
                 "in its place"
             )
-        self._settle()
-        if self._regrouping is not None and self._regrouping.grouping:
-            raise UserError(
-                "session.load: the workers are in groups already; call it before the loop, after "
-                "session.prepare"
-            )
-        with self._not_computing():
-            self._state.load(path)
-            self._strategy.loaded()
+        with self._in_call("session.load"):
+            self._settle()
+            if self._regrouping is not None and self._regrouping.grouping:
+                raise UserError(
+                    "session.load: the workers are in groups already; call it before the loop, after "
+                    "session.prepare"
+                )
+            with self._not_computing():
+                self._state.load(path)
+                self._strategy.loaded()
 
     # The end
 
@@ -610,8 +621,9 @@ class Session:
             self._entrance.ending()
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         try:
-            self._workers.barrier(_END.format(self.iteration))
-            self._confirm(_END.format(self.iteration))
+            with self._workers.standing(end(self.iteration, script_line())):
+                self._workers.barrier(_END.format(self.iteration))
+                self._confirm(_END.format(self.iteration))
             if self._member is not None:
                 self._member.finished = True
         finally:
@@ -621,9 +633,10 @@ class Session:
         """All that was contributed is applied, and the nodes part; one that comes in now is let in first."""
         try:
             where = _END.format(self.iteration)
-            if self._peers is not None and self._peers.exchange is not None:
-                self._peers.exchange.end(where)
-            self._workers.barrier(where)
+            with self._workers.standing(end(self.iteration, script_line())):
+                if self._peers is not None and self._peers.exchange is not None:
+                    self._peers.exchange.end(where)
+                self._workers.barrier(where)
             node.leave(self.iteration)
             self._records.tell_of_node()
         finally:
@@ -648,6 +661,10 @@ class Session:
                 ends.callback(prepared.close)
 
     # Inside
+
+    def _in_call(self, name: str, asks: str = "") -> contextlib.AbstractContextManager[None]:
+        """Within it this worker is in a call that all workers make; see `Workers.standing`."""
+        return self._workers.standing(call(name, script_line(), asks=asks, step=self.iteration))
 
     def _settle(self) -> None:
         """Wait until what this worker has sent by itself counts: exchanges may go on while it computes."""
@@ -745,8 +762,10 @@ class Session:
     def _make_ring(self, timeout: float) -> Ring | None:
         place, member = self._first_place, self._member
         if isinstance(member, HubRing):
-            return Ring(place, self.device, timeout, member, self._hierarchy)
-        return Ring(place, self.device, timeout, hierarchy=self._hierarchy) if place.store else None
+            return Ring(place, self.device, timeout, member, self._hierarchy, compares=True)
+        if not place.store:
+            return None
+        return Ring(place, self.device, timeout, hierarchy=self._hierarchy, compares=True)
 
     def _make_hierarchy(self) -> Hierarchy | None:
         """How the ring's workers are to be grouped; None: one group. Raises ConfigError for more groups than

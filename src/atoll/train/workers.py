@@ -8,7 +8,8 @@ socket.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -16,7 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atoll.core.errors import UserError
+from atoll.core.errors import MismatchError, RunError, UserError
+from atoll.core.stands import (
+    Stand,
+    StandError,
+    are_consistent,
+    decode_stand,
+    describe_mismatch,
+    encode_stand,
+)
 from atoll.train.channel import Channel
 from atoll.train.place import Place
 from atoll.train.rounds import Ring
@@ -38,6 +47,7 @@ class Workers:
     def __init__(self, place: Place, ring: Ring | None) -> None:
         self._place, self._ring = place, ring
         self._closed = False
+        self._stand: Stand | None = None  # while this worker is in a call of its session
 
     @property
     def place(self) -> Place:
@@ -96,6 +106,55 @@ class Workers:
         self.check_open()
         return act() if self._ring is None else self._ring.round(what, act)
 
+    @contextmanager
+    def standing(self, stand: Stand) -> Iterator[None]:
+        """Within it this worker is in a call of its session, which all workers make. A call inside another
+        is a part of that one.
+
+        Raises MismatchError where the others are in calls that do not go together with this one.
+        """
+        if self._stand is not None:
+            yield
+            return
+        self.check_open()
+        self._stand_at(stand)
+        try:
+            self._compare(stand)
+            yield
+        finally:
+            self._stand_at(None)
+
+    def _stand_at(self, stand: Stand | None) -> None:
+        self._stand = stand
+        if self._ring is not None:
+            self._ring.stand = stand
+
+    def _compare(self, stand: Stand) -> None:
+        """Begin a call: all workers say in a few bytes, as many whatever the call is, where they stand."""
+        if self._ring is None:
+            return
+        said = self._round(str(stand), lambda: self._gather_stands(stand))
+        if not are_consistent(said.values()):
+            raise MismatchError(describe_mismatch(said))
+
+    def _gather_stands(self, stand: Stand) -> dict[int, Stand]:
+        """Where all stand, by the workers' names, unless all stand alike."""
+        channel, what = self.channel, str(stand)
+        if channel is None:
+            return {}
+        digests, work = channel.all_gather(torch.frombuffer(bytearray(stand.digest()), dtype=torch.uint8))
+        channel.wait(work, what)
+        if all(torch.equal(digest, digests[0]) for digest in digests):
+            return {}
+        place = channel.place
+        try:
+            return {
+                place.name_of(rank): decode_stand(raw)
+                for rank, raw in enumerate(channel.gather(encode_stand(stand), what))
+            }
+        except StandError as error:
+            raise RunError(f"worker {place.name} cannot read where another worker stands: {error}") from None
+
     def barrier(self, what: str = "the barrier") -> None:
         """Return when every worker has come."""
         self._round(what, lambda: self._combine(torch.zeros(1), "sum", what))
@@ -113,16 +172,12 @@ class Workers:
             raise UserError(f"reduce: no op {op!r}; it is one of {', '.join(_OPS)}")
         if weight is not None and op != "mean":
             raise UserError(f"reduce: weight goes with op='mean', not with {op!r}")
-        kind = (
-            f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else "a number"
-        )
+        asked = asked_of_reduce(value, op)
         own = 1.0 if weight is None else float(weight)
         tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
         def act() -> Tensor:
-            self._check_alike(f"{op} of {kind}", what)
+            self._check_alike(asked, what)
             return self._reduce_tensor(tensor, op, own, what)
 
         result = self._round(what, act)
@@ -130,6 +185,8 @@ class Workers:
 
     def _check_alike(self, asked: str, what: str) -> None:
         """Raise UserError unless all workers ask for the same: they would wait for one another in vain."""
+        if self._ring is not None and self._stand is not None and self._stand.asks == asked:
+            return  # they have been compared as the call began
         everyone = self.gather(asked, what)
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
@@ -199,6 +256,18 @@ class Workers:
         if channel is not None:
             channel.wait(channel.reduce(tensor, _OPS[op]), what)
         return tensor
+
+
+def asked_of_reduce(value: object, op: str) -> str:
+    """What a call of `session.reduce` asks for: "mean of a float32 tensor of shape (3,)"."""
+    if not isinstance(value, Tensor):
+        return f"{op} of a number"
+    return f"{op} of a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+
+
+def asked_of_gather(value: object) -> str:
+    """What a call of `session.gather` asks for. Tensors may differ in shape and dtype."""
+    return "a tensor" if isinstance(value, Tensor) else "a value"
 
 
 def _sendable(tensor: Tensor) -> Tensor:

@@ -1,0 +1,24 @@
+"""Threads that are inside C++ code as the process ends: one that is would end the process by SIGABRT."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+
+_LAST_SECONDS = 10.0  # for all of these threads to end, before the process may
+
+_ending: list[threading.Thread] = []
+
+
+@atexit.register
+def _wait_for_ends() -> None:
+    until = time.monotonic() + _LAST_SECONDS
+    for thread in _ending:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def see_off(thread: threading.Thread, seconds: float) -> None:
+    """Wait up to `seconds` for a thread that uses c10d to end, and at the end of the process for longer."""
+    thread.join(seconds)
+    _ending[:] = [each for each in (*_ending, thread) if each.is_alive()]
