@@ -56,6 +56,7 @@ class FakeSide:
         self.later: list[DeviceMessage] = []  # what is said to who waits, one after the other
         self.holds_up = ""  # what keeps the global iteration where it is
         self.meets = True  # it answers what is brought to meetings
+        self.met = [0]  # the nodes that take part in them, all with the same
         self.ends_at: type | None = None  # it is killed before it hears one of these
         self.is_gone = False
         self.closed = False
@@ -72,7 +73,8 @@ class FakeSide:
             assert not set(message.buffers) & set(self.free), "a buffer was released twice"
             self.free += message.buffers
         elif isinstance(message, Meet) and self.meets:
-            self.say(Met(number=message.number, nodes=[0], payloads=[message.payload]))
+            payloads = [message.payload for _ in self.met]
+            self.say(Met(number=message.number, nodes=self.met, payloads=payloads))
         elif isinstance(message, Want) and self.holds_up:
             self.say(Waiting(what=self.holds_up))
         elif isinstance(message, Leave):

@@ -430,6 +430,7 @@ def test_a_node_that_comes_back_within_its_loop_makes_as_many_iterations_of_it_a
     loops = []
     for node in nodes:
         data: Any = torch.ones(3 * 20, 2)
+        node.side.met = [0, 1, 2]
         sampler: Any = getattr(node.session, by)(data)
         options = {"batch_sampler": sampler} if by == "batches" else {"batch_size": 4, "sampler": sampler}
         loops.append(iter(DataLoader(data, **options)))
@@ -459,6 +460,7 @@ def test_where_a_node_comes_back_at_its_epochs_end_the_epoch_goes_on_where_the_o
     loaders = []
     for each in (member, node):
         data: Any = torch.ones(3 * 20, 2)
+        each.side.met = [0, 1, 2]
         sampler: Any = getattr(each.session, by)(data)
         options = {"batch_sampler": sampler} if by == "batches" else {"batch_size": 4, "sampler": sampler}
         loaders.append(DataLoader(data, **options))
