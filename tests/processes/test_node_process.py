@@ -18,7 +18,7 @@ import pytest
 import torch
 from fake_nodes import DEADLINE, FakeNode, FakeRun, Kill, plain
 
-from atoll.core.errors import DeadlineError, GivenUpError, RunError, UserError
+from atoll.core.errors import DeadlineError, GivenUpError, MismatchError, RunError, UserError
 from atoll.core.points import POINTS
 from atoll.net.keys import make_keys
 from atoll.testing.served import ServedRun
@@ -213,7 +213,7 @@ def test_nodes_meet() -> None:
         run.nodes[0].meet("this", b"")
         run.nodes[1].meet("that", b"")
         run.nodes[2].meet("this", b"")
-        with pytest.raises(RunError, match="node 0 meets on this, and node 1 on that"):
+        with pytest.raises(MismatchError, match="node 0 meets on this, and node 1 on that"):
             run.until(lambda: False, "they do not meet")
 
 

@@ -6,24 +6,16 @@ Everyone hears one line: who stands where, and what to change.
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
+from differing_scripts import ASKED, AT, CALLS, HERE, PAIRS, STEPS, line_of, run_script
 
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
-from atoll.train.session import Session
-
-STEPS, AT = 5, 2  # how many a worker makes, and before which one of them stands elsewhere
-SOON = 15.0  # seconds: of a deadline of 120
-HERE = Path(__file__).name
 
 
 def config(consistency: str) -> Config:
@@ -34,99 +26,9 @@ def config(consistency: str) -> Config:
     )
 
 
-def in_save(session: Session, folder: str) -> None:
-    session.save(folder)
-
-
-def in_load(session: Session, folder: str) -> None:
-    session.load(folder)
-
-
-def in_barrier(session: Session, _folder: str) -> None:
-    session.barrier()
-
-
-def in_gather(session: Session, _folder: str) -> None:
-    session.gather(1)
-
-
-def in_reduce(session: Session, _folder: str) -> None:
-    session.reduce(0.5)
-
-
-def reduce_elsewhere(session: Session, _folder: str) -> None:
-    session.reduce(0.25)
-
-
-def reduce_other_op(session: Session, op: str) -> None:
-    session.reduce(0.25, op=op)  # type: ignore[arg-type]
-
-
-def reduce_other_shape(session: Session, size: str) -> None:
-    session.reduce(torch.zeros(int(size)))
-
-
-def reduce_other_dtype(session: Session, dtype: str) -> None:
-    session.reduce(torch.zeros(2, dtype=getattr(torch, dtype)))
-
-
-CALLS: dict[str, Callable[[Session, str], None]] = {
-    "save": in_save,
-    "load": in_load,
-    "barrier": in_barrier,
-    "gather": in_gather,
-    "reduce": in_reduce,
-}
-# What workers 0 and 1 call between the same two steps, each with its argument.
-PAIRS: dict[str, tuple[tuple[Callable[[Session, str], None], str], ...]] = {
-    "line": ((in_reduce, ""), (reduce_elsewhere, "")),
-    "op": ((reduce_other_op, "mean"), (reduce_other_op, "max")),
-    "shape": ((reduce_other_shape, "2"), (reduce_other_shape, "3")),
-    "dtype": ((reduce_other_dtype, "float32"), (reduce_other_dtype, "float64")),
-    "name": ((in_gather, ""), (in_barrier, "")),
-    "save and reduce": ((in_save, "checkpoint"), (in_reduce, "")),
-}
-
-
-def train(place: Place, address: str, consistency: str, kind: str, which: str, folder: str) -> float:
-    """One worker's script; worker 1 does at step AT what `kind` says. Gives the seconds since then."""
-    torch.manual_seed(0)
-    odd = place.rank == 1
-    since = 0.0
-    try:
-        with served_worker(address, place.rank), atoll.join(config(consistency)) as session:
-            model = nn.Linear(8, 4)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            session.prepare(model, optimizer)
-            for step in range(STEPS):
-                if step == AT:
-                    since = time.monotonic()
-                    if kind == "pair":
-                        call, argument = PAIRS[which][place.rank]
-                        call(session, argument or folder)
-                    elif kind == "call" and odd:
-                        CALLS[which](session, folder)
-                    elif kind == "skip" and odd:
-                        continue
-                    elif kind == "leave" and odd:
-                        break
-                model(torch.ones(4, 8)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if which == "reduce after":
-                in_reduce(session, folder)
-    finally:
-        took = time.monotonic() - since
-        print(f"{took:.1f}", flush=True)
-        assert took < SOON
-    return took
-
-
-def line_of(name: str) -> str:
-    """The line of this file on which a function above makes its call."""
-    lines = Path(__file__).read_text().splitlines()
-    at = next(number for number, line in enumerate(lines, 1) if line.startswith(f"def {name}("))
-    return f"{HERE}:{at + 1}"
+def train(place: Place, address: str, consistency: str, kind: str, which: str, folder: str) -> None:
+    with served_worker(address, place.rank), atoll.join(config(consistency)) as session:
+        run_script(session, kind, which, folder)
 
 
 def fails(
@@ -146,7 +48,7 @@ def fails(
 def test_bsp_a_call_beside_a_step(pool: WorkerPool, tmp_path: Path, which: str) -> None:
     said = fails(pool, tmp_path, "bsp", "call", which)
     where = rf"worker 0 is at the gradients of step {AT} \({HERE}:\d+\); "
-    where += rf"worker 1 is in session\.{which}(\(mean of a number\))? \({line_of(f'in_{which}')}\)\. "
+    where += rf"worker 1 is in session\.{which}{ASKED} \({line_of(f'in_{which}')}\)\. "
     where += rf"Every worker calls session\.{which}"
     assert re.match(where, said), said
 

@@ -16,14 +16,16 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from atoll.core.stands import are_consistent, call, describe_mismatch, gradients
 from atoll.peers import outputs
 from atoll.peers.node import Node
 from atoll.peers.settings import Settings
 from atoll.peers.views import first_view, majority
 from atoll.peers.witness import Witness
 from atoll.sim.clock import VirtualClock
-from atoll.wire.peers import WITNESS, Key, PeerMessage
+from atoll.wire.peers import WITNESS, Key, PeerMessage, ScriptsDiffer
 from atoll.wire.peerviews import Life, Member, View
+from atoll.wire.workerstand import WorkerStand
 
 MEETS_EACH = 4  # iterations: the script meets at the beginning of each such one
 STEP = 0.2  # seconds, of an iteration: the median
@@ -51,8 +53,19 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class OddScript:
+    """The script of node `who` is not the others': at the beginning of iteration `at` it comes to a meeting
+    of its own ("calls"), or leaves out the one that the others come to there or later ("skips")."""
+
+    who: int
+    at: int
+    how: Literal["calls", "skips"]
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """A run: `slow` is by how much the last node is slower than the others."""
+    """A run: `slow` is by how much the last node is slower than the others. With an `odd` script it must end
+    for all; without one, whatever else happens, it must not."""
 
     seed: int
     nodes: int
@@ -64,6 +77,7 @@ class Schedule:
     hub: bool = False  # it lives, and is a witness
     iterations: int = 8  # at least, before the first fault is over
     applying: float = 0.01  # seconds, of one Apply: the mean
+    odd: OddScript | None = None
 
 
 class WrongError(AssertionError):
@@ -82,6 +96,7 @@ class Process:
     taken: int = 0  # W, of the device's parameters
     waits: bool = False  # the device, for a Grant
     meets: bool = False  # the script, for a Meet
+    odd: bool = False  # the script has done what the others' do not
     computes: bool = False
     fresh: bool = True  # the device has not begun
     stands_until: float = 0.0
@@ -122,6 +137,8 @@ class World:
         self.reasons: list[str] = []  # why nodes were suspected
         self.suspected: list[tuple[int, str]] = []  # who suspected whom
         self.steps = 0
+        self.ended: dict[int, str] = {}  # by node, why its run has ended: who stands where
+        self.places: dict[Key, WorkerStand] = {}  # where the scripts of those stood who came to a meeting
         self.most_held = 0.0  # of each contributor
         self._tokens = 0
         self.trace: list[str] | None = None
@@ -240,7 +257,9 @@ class World:
             if self.trace is not None:
                 self.trace.append(f"{self.now:8.3f} {process.name} -> {output}")
             if isinstance(output, outputs.Send):
-                self._send(process.name, output.to, _encoder.encode(output.message))
+                # Whoever ends the run closes its connections behind the word, and loses nothing of it.
+                is_last = isinstance(output.message, ScriptsDiffer)
+                self._send(process.name, output.to, _encoder.encode(output.message), is_last)
             elif isinstance(output, outputs.SendPart):
                 if output.key not in process.payloads:
                     raise WrongError(f"node {process.name} gives {output.key}, which it has not")
@@ -265,6 +284,8 @@ class World:
                 self.counts["removed"] += 1
                 self.dies(process.name)
                 self._return_at(self.now + 0.1, process, output.view)
+            elif isinstance(output, outputs.Differ):
+                self._differs(process, output.line)
             elif isinstance(output, outputs.Note):
                 self.counts[output.what] += 1
                 if output.what == "suspected":
@@ -304,12 +325,12 @@ class World:
     def _copies(self) -> int:
         return 1 + (self.rng.random() < self.schedule.repeats)
 
-    def _send(self, a: int, b: int, raw: bytes) -> None:
+    def _send(self, a: int, b: int, raw: bytes, is_sure: bool = False) -> None:
         if b == WITNESS:
             self._ask_witness(a, raw)
             return
         for _ in range(self._copies()):
-            if not self._is_lost(a, b):
+            if is_sure or not self._is_lost(a, b):
                 self.clock.call_at(self.now + self._delay(), lambda: self._arrives(a, b, "message", (a, raw)))
 
     def _send_part(self, a: int, output: outputs.SendPart) -> None:
@@ -372,13 +393,14 @@ class World:
         process.fresh = False
         k = node.iteration
         number = meetings_before(k)
-        if k % MEETS_EACH == 0 and self._next_meeting(process) == number:
-            process.meets = True
-            key = Key("meetings", number, node.life)
-            process.payloads.add(key)
-            self.held[node.life].add(key)
-            self._act(process, node.handle_met(self.now, number, k))
-            self._drive(process)
+        if self._skips(process):
+            process.odd = True  # it takes itself to have been in it
+        elif self._calls(process):
+            process.odd = True
+            self._meet(process, node.met, k, "session.save")
+            return
+        elif k % MEETS_EACH == 0 and self._next_meeting(process) == number:
+            self._meet(process, number, k, "session.barrier")
             return
         if self.rng.random() < 0.5:
             process.taken = node.applied  # what is there is taken, and nothing waited for
@@ -386,7 +408,8 @@ class World:
             process.taken = node.applied
         if k - process.taken > self.settings.stale_max:
             process.waits = True
-            self._act(process, node.handle_wanted(self.now, k, k - self.settings.stale_max))
+            stand = WorkerStand(process.name, gradients(max(0, k - 1), "train.py:3"))
+            self._act(process, node.handle_wanted(self.now, k, k - self.settings.stale_max, stand))
             self._drive(process)
             return
         process.computes = True
@@ -395,6 +418,40 @@ class World:
         if k - process.taken > self.settings.stale_max:
             raise WrongError(f"node {process.name} computes iteration {k} on parameters of {process.taken}")
         self._later(seconds + hangs, process, "computed", k)
+
+    def _meet(self, process: Process, number: int, k: int, name: str) -> None:
+        process.meets = True
+        key = Key("meetings", number, process.node.life)
+        process.payloads.add(key)
+        self.held[process.node.life].add(key)
+        self.places[key] = WorkerStand(process.name, call(name, "train.py:5"))
+        self._act(process, process.node.handle_met(self.now, number, k, self.places[key]))
+        self._drive(process)
+
+    def _is_odd(self, process: Process, how: str) -> bool:
+        odd = self.schedule.odd
+        if odd is None or odd.who != process.name or odd.how != how:
+            return False
+        return process.node.iteration >= odd.at
+
+    def _calls(self, process: Process) -> bool:
+        """Whether an odd script comes to a meeting of its own now."""
+        return not process.odd and process.node.iteration % MEETS_EACH > 0 and self._is_odd(process, "calls")
+
+    def _skips(self, process: Process) -> bool:
+        """Whether an odd script leaves this beginning's meeting out."""
+        node = process.node
+        is_due = node.iteration % MEETS_EACH == 0 and self._next_meeting(process) == meetings_before(
+            node.iteration
+        )
+        return is_due and self._is_odd(process, "skips")
+
+    def _differs(self, process: Process, line: str) -> None:
+        """The process ends, as its run does."""
+        if self.schedule.odd is None:
+            raise WrongError(f"node {process.name} finds scripts that differ, and all are alike: {line}")
+        self.ended[process.name] = line
+        self.dies(process.name)
 
     def _next_meeting(self, process: Process) -> int:
         """Whether the meeting at this beginning has been: the next one's number."""
@@ -473,6 +530,10 @@ class World:
         if any(key not in process.payloads for key in output.keys):
             raise WrongError(f"node {process.name}: not all of {output.keys} is here")
         process.meets = False
+        stands = [self.places[key] for key in output.keys]
+        if not are_consistent(each.stand for each in stands):  # its runtime sees that
+            line = describe_mismatch({each.worker: each.stand for each in stands})
+            self._act(process, process.node.handle_differ(line))
 
     def check_once(self) -> None:
         """Each contribution of a node, up to its cut, was applied once; none later, none left out."""
@@ -557,6 +618,18 @@ class World:
         self.apart = frozenset()
         self.limits.clear()
         self.clock.cancel(self._limits_at)
+
+    def end(self) -> None:
+        """With an odd script all nodes end, soon, and nobody is excluded. Raises WrongError otherwise."""
+        odd = self.schedule.odd
+        assert odd is not None
+        while not self.processes[odd.who].odd:
+            self.clock.advance(self.clock.next_event())
+        until = self.now + PATIENCE
+        while len(self.ended) < self.schedule.nodes:
+            if self.clock.next_event() > until:
+                raise WrongError(f"only nodes {sorted(self.ended)} end:\n{self.describe()}")
+            self.clock.advance(self.clock.next_event())
 
     def come_together(self) -> None:
         """Delays are bounded and all nodes live: so W rises at all of them. Raises WrongError otherwise."""

@@ -4,12 +4,13 @@ or out of order, whoever dies, comes back, stands still or is cut off (S0; `peer
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peers_world import Fault, Kind, Schedule, World, run, settings_for
+from peers_world import Fault, Kind, OddScript, Schedule, World, run, settings_for
 
 from atoll.peers.node import Node
 from atoll.peers.outputs import Send
@@ -73,6 +74,37 @@ def test_what_must_always_hold(schedule: Schedule) -> None:
 def test_what_must_always_hold_over_many_small_schedules(start: int) -> None:
     for seed in range(start, start + 200):
         run(drawn(seed))
+
+
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    nodes=st.integers(2, 4),
+    stale_max=st.sampled_from([0, 1, 4]),
+    loss=st.sampled_from([0.0, 0.05]),
+    repeats=st.sampled_from([0.0, 0.2]),
+    slow=st.sampled_from([1.0, 4.0]),
+    at=st.integers(1, 9),
+    how=st.sampled_from(["calls", "skips"]),
+)
+def test_a_script_that_is_not_the_others_ends_the_run_for_all_and_excludes_nobody(
+    seed: int,
+    nodes: int,
+    stale_max: int,
+    loss: float,
+    repeats: float,
+    slow: float,
+    at: int,
+    how: Literal["calls", "skips"],
+) -> None:
+    world = World(
+        Schedule(seed, nodes, stale_max, (), loss, repeats, slow, odd=OddScript(seed % nodes, at, how))
+    )
+    world.end()
+    assert len(set(world.ended.values())) >= 1
+    assert all("session." in line for line in world.ended.values()), world.ended
+    assert not world.counts["removed"], world.reasons
+    assert not world.suspected, world.reasons
 
 
 @pytest.mark.soak

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from atoll.core.errors import RunError
+from atoll.core.errors import MismatchError
 from atoll.peers.outputs import Meet, Send
 from atoll.train.node.post import Post
 from atoll.train.node.process import CpuSideProcess
@@ -46,7 +46,9 @@ def test_where_scripts_meet_on_different_things_the_others_still_hear_what_this_
             assert got is not None
             assert got[0] == d.Met(number=3, nodes=[0, 1], payloads=[b"mine", b"its"])
         else:
-            with pytest.raises(RunError, match=r"^meeting 3: node 0 meets on session.sampler, and node 1"):
+            with pytest.raises(
+                MismatchError, match=r"^meeting 3: node 0 meets on session.sampler, and node 1"
+            ):
                 process._do([MEET, report])
         assert heard.said == ["a report"]
     here.close()

@@ -193,7 +193,10 @@ def test_it_waits_where_the_next_iteration_would_be_too_stale_and_says_for_what(
     assert "it waits for node 2's contribution of iteration 0 (deadline sync.timeout, 0.2 s)" in str(
         caught.value
     )
-    assert node.side.of(Want) == [Want(iteration=2, least=1)]
+    (want,) = node.side.of(Want)
+    assert (want.iteration, want.least) == (2, 1)
+    assert want.stand is not None
+    assert str(want.stand.stand).startswith("at the gradients of step 1 (")
 
 
 def test_it_gives_its_cpu_side_the_time_to_put_its_own_contribution_over_them(

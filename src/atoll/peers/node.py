@@ -12,6 +12,7 @@ from atoll.peers.fetching import Fetching
 from atoll.peers.ledger import Ledger
 from atoll.peers.outputs import (
     Apply,
+    Differ,
     Drop,
     FetchState,
     Finished,
@@ -26,6 +27,7 @@ from atoll.peers.outputs import (
 )
 from atoll.peers.pace import Limit
 from atoll.peers.rounds import Rounds
+from atoll.peers.scripts import Script, mismatch
 from atoll.peers.settings import Settings
 from atoll.peers.synchronise import Synchronisation
 from atoll.peers.watch import Watch
@@ -42,6 +44,8 @@ from atoll.wire.peers import (
     NodeReport,
     PeerMessage,
     RefuseRound,
+    ScriptsDiffer,
+    ScriptWaits,
 )
 from atoll.wire.peerviews import (
     Accept,
@@ -55,6 +59,7 @@ from atoll.wire.peerviews import (
     View,
     ViewDecided,
 )
+from atoll.wire.workerstand import WorkerStand
 
 _OF_VIEWS = (Prepare, Promised, Accept, Accepted, Outbid, ViewDecided)
 _NOBODY = View(0, 0, ())
@@ -113,6 +118,8 @@ class Node:
         self._known_tokens: set[str] = set()
         self._wanted: tuple[int, int] | None = None  # an iteration, and the least W for it
         self._wanted_since = math.inf
+        self._stand: WorkerStand | None = None  # where its script waits, as far as it has said
+        self._scripts: dict[Life, Script | None] = {}  # of others, as they last said; None: it computes
         self._risen = now  # when W last rose
         self._ordered_at = now  # when the one before the next to be applied was handed out
         self._own_meeting: tuple[int, int] | None = None  # number, at
@@ -200,16 +207,20 @@ class Node:
         self._give(Key("iterations", iteration, self.life))
         return self._advance(now)
 
-    def handle_wanted(self, now: float, iteration: int, least: int) -> list[Output]:
+    def handle_wanted(
+        self, now: float, iteration: int, least: int, stand: WorkerStand | None = None
+    ) -> list[Output]:
         """The devices wait: to compute `iteration` they need parameters of global iteration `least` or later
         (iteration - stale_max; more, where the script wants all applied). Answered by a Grant, now or later,
         and while there is none a synchronisation round is started by the rules. Said again: the latest
-        counts. Raises ValueError for a `least` above `iteration`."""
+        counts. `stand` is where the script waits so. Raises ValueError for a `least` above `iteration`."""
         if least > iteration:
             raise ValueError(f"iteration {iteration} cannot need global iteration {least}")
         if self._wanted is None:
             self._wanted_since = now
         self._wanted = (iteration, least)
+        if self._own_meeting is None:  # else it is another device of the node that asks
+            self._stand = stand
         self._watch_at = -math.inf
         return self._advance(now)
 
@@ -224,11 +235,11 @@ class Node:
         self._risen, self._watch_at, self._lacks_more = now, -math.inf, True
         return self._advance(now)
 
-    def handle_met(self, now: float, number: int, at: int) -> list[Output]:
+    def handle_met(self, now: float, number: int, at: int, stand: WorkerStand | None = None) -> list[Output]:
         """The node's own part in its `number`-th meeting is in M_i. `at` is the iteration whose beginning the
         script was last at: of members that joined later, those take part whose first is `at` or before.
         A joiner's first `number` is what the others' scripts were at when they came to its first iteration.
-        Raises ValueError where it is not this node's next."""
+        `stand` is where the script waits so. Raises ValueError where it is not this node's next."""
         if not self.is_member:
             return self._flush()
         if self._own_meeting is not None or (self._has_met and number != self.met) or number < self.met:
@@ -236,7 +247,7 @@ class Node:
         if not self._has_met:
             self._meetings.done = self._meetings.ordered = number
             self._meetings.settle(self.life, number)  # others' are held by who holds them: votes hang on that
-        self._has_met, self._own_meeting = True, (number, at)
+        self._has_met, self._own_meeting, self._stand = True, (number, at), stand
         self._watch_at, self._met_since = -math.inf, now
         self._give(Key("meetings", number, self.life))
         self._tell = True
@@ -329,6 +340,9 @@ class Node:
             if message.finished:
                 self._watch.handle_finished(message.report.life)
                 self._watch_at = -math.inf
+            self._note_script(message)
+        elif isinstance(message, ScriptsDiffer):
+            self._differ(message.line)
         elif isinstance(message, FetchParts):
             for key in message.keys:
                 if self._ledger(key).has(key):
@@ -506,6 +520,7 @@ class Node:
             self._sync.poll(now, self._wanted is not None)
             self._fetch(now)
             self._acknowledge(now)
+            self._compare_scripts()
             self._end(now)
         return self._flush()
 
@@ -534,7 +549,7 @@ class Node:
         keys = tuple(Key("meetings", number, life) for life in ledger.parties(number, at))
         if all(ledger.has(key) and self._shared(ledger, key.life) > number for key in keys):
             ledger.done = ledger.ordered = number + 1
-            self._own_meeting, self._tell = None, True
+            self._own_meeting, self._stand, self._tell = None, None, True
             self._out.append(
                 Meet(number, keys, f"a majority of view {self.view.number} holds each of {len(keys)}")
             )
@@ -586,7 +601,7 @@ class Node:
     def _grant(self) -> None:
         if self._wanted is not None and self.applied >= self._wanted[1] and self.is_whole:
             iteration, least = self._wanted
-            self._wanted, self._wanted_since = None, math.inf
+            self._wanted, self._wanted_since, self._stand = None, math.inf, None
             reason = f"M_i is at {self.applied}, and iteration {iteration} needs {least}"
             self._out.append(Grant(iteration, self.applied, reason))
 
@@ -606,7 +621,58 @@ class Node:
 
     def _node_report(self) -> NodeReport:
         is_finished = self._finished_at < math.inf
-        return NodeReport(report=self._report(), finished=is_finished, whole=self.is_whole)
+        return NodeReport(
+            report=self._report(), finished=is_finished, whole=self.is_whole, waits=self._script_waits()
+        )
+
+    def _script_waits(self) -> ScriptWaits | None:
+        """What its script waits for, where that is known."""
+        if self._stand is None:
+            return None
+        if self._own_meeting is not None:
+            number, at = self._own_meeting
+            return ScriptWaits(self._stand, meeting=number, at=at)
+        return ScriptWaits(self._stand, least=self._wanted[1]) if self._wanted is not None else None
+
+    def _script_of(self, life: Life, iteration: int, met: int, waits: ScriptWaits | None) -> Script | None:
+        return None if waits is None else Script(iteration, met, waits, self._iterations.firsts[life])
+
+    def _note_script(self, message: NodeReport) -> None:
+        """A member has said whether its script waits."""
+        report = message.report
+        before, waits = self._scripts.get(report.life), message.waits
+        self._scripts[report.life] = self._script_of(report.life, report.iteration, report.met, waits)
+        if (before is None) != (waits is None):
+            self._watch_at = -math.inf
+
+    def _compare_scripts(self) -> None:
+        """Where the scripts of all members wait for one another in vain, all are to end."""
+        waits, others = self._script_waits(), self._others()
+        if waits is None or not others:
+            return
+        met = self.met if self._has_met else 0
+        scripts = {life: self._scripts.get(life) for life in others}
+        scripts[self.life] = self._script_of(self.life, self.iteration, met, waits)
+        if line := mismatch(scripts, self._newcomers()):
+            self._tell_differ(line)
+
+    def _newcomers(self) -> set[Life]:
+        return {member.life for member in self.view.members if member.token}
+
+    def handle_differ(self, line: str) -> list[Output]:
+        """The parts of a meeting show that the members' scripts stand at different places, as `line` says."""
+        self._tell_differ(line)
+        return self._flush()
+
+    def _tell_differ(self, line: str) -> None:
+        if not self._is_over:
+            self._to_all(ScriptsDiffer(report=self._report(), line=line))
+            self._differ(line)
+
+    def _differ(self, line: str) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._out.append(Differ(line))
 
     def _acknowledge(self, now: float) -> None:
         """Say what is held, when an iteration has become whole, and at least each heartbeat."""
@@ -699,7 +765,11 @@ class Node:
             return
         awaited, absent = self._awaited(), dict.fromkeys(self._absent(), self._met_since)
         why = "it came in while a checkpoint was loaded"
-        remove = {life.node: why for life in self._overtaken} | self._watch.suspects(now, awaited, absent)
+        meeting = {
+            life for life, script in self._scripts.items() if script and script.waits.meeting is not None
+        }
+        suspects = self._watch.suspects(now, awaited, absent, meeting - self._newcomers())
+        remove = {life.node: why for life in self._overtaken} | suspects
         self._watch_at = self._watch.deadline(awaited, absent)
         late = now - self.settings.silence[1]
         self._joiners = {node: pair for node, pair in self._joiners.items() if pair[1] > late}
@@ -791,6 +861,7 @@ class Node:
         self._change.has_state = self._source is None
         self._frozen, self._wish = None, views.Wish()
         self._overtaken &= set(self._others())
+        self._scripts = {life: script for life, script in self._scripts.items() if life in self._others()}
         self._dropped, self._watch_at = (-1, -1), -math.inf
         self._sync.reset()
         self._watch.install(now, self._others())

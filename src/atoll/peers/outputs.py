@@ -107,6 +107,13 @@ class Note:
     reason: str
 
 
+@dataclass(frozen=True)
+class Differ:
+    """The members' scripts wait for one another in vain: the run ends, and `line` says who stands where."""
+
+    line: str
+
+
 Output: TypeAlias = Union[
-    Send, SendPart, Apply, Meet, Drop, Grant, FetchState, ViewChanged, Removed, Finished, Note
+    Send, SendPart, Apply, Meet, Drop, Grant, FetchState, ViewChanged, Removed, Finished, Note, Differ
 ]

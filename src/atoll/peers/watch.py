@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from atoll.core.units import format_seconds
@@ -83,10 +83,15 @@ class Watch:
         return seen.finished and now >= seen.heard + seen.silence.seconds
 
     def suspects(
-        self, now: float, awaited: Mapping[Life, float], absent: Mapping[Life, float]
+        self,
+        now: float,
+        awaited: Mapping[Life, float],
+        absent: Mapping[Life, float],
+        meeting: Collection[Life] = (),
     ) -> dict[int, str]:
         """Whom to remove, and why. This node waits for an iteration of each that is `awaited`, and for each
-        of `absent` to come to a meeting, since the time that is given with it."""
+        of `absent` to come to a meeting, since the time that is given with it. Those who are `meeting` wait
+        themselves, in a meeting that others are to come to, and are not suspected while they are heard."""
         found: dict[int, str] = {}
         self._checked = now
         for life, seen in self._seen.items():
@@ -97,7 +102,7 @@ class Watch:
             idle = now - max(seen.moved, since)
             if seen.finished:
                 found.setdefault(life.node, "its script has ended")
-            elif idle >= self._allowed(seen):
+            elif life not in meeting and idle >= self._allowed(seen):
                 why = f"no iteration for {format_seconds(idle)}; {seen.progress.reason()}"
                 found.setdefault(life.node, why)
         for life, since in absent.items():
@@ -105,7 +110,7 @@ class Watch:
             idle = now - max(seen.moved, since)
             if seen.finished:
                 found.setdefault(life.node, "its script has ended")
-            elif idle >= self._allowed(seen, self._settings.progress[1]):
+            elif life not in meeting and idle >= self._allowed(seen, self._settings.progress[1]):
                 found.setdefault(life.node, f"for {format_seconds(idle)} it has come to no meeting")
         return found
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
-from atoll.core.scriptline import script_line
+from atoll.core.scriptline import waiting_line
 from atoll.core.stands import gradients
 from atoll.net.returning import Payload
 from atoll.tensors.binding import BoundChunk, Buffer
@@ -410,7 +410,7 @@ class Exchange(Reducer):
 
     def _stand(self) -> WorkerStand:
         """This worker's place in its script: at the gradients of this iteration."""
-        return WorkerStand(self.connection.shards.worker, gradients(self.steps, script_line()))
+        return WorkerStand(self.connection.shards.worker, gradients(self.steps, waiting_line()))
 
 
 class MeanSteps(Exchange):

@@ -5,23 +5,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from atoll.core.scriptline import script_line
-from atoll.core.stands import Stand, call, end
-from atoll.train.workers import Reduction, Value, Workers
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import call
+from atoll.train.workers import Reduction, Workers
+from atoll.wire.messages import WorkerStand
 
-# The call of the session's that a meeting belongs to, by the beginning of what the meeting is for.
+# The call that a meeting belongs to where it is in none of the session's that all make, by what it is for.
 _CALLS = {
-    "reduce": "session.reduce",
-    "gather": "session.gather",
-    "the barrier": "session.barrier",
-    "session.save": "session.save",
-    "session.load": "session.load",
-    "session.resume": "session.resume",
     "the other workers' models": "session.prepare",
     "worker 0's parameters": "session.prepare",
     "worker 0's buffers": "session.prepare",
@@ -35,8 +29,6 @@ class MeetingWorkers(Workers):
     yet to enter a run under way, and is alone in each."""
 
     late: bool
-    _asks = ""  # what the call under way asks for
-    _ended: int | None = None  # the script has left its session, after so many steps
 
     @abstractmethod
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
@@ -61,34 +53,14 @@ class MeetingWorkers(Workers):
             first = self.gather_bytes(own, what)[0]
         put_bytes(held, memoryview(bytearray(first)))
 
-    def ending(self, steps: int) -> None:
-        self._ended = steps
-
-    def stand(self, what: str) -> Stand:
+    def _standing_for(self, what: str) -> WorkerStand:
         """This worker's place in its script, which has come to a meeting for `what`."""
-        line = script_line()
-        if self._ended is not None:
-            return end(self._ended, line)
         name = next((name for start, name in _CALLS.items() if what.startswith(start)), what)
-        return call(name, line, asks=self._asks)
+        return WorkerStand(self.place.rank, self._stand or call(name, waiting_line()))
 
-    def reduce(
-        self, value: Value, op: Reduction = "mean", weight: float | None = None, what: str = "reduce"
-    ) -> Value:
-        try:
-            return super().reduce(value, op, weight, what)
-        finally:
-            self._asks = ""
-
-    def gather(self, value: Any, what: str = "gather") -> list[Any]:
-        self._asks = "a tensor" if isinstance(value, Tensor) else ""
-        try:
-            return super().gather(value, what)
-        finally:
-            self._asks = ""
-
-    def _check_alike(self, asked: str, what: str) -> None:  # noqa: ARG002
-        self._asks = asked  # it goes to the others with this worker's place
+    def _check_alike(self, asked: str, what: str) -> None:
+        if self._stand is None or self._stand.asks != asked:  # else it goes along with this worker's place
+            super()._check_alike(asked, what)
 
     def _combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
         if not tensor.numel():

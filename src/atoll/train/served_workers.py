@@ -12,7 +12,7 @@ from atoll.core.errors import AtollError, RunError
 from atoll.train.meetings import MeetingWorkers
 from atoll.train.place import Place
 from atoll.train.shards import LOG, Shards
-from atoll.wire.messages import AnyMessage, Ended, Ends, Meet, Met, WorkerStand
+from atoll.wire.messages import AnyMessage, Ended, Ends, Meet, Met
 
 MEETING, ENDING = "meeting", "ending"  # what a Meet is sent again until; an Ends
 
@@ -69,8 +69,9 @@ class ServedWorkers(MeetingWorkers):
     def _meet(self, payload: bytes, number: int, what: str) -> list[bytes]:
         """What those who come to the meeting of this number bring, in order of who they are to the log."""
         shards = self._shards
-        stand = WorkerStand(self.place.rank, self.stand(what))
-        meet = Meet(incarnation=shards.incarnation, number=number, what=what[:256], stand=stand)
+        meet = Meet(
+            incarnation=shards.incarnation, number=number, what=what[:256], stand=self._standing_for(what)
+        )
         shards.send(LOG, meet, memoryview(payload), until=MEETING)
         shards.wait(
             lambda: number in self._met or self._leaves(), lambda: [LOG], f"every worker's part in {what}"
@@ -90,7 +91,7 @@ class ServedWorkers(MeetingWorkers):
             ended = True
 
         shards.on(Ended, handle_ended)
-        stand = WorkerStand(self.place.rank, self.stand("the end of the session"))
+        stand = self._standing_for("the end of the session")
         shards.send(LOG, Ends(incarnation=shards.incarnation, stand=stand), until=ENDING)
         with contextlib.suppress(RunError):  # nobody is there to tell: what was trained counts all the same
             shards.wait(lambda: ended, lambda: [LOG], "word that nobody waits for this worker")

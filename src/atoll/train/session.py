@@ -254,7 +254,6 @@ class Session:
                 strategy=self._strategy,
                 tiers=tiers,
                 backward=self._backward,
-                begins_step=self._begin_step,
                 counted=self._count_samples,
                 whole=self._iteration_whole,
                 stepped=self._stepped,
@@ -486,17 +485,13 @@ class Session:
         With `mean`, each worker's value counts by `weight` (1 each unless given).
         """
         with self._in_call("session.reduce", asked_of_reduce(value, op)):
-            reduced = self._workers.reduce(value, op, weight)
-        self._follow_samples()
-        return reduced
+            return self._workers.reduce(value, op, weight)
 
     def gather(self, value: Any) -> list[Any]:
         """Each worker's `value`, in order of rank; tensors of any shapes, or what JSON can hold. Every
         worker calls it."""
         with self._in_call("session.gather", asked_of_gather(value)):
-            gathered = self._workers.gather(value)
-        self._follow_samples()
-        return gathered
+            return self._workers.gather(value)
 
     # Saving and loading
 
@@ -610,13 +605,13 @@ class Session:
         if self._closed:
             return
         self._records.finished()
-        self._workers.ending(self.iteration)
         if self._node is not None:
             self._end_peers(self._node)
             return
         if not self._strategy.collective:  # workers end when they have no more data, one before the other
             try:
-                self._workers.part()
+                with self._workers.standing(end(self.iteration, script_line())):
+                    self._workers.part()
                 if self._service is not None:
                     self._service.finished = True
             finally:
@@ -703,7 +698,6 @@ class Session:
             self._state,
             entered=lambda: served.entered(),
             told_members=service.told_members,
-            told_unlike=partial(self._records.warn_once, "unlike hyperparameters"),
             elastic=self.config.sync.consistency == "bsp" and not fixed,
             fixed=self.config.sync.consistency == "bsp" and fixed,
         )
@@ -874,12 +868,6 @@ class Session:
                 staleness = self._service.staleness
             self._records.stepped(taken, prepared.own_samples, figures, staleness)
 
-    def _begin_step(self, prepared: Prepared) -> None:
-        """An optimizer step begins: others' samples may have become known since the last one. Where this
-        iteration's own are counted already, they are not behind this step's parameters."""
-        if not prepared.reducer.sums_samples:
-            self._state.follow_samples(prepared)
-
     def _see_to_schedules(self, prepared: Prepared) -> None:
         """An optimizer step is made: schedules by samples move on, and others are looked at."""
         self._state.follow_samples(prepared)
@@ -896,11 +884,9 @@ class Session:
             )
 
     def _follow_samples(self) -> None:
-        """Others' samples may have become known where the script makes no step; those of an iteration whose
-        step is yet to come do not count."""
+        """Others' samples may have become known where the script makes no step."""
         for prepared in self._state.prepared:
-            if not (prepared.reducer.sums_samples and prepared.reducer.is_within):
-                self._state.follow_samples(prepared)
+            self._state.follow_samples(prepared)
 
     def _make_stretch(self) -> Stretch | None:
         """What slows this worker down, where it is to be slower than it is."""

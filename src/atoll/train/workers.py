@@ -85,9 +85,6 @@ class Workers:
         """Let `told` know, after each collective, the iteration that this worker makes next, where that is
         not its own to count."""
 
-    def ending(self, steps: int) -> None:
-        """The script has left its session after so many steps."""
-
     def part(self) -> None:
         """Where workers end one before the other: tell the others that this one makes no call any more.
         Raises MismatchError if another waits for it in one."""

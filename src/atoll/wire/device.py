@@ -25,6 +25,7 @@ from atoll.wire.base import (
     Weight,
     decode_with,
 )
+from atoll.wire.workerstand import WorkerStand
 
 NO_STATE = "a node that comes late gets no state of the script"  # why follows
 NO_MORE = 2**52  # in the place of an iteration: the script has made all of its own
@@ -208,6 +209,7 @@ class Want(Message, frozen=True):
 
     iteration: Count
     least: Count
+    stand: WorkerStand | None = None  # where its script waits so
 
 
 class Meet(Message, frozen=True):
@@ -221,6 +223,7 @@ class Meet(Message, frozen=True):
     what: Text
     payload: bytes
     at: Count = 0
+    stand: WorkerStand | None = None  # where its script waits so
 
 
 class Met(Message, frozen=True):

@@ -82,6 +82,7 @@ from atoll.wire.peers import (
     JoinOver,
     NodeReport,
     RefuseRound,
+    ScriptsDiffer,
 )
 from atoll.wire.peerviews import Accept, Accepted, Outbid, Prepare, Promised, ViewDecided
 from atoll.wire.served import (
@@ -210,6 +211,7 @@ __all__ = [
     "Refused",
     "Replace",
     "RingNews",
+    "ScriptsDiffer",
     "Seconds",
     "Serves",
     "SetChunk",
@@ -252,7 +254,8 @@ AnyMessage: TypeAlias = Union[
     Duty, Serves, InSync, LostTouch, Standing, Begin, CopyPart, CopyChunk, Copy, Probe,
     ReadClock, ClockRead, OpenTcp, TcpOpened, OpenLtp, LtpOpened, Taken, FlowLost,
     OpenLink, LinkOpened, LinkLost,
-    NodeReport, AskRound, AnswerRound, RefuseRound, EndRound, AbortRound, FetchParts, AskJoin, JoinOver,
+    NodeReport, ScriptsDiffer, AskRound, AnswerRound, RefuseRound, EndRound, AbortRound, FetchParts,
+    AskJoin, JoinOver,
     Prepare, Promised, Accept, Accepted, Outbid, ViewDecided,
 ]  # fmt: skip
 

@@ -21,11 +21,13 @@ from atoll.wire.base import (
     Refused,
     Text,
     Weight,
+    WireError,
     decode_with,
 )
 from atoll.wire.device import Applied, Clip, Note
-from atoll.wire.peers import Key, PeerMessage
+from atoll.wire.peers import Key, NodeReport, PeerMessage, ScriptsDiffer
 from atoll.wire.peerviews import Life
+from atoll.wire.workerstand import WorkerStand, unreadable
 
 MOST_PART = 2**23  # bytes of a node's part in a meeting
 
@@ -100,6 +102,7 @@ class MeetingPart(Message, frozen=True):
     key: Key
     what: Text
     since: Count = 0
+    stand: WorkerStand | None = None  # where its script stands
 
 
 class Stands(Message, frozen=True):
@@ -157,4 +160,15 @@ def encode(message: NodeMessage) -> bytes:
 
 def decode_untrusted(header: bytes | memoryview) -> NodeMessage:
     """The message in `header`; raises WireError, with one line, for anything that is none."""
-    return decode_with(_decoder, header, "header")
+    message = decode_with(_decoder, header, "header")
+    reason = ""
+    if isinstance(message, MeetingPart):
+        reason = unreadable(message.stand)
+    elif isinstance(message, Word) and isinstance(message.body, NodeReport):
+        waits = message.body.waits
+        reason = unreadable(None if waits is None else waits.stand)
+    elif isinstance(message, Word) and isinstance(message.body, ScriptsDiffer):
+        reason = "" if message.body.line.isprintable() else "an unprintable line on where scripts stand"
+    if reason:
+        raise WireError(f"no message of this protocol: {reason}")
+    return message

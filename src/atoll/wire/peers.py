@@ -10,8 +10,9 @@ from typing import Annotated, Literal, TypeAlias, Union
 import msgspec
 from msgspec import Meta
 
-from atoll.wire.base import Count, Message, Name
+from atoll.wire.base import Count, Message, Name, Text
 from atoll.wire.peerviews import NODES, Life, Report, ViewMessage
+from atoll.wire.workerstand import WorkerStand
 
 WITNESS = -1  # the hub's node id, in views of two: it votes and holds nothing
 
@@ -35,15 +36,34 @@ class RoundId(msgspec.Struct, frozen=True, array_like=True, order=True, forbid_u
     number: Count  # of the starter's rounds
 
 
+class ScriptWaits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A node's script stands at `stand` and waits: in its `meeting`-th meeting, at iteration `at` (as in
+    wire/device.py: Meet); or for the global iteration to be `least`."""
+
+    stand: WorkerStand
+    meeting: Count | None = None
+    at: Count = 0
+    least: Count | None = None
+
+
 class NodeReport(Message, frozen=True):
     """Where a node is: sent when an iteration has become whole, and at least each heartbeat. Reports ride on
     all messages and acknowledge what is held; who takes part in a change of the view repeats the `held` of
     before. `finished`: its script has ended, and it makes no other iteration. Not `whole`: a newcomer that
-    has no state yet."""
+    has no state yet. `waits`: what its script waits for; None: it computes."""
 
     report: Report
     finished: bool = False
     whole: bool = True
+    waits: ScriptWaits | None = None
+
+
+class ScriptsDiffer(Message, frozen=True):
+    """The members' scripts stand at places that do not go together, and the run ends: `line` says who stands
+    where."""
+
+    report: Report
+    line: Text
 
 
 class AskRound(Message, frozen=True):
@@ -108,6 +128,7 @@ class JoinOver(Message, frozen=True):
 
 PeerMessage: TypeAlias = Union[
     NodeReport,
+    ScriptsDiffer,
     AskRound,
     AnswerRound,
     RefuseRound,

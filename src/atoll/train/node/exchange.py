@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import UserError
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import Stand, gradients
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.train.node.memory import HostMemory
 from atoll.train.node.worker import NodeWorker
@@ -39,6 +41,7 @@ from atoll.wire.device import (
     Want,
 )
 from atoll.wire.messages import Hyperparameters
+from atoll.wire.workerstand import WorkerStand
 
 FRESH_SHARE = 0.5  # of an iteration's computing, that may go into the wait for its own contribution's effect
 
@@ -256,7 +259,8 @@ class PeerExchange(Reducer):
         """Take the newest parameters; wait for them where `iteration` must not begin before the global
         iteration is `least`; `why` that is stands before what is waited for."""
         if self.at < least and self._worker.returned is None:
-            self._worker.send(Want(iteration=iteration, least=least))
+            stand = WorkerStand(self._worker.introduction.place.rank, self._stand(iteration))
+            self._worker.send(Want(iteration=iteration, least=least, stand=stand))
             self._worker.wait(
                 lambda: self.at >= least or self._worker.returned is not None,
                 lambda: (
@@ -265,6 +269,10 @@ class PeerExchange(Reducer):
             )
         if self._worker.returned is None:
             self._take_newest()
+
+    def _stand(self, iteration: int) -> Stand:
+        """This worker's place in its script, which waits before `iteration`."""
+        return self._worker.call or gradients(max(0, iteration - 1), waiting_line())
 
     @property
     def at(self) -> int:

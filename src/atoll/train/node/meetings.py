@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import GivenUpError
+from atoll.core.stands import Stand
 from atoll.train.meetings import MeetingWorkers, bytes_of, put_bytes
 from atoll.train.node.worker import NodeWorker
 from atoll.wire.device import Meet, Met
@@ -48,6 +49,10 @@ class NodeWorkers(MeetingWorkers):
             return [self.place.rank]
         return [rank for node in self.nodes for rank in self._worker.introduction.workers_of(node)]
 
+    def _stand_at(self, stand: Stand | None) -> None:
+        super()._stand_at(stand)
+        self._worker.call = stand
+
     def saw(self, members: list[int]) -> None:
         """These are the members now, between two meetings."""
         self.nodes = list(members)
@@ -81,7 +86,8 @@ class NodeWorkers(MeetingWorkers):
         worker = self._worker
         number = worker.coming_meeting = worker.next_meeting
         worker.next_meeting += 1
-        worker.send(Meet(number=number, at=worker.at, what=what[:256], payload=payload))
+        stand = self._standing_for(what)
+        worker.send(Meet(number=number, at=worker.at, what=what[:256], payload=payload, stand=stand))
         worker.meets = True
         worker.wait(
             lambda: number in self._met or worker.left_out or worker.returned is not None,

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from atoll.core.errors import RunError
+from atoll.core.errors import MismatchError
+from atoll.core.stands import are_consistent, describe_mismatch
 from atoll.wire.device import Met
 from atoll.wire.nodes import MeetingPart
 from atoll.wire.peers import Key
+from atoll.wire.workerstand import WorkerStand
 
 
 class _Part(NamedTuple):
     what: str
     payload: bytes
     since: int
+    stand: WorkerStand | None
 
 
 class MeetingParts:
@@ -27,22 +30,26 @@ class MeetingParts:
     def __contains__(self, key: Key) -> bool:
         return key in self._parts
 
-    def keep(self, key: Key, what: str, payload: bytes, since: int) -> None:
-        """Keep a node's part."""
-        self._parts[key] = _Part(what, payload, since)
+    def keep(self, key: Key, what: str, payload: bytes, since: int, stand: WorkerStand | None = None) -> None:
+        """Keep a node's part; `stand` is where its script stands."""
+        self._parts[key] = _Part(what, payload, since, stand)
 
     def message(self, key: Key) -> tuple[MeetingPart, bytes]:
         """A part as it goes to another node, and its payload."""
         part = self._parts[key]
-        return MeetingPart(key=key, what=part.what, since=part.since), part.payload
+        message = MeetingPart(key=key, what=part.what, since=part.since, stand=part.stand)
+        return message, part.payload
 
     def meet(self, number: int, keys: Sequence[Key]) -> Met:
-        """The meeting of these parts, in order of node. Raises RunError where they meet on different things:
-        their scripts do not do the same."""
+        """The meeting of these parts, in order of node. Raises MismatchError where they meet on different
+        things: their scripts do not do the same."""
+        stands = [part.stand for key in keys if (part := self._parts[key]).stand is not None]
+        if not are_consistent(each.stand for each in stands):
+            raise MismatchError(describe_mismatch({each.worker: each.stand for each in stands}))
         whats = [(self._parts[key].what, key.life.node) for key in keys]
         unlike = [(what, node) for what, node in whats if what != whats[0][0]]
         if unlike:
-            raise RunError(
+            raise MismatchError(
                 f"meeting {number}: node {whats[0][1]} meets on {whats[0][0]}, and node {unlike[0][1]} on "
                 f"{unlike[0][0]}: every node's script must make the same calls in the same order"
             )

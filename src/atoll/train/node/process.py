@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from atoll.core.errors import DeadlineError, GivenUpError, RunError, UserError
+from atoll.core.errors import DeadlineError, GivenUpError, MismatchError, RunError, UserError
 from atoll.core.points import reach
 from atoll.core.units import format_bytes
 from atoll.net.endpoint import NOTHING_LISTENS
@@ -141,6 +141,7 @@ class CpuSideProcess:
             out.Removed: self._do_removed,
             out.Finished: self._do_finished,
             out.Note: self._do_note,
+            out.Differ: self._do_differ,
         }
 
     def __enter__(self) -> CpuSideProcess:
@@ -401,7 +402,7 @@ class CpuSideProcess:
         self._counting.waits(True)
         self._dirty = True
         wanted = message.iteration - self._shift, message.least - self._shift
-        self._do(self._node.handle_wanted(time.monotonic(), *wanted))
+        self._do(self._node.handle_wanted(time.monotonic(), *wanted, message.stand))
 
     def _handle_release(self, message: d.Release, _: list[int]) -> None:
         for each in message.buffers:
@@ -413,8 +414,8 @@ class CpuSideProcess:
         node = self._node
         at = message.at if message.at >= d.NO_MORE else max(0, message.at - self._shift)
         key = Key("meetings", message.number, node.life)
-        self._meetings.keep(key, message.what, message.payload, self._meetings.since)
-        self._do(node.handle_met(time.monotonic(), message.number, at))
+        self._meetings.keep(key, message.what, message.payload, self._meetings.since, message.stand)
+        self._do(node.handle_met(time.monotonic(), message.number, at, message.stand))
 
     def _handle_want_state(self, message: d.WantState, descriptors: list[int]) -> None:
         self._wants_state.append(Asked(message.least, descriptors[0], self._post.send))
@@ -679,24 +680,30 @@ class CpuSideProcess:
             about = f"node {key.life.node}"
             self._tell("refused", about, f"{size} bytes for a meeting, where {n.MOST_PART} is the most")
         elif key.stream == "meetings" and key not in self._meetings and self._wants(key):
-            self._meetings.keep(key, message.what, bytes(payload or b""), message.since)
+            self._meetings.keep(key, message.what, bytes(payload or b""), message.since, message.stand)
             self._do(self._node.handle_part(time.monotonic(), key, message.since))
 
     # -- what the decisions say ---------------------------------------------------------------------------
 
     def _do(self, outputs: Sequence[out.Output]) -> None:
-        """Raises RunError where scripts meet on different things, once all else is done: without what is said
-        after that, the others would wait for a majority until they give up, and not learn why."""
-        unlike: RunError | None = None
+        """Raises MismatchError where scripts stand at different places, once all else is done: without what
+        is said after that, the others would wait for a majority until they give up, and not learn why."""
+        unlike: MismatchError | None = None
         for output in outputs:
             try:
                 self._doers[type(output)](output)
-            except RunError as error:
-                if not isinstance(output, out.Meet):
-                    raise
+            except MismatchError as error:
+                if isinstance(output, out.Meet):
+                    self._tell_differ(error)
                 unlike = error
         if unlike is not None:
             raise unlike
+
+    def _tell_differ(self, error: MismatchError) -> None:
+        """The others may not have all parts of a meeting from which this node sees that scripts differ."""
+        for output in self._node_.handle_differ(str(error)) if self._node_ is not None else []:
+            if isinstance(output, out.Send):
+                self._do_send(output)
 
     def _do_send(self, output: out.Send) -> None:
         if output.to == WITNESS:
@@ -828,6 +835,9 @@ class CpuSideProcess:
     def _do_finished(self, _: out.Finished) -> None:
         self._tell_figures(now=True)
         self._post.send(d.Left())
+
+    def _do_differ(self, output: out.Differ) -> None:
+        raise MismatchError(output.line)
 
     def _do_note(self, output: out.Note) -> None:
         self._counting.note(output)

@@ -16,6 +16,7 @@ import msgspec
 
 from atoll.core.config import Config
 from atoll.core.errors import AtollError, DeadlineError
+from atoll.core.stands import Stand
 from atoll.peers.settings import Settings
 from atoll.train.node.devices import Devices
 from atoll.train.node.introduction import Introduction
@@ -87,6 +88,7 @@ class NodeWorker:
         self.left_out = False  # the same; the CPU side has not heard that the script is awake
         self.is_out = False  # it has not come in again
         self.meets = False  # the script is in a meeting, which it cannot leave to come back
+        self.call: Stand | None = None  # the session's that the script is in
         self._holds_up = ""  # what keeps the global iteration where it is, as was last said
         self._handlers: dict[type, Handler] = {}
         self._closed = False
