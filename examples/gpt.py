@@ -245,6 +245,25 @@ def rate(step: int, part: float, warm_up: int) -> float:
     return min(1.0, (step + 1) / warm_up) * (0.05 + 0.95 * (1 + math.cos(math.pi * min(part, 1.0))) / 2)
 
 
+def make_scheduler(
+    args: argparse.Namespace,
+    session: atoll.Session,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+) -> tuple[LambdaLR, bool]:
+    """The scheduler, and whether Atoll steps it.
+
+    Atoll does by the samples that all workers have trained on, where the run's length is a number of windows.
+    Else it is a time or a number of steps, which `progress` knows.
+    """
+    if not args.windows:
+        return LambdaLR(optimizer, lambda step: rate(step, progress.part, args.warm_up)), False
+    steps = math.ceil(args.windows / (args.batch * session.world))
+    scheduler = LambdaLR(optimizer, lambda step: rate(step, step / steps, args.warm_up))
+    session.schedule(scheduler, total=args.windows, steps=steps)
+    return scheduler, True
+
+
 def train(
     args: argparse.Namespace, session: atoll.Session, model: GPT, text: Windows, held_out: Windows
 ) -> float:
@@ -259,7 +278,7 @@ def train(
     )
     session.prepare(model, optimizer)
     progress = Progress(session, args)
-    scheduler = LambdaLR(optimizer, lambda step: rate(step, progress.part, args.warm_up))
+    scheduler, by_samples = make_scheduler(args, session, optimizer, progress)
     data = Numbered(text, args.windows, args.seed)
     sampler = session.sampler(data, seed=args.seed, shuffle=not args.windows)
     loader = DataLoader(data, args.batch, sampler=sampler, drop_last=not args.windows)
@@ -274,7 +293,8 @@ def train(
         optimizer.zero_grad()
         session.log(loss=loss, learning_rate=scheduler.get_last_lr()[0])
         done = progress.after(session.iteration, places) >= 1 and not args.windows
-        scheduler.step()
+        if not by_samples:
+            scheduler.step()
         if done:
             break
         alone = not in_step(session)  # then nobody else is at this step

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from said import errors_to
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +23,7 @@ import atoll
 from atoll.core.config import Chunks, Config, Groups, Run, Sync
 from atoll.core.memory import Memory
 from atoll.hub.planner import GroupingSettings
-from atoll.testing.parity import ALONE
+from atoll.testing.parity import ALONE, await_groups
 from atoll.testing.pool import FORKSERVER, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
@@ -42,6 +43,10 @@ class Way(msgspec.Struct, frozen=True):
     groups: int = 0
     tiers: bool = False
     address: str = ""
+    sites: tuple[str, ...] = ()
+
+    def site(self, rank: int) -> str:
+        return self.sites[rank] if self.sites else ""
 
     def config(self) -> Config:
         sync = {"timeout": "60s", **self.sync}
@@ -136,16 +141,24 @@ def test_workers_of_a_server_have_plain_torch_s_rates(pool: WorkerPool, lazy: bo
         assert pool.run(train_alike, way, world=2) == [plain_rates()] * 2
 
 
-def train_uneven(place: Place, way: Way, folder: Path) -> tuple[int, list[float], list[float]]:
+def train_uneven(
+    place: Place, way: Way, folder: Path, by_samples: bool = True
+) -> tuple[int, list[float], list[float]]:
     """Two epochs in which worker 1 is slow; a checkpoint. The iterations made, the rates in the order of
     steps, and those after the checkpoint."""
     made: list[float] = []
-    with served_worker(way.address, place.rank), atoll.join(way.config()) as session:
+    said = folder / f"{place.rank}.log"
+    with (
+        errors_to(said),
+        served_worker(way.address, place.rank, site=way.site(place.rank)),
+        atoll.join(way.config()) as session,
+    ):
         model, optimizer = session.prepare(*build(2))
         sampler = session.sampler(DATA, seed=0)
         steps = 2 * len(DATA) // (BATCH * session.world)
         scheduler = schedulers.LinearLR(optimizer, 1.0, 0.0, steps)
-        session.schedule(scheduler, total=2 * len(DATA))
+        if by_samples:
+            session.schedule(scheduler, total=2 * len(DATA))
         loader = DataLoader(DATA, batch_size=BATCH, sampler=sampler)
         for _ in range(2):
             for (x,) in loader:
@@ -155,6 +168,8 @@ def train_uneven(place: Place, way: Way, folder: Path) -> tuple[int, list[float]
                 model(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                if not by_samples:
+                    scheduler.step()
         session.save(folder / "checkpoint")
         return session.iteration, made, rates(optimizer)
 
@@ -182,6 +197,26 @@ def test_unlike_workers_end_where_the_samples_end(
         assert made == sorted(made, reverse=True)  # none leads, none goes back
         assert made[0] == 0.01
         assert end == [0.0, 0.0]
+
+
+def test_a_script_s_own_schedule_that_runs_away_is_told_of(pool: WorkerPool, tmp_path: Path) -> None:
+    with ServedRun(workers=2, shards=2) as served:
+        way = Way("server", "asp", address=served.address)
+        pool.run(train_uneven, way, tmp_path, False, world=2)
+    fast = (tmp_path / "0.log").read_text()
+    assert fast.count("worker 0: LinearLR (test_schedules.py:") == 1
+    assert fast.count("is past its end, step 24") == 1
+    assert fast.count("times the iterations of the workers' mean, and LinearLR counts its own") == 1
+    assert "past its end" not in (tmp_path / "1.log").read_text()
+
+
+def test_sites_end_where_the_samples_end(pool: WorkerPool, tmp_path: Path) -> None:
+    """The shards of a site hear from the global shards how many samples all sites have consumed."""
+    with ServedRun(workers=2, sites={"paris": 1, "berlin": 1}) as served:
+        way = Way("server", "asp", address=served.address, sites=("paris", "berlin"))
+        for _, made, end in pool.run(train_uneven, way, tmp_path, world=2):
+            assert made == sorted(made, reverse=True)
+            assert end == [0.0, 0.0]
 
 
 def train_halves(place: Place, way: Way, folder: Path, last: bool) -> list[float]:
@@ -276,3 +311,29 @@ def test_who_outlives_another_worker_ends_where_the_samples_end(tmp_path: Path) 
     assert said.count("LinearLR counts iterations, and the run has 1 workers now, not 2") == 1
     assert said.count("LinearLR is past its end, step 24") == 0 or "worker 0: LinearLR" in said
     assert said.count("session.schedule(scheduler, total=epochs * len(dataset))") == 2
+
+
+def train_in_a_group(place: Place, way: Way) -> list[list[float]]:
+    """Worker 1 makes more iterations than worker 0, of one group, which helps it from its meeting; the rates
+    of each step, and of one more that both make."""
+    made = []
+    with served_worker(way.address, place.rank), atoll.join(way.config()) as session:
+        model, optimizer = session.prepare(*build(2))
+        scheduler = schedulers.LinearLR(optimizer, 1.0, 0.0, 2 * STEPS)
+        session.schedule(scheduler, total=2 * STEPS * BATCH * session.world)
+        for part in (ALONE + (2 if session.rank == 0 else 6), 1, 1):
+            for _ in range(part):
+                await_groups(session, session.iteration)
+                made.append(rates(optimizer))
+                model(torch.ones(BATCH, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            session.reduce(1.0)
+    return made[-2:]
+
+
+def test_a_member_that_helped_from_its_meeting_steps_with_the_others_rate(pool: WorkerPool) -> None:
+    with ServedRun(workers=2, grouping=GroupingSettings(1, regroup=False)) as served:
+        way = Way("ps-hra", "asp", address=served.address)
+        first, second = pool.run(train_in_a_group, way, world=2)
+    assert first == second

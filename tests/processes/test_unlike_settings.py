@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from said import errors_to
 from torch import nn
 
 import atoll
 from atoll.core.config import Chunks, Config, Groups, Run, Sync
 from atoll.core.memory import Memory
+from atoll.hub.planner import GroupingSettings
+from atoll.testing.parity import ALONE, await_groups
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
@@ -147,6 +150,70 @@ def test_workers_of_a_server_that_step_with_other_hyperparameters_are_told_so(
 ) -> None:
     with ServedRun(workers=2, shards=2) as served:
         refused(pool, at_server, change, served.address, "server", "bsp", change=change)
+
+
+def at_own_pace(place: Place, change: str, folder: Path, address: str, consistency: Any) -> None:
+    """Worker 1 steps with another hyperparameter from step `AT` on, and hears of it, or worker 0 does."""
+    config = Config(run=Run(strategy="server"), sync=Sync(timeout="60s", consistency=consistency))
+    said = folder / f"{place.rank}.log"
+    with errors_to(said), served_worker(address, place.rank), atoll.join(config) as session:
+        model, optimizer = session.prepare(*build())
+        if change == "by schedule":
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)
+        for step in range(AT + 4):
+            if session.rank == 1 and step == AT:
+                CHANGES["lr" if change == "by schedule" else change][0](optimizer)
+            model(torch.ones(4, WIDTH, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.barrier()
+
+
+@pytest.mark.parametrize(
+    ("change", "consistency"), [("lr", "asp"), ("weight_decay", "ssp"), ("by schedule", "asp")]
+)
+def test_workers_at_their_own_pace_are_told_once(
+    pool: WorkerPool, tmp_path: Path, change: str, consistency: str
+) -> None:
+    """Where a scheduler is attached, rates may be of different times."""
+    with ServedRun(workers=2) as served:
+        pool.run(at_own_pace, change, tmp_path, served.address, consistency, world=2)
+    said = "".join((tmp_path / f"{rank}.log").read_text() for rank in range(2))
+    key = {"by schedule": "lr"}.get(change, change)
+    if change == "by schedule":
+        assert "steps with" not in said
+    else:
+        assert 1 <= said.count(f"steps with {key}") <= 2
+
+
+def in_a_group(place: Place, change: str, address: str, consistency: Any) -> None:
+    """Worker 1 changes a hyperparameter once both are in one group."""
+    config = Config(
+        run=Run(strategy="ps-hra"),
+        sync=Sync(timeout="60s", consistency=consistency),
+        groups=Groups(probe=ALONE - 1),
+    )
+    with served_worker(address, place.rank), atoll.join(config) as session:
+        model, optimizer = session.prepare(*build())
+        for step in range(ALONE + 5):
+            await_groups(session, step)
+            if session.rank == 1 and step == ALONE + 2:
+                CHANGES[change][0](optimizer)
+            model(torch.ones(4, WIDTH, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("change", "consistency"), [("lr", "asp"), ("weight_decay", "bsp")])
+def test_members_of_a_group_that_step_with_other_hyperparameters_are_told_so(
+    pool: WorkerPool, change: str, consistency: Any
+) -> None:
+    """One of them speaks for all, with its own hyperparameters."""
+    settings = GroupingSettings(1, consistency=consistency, regroup=False)
+    with ServedRun(workers=2, grouping=settings) as served, pytest.raises(JobFailedError) as caught:
+        pool.run(in_a_group, change, served.address, consistency, world=2)
+    assert {failure.kind for failure in caught.value.failures.values()} == {"UserError"}
+    assert re.search(CHANGES[change][1].split(" at step")[0], str(caught.value))
 
 
 def as_peers(place: Place, change: str, nodes: int) -> int:

@@ -233,3 +233,16 @@ def test_a_scheduler_that_passes_its_end_is_told_of_once(
         scheduler.step()
         assert (at >= 4) == ("is past its end" in capfd.readouterr().err) or at == 5
     assert length_of(scheduler) == 3
+
+
+def test_a_meeting_between_backward_and_step_moves_no_rate(session: Session) -> None:
+    """The samples of an iteration count once its step is made."""
+    model, optimizer = session.prepare(*build())
+    scheduler = schedulers.CosineAnnealingLR(optimizer, STEPS)
+    session.schedule(scheduler, total=TOTAL)
+    model(torch.ones(BATCH, 3)).sum().backward()
+    session.reduce(1.0)
+    session.barrier()
+    assert position_of(scheduler) == 0
+    optimizer.step()
+    assert position_of(scheduler) == 1

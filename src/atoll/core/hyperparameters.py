@@ -44,6 +44,13 @@ def first_difference(first: Groups, second: Groups, but: Collection[str] = ()) -
     return None
 
 
+def unscheduled_difference(first: Groups, second: Groups) -> Difference | None:
+    """The first hyperparameter that differs between workers that go at their own pace: where a scheduler is
+    attached, which marks its param groups, what it sets may be of different times."""
+    is_scheduled = any("initial_lr" in group for group in (*first, *second))
+    return first_difference(first, second, SCHEDULED if is_scheduled else ())
+
+
 def difference_line(first: str, second: str, step: int, found: Difference) -> str:
     """In a line, what `first` and `second` ("worker 0", "worker 1") step with at `step`, and the way out."""
     if found.key == "params":

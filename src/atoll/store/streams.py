@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from atoll.core.hyperparameters import difference_line, unscheduled_difference
 from atoll.store.entries import Apply, Joined
 from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
@@ -39,6 +40,7 @@ class StreamsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_settings: messages.Hyperparameters
     start: Count
     scaled: str = "weight"
+    settings: dict[int, messages.Hyperparameters] = {}
 
 
 class Streams:
@@ -62,6 +64,7 @@ class Streams:
         self._in_step = 0  # contributions to the open step; 0 where none is open
         self._step_weight = 0.0  # theirs, damped
         self._step_settings: messages.Hyperparameters = []  # the mean of theirs
+        self._settings: dict[int, messages.Hyperparameters] = {}  # of each live worker's latest contribution
         self._start = steps  # where one begins who joins while nobody lives
 
     def state(self) -> StreamsState:
@@ -75,6 +78,7 @@ class Streams:
             step_settings=self._step_settings,
             start=self._start,
             scaled=self._scaled,
+            settings=dict(self._settings),
         )
 
     @classmethod
@@ -83,6 +87,7 @@ class Streams:
         streams._streams, streams._applied = _copies(state.streams), state.applied
         streams._in_step, streams._step_weight = state.in_step, state.step_weight
         streams._step_settings = state.step_settings
+        streams._settings = dict(state.settings)
         return streams
 
     def committed(self, worker: int) -> int:
@@ -119,6 +124,7 @@ class Streams:
         if stream is not None and stream.incarnation <= incarnation:
             self._start = min(each.clock for each in self._streams.values())
             del self._streams[worker]
+            self._settings.pop(worker, None)
 
     def advance(self, draft: Draft) -> None:
         """Write all that can be written now."""
@@ -160,7 +166,10 @@ class Streams:
         )
         draft.counted.append((worker, commit))
         stream.told = messages.Committed(
-            iteration=stream.clock, workers=sorted(self._streams), grouping=commit.grouping
+            iteration=stream.clock,
+            workers=sorted(self._streams),
+            grouping=commit.grouping,
+            unlike=self._unlike(worker, commit),
         )
         draft.reply(worker, stream.incarnation, stream.told)
         self._stages.forget_through(worker, stream.incarnation, stream.clock)
@@ -169,6 +178,18 @@ class Streams:
         stream.clock += 1
         stream.seen_before, stream.seen = stream.seen, self._applied
         return True
+
+    def _unlike(self, worker: int, commit: messages.Commit) -> str:
+        """In a line, which hyperparameter another worker has differently that no schedule explains."""
+        before, own = self._settings.get(worker), commit.hyperparameters
+        self._settings[worker] = own
+        if own == before:
+            return ""  # the other one hears it, or has
+        for other, theirs in sorted(self._settings.items()):
+            found = unscheduled_difference(theirs, own) if other != worker else None
+            if found is not None:
+                return difference_line(f"worker {other}", f"worker {worker}", commit.iteration, found)
+        return ""
 
     def _staleness(self, stream: Stream, behind: int) -> float:
         """By how many global iterations more than usual the parameters have moved on since those that its

@@ -9,15 +9,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from atoll.core.hyperparameters import IMPLEMENTATION
+from atoll.core.hyperparameters import IMPLEMENTATION, SCHEDULED
 
 Settings = list[dict[str, Any]]
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+def settings_of(optimizer: torch.optim.Optimizer, *, scheduled: bool = True) -> Settings:
     """The hyperparameters of each param group: those that the optimizer's class has, without what only says
-    how it computes. Tensors become numbers, or lists of them."""
+    how it computes. Tensors become numbers, or lists of them. Not `scheduled`: without what a scheduler may
+    set, where one is attached."""
     keys = [key for key in optimizer.defaults if key not in IMPLEMENTATION]
+    if not scheduled and any("initial_lr" in group for group in optimizer.param_groups):
+        keys = [key for key in keys if key not in SCHEDULED]
     return [{key: _plain(group[key]) for key in keys if key in group} for group in optimizer.param_groups]
 
 

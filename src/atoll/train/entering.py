@@ -36,10 +36,14 @@ class Entrance(Protocol):
 
 
 class ServedEntrance:
-    """A worker's part in who comes and goes. `entered()` fetches the parameters once this one takes part, and
-    gives the iteration that it makes next. `told_members(n)` is told how many live. `elastic`: all make the
-    same iterations (`bsp`, without sites), and data is dealt anew among them. `fixed`: they do, and it is not
-    (`bsp` between sites): who comes takes a lost worker's rank, and its part of the data."""
+    """A worker's part in who comes and goes.
+
+    `entered()` fetches the parameters once this one takes part, and gives the iteration that it makes next.
+    `told_members(n)` is told how many live, and `told_unlike(line)` of another worker that steps with other
+    hyperparameters. `elastic`: all make the same iterations (`bsp`, without sites), and data is dealt anew
+    among them. `fixed`: they do, and it is not (`bsp` between sites): who comes takes a lost worker's rank,
+    and its part of the data.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,9 @@ class ServedEntrance:
         told_members: Callable[[int], None],
         elastic: bool,
         fixed: bool = False,
+        told_unlike: Callable[[str], None] = lambda _line: None,
     ) -> None:
+        self._told_unlike = told_unlike
         self._shards, self._workers, self._state = shards, workers, state
         self._entered, self._told_members, self._elastic = entered, told_members, elastic
         self._fixed = fixed
@@ -163,6 +169,8 @@ class ServedEntrance:
     def told(self, committed: Committed) -> None:
         members = list(committed.workers)
         self._told_members(len(members))
+        if committed.unlike:
+            self._told_unlike(committed.unlike)
         if members and not self._shards.site:  # a site's shard knows its own workers alone
             self._workers.saw(members)
         if self._elastic and (members != self._members or committed.entering):

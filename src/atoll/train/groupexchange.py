@@ -118,11 +118,6 @@ class GroupReducer(RingReducer, Exchange):
         self._of_group = Contribution(0.0, 0.0)
         self.exchange_seconds = 0.0  # in all
 
-    @property
-    def is_within(self) -> bool:
-        """Whether an iteration's gradients are reduced, and its step is not made."""
-        return self._reduced
-
     def before_use(self, *_: object) -> None:
         """What is on its way is published by all members together, in `step`."""
 

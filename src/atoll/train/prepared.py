@@ -56,8 +56,9 @@ class Prepared:
 
     With `tiers`, the model lies in chunks there, by a strategy of theirs in place of `strategy`; where that
     is None, it is as without. `backward` is the session's. `counted(self, samples)` is called when backward
-    reaches a batch, and says how many of them count; `whole(self)` when an iteration is; `stepped(self)`
-    after each optimizer step, and `skipped(reason)` when the policy on NaN and infinities left one out.
+    reaches a batch, and says how many of them count; `whole(self)` when an iteration is; `begins_step(self)`
+    before each optimizer step and `stepped(self)` after it, and `skipped(reason)` when the policy on NaN and
+    infinities left one out.
     `warn_once(subject, line)` tells people a line once.
     """
 
@@ -73,6 +74,7 @@ class Prepared:
         strategy: Strategy,
         tiers: Tiers | None,
         backward: BackwardEnd,
+        begins_step: Callable[[Prepared], None],
         counted: Callable[[Prepared, float], float],
         whole: Callable[[Prepared], None],
         stepped: Callable[[Prepared], None],
@@ -80,6 +82,7 @@ class Prepared:
         warn_once: Callable[[str, str], None],
     ) -> None:
         self.config, self._workers, self.optimizer = config, workers, optimizer
+        self._begins_step = begins_step
         self._backward, self._counted, self._stepped, self._skipped = backward, counted, stepped, skipped
         self._whole, self.origin, self._warn_once = whole, origin, warn_once
         self.module: nn.Module = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
@@ -304,6 +307,7 @@ class Prepared:
                     "leave it trainable until after session.prepare, then freeze it until it is wanted"
                 )
         self.reducer.check_bound()
+        self._begins_step(self)
         self.reducer.before_step()
 
     def _accept(self, gradients: Sequence[Tensor]) -> bool:

@@ -66,6 +66,11 @@ class Reducer:
         self.consumed = 0.0
         self._accumulators = [get_gradient_edge(p).node for bound in chunks for p in bound.parameters]
 
+    @property
+    def is_within(self) -> bool:
+        """Whether an iteration's gradients are reduced, and its step is not made."""
+        return self._reduced
+
     def close(self) -> None:
         """Let go of the model: its parameters stay where they are, but nothing is reduced any more."""
         self._chunks.clear()

@@ -254,6 +254,7 @@ class Session:
                 strategy=self._strategy,
                 tiers=tiers,
                 backward=self._backward,
+                begins_step=self._begin_step,
                 counted=self._count_samples,
                 whole=self._iteration_whole,
                 stepped=self._stepped,
@@ -485,13 +486,17 @@ class Session:
         With `mean`, each worker's value counts by `weight` (1 each unless given).
         """
         with self._in_call("session.reduce", asked_of_reduce(value, op)):
-            return self._workers.reduce(value, op, weight)
+            reduced = self._workers.reduce(value, op, weight)
+        self._follow_samples()
+        return reduced
 
     def gather(self, value: Any) -> list[Any]:
         """Each worker's `value`, in order of rank; tensors of any shapes, or what JSON can hold. Every
         worker calls it."""
         with self._in_call("session.gather", asked_of_gather(value)):
-            return self._workers.gather(value)
+            gathered = self._workers.gather(value)
+        self._follow_samples()
+        return gathered
 
     # Saving and loading
 
@@ -698,6 +703,7 @@ class Session:
             self._state,
             entered=lambda: served.entered(),
             told_members=service.told_members,
+            told_unlike=partial(self._records.warn_once, "unlike hyperparameters"),
             elastic=self.config.sync.consistency == "bsp" and not fixed,
             fixed=self.config.sync.consistency == "bsp" and fixed,
         )
@@ -868,6 +874,12 @@ class Session:
                 staleness = self._service.staleness
             self._records.stepped(taken, prepared.own_samples, figures, staleness)
 
+    def _begin_step(self, prepared: Prepared) -> None:
+        """An optimizer step begins: others' samples may have become known since the last one. Where this
+        iteration's own are counted already, they are not behind this step's parameters."""
+        if not prepared.reducer.sums_samples:
+            self._state.follow_samples(prepared)
+
     def _see_to_schedules(self, prepared: Prepared) -> None:
         """An optimizer step is made: schedules by samples move on, and others are looked at."""
         self._state.follow_samples(prepared)
@@ -884,9 +896,11 @@ class Session:
             )
 
     def _follow_samples(self) -> None:
-        """Others' samples may have become known where the script makes no step."""
+        """Others' samples may have become known where the script makes no step; those of an iteration whose
+        step is yet to come do not count."""
         for prepared in self._state.prepared:
-            self._state.follow_samples(prepared)
+            if not (prepared.reducer.sums_samples and prepared.reducer.is_within):
+                self._state.follow_samples(prepared)
 
     def _make_stretch(self) -> Stretch | None:
         """What slows this worker down, where it is to be slower than it is."""

@@ -259,7 +259,8 @@ class Grouped(Served):
             grouping=lambda: self._regrouping().known(),
             told=lambda grouping: self._regrouping().move(grouping),
             hyperparameters=lambda: plain_hyperparameters(training.optimizer.param_groups),
-            settings=partial(settings_of, training.optimizer),
+            # A member that waits in a meeting takes part in iterations that its script does not count.
+            settings=partial(settings_of, training.optimizer, scheduled=sync.consistency == "bsp"),
             pipeline=sync.pipeline,
         )
 

@@ -104,12 +104,15 @@ class Commit(Message, frozen=True):
 class Committed(Message, frozen=True):
     """The contribution is in the log. `workers`, in order: BSP, whose contributions the iteration has; else,
     who lives. BSP: `entering` are those who come new with the next iteration; all who have made this one are
-    told the same. `grouping`: the contributor, under BSP each of them, knows of that one: they move to it."""
+    told the same. `grouping`: the contributor, under BSP each of them, knows of that one: they move to it.
+    `unlike`: another live contributor steps with other hyperparameters than this one, and no schedule says
+    why: a line on it."""
 
     iteration: Count
     workers: Annotated[list[Count], Meta(max_length=4096)] = []
     entering: Annotated[list[Count], Meta(max_length=4096)] = []
     grouping: Count = 0
+    unlike: Text = ""
 
 
 class Step(Message, frozen=True):
