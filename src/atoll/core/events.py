@@ -172,10 +172,12 @@ class MemorySeen(Event, frozen=True):
 
 
 class Skipped(Event, frozen=True):
-    """An iteration that no worker applied."""
+    """An iteration that no worker applied; `left_out`: whose contribution alone was left out of it, in words
+    (empty: all of it was)."""
 
     iteration: int
     reason: str
+    left_out: str = ""
 
 
 class Saved(Event, frozen=True):

@@ -62,6 +62,11 @@ def describe_event(event: AnyEvent) -> str:
     if isinstance(event, Decided):
         return f"{event.what}: {event.choice.partition(chr(10))[0]} ({event.reason})"
     if isinstance(event, Skipped):
+        if event.left_out:
+            return (
+                f"iteration {event.iteration}: the contribution of {event.left_out} was left out, and the "
+                f"others' count: {event.reason}"
+            )
         return f"iteration {event.iteration} was skipped on every worker: {event.reason}"
     if isinstance(event, Saved):
         return f"iteration {event.iteration} is saved in {event.path}"

@@ -20,9 +20,16 @@ from atoll.train.place import Place
 from atoll.train.session import Session
 
 # Memory tiers are those of a ring: its workers hold the model between them.
-COLLECTIVE = ("ring", "hierarchical", "tiers", "bsp")  # one mean for all, whose members wait for each other
-EVERYWHERE = (*COLLECTIVE, "ssp", "asp", "ps-hra", "peers", "peers-stale")
-_STRATEGIES = {"tiers": "ring", "peers-stale": "peers", "bsp": "server", "ssp": "server", "asp": "server"}
+COLLECTIVE = ("ring", "hierarchical", "tiers", "bsp", "ps-hra")  # all workers make each step of one mean
+EVERYWHERE = (*COLLECTIVE, "ssp", "asp", "ps-hra-asp", "peers", "peers-stale")
+_STRATEGIES = {
+    "tiers": "ring",
+    "bsp": "server",
+    "ssp": "server",
+    "asp": "server",
+    "ps-hra-asp": "ps-hra",
+    "peers-stale": "peers",
+}
 
 
 @contextmanager
@@ -42,13 +49,13 @@ def joined(place: Place, where: str, address: str, **sync: Any) -> Iterator[Sess
     options: dict[str, Any] = {"timeout": "60s"}
     if strategy == "peers":
         options["stale_max"] = 0 if where == "peers" else 2
-    if where in ("bsp", "ssp", "asp"):
-        options["consistency"] = where
+    if strategy in ("server", "ps-hra"):
+        options["consistency"] = where.rpartition("-")[2] if where != "ps-hra" else "bsp"
     config = Config(
         run=Run(strategy=strategy),
         sync=Sync(**{**options, **sync}),
         groups=Groups(count=place.world if where == "hierarchical" else 0),
-        memory=Memory(device="1MiB" if where == "tiers" else ""),
+        memory=Memory(device="1MiB", step="host") if where == "tiers" else Memory(),
     )
     with served_worker(address, place.rank) if address else nullcontext():
         if address:

@@ -326,6 +326,7 @@ class Prepared:
         reason = self._blame()
         if self.config.sync.nonfinite == "skip":
             self._skipped(reason)
+            self.reducer.refuse()
             return False
         raise NonFiniteGradientError(
             f"iteration {self.reducer.steps}: {reason}; set sync.nonfinite to 'skip' to leave such "

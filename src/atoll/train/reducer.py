@@ -208,6 +208,9 @@ class Reducer:
         names = [culprit] if culprit else self.own_nonfinite()
         return [f"{name!r} on worker {rank}" for name in names[:1]]
 
+    def refuse(self) -> None:
+        """The policy on NaN and infinities leaves this iteration out."""
+
     def clipped(self, max_norm: float, norm_type: float) -> None:
         """The script has clipped this iteration's gradients."""
 

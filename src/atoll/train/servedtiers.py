@@ -70,7 +70,7 @@ class ServedInTiers:
 
     def __init__(self, served: Served, tiers: Fits) -> None:
         self._served, self._tiers = served, tiers
-        self.collective = served.collective
+        self.collective, self.skips_together = served.collective, served.skips_together
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         made: list[TieredModel] = []

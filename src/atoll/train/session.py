@@ -258,9 +258,7 @@ class Session:
                 counted=self._count_samples,
                 whole=self._iteration_whole,
                 stepped=self._stepped,
-                skipped=lambda reason: self._records.emit(
-                    events.Skipped, iteration=self._state.iteration, reason=reason
-                ),
+                skipped=self._tell_skipped,
                 warn_once=self._records.warn_once,
             )
         self._state.prepared.append(prepared)
@@ -841,6 +839,23 @@ class Session:
         if self._sampling is not None and prepared is self._state.prepared[0]:
             return self._sampling.count(samples)
         return samples
+
+    def _tell_skipped(self, reason: str) -> None:
+        """The policy on NaN and infinities has left out this iteration, or this worker's part in it."""
+        left_out = ""
+        if not self._strategy.skips_together:
+            left_out = self._contributor
+        self._records.emit(events.Skipped, iteration=self._state.iteration, reason=reason, left_out=left_out)
+
+    @property
+    def _contributor(self) -> str:
+        """Who contributes as one with this worker, in words."""
+        names = [str(self._workers.place.name)]
+        if self._group_ring is not None:
+            names = [str(self._group_ring.place.name_of(rank)) for rank in range(self._group_ring.world)]
+        if self._node is not None:
+            names = [str(rank) for rank in self._node.introduction.workers_of(self._node.node)]
+        return f"worker{'s' * (len(names) > 1)} {' and '.join(names)}"
 
     def _iteration_whole(self, prepared: Prepared) -> None:
         if self._sampling is not None and prepared is self._state.prepared[0]:

@@ -81,6 +81,7 @@ class Strategy(Protocol):
     """Builds the two for a model."""
 
     collective: bool  # whether every worker makes each step with the same gradients
+    skips_together: bool  # whether a step that one worker does not accept is made by none
     brings_parameters: bool  # whether `build` gives every worker the trained parameters of worker 0
     brings_frozen: bool  # and gives one that comes late the others too
 
@@ -97,7 +98,7 @@ class Strategy(Protocol):
 class Alone:
     """Nothing is reduced, so no gradient is copied into a chunk either."""
 
-    collective = True
+    collective = skips_together = True
     brings_parameters = brings_frozen = False
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
@@ -114,7 +115,7 @@ class Alone:
 class OverRing:
     """Gradients are reduced over a ring; every worker steps all chunks."""
 
-    collective = True
+    collective = skips_together = True
     brings_parameters = brings_frozen = False
 
     def __init__(self, ring: Ring) -> None:
@@ -155,7 +156,7 @@ class Served:
 
     def __init__(self, service: Service, workers: ServedWorkers, config: Config, members: Members) -> None:
         self._service, self._workers, self._members = service, workers, members
-        self.collective = config.sync.consistency == "bsp"
+        self.collective = self.skips_together = config.sync.consistency == "bsp"
         self._models: list[ServedModel] = []
 
     @property

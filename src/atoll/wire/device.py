@@ -142,7 +142,8 @@ class Contribute(Message, frozen=True):
 
     `taken` is the global iteration that the parameters stood at with which they were computed. `present`: for
     each trainable chunk in order, one byte a slot, whether it has a gradient; zeros stand where not. `weight`
-    is 0 for gradients that are to be left out (NaN, policy "skip"). `note` (how long it took, say) goes to
+    is 0 for gradients that are to be left out (NaN, policy "skip"); `refused`: and no node is to make the
+    iteration's step, with whatever contributions. `note` (how long it took, say) goes to
     all nodes as it is, and comes back with Applied.
     """
 
@@ -154,6 +155,7 @@ class Contribute(Message, frozen=True):
     hyperparameters: Hyperparameters
     clip: Clip | None = None
     note: Note = b""
+    refused: bool = False
 
 
 class Freed(Message, frozen=True):

@@ -85,6 +85,7 @@ class About(Message, frozen=True):
     hyperparameters: Hyperparameters
     clip: Clip | None = None
     note: Note = b""
+    refused: bool = False
 
 
 class Piece(Message, frozen=True):

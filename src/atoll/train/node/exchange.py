@@ -96,6 +96,7 @@ class PeerExchange(Reducer):
         self._freed = 0  # slots of earlier iterations may be written again
         self._clip: Clip | None = None  # what the script asked of the mean in this iteration
         self._weighed = Contribution(0.0, 0.0)  # this iteration's
+        self._refused = False  # no node is to make this iteration's step
         self._stale = (
             False  # its gradients are of parameters from before the others went on without this node
         )
@@ -207,6 +208,9 @@ class PeerExchange(Reducer):
         self.check_unchanged()
         super().before_step()
 
+    def refuse(self) -> None:
+        self._refused = self._stale_max == 0  # else others may have computed with it already
+
     def clip(self, max_norm: float, norm_type: float) -> None:
         """The CPU side clips the mean, whose norm this node does not know."""
         self._clip = Clip(max_norm=float(max_norm), norm_type=float(norm_type))
@@ -221,7 +225,7 @@ class PeerExchange(Reducer):
         note = Said(self._node_pace())
         if self._worker.returned is None:  # else what was computed counts nowhere
             self._hand_over(accepted, hyperparameters, note)
-        self._clip, self._stale = None, False
+        self._clip, self._stale, self._refused = None, False, False
         if self._left:
             computing = began - self._left
             self._computing += 0.2 * (computing - self._computing) if self._computing else computing
@@ -332,6 +336,7 @@ class PeerExchange(Reducer):
                 hyperparameters=hyperparameters,
                 clip=self._clip,
                 note=msgspec.msgpack.encode(note),
+                refused=self._refused,
             )
         )
         sent_to = max(0, len(self._worker.members) - 1)

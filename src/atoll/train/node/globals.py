@@ -39,7 +39,8 @@ class Contribution:
     """What node `node` adds to an iteration: gradients [chunk.extent] of every trainable chunk, by id, and
     for each of them in which slots there is one (a byte each; zeros stand where there is none).
 
-    `weight` is its part in the mean; 0: it is left out (NaN, under "skip"). The gradients are only read.
+    `weight` is its part in the mean; 0: it is left out (NaN, under "skip"). `refused`: no step is made of the
+    iteration, whatever others contribute. The gradients are only read.
     """
 
     node: int
@@ -50,11 +51,13 @@ class Contribution:
     present: Mapping[int, bytes]
     hyperparameters: Hyperparameters
     clip: Clip | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an iteration: whether a step was made (not where all contributions were left out),
+    """What became of an iteration: whether a step was made (not where all contributions were left out, or
+    one was refused),
     `norm` of the mean before clipping, where it was asked for, and the digest of the parameters after it.
 
     `unlike`: of each node whose hyperparameters, or wish to clip, were not those of node `first`, which
@@ -223,11 +226,11 @@ class GlobalParameters:
     @torch.no_grad()
     def prepare(self, iteration: int, contributions: Sequence[Contribution]) -> Step | None:
         """What it takes to step with those of an iteration's contributions that are there, in order of node;
-        None where none of them counts. A norm is found once for the same ones."""
+        None where none of them counts, or one is refused. A norm is found once for the same ones."""
         wrong = self._wrong(contributions)
         contributions = [each for each in contributions if each.node not in wrong]
         counted = [each for each in contributions if each.weight > 0]
-        if not counted:
+        if not counted or any(each.refused for each in contributions):
             return None
         first, total = _first(contributions), sum(each.weight for each in counted)
         settings = self.optimizer.settings(first.hyperparameters)

@@ -47,7 +47,9 @@ class History:
             d.Part(each.key.life.node, each.key.life.incarnation, each.samples, each.weight, each.note)
             for each in abouts
         ]
-        skipped = "" if outcome.stepped else "no contribution was to be used"
+        refused = [str(each.key.life.node) for each in abouts if each.refused]
+        skipped = f"refused by node {' and '.join(refused)}" if refused else "no contribution was to be used"
+        skipped = "" if outcome.stepped else skipped
         digest = outcome.digest.hex()
         self.take_over(
             d.Applied(

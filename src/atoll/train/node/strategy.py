@@ -57,6 +57,7 @@ class Peers:
     ) -> None:
         self._worker, self._workers, self._state, self._pace = worker, workers, state, pace
         self._stale_max = stale_max
+        self.skips_together = stale_max == 0
         self._batches: list[PeerBatches] = []
         facts = max(_FACTS, stale_max + 2)
         self._facts: deque[tuple[int, dict[int, float]]] = deque(maxlen=facts)

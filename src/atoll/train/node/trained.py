@@ -96,6 +96,7 @@ class Trained:
             hyperparameters=given.hyperparameters,
             clip=given.clip,
             note=given.note,
+            refused=given.refused,
         )
         if reason := self.assembly.why_not(about, None):
             raise UserError(f"the worker's contribution to iteration {given.iteration} has {reason}")
@@ -148,6 +149,7 @@ class Trained:
             present=dict(zip(self.chunks, about.present, strict=True)),
             hyperparameters=about.hyperparameters,
             clip=about.clip,
+            refused=about.refused,
         )
 
     def apply(self, iteration: int, contributions: Sequence[steps.Contribution]) -> steps.Outcome:
