@@ -256,7 +256,8 @@ class Sharing:
 
     def _gather(self, key: Key, memory: Tensor) -> None:
         """Let all parts of a chunk's values come, side by side."""
-        self._fetch_parts(key, memory, self._others[key[0]], beside=lambda: self._copy_own(key, memory))
+        parts = [part for part in self._others[key[0]] if part.numel]
+        self._fetch_parts(key, memory, parts, beside=lambda: self._copy_own(key, memory))
 
     def _fetch_parts(
         self, key: Key, memory: Tensor, parts: Sequence[Part], beside: Callable[[], None] = lambda: None
@@ -319,7 +320,7 @@ class Sharing:
     def sum(self, chunk: int, flat: Tensor, what: str) -> Summing:
         """Begin to sum `flat`, (extent,) of the chunk, over the members. When it has ended, this member's
         part of it is the sum (memory/sums.py); the rest is undefined."""
-        if not self._others[chunk] and self.members.count == 1:
+        if not flat.numel() or (not self._others[chunk] and self.members.count == 1):
             return Over()
         stage = self._take_stage(chunk, None)
         stage.holds = None

@@ -121,13 +121,14 @@ class Holding(msgspec.Struct, frozen=True):
 
 def split_evenly(extents: Sequence[int], groups: Sequence[Sequence[int]]) -> Holding:
     """Symmetric sharding: each chunk, of so many elements, is split over the members of its group, evenly but
-    for one `UNIT`."""
+    for one `UNIT`. A chunk without elements is its group's first member's."""
     parts = []
     for extent, group in zip(extents, groups, strict=True):
         units, count = -(-extent // UNIT), len(group)
         bounds = [min(units * i // count * UNIT, extent) for i in range(count + 1)]
         of_members = zip(group, bounds, bounds[1:], strict=False)
-        parts.append(tuple(Part(member, begin, end) for member, begin, end in of_members if end > begin))
+        own = tuple(Part(member, begin, end) for member, begin, end in of_members if end > begin)
+        parts.append(own or (Part(group[0], 0, 0),))
     return Holding(tuple(map(tuple, groups)), tuple(parts))
 
 
