@@ -25,7 +25,9 @@ def train(session: atoll.Session, folder: str) -> int:
     optimizer = torch.optim.AdamW([{"params": rest}, {"params": [net.own], "weight_decay": 0.0}])
     session.prepare(net, optimizer)
     for _ in range(3):
-        (net(torch.randn(4, 32, dtype=torch.float64)).square().mean() + net.own.sum() + net.same.sum()).backward()
+        (
+            net(torch.randn(4, 32, dtype=torch.float64)).square().mean() + net.own.sum() + net.same.sum()
+        ).backward()
         session.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()

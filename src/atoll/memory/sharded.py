@@ -34,6 +34,7 @@ from atoll.memory.sharing import CODES, Sharing, code_of
 from atoll.memory.stepping import Stepper
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.clipping import check_max_norm
+from atoll.tensors.modulehooks import LeftBehind
 from atoll.tensors.settings import SettingsCode, settings_of
 
 
@@ -64,10 +65,11 @@ class Sharded(Moving):
         self.engine.written = self.sharing.written
         self.engine.fill = self.sharing.fill
         self.engine.must_tell = lambda chunk: not self.sharing.holds_all(chunk)
-        self._handles.append(model.register_forward_pre_hook(self._before_forward))
+        self._handles.append(model.register_forward_pre_hook(LeftBehind(self._before_forward)))
+        before, after = LeftBehind(self._before_load), LeftBehind(self._after_load)
         for module in model.modules():
-            self._handles.append(module.register_load_state_dict_pre_hook(self._before_load))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_post_hook(self._after_load))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
         if optimizer is not None:
             self._handles.append(
                 optimizer.register_load_state_dict_pre_hook(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.tensors.modulehooks import LeftBehind
 from atoll.train.samples import leading_dimension, tensors_in
 
 
@@ -72,12 +73,12 @@ class _Once:
             then()
 
 
-class BesideCompiled:
+class BesideCompiled(LeftBehind):
     """A module hook that runs in Python beside a compiled forward, and that a copied or saved module leaves
     behind."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
+        super().__init__(function)
         self._outside = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     def __call__(self, *arguments: Any) -> None:
@@ -85,14 +86,3 @@ class BesideCompiled:
             self._outside(*arguments)
         else:
             self._function(*arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_arguments: Any) -> None:
-    return None
