@@ -21,6 +21,7 @@ from atoll.memory.fitted import Moving
 from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
 from atoll.memory.payloads import SUM, VALUES, Payloads
 from atoll.moves.search import MemoryPlan
+from atoll.tensors.changed import same_bits
 
 
 class _WatchedSlot(Slot):
@@ -232,18 +233,23 @@ class Exchanged(Moving):
     def begin_values(self) -> None:
         """All values are about to change, as one."""
         self._before_step([each.chunk.id for each in self._trained])
+        self._new: list[nn.Parameter] = []  # those whose values have changed
 
     def write_values(self, chunk: Chunk, parameters: Sequence[nn.Parameter], values: Tensor) -> None:
         """Let these have new values: the slots of `values`, (chunk.extent,)."""
         for each, members in self._homes(parameters):
             with self._store.pin((each.chunk.id, VALUES), writes=True) as flat, torch.no_grad():
                 for index, slot in members:
-                    each.run(flat, slot).copy_(_run(chunk, values, index))
+                    own, new = each.run(flat, slot), _run(chunk, values, index)
+                    if not same_bits(own, new):
+                        own.copy_(new)
+                        self._new.append(each.parameters[slot])
 
     def end_values(self, *, stepped: bool) -> None:
         """All have come; `stepped`: by a step that the script has made."""
-        for each in self._trained:  # for autograd, too, they are other values now
-            torch.autograd.graph.increment_version(each.parameters)
+        if self._new:  # for autograd, too, they are other values now
+            torch.autograd.graph.increment_version(self._new)
+        self._new = []
         self.written.clear()
         if stepped:
             self._after_step()

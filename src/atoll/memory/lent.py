@@ -34,6 +34,7 @@ from atoll.memory.saved import ADDRESSES, Place
 from atoll.memory.stays import Stay
 from atoll.moves import Cache
 from atoll.moves.search import MemoryPlan
+from atoll.tensors.changed import same_bits
 
 Flats: TypeAlias = Mapping[int, Tensor]  # by the lender's chunk: its values or gradients, (extent,)
 
@@ -242,9 +243,21 @@ class LentModel(Moving):
         taken = self.engine.chunks.values() if is_all else self._trained
         ids = [each.chunk.id for each in taken]
         self._owners.check()
+        numbers = [
+            (slot.parameter, parameter)
+            for each in taken
+            for slot, parameter in zip(each.chunk.slots, each.parameters, strict=True)
+        ]
+        former = [self._loan.run(number) for number, _ in numbers]
         self.engine.out_of_date(ids)
         self._lent_engine.lend(ids, values)
-        torch.autograd.graph.increment_version([parameter for each in taken for parameter in each.parameters])
+        changed = [
+            parameter
+            for (number, parameter), before in zip(numbers, former, strict=True)
+            if not same_bits(before, self._loan.run(number))
+        ]
+        if changed:
+            torch.autograd.graph.increment_version(changed)
         self.engine.refresh(ids)
 
     @uninterrupted

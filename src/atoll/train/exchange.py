@@ -26,6 +26,7 @@ from atoll.core.scriptline import waiting_line
 from atoll.core.stands import gradients
 from atoll.net.returning import Payload
 from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.tensors.changed import ChangedParameters
 from atoll.tensors.payload import tensor_of
 from atoll.train.lossy import LossyPushes
 from atoll.train.messages import ChunkGradients, Message
@@ -89,6 +90,7 @@ class NewParameters:
         self._connection = connection
         self._staged: dict[int, Tensor | None] = {}  # None: it is in the parameters
         self._published: dict[int, Tensor] = {}  # the values that were put into the parameters
+        self._comparing = {bound.chunk.id: ChangedParameters(bound) for bound in chunks}
         self._publishing = False  # the script waits for it in `step`, or before its forward
         self._asked: int | None = None  # the clock of the pull under way
         self._share = (0, 1)  # which run of each chunk it is for, of how many
@@ -241,9 +243,11 @@ class NewParameters:
 
     def _put(self, bound: BoundChunk, values: Tensor | None) -> None:
         if values is not None:
+            changed = self._comparing[bound.chunk.id].between(self._published.get(bound.chunk.id), values)
             self._published[bound.chunk.id] = values
             bound.flat[: values.numel()].copy_(values)
-            torch.autograd.graph.increment_version(bound.parameters)
+            if changed:
+                torch.autograd.graph.increment_version(changed)
 
     def _what(self) -> str:
         """What is waited for, in words."""

@@ -24,6 +24,7 @@ from atoll.core.errors import UserError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, gradients
 from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.tensors.changed import ChangedParameters
 from atoll.train.node.memory import HostMemory
 from atoll.train.node.worker import NodeWorker
 from atoll.train.reducer import Reducer
@@ -101,6 +102,7 @@ class PeerExchange(Reducer):
             False  # its gradients are of parameters from before the others went on without this node
         )
         self._versions = self._seen()
+        self._comparing = [ChangedParameters(bound) for bound in self._chunks]
         self.seconds = 0.0  # in exchange and not waiting, of the latest step
         self.staleness = 0  # of the latest step's iteration, at its start
         self.pace: Callable[[], float] = lambda: 0.0  # seconds a sample at this device, as the session has it
@@ -384,9 +386,14 @@ class PeerExchange(Reducer):
 
     def _adopt(self, values: Mapping[int, Tensor]) -> None:
         """Let the parameters have these values, by chunk; nobody reads those taken before when it returns."""
-        for bound in self._chunks:
-            bound.flat[: bound.chunk.extent].copy_(values[bound.chunk.id])
-            torch.autograd.graph.increment_version(bound.parameters)
+        assert self._memory is not None
+        former = {} if self._held is None else self._memory.buffer(self._held)
+        for bound, comparing in zip(self._chunks, self._comparing, strict=True):
+            new = values[bound.chunk.id]
+            changed = comparing.between(former.get(bound.chunk.id), new)
+            bound.flat[: bound.chunk.extent].copy_(new)
+            if changed:
+                torch.autograd.graph.increment_version(changed)
 
     def _changed(self) -> list[str]:
         """The parameters whose values are not those that were taken."""

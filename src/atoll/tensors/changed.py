@@ -1,0 +1,47 @@
+"""Which parameters of a chunk new values change."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from atoll.tensors.binding import BoundChunk
+
+_HEAD = 64  # elements
+
+
+class ChangedParameters:
+    """Compares new values of a chunk with the former ones, parameter by parameter and bit by bit.
+
+    A step leaves a parameter without a gradient alone, and what autograd has saved of it stays valid then:
+    only the version of a parameter that has changed may be counted up. Nearly all change, in nearly all
+    elements, so one look at each parameter's first element spares most of the comparing.
+    """
+
+    def __init__(self, bound: BoundChunk) -> None:
+        self._slots = [
+            (slot.offset, slot.offset + slot.numel, parameter)
+            for slot, parameter in zip(bound.chunk.slots, bound.parameters, strict=True)
+            if slot.numel
+        ]
+        self._first = torch.tensor([begin for begin, _, _ in self._slots], dtype=torch.int64)
+
+    def between(self, former: Tensor | None, new: Tensor) -> list[nn.Parameter]:
+        """Those whose values differ in `new`, 1-D, from `former`; None: all of them."""
+        if former is None or former.numel() != new.numel():
+            return [parameter for _, _, parameter in self._slots]
+        inside = self._first[self._first < new.numel()]
+        heads = (former[inside] != new[inside]).tolist()
+        return [
+            parameter
+            for index, (begin, end, parameter) in enumerate(self._slots)
+            if end > new.numel() or heads[index] or not same_bits(former[begin:end], new[begin:end])
+        ]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether these hold the same bits; both are 1-D and contiguous."""
+    one, other = one.view(torch.uint8), other.view(torch.uint8)
+    if not torch.equal(one[:_HEAD], other[:_HEAD]):
+        return False
+    return not bool(one.ne(other).any())  # vectorised, which torch.equal is not
