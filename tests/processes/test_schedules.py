@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from run_command import wait_for
 from said import errors_to
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
@@ -266,50 +267,84 @@ def test_a_run_goes_on_at_a_server_and_without(pool: WorkerPool, tmp_path: Path)
         assert made[-1] == 0
 
 
-def outlive(rank: int, address: str, folder: str) -> None:
-    """In a process of its own: worker 1 dies in the first epoch. Model 0's scheduler goes by samples, and
-    model 1's by the iterations of the script."""
-    errors = os.open(f"{folder}/{rank}.log", os.O_CREAT | os.O_WRONLY)
+def outlive(rank: int, address: str, folder: str, life: int, waits: bool) -> None:
+    """In a process of its own: worker 1 dies in the first epoch of its first life.
+
+    Model 0's scheduler goes by samples, model 1's by the iterations of the script. `waits`: worker 0 does,
+    for worker 1's second life.
+    """
+    errors = os.open(f"{folder}/{rank}-{life}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(errors, 2)
     torch.set_num_threads(1)
     config = Config(run=Run(strategy="ring", elastic=True), sync=Sync(timeout="60s"))
-    made = []
+    made, worlds, hello = [], [], Path(folder, "hello")
     with served_worker(address, rank), atoll.join(config) as session:
         models = [session.prepare(*build(1)) for _ in range(2)]
         sampler = session.sampler(DATA, seed=0)
         loader = DataLoader(DATA, batch_size=BATCH, sampler=sampler)
-        by_samples, by_steps = (schedulers.LinearLR(o, 1.0, 0.0, 2 * len(loader)) for _, o in models)
+        by_samples, by_steps = (schedulers.LinearLR(o, 1.0, 0.0, STEPS_OF_TWO) for _, o in models)
         session.schedule(by_samples, total=2 * len(DATA))
-        for _ in range(2):
+        if life:
+            hello.touch()
+        session.resume()
+        for _ in range(sampler.epoch, 2):
             for (x,) in loader:
-                if rank == 1 and session.iteration == 3:
+                if rank == 1 and not life and session.iteration == 3:
                     os.kill(os.getpid(), signal.SIGKILL)
+                if waits and rank == 0 and session.iteration > 6:
+                    wait_for(hello.exists, "worker 1's second life")
+                    time.sleep(0.05)
                 for model, optimizer in models:
                     model(x).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
                 by_steps.step()
                 made.append(rates(models[0][1])[0])
-        Path(folder, "made.json").write_text(json.dumps([made, by_steps.last_epoch, by_steps.total_iters]))
+                worlds.append(session.world)
+        told = [made, worlds, by_steps.last_epoch]
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+
+
+STEPS_OF_TWO = 2 * len(DATA) // (2 * BATCH)
+
+
+def start(rank: int, address: str, folder: Path, life: int = 0, *, waits: bool = False) -> Any:
+    process = FORKSERVER.Process(target=outlive, args=(rank, address, str(folder), life, waits))
+    process.start()
+    return process
+
+
+def test_who_comes_late_has_the_others_schedule(tmp_path: Path) -> None:
+    """The members compare their hyperparameters at each step, the newcomer's first one too."""
+    with ServedRun(workers=2, shards=0, patience=1.0, heartbeat=0.2) as served:
+        first, second = (start(rank, served.address, tmp_path, waits=True) for rank in (0, 1))
+        second.join(60)
+        third = start(1, served.address, tmp_path, 1)
+        for process in (first, third):
+            process.join(90)
+    said = "".join((tmp_path / name).read_text() for name in ("0-0.log", "1-1.log"))
+    assert (first.exitcode, second.exitcode, third.exitcode) == (0, -signal.SIGKILL, 0), said
+    old, new = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert {1, 2} <= set(old[1])
+    assert new[0]
+    assert old[0] == sorted(old[0], reverse=True)
+    assert new[0] == old[0][-len(new[0]) :]
+    assert new[0][-1] == 0
 
 
 def test_who_outlives_another_worker_ends_where_the_samples_end(tmp_path: Path) -> None:
     with ServedRun(workers=2, shards=0, patience=1.0, heartbeat=0.2) as served:
-        workers = [
-            FORKSERVER.Process(target=outlive, args=(rank, served.address, str(tmp_path))) for rank in (0, 1)
-        ]
-        for worker in workers:
-            worker.start()
+        workers = [start(rank, served.address, tmp_path) for rank in (0, 1)]
         for worker in workers:
             worker.join(90)
-    said = (tmp_path / "0.log").read_text()
+    said = (tmp_path / "0-0.log").read_text()
     assert [worker.exitcode for worker in workers] == [0, -signal.SIGKILL], said
-    made, by_steps, length = json.loads((tmp_path / "made.json").read_text())
+    made, _, by_steps = json.loads((tmp_path / "0.json").read_text())
     assert made == sorted(made, reverse=True)
     assert made[-1] == 0
-    assert by_steps > length
+    assert by_steps > STEPS_OF_TWO
     assert said.count("LinearLR counts iterations, and the run has 1 workers now, not 2") == 1
-    assert said.count("LinearLR is past its end, step 24") == 0 or "worker 0: LinearLR" in said
+    assert said.count("is past its end, step 24") == 1
     assert said.count("session.schedule(scheduler, total=epochs * len(dataset))") == 2
 
 

@@ -246,3 +246,13 @@ def test_a_meeting_between_backward_and_step_moves_no_rate(session: Session) -> 
     assert position_of(scheduler) == 0
     optimizer.step()
     assert position_of(scheduler) == 1
+
+
+def test_training_past_the_total_is_told_of_once(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = session.prepare(*build())
+    session.schedule(schedulers.CosineAnnealingLR(optimizer, 2), total=2 * BATCH)
+    said = []
+    for _ in range(4):
+        step(session, model, optimizer)
+        said.append(capfd.readouterr().err.count("12 samples, and total=8: the CosineAnnealingLR stays at"))
+    assert said == [0, 0, 1, 0]

@@ -25,7 +25,15 @@ from atoll.store.leases import Leases
 from atoll.store.log import CommitLog, LogState
 from atoll.store.members import Membership
 from atoll.store.outcomes import Outcome, StoreError
-from atoll.store.shard import ApplyChunks, Asked, CombineChunks, Release, ShardState, StepChunks
+from atoll.store.shard import (
+    ApplyChunks,
+    Asked,
+    CombineChunks,
+    HeldState,
+    Release,
+    ShardState,
+    StepChunks,
+)
 from atoll.store.waits import deadlock
 from atoll.wire import messages
 from atoll.wire.messages import Commit, Committed, Lease, Leased, Pull, PullMean, Push, Replace, Used
@@ -954,3 +962,16 @@ def test_questions_for_some_chunks_are_joined_until_they_are_answered() -> None:
     for chunks in ([], [1]):  # all, and so that one too
         assert not state.handle_pull(0, Pull(incarnation=1, clock=1, chunks=chunks))
         assert [asked.pull.chunks for asked in state.waiting_pulls()] == [[0, 2], []]
+
+
+def test_a_shard_counts_the_samples_that_the_log_counts() -> None:
+    """Before its journal is read again, and after it."""
+    state = joined(ShardState([3], "asp", 0, consumed=100.0), 0)
+    assert state.handle_push(0, push(3, chunks=1), 1).staged
+    state.handle_entry(applied(0, 0))
+    again = ShardState.restored(msgspec.msgpack.decode(msgspec.msgpack.encode(state.state()), type=HeldState))
+    assert again.consumed == state.consumed == 100.0 + applied(0, 0).samples
+    other = joined(ShardState([], "bsp", 0), 0, 1)  # a shard without chunks follows the log too
+    members = [Member(worker=each, incarnation=each + 1, weight=1.0, samples=4.0) for each in (0, 1)]
+    other.handle_entry(Combine(iteration=0, members=members))
+    assert other.consumed == 8.0

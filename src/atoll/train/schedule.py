@@ -33,6 +33,7 @@ WAY_OUT = (
 )
 _RATES_APART = 0.1  # of the workers' mean rate of iterations, from which it is told
 _RATES_AFTER = 20  # iterations, before which a rate says little
+_PAST = 1.01  # of a schedule's samples, from which training past its end is told
 
 
 def length_of(scheduler: LRScheduler) -> int | None:
@@ -131,6 +132,17 @@ class SampleSchedule:
         for _ in range(self._made, due):
             self.scheduler.step()
         self._made = max(self._made, due)
+
+    def passed(self, consumed: float) -> str:
+        """In a line, that training goes on past its end; empty where it does not. What fills up the last
+        batches is not meant."""
+        if consumed <= _PAST * self.total:
+            return ""
+        return (
+            f"session.schedule: all workers have consumed {consumed:g} samples, and total={self.total:g}: "
+            f"the {self.name} stays at its end; total is the samples of the whole run, such as "
+            "epochs * len(dataset)"
+        )
 
     def state(self) -> dict[str, int]:
         """For a checkpoint, beside the scheduler's own state."""

@@ -902,6 +902,10 @@ class Session:
         workers = self._service_members() if not together else self.world
         consumed = prepared.reducer.consumed
         self._watches[id(prepared)].stepped(prepared.own_samples, consumed, workers, together)
+        for schedule in self._state.schedules if self.is_main else ():
+            passed = schedule.passed(consumed) if schedule.optimizer is prepared.optimizer else ""
+            if passed:
+                self._records.warn_once("the end of a schedule by samples", passed)
         if prepared.samples.guessed:
             samples = prepared.samples.unknown
             self._records.warn_once(
