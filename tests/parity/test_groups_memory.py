@@ -90,6 +90,7 @@ def train(place: Place, case: Case, address: str, uplink: Wanted) -> Seen:
                 seen.state = copy.deepcopy(optimizer.state_dict())
             for micro in range(case.accumulation):
                 inputs, targets = share_of(case, session.rank, step - begun if begun >= 0 else 0, micro)
+                session.weight(len(inputs))
                 loss = loss_of(model(inputs), targets) / case.accumulation
                 if micro < case.accumulation - 1:
                     with session.no_sync():
@@ -140,6 +141,7 @@ def train_mean(place: Place, case: Case, address: str, uplink: Wanted, tiered: b
             for micro in range(case.accumulation):
                 inputs, targets = share_of(case, session.rank, step, micro)
                 last = micro == case.accumulation - 1
+                session.weight(len(inputs))
                 with within_backward(session, tiered), nullcontext() if last else session.no_sync():
                     (loss_of(model(inputs), targets) / case.accumulation).backward()
             edit(model, step)

@@ -13,7 +13,7 @@ import pytest
 from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping, sizes_of
 from atoll.hub.planner import GroupingSettings, ScoreFor
-from atoll.testing.parity import Case, Trajectory, differences, train_grouped, train_plain
+from atoll.testing.parity import ALONE, Case, Trajectory, differences, train_grouped, train_plain
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun
 
@@ -45,12 +45,20 @@ def train(pool: WorkerPool, groups: int, shards: int, case: Case, uplink: str) -
     return found
 
 
+def firsts_of(workers: int, groups: int) -> list[tuple[int, int]]:
+    """Each group's first worker, whose buffers its members share, and its size."""
+    sizes = sizes_of(workers, groups)
+    return [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
+
+
 @pytest.mark.parametrize(("groups", "shards", "case"), CASES, ids=str)
 def test_groups_train_as_one_process_whoever_talks_to_the_shards(
     pool: WorkerPool, groups: int, shards: int, case: Case
 ) -> None:
     by_leader = train(pool, groups, shards, case, "leader")
-    found = differences(case, train_plain(case), by_leader, 1e-9)
+    firsts = [first for first, size in firsts_of(case.workers, groups) for _ in range(size)]
+    alike = train_plain(case, buffers_of=lambda step, share: firsts[share] if step > ALONE else share)
+    found = differences(case, alike, by_leader, 1e-9)
     assert not found, "\n".join(found)
     by_members = train(pool, groups, shards, case, "members")
     for leaders, members in zip(by_leader, by_members, strict=True):

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from atoll.testing.parity import Case, differences, train_plain, train_served
+from atoll.testing.parity import Case, differences, own_buffers, train_plain, train_served
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun
 
@@ -32,7 +32,7 @@ def test_sites_train_as_one_process(
 ) -> None:
     with ServedRun(4, shards=shards, sites=Counter(sites)) as served:
         pool.submit(train_served, case, served.address, lazy, sites, world=4)
-        plain = train_plain(case)
+        plain = train_plain(case, buffers_of=own_buffers)
         found = differences(case, plain, pool.collect(), 1e-9)
     assert not served.failures
     assert not found, "\n".join(found)

@@ -114,6 +114,7 @@ def train_members(place: Place, case: Case, groups: int = 0) -> Seen:
                 last = micro == case.accumulation - 1
                 with nullcontext() if last else session.no_sync():
                     inputs, targets = share_of(case, session.rank, step, micro)
+                    session.weight(len(inputs))  # of some models the output does not confirm it
                     loss = loss_of(model(inputs), targets)
                     (loss / case.accumulation).backward()
                     losses.append(loss.item())
@@ -130,8 +131,9 @@ def train_members(place: Place, case: Case, groups: int = 0) -> Seen:
     return seen
 
 
-def train_plain(case: Case, workers: int) -> Seen:
-    """The reference, in this process: each worker's share in turn, with buffers of its own."""
+def train_plain(case: Case, workers: int, *, apart: bool = False) -> Seen:
+    """The reference, in this process: each worker's share in turn. After each step all have the first one's
+    buffers; `apart`: each its own."""
     model, optimizer = make(case)
     seen = Seen(buffers=[{name: b.clone() for name, b in model.named_buffers()} for _ in range(workers)])
     for step in range(STEPS):
@@ -152,6 +154,8 @@ def train_plain(case: Case, workers: int) -> Seen:
             gradients.append([p.grad for p in model.parameters()])
             optimizer.zero_grad()
             seen.buffers[rank] = {name: b.clone() for name, b in model.named_buffers()}
+        if not apart:
+            seen.buffers = [seen.buffers[0]] * workers
         for parameter, *shares in zip(model.parameters(), *gradients, strict=True):
             parts = [g * (n / sum(counts)) for g, n in zip(shares, counts, strict=True) if g is not None]
             parameter.grad = torch.stack(parts).sum(0) if parts else None

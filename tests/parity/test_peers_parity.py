@@ -22,6 +22,7 @@ from atoll.testing.parity import (
     Case,
     Trajectory,
     differences,
+    own_buffers,
     train_atoll,
     train_peers,
     train_plain,
@@ -54,7 +55,7 @@ def same_bits(case: Case, nodes: list[Trajectory]) -> list[str]:
 
 def check(pool: WorkerPool, case: Case, tolerance: float) -> list[Any]:
     pool.submit(train_peers, case, world=case.workers)
-    plain = train_plain(case)
+    plain = train_plain(case, buffers_of=own_buffers)
     nodes = pool.collect()
     found = differences(case, plain, nodes, tolerance) + same_bits(case, nodes)
     assert not found, "\n".join(found)
@@ -108,7 +109,7 @@ def test_the_script_s_own_optimizer_is_imported(
     monkeypatch.setitem(OPTIMIZERS, "own", OWN[which])
     case = Case("odd", "own", workers=2, clip=True)
     nodes = pool.run(train_own, case, which, world=2)
-    found = differences(case, train_plain(case), nodes, 1e-9) + same_bits(case, nodes)
+    found = differences(case, train_plain(case, buffers_of=own_buffers), nodes, 1e-9) + same_bits(case, nodes)
     assert not found, "\n".join(found)
 
 

@@ -55,8 +55,8 @@ def bits(tensors: Iterable[Tensor]) -> list[bytes]:
 
 
 def train_plain(names: Sequence[str], world: int, nodes: int) -> tuple[list[bytes], list[bytes]]:
-    """The parameters after the steps of all workers, and worker 0's buffers: each has its own. Gradients are
-    added up by nodes."""
+    """The parameters after the steps of all workers, and worker 0's buffers: each node has its own. Gradients
+    are added up by nodes."""
     model, optimizer = make(names)
     parameters = list(model.parameters())
     buffers = [[b.clone() for b in model.buffers()] for _ in range(world)]

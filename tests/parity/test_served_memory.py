@@ -76,6 +76,7 @@ def train(
                 last = micro == case.accumulation - 1
                 with nullcontext() if last else session.no_sync():
                     inputs, targets = share_of(case, session.rank, step, micro)
+                    session.weight(len(inputs))
                     loss = loss_of(model(inputs), targets)
                     (loss / case.accumulation).backward()
                     losses.append(loss.item())
@@ -142,7 +143,7 @@ def check(
         addresses = [[run.__enter__().address for run in pair] for pair in runs]
         jobs = [(case, *pair) for case, pair in zip(cases, addresses, strict=True)]
         pool.submit(train_both, jobs, consistency, folder, world=workers)
-        plain = [train_plain(case, workers) for case in cases]
+        plain = [train_plain(case, workers, apart=True) for case in cases]
         trained = pool.collect()
     finally:
         for pair in runs:

@@ -11,7 +11,7 @@ import torch
 from test_parity import WORKERS, cases, is_quick, meeting
 
 from atoll.testing.models import MODELS
-from atoll.testing.parity import OPTIMIZERS, Case, differences, train_plain, train_served
+from atoll.testing.parity import OPTIMIZERS, Case, differences, own_buffers, train_plain, train_served
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun
 
@@ -24,7 +24,7 @@ def check(pool: WorkerPool, case: Case, number: int, tolerance: float) -> None:
     with ServedRun(case.workers, shards=1 + number % 3) as served:
         lazy = bool(number // 3 % 2)
         pool.submit(train_served, case, served.address, lazy, world=case.workers)
-        plain = train_plain(case)
+        plain = train_plain(case, buffers_of=own_buffers)
         found = differences(case, plain, pool.collect(), 0.0 if case.workers == 1 else tolerance)
     assert not served.failures
     assert not found, "\n".join(found)

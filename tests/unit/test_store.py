@@ -672,7 +672,7 @@ def test_a_mean_is_pulled_edited_and_stepped() -> None:
     assert "no mean" in state.handle_replace(0, early, 9).refused
     members = [Member(worker=w, incarnation=w + 1, weight=1.0 + w, samples=2.0) for w in (0, 1)]
     combine, release = state.handle_entry(Combine(iteration=0, members=members))
-    assert combine == CombineChunks(0, [(1.0, {3: (0, b"\1")}), (2.0, {3: (1, b"\1")})], 3.0, 4.0)
+    assert combine == CombineChunks(0, [(1.0, {3: (0, b"\1")}), (2.0, {3: (1, b"\1")})], 3.0, 4.0, alike=2.0)
     assert release == Release([0, 1])
     assert state.poll_pulls() == [Asked(0, mean)]
     assert state.handle_replace(0, early, 9).keep

@@ -142,7 +142,7 @@ class Sharded(Moving):
     def reduce(self, weight: float = 1.0, samples: float = 0.0) -> float:
         """When a backward has ended: gradients become the members' mean by `weight`. Gives the sum of
         `samples`. See `SharedGradients.reduce`."""
-        return self.gradients.reduce(weight, samples)
+        return self.gradients.reduce(weight, samples)[0]
 
     def all_finite(self) -> bool:
         """Whether all reduced gradients are finite."""

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from types import FrameType
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn.utils import clip_grad
 from atoll.core.errors import RunError, UserError
 from atoll.core.scriptline import script_line, waiting_line
 from atoll.core.stands import Stand, call, gradients
+from atoll.core.weighing import SAID, Certainty, said
 from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.payloads import Payloads
@@ -35,7 +37,7 @@ from atoll.tensors.finite import is_finite
 
 _UNDER_WAY = 2  # sums at once: while one travels, the next is made ready
 _FRAMES = 8  # from where p.grad is read to the function that reads it
-_FIRST = 3  # words of what members tell of a backward as a whole
+_FIRST = 3 + SAID  # words of what members tell of a backward as a whole
 _ABSENT = -1.0  # in the place of a norm: there is no gradient
 _PIECE = 2**20  # elements that are summed at once in double precision, which takes a copy of them
 
@@ -406,7 +408,7 @@ class SharedGradients(Gradients):
         sharing.gradient = self._for_others
         grouping = sharing.grouping  # what `reduce` tells, and less in all else:
         by_slot = (len(each.names) * len(grouping.groups(grouping.kind(each.chunk.id))) for each in chunks)
-        by_kind = (len(grouping.groups(kind)) for kind in grouping.kinds)
+        by_kind = (2 * len(grouping.groups(kind)) for kind in grouping.kinds)
         sharing.most_words = _FIRST + sum(by_kind) + sum(by_slot)
         self._bad = ""
 
@@ -445,22 +447,28 @@ class SharedGradients(Gradients):
         """This member's place in its script while gradients are summed."""
         return gradients(self._sharing.steps, waiting_line())
 
-    def reduce(self, weight: float, samples: float) -> float:
+    def reduce(
+        self, weight: float, samples: float, certain: bool = True, alike: float = 1.0
+    ) -> tuple[float, Certainty]:
         """At the end of a backward, on all members: their gradients become the mean by `weight`, each part of
-        it with its holder. A parameter counts where any member has a gradient; one of weight 0 has none.
+        it with its holder; where that is not `certain` on a member, by what each has as `alike`. A parameter
+        counts where any member has a gradient; one of weight 0 has none.
 
-        Gives the sum of `samples`. Raises UserError where weights sum to 0 though there are gradients.
-        """
+        Gives the sum of `samples`, and how certain weights are. Raises UserError where weights sum to 0
+        though there are gradients."""
+        alike = alike if weight > 0 else 0.0
         chunks, grouping = list(self._chunks.values()), self._sharing.grouping
         kinds = [grouping.kind(each.trained.chunk.id) for each in chunks]
-        told = [samples, weight, float(any(any(each.come) for each in chunks))]  # _FIRST of them
+        has_gradient = float(any(any(each.come) for each in chunks))
+        told = [samples, weight, has_gradient, *said(weight, alike, certain)]  # _FIRST of them
         for kind in grouping.kinds:
-            told += grouping.spread(kind, [weight])
+            told += grouping.spread(kind, [weight, alike])
         for kind, each in zip(kinds, chunks, strict=True):
             told += grouping.spread(kind, [float(weight > 0 and here) for here in each.come])
         what = f"the gradients of step {self._sharing.steps}"
         heard = iter(self._sharing.agree(told, what, self.where))
         samples, total, with_gradients = next(heard), next(heard), next(heard)
+        certainty = Certainty(list(islice(heard, SAID)))
         if total <= 0 and with_gradients:
             raise UserError(
                 f"step {self._sharing.steps}: the members' weights sum to {total:g}; session.weight must be "
@@ -468,15 +476,16 @@ class SharedGradients(Gradients):
             )
         scales = {}
         for kind in grouping.kinds:
-            (of_group,) = grouping.heard(kind, heard, 1)[grouping.own(kind)]
-            scales[kind] = weight / of_group if of_group > 0 else 0.0
+            by_weight, in_all = grouping.heard(kind, heard, 2)[grouping.own(kind)]
+            own, of_group = (weight, by_weight) if certainty.certain else (alike, in_all)
+            scales[kind] = own / of_group if of_group > 0 else 0.0
         there = [
             grouping.heard(kind, heard, len(each.come)) for kind, each in zip(kinds, chunks, strict=True)
         ]
         with torch.no_grad():  # around all: sums end in another order than that of their blocks
             self._sum(chunks, there, scales)
         self._sharing.passed()
-        return samples
+        return samples, certainty
 
     def _sum(
         self,

@@ -15,6 +15,7 @@ from torch import Tensor
 from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
+from atoll.core.weighing import KNOWN
 from atoll.server.logkeeper import IN_FLIGHT
 from atoll.server.payloads import Lent, payload_of, weighted_mean
 from atoll.server.snapshot import Heading, OpenRecord
@@ -56,6 +57,8 @@ class MeanOf:
     chunks: dict[int, tuple[Tensor, bytes]]
     weight: float
     samples: float
+    basis: str = KNOWN  # of the least certain weight
+    alike: float = 1.0  # workers that count
 
 
 class MeanState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +68,8 @@ class MeanState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     present: dict[int, bytes]
     weight: float
     samples: float
+    basis: str = KNOWN
+    alike: float = 1.0
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,6 +201,8 @@ class Model:
                 present={chunk: present for chunk, (_, present) in mean.chunks.items()},
                 weight=mean.weight,
                 samples=mean.samples,
+                basis=mean.basis,
+                alike=mean.alike,
             ),
             replaced=sorted(self._replaced),
             payloads=list(self._payloads),
@@ -218,7 +225,10 @@ class Model:
                 chunk: (tensor_of(mean[chunk], self.optimizer.dtype(chunk)), present)
                 for chunk, present in state.mean.present.items()
             }
-            self.mean = MeanOf(state.mean.iteration, chunks, state.mean.weight, state.mean.samples)
+            mean_of = state.mean
+            self.mean = MeanOf(
+                mean_of.iteration, chunks, mean_of.weight, mean_of.samples, mean_of.basis, mean_of.alike
+            )
 
     # -- filling it ---------------------------------------------------------------------------------------
 
@@ -419,7 +429,7 @@ class Model:
                 self._payloads.pop(handle, None)
 
     def _combine(self, action: CombineChunks, done: Done) -> None:
-        self.mean = MeanOf(action.iteration, {}, action.weight, action.samples)
+        self.mean = MeanOf(action.iteration, {}, action.weight, action.samples, action.basis, action.alike)
         for chunk in self.chunks:
             self.mean.chunks[chunk] = self._mean_of(action, chunk)
             reach("shard.combined", action.iteration)

@@ -244,7 +244,8 @@ class SiteModel(Model):
         """bsp: the site's mean goes up, and the mean over all sites comes down."""
         for chunk in self.chunks:
             self._push(chunk, *mean(chunk), action.weight, self.clock, CONTRIBUTION)
-        self._commit(action.weight, action.samples, [], used, self.clock, CONTRIBUTION)
+        counted = action.weight, action.samples, action.basis, action.alike
+        self._commit(counted, [], used, self.clock, CONTRIBUTION)
         self._await_mean(action.iteration, done)
 
     def _await_mean(self, iteration: int, done: Done) -> None:
@@ -358,7 +359,7 @@ class SiteModel(Model):
         weight = _weight(action, mean)
         for chunk, values, present in self._made_of(action, mean, edits):
             self._push(chunk, values, present, weight, clock, STEP)
-        self._commit(weight, mean.samples, settings, used, clock, STEP)
+        self._commit((weight, mean.samples, mean.basis, mean.alike), settings, used, clock, STEP)
 
     def _made_of(self, action: StepChunks, mean: MeanOf, edits: Edits) -> Iterator[tuple[int, Tensor, bytes]]:
         """What the site's workers have made of their mean: chunk, gradients, presence."""
@@ -390,18 +391,20 @@ class SiteModel(Model):
 
     def _commit(
         self,
-        weight: float,
-        samples: float,
+        counted: tuple[float, float, str, float],
         hyperparameters: list[dict[str, Any]],
         used: list[Used],
         clock: int,
         until: str,
     ) -> None:
+        weight, samples, basis, alike = counted
         commit = messages.Commit(
             incarnation=self._incarnation,
             iteration=clock,
             weight=weight,
             samples=samples,
+            basis=basis,
+            alike=alike,
             hyperparameters=hyperparameters,
             used=used,
         )

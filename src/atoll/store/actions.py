@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias, Union
 
+from atoll.core.weighing import KNOWN
 from atoll.store.losses import ChunkLoss
 from atoll.wire.messages import Hyperparameters
 
@@ -35,9 +36,11 @@ class CombineChunks:
 
     iteration: int
     contributions: list[tuple[float, Parts]]  # in order of worker
-    weight: float  # sums, for wire's Mean
+    weight: float  # sums of what was counted, for wire's Mean
     samples: float
     losses: list[dict[int, ChunkLoss]] = field(default_factory=list)  # empty: nothing was lost
+    basis: str = KNOWN  # of the least certain weight
+    alike: float = 1.0  # workers that count
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias, Union
 import msgspec
 from msgspec import Meta
 
+from atoll.core.weighing import KNOWN
 from atoll.store.outcomes import StoreError
 from atoll.wire.messages import Hyperparameters
 
@@ -28,12 +29,17 @@ class Joined(LogEntry, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose contribution is in a mean, and with what weight."""
+    """Whose contribution is in a mean, and with what weight. `counted` is its weight by samples (-1: as
+    `weight`), `basis` how certain that is, and `alike` the workers that it is of; without them it is as
+    `weight` says."""
 
     worker: Count
     incarnation: Count
     weight: float
     samples: float
+    counted: float = -1.0
+    basis: str = KNOWN
+    alike: float = 1.0
 
 
 class Combine(LogEntry, frozen=True):

@@ -216,6 +216,10 @@ class CommitLog:
         refusal = self._roster.unknown(worker, commit.incarnation)
         if refusal:
             return Outcome(refused=refusal)
+        if commit.weight > 0 >= commit.alike or not math.isfinite(commit.alike):
+            return Outcome(
+                refused=f"worker {worker} commits with weight {commit.weight}, of {commit.alike} workers"
+            )
         if not (math.isfinite(commit.weight) and math.isfinite(commit.samples)):
             return Outcome(refused=f"worker {worker} commits with weight {commit.weight}, which is no number")
         draft = Draft()

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from atoll.core.hyperparameters import difference_line, first_difference
+from atoll.core.weighing import are_certain, told_unlike, weight_of
 from atoll.store.entries import Combine, Joined, Member, Step
 from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
@@ -209,11 +210,19 @@ class Rounds:
             for worker, incarnation in self._members.items()
         ):
             return False
-        members = []
+        members, certain = [], are_certain(self._commits[worker] for worker in self._members)
         for worker, incarnation in self._members.items():
             commit = self._commits[worker]
             members.append(
-                Member(worker=worker, incarnation=incarnation, weight=commit.weight, samples=commit.samples)
+                Member(
+                    worker=worker,
+                    incarnation=incarnation,
+                    weight=weight_of(commit, certain),
+                    samples=commit.samples,
+                    counted=-1.0 if certain else commit.weight,
+                    basis=commit.basis,
+                    alike=commit.alike,
+                )
             )
             draft.counted.append((worker, commit))
             self._stages.forget_through(worker, incarnation, self._iteration)
@@ -227,6 +236,10 @@ class Rounds:
             workers=sorted(self._combined),
             entering=sorted(self._entering),
             grouping=min(self._commits[worker].grouping for worker in self._members),
+            alike=not certain,
+            counts=told_unlike(
+                f"iteration {self._iteration}", {worker: self._commits[worker] for worker in self._members}
+            ),
         )
         for worker, incarnation in self._members.items():
             draft.reply(worker, incarnation, self._told)

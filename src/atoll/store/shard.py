@@ -8,6 +8,7 @@ from typing import TypeAlias, TypeVar, Union
 
 import msgspec
 
+from atoll.core.weighing import worst
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, PushOutcome, Release, StepChunks
 from atoll.store.entries import Apply, Combine, Entry, Fenced, Idle, Joined, Step
 from atoll.store.losses import ChunkLoss, told_of
@@ -355,10 +356,12 @@ class ShardState:
         losses = [found.losses for found in members] if any(found.losses for found in members) else []
         self._combined = entry.iteration
         self._mean_of = frozenset(member.worker for member in entry.members)
-        weight = sum(member.weight for member in entry.members)
+        weight = sum(each.weight if each.counted < 0 else each.counted for each in entry.members)
         samples = sum(member.samples for member in entry.members)
         self.consumed += samples
-        combine = CombineChunks(entry.iteration, taken, weight, samples, losses)
+        basis = worst([member.basis for member in entry.members if member.weight > 0])
+        alike = sum(member.alike for member in entry.members if member.weight > 0)
+        combine = CombineChunks(entry.iteration, taken, weight, samples, losses, basis, alike)
         return [combine, *_release(*(parts for _, parts in taken))]
 
     def _step(self, entry: Step) -> list[Action]:

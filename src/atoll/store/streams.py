@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from atoll.core.hyperparameters import difference_line, unscheduled_difference
+from atoll.core.weighing import KNOWN, are_certain, told_unlike, weight_of
 from atoll.store.entries import Apply, Joined
 from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
@@ -27,6 +28,9 @@ class Stream(msgspec.Struct, forbid_unknown_fields=True):
     pending: dict[int, messages.Commit] = {}
     told: messages.Committed | None = None  # the latest: who has lost it is told the same
     seen_before: Count = 0  # as `seen`, at the own one before that
+    weight: float = 0.0  # of its latest contribution in the log, and the next two: as wire's Commit
+    basis: str = KNOWN
+    alike: float = 1.0
 
 
 class StreamsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="streams"):
@@ -41,6 +45,7 @@ class StreamsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     start: Count
     scaled: str = "weight"
     settings: dict[int, messages.Hyperparameters] = {}
+    step_alike: float = 0.0
 
 
 class Streams:
@@ -49,6 +54,9 @@ class Streams:
     The step that it goes to is made at once, with the mean of what has come to it so far, and made again with
     each that still comes. So a step is what it is under BSP; whoever asks gets the parameters after it, as
     far as they are known, which is what its own next contribution, to the next step, is due at.
+
+    Contributions weigh by samples while the latest ones of all who live are certain (core/weighing.py); else
+    all workers count alike, from the first one on that is not.
     """
 
     def __init__(
@@ -63,6 +71,7 @@ class Streams:
         self._applied = 0
         self._in_step = 0  # contributions to the open step; 0 where none is open
         self._step_weight = 0.0  # theirs, damped
+        self._step_alike = 0.0  # the same of the workers that they are of
         self._step_settings: messages.Hyperparameters = []  # the mean of theirs
         self._settings: dict[int, messages.Hyperparameters] = {}  # of each live worker's latest contribution
         self._start = steps  # where one begins who joins while nobody lives
@@ -75,6 +84,7 @@ class Streams:
             applied=self._applied,
             in_step=self._in_step,
             step_weight=self._step_weight,
+            step_alike=self._step_alike,
             step_settings=self._step_settings,
             start=self._start,
             scaled=self._scaled,
@@ -86,7 +96,7 @@ class Streams:
         streams = cls(roster, stages, state.start, state.limit, state.scaled)
         streams._streams, streams._applied = _copies(state.streams), state.applied
         streams._in_step, streams._step_weight = state.in_step, state.step_weight
-        streams._step_settings = state.step_settings
+        streams._step_settings, streams._step_alike = state.step_settings, state.step_alike
         streams._settings = dict(state.settings)
         return streams
 
@@ -146,7 +156,9 @@ class Streams:
         if commit is None or self._stages.missing(worker, stream.incarnation, stream.clock):
             return False
         staleness = self._staleness(stream, commit.behind)
-        number, part, enough = self._add(commit, staleness)
+        stream.weight, stream.basis, stream.alike = commit.weight, commit.basis, commit.alike
+        certain = are_certain(self._streams.values())
+        number, part, enough = self._add(commit, staleness, certain)
         draft.write(
             Apply(
                 worker=worker,
@@ -170,6 +182,8 @@ class Streams:
             workers=sorted(self._streams),
             grouping=commit.grouping,
             unlike=self._unlike(worker, commit),
+            alike=not certain,
+            counts=told_unlike(f"iteration {stream.clock} of worker {worker}", self._streams),
         )
         draft.reply(worker, stream.incarnation, stream.told)
         self._stages.forget_through(worker, stream.incarnation, stream.clock)
@@ -199,21 +213,24 @@ class Streams:
             return max(float(behind), others - 1.0)
         return max(0.0, others / (len(self._streams) - 1) - 1.0)
 
-    def _add(self, commit: messages.Commit, staleness: float) -> tuple[int, float, bool]:
+    def _add(self, commit: messages.Commit, staleness: float, certain: bool) -> tuple[int, float, bool]:
         """Count a contribution to the open step, or to a new one: its number there, its share of the weight
-        so far, and whether the step now has enough."""
+        so far (by samples where all are `certain`), and whether the step now has enough."""
         if self._in_step >= len(self._streams):  # those whom it waited for are gone
             self._in_step = 0
         # Up to 1 it is chance, and what is in flight all have: all would count for less.
         divisor = max(1.0, staleness - commit.behind)
-        weight = commit.weight / divisor if self._scaled == "weight" else commit.weight
+        damped = divisor if self._scaled == "weight" else 1.0
+        weight, alike = commit.weight / damped, weight_of(commit, certain=False) / damped
         settings = commit.hyperparameters
         if self._scaled == "rate":
             settings = [_slower(group, divisor) for group in settings]
         if self._in_step == 0:
-            self._step_weight, self._step_settings = 0.0, settings
+            self._step_weight, self._step_alike, self._step_settings = 0.0, 0.0, settings
         self._step_weight += weight
-        part = weight / self._step_weight if self._step_weight > 0 else 0.0
+        self._step_alike += alike
+        own, total = (weight, self._step_weight) if certain else (alike, self._step_alike)
+        part = own / total if total > 0 else 0.0
         self._step_settings = _moved(self._step_settings, settings, part)
         number = self._in_step + 1
         enough = number >= len(self._streams)
@@ -245,6 +262,9 @@ def _copies(streams: dict[int, Stream]) -> dict[int, Stream]:
             dict(stream.pending),
             stream.told,
             stream.seen_before,
+            stream.weight,
+            stream.basis,
+            stream.alike,
         )
         for worker, stream in streams.items()
     }

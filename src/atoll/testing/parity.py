@@ -1,9 +1,8 @@
 """The same few steps by Atoll's session and by plain PyTorch, and where the two part.
 
-`train_plain` is the reference: one process computes each worker's share in turn, each with its
-own buffers, takes the mean of the gradients weighted by samples, and steps a plain optimizer.
-`train_atoll` is what a user writes. `differences` compares them after every step.
-"""
+`train_plain` is the reference: one process computes each worker's share in turn, takes the mean of the
+gradients weighted by samples, and steps a plain optimizer. `train_atoll` is what a user writes. `differences`
+compares them after every step."""
 
 from __future__ import annotations
 
@@ -186,7 +185,10 @@ def _train(
         for micro in range(case.accumulation):
             last = micro == case.accumulation - 1
             with nullcontext() if last else session.no_sync():
-                part = tiny.loss(model, tiny.batch(rank, step, micro, dtype=case.dtype))
+                batch = tiny.batch(rank, step, micro, dtype=case.dtype)
+                if tiny.kind == "tokens":  # the batch may be either dimension of (samples, CONTEXT)
+                    session.weight(batch.samples)
+                part = tiny.loss(model, batch)
                 torch.autograd.backward(part / case.accumulation)
                 loss += part.item()
         if case.clip:
@@ -200,23 +202,30 @@ def _train(
     return seen
 
 
+def own_buffers(_step: int, share: int) -> int:
+    """For `train_plain`: where each worker has its own, until the workers meet."""
+    return share
+
+
 def train_plain(
     case: Case,
     *,
     model: nn.Module | None = None,
     set_to_none: bool = True,
     edit: Callable[[nn.Module], None] | None = None,
+    buffers_of: Callable[[int, int], int] = lambda _step, _share: 0,
 ) -> Trajectory:
     """The reference, by plain PyTorch in this process.
 
     `model` stands for the case's own (compiled, say); `set_to_none` is how the script zeroes gradients;
-    `edit` may change them before each step.
+    `edit` may change them before each step. After each step, a share has the buffers of share
+    `buffers_of(step, share)`: as in a ring, all have those of share 0, unless it says otherwise.
     """
     tiny, seen = case.tiny, Trajectory()
     model = tiny.build(case.dtype) if model is None else model
     optimizer, scheduler = OPTIMIZERS[case.optimizer](model)
     parameters = list(model.parameters())
-    buffers = [_clones(model) for _ in range(case.workers)]  # each share counts for itself
+    buffers = [_clones(model) for _ in range(case.workers)]
     kept: list[Tensor | None] = [None for _ in parameters]  # what zero_grad leaves for the next step
     for step in range(case.steps):
         losses: list[float] = []
@@ -231,6 +240,7 @@ def train_plain(
             losses.append(loss)
             samples.append(count)
             gradients.append([p.grad for p in parameters])
+        buffers = [buffers[buffers_of(step, share)] for share in range(case.workers)]
         for index, parameter in enumerate(parameters):
             parameter.grad = _weighted_mean([g[index] for g in gradients], samples)
         if case.clip:

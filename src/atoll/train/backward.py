@@ -26,6 +26,7 @@ class BackwardEnd:
         self._ring, self._stretch = ring, stretch
         self._reducers: list[Reducer] = []
         self._armed = False
+        self.number = 0  # of the backward that is under way, or comes next
 
     def add(self, reducer: Reducer) -> None:
         self._reducers.append(reducer)
@@ -52,11 +53,13 @@ class BackwardEnd:
             self._stretch.begin()
         if self._armed:
             self._armed = False
+            self.number += 1
             for reducer in self._reducers:
                 reducer.abandon()
 
     def _end(self) -> None:
         self._armed = False
+        self.number += 1
         self.settle()
         waiting = [reducer for reducer in self._reducers if reducer.synchronous]
         for reducer in self._reducers:

@@ -344,6 +344,13 @@ class Exchange(Reducer):
     def _handle_committed(self, _shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
         assert isinstance(message, Committed)
         self._counted = message
+        self._weighed_by(message)
+
+    def _weighed_by(self, counted: Committed) -> None:
+        """How contributions weigh, as the log says."""
+        self.count_alike = counted.alike
+        if counted.counts:
+            self._calls.counts_unlike(counted.counts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -404,6 +411,8 @@ class Exchange(Reducer):
                 iteration=self.steps,
                 weight=own.weight,
                 samples=own.samples,
+                basis=own.basis,
+                alike=own.alike,
                 hyperparameters=hyperparameters,
                 used=self.connection.used(),
                 behind=behind,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.tensors.modulehooks import LeftBehind
-from atoll.train.samples import leading_dimension, tensors_in
+from atoll.train.samples import Seen, seen_in, tensors_in
 
 
 class ForwardHooks:
@@ -17,8 +17,8 @@ class ForwardHooks:
     over.
 
     `before()` runs before each. When backward reaches what a forward gave, and will leave gradients in the
-    model's parameters (`accumulates()`; torch.autograd.grad does not), `reached(samples)` is called, once
-    for each forward, with the leading dimension of its first tensor argument, or None.
+    model's parameters (`accumulates()`; torch.autograd.grad does not), `reached(seen)` is called with what
+    the forward shows of its number of samples; None where a backward before has reached the forward already.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class ForwardHooks:
         *,
         before: Callable[[], None],
         accumulates: Callable[[], bool],
-        reached: Callable[[float | None], None],
+        reached: Callable[[Seen | None], None],
     ) -> None:
         self._model, self._before, self._accumulates, self._reached = model, before, accumulates, reached
         self._handles = [
@@ -46,31 +46,33 @@ class ForwardHooks:
     def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._records(module):
             return
-        samples = leading_dimension((args, kwargs))
+        seen = seen_in((args, kwargs), output)
         reached = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if not reached:  # an output of a kind that cannot be looked into: the forward itself must count
-            self._reached(samples)
+            self._reached(seen)
             return
-        once = _Once(self._accumulates, lambda: self._reached(samples))
+        hook = _Reached(self._accumulates, self._reached, seen)
         for tensor in reached:
-            tensor.register_hook(once)  # type: ignore[no-untyped-call]
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _records(self, module: nn.Module) -> bool:
         return module is self._model and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
-class _Once:
-    """A gradient hook that calls `then()` the first time that `condition()` holds."""
+class _Reached:
+    """A gradient hook that calls `then(seen)` the first time that `condition()` holds, and `then(None)` from
+    then on."""
 
-    def __init__(self, condition: Callable[[], bool], then: Callable[[], None]) -> None:
-        self._condition = condition
-        self._then: Callable[[], None] | None = then
+    def __init__(
+        self, condition: Callable[[], bool], then: Callable[[Seen | None], None], seen: Seen
+    ) -> None:
+        self._condition, self._then = condition, then
+        self._seen: Seen | None = seen
 
     def __call__(self, _gradient: Tensor) -> None:
-        then = self._then
-        if then is not None and self._condition():
-            self._then = None
-            then()
+        if self._condition():
+            seen, self._seen = self._seen, None
+            self._then(seen)
 
 
 class BesideCompiled(LeftBehind):

@@ -143,7 +143,7 @@ class GroupReducer(RingReducer, Exchange):
 
     def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
         self._used += self._everyones
-        self._of_group = Contribution(agreed.weight, agreed.samples)
+        self._of_group = agreed.contribution
         self._group_is_whole(own)
 
     def _group_is_whole(self, own: Contribution) -> None:
@@ -156,6 +156,9 @@ class GroupReducer(RingReducer, Exchange):
         told, self._told = self._told, 0
         if told:
             self._move(told)
+
+    def _weighed_by(self, counted: Committed) -> None:
+        """Only one member hears it from the log; `_take_word` tells all. Within the group the ring weighs."""
 
     def join(self, contributor: int, what: str) -> None:
         """Take part in a new group's iterations, with the parameters that its leader is given for it."""
@@ -190,6 +193,7 @@ class GroupReducer(RingReducer, Exchange):
         # What was measured alone is not what the others have measured.
         self._order.sort(key=lambda message: message.number)
         self._order_is_measured, self._reference = False, 1.0
+        self.count_alike = self._counts_told = False
         self._treatments.latest = None
 
     def _is_again(self, outgoing: Outgoing) -> bool:
@@ -276,6 +280,8 @@ class GroupReducer(RingReducer, Exchange):
                 iteration=outgoing.iteration,
                 weight=outgoing.own.weight,
                 samples=outgoing.own.samples,
+                basis=outgoing.own.basis,
+                alike=outgoing.own.alike,
                 hyperparameters=outgoing.hyperparameters,
                 used=outgoing.used,
                 grouping=self._grouping(),
@@ -302,6 +308,8 @@ class GroupReducer(RingReducer, Exchange):
         again."""
         self.connection.shards.answered(COMMIT)
         self.connection.members.told(counted)
+        if counted.counts:
+            self._calls.counts_unlike(counted.counts)
         self.contributors = list(counted.workers) or self.contributors
         if counted.grouping > self._heard:
             self._told = self._heard = counted.grouping
@@ -397,8 +405,9 @@ class GroupExchange(GroupReducer):
             agreed, order = self._ring.round(what, lambda: self._reduce(Contribution(0.0, 0.0)), self.steps)
             if self._able:
                 self._publish(agreed)
+                self._take_over(agreed)
                 self._leave_in(order)
-                self._of_group = Contribution(agreed.weight, agreed.samples)
+                self._of_group = agreed.contribution
                 self._used += self._everyones
         finally:
             self._waits = False

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError
-from atoll.train.sampler import ShardedSampler, epoch_order
+from atoll.train.sampler import ShardedSampler, SizesSeen, epoch_order
 from atoll.wire.messages import Leased, Used
 
 FIRST_LEASE = 32  # samples, until a batch has been seen
@@ -75,6 +75,7 @@ class LeasedSampler(Sampler[int]):
         self.given = 0  # indices given since the iteration started
         self._consumed = self._reported = 0  # of those given: trained on; named by `used`
         self._batch = 0  # the most samples that were consumed at once
+        self._sizes_seen = SizesSeen()
         self._seed, self._epoch, self._loads = int(seed), 0, 0
         self._begun = self._whole = False  # the iteration of this epoch was begun; has reached its end
         self._queue: deque[Run] = deque()  # leased, and given before anything else is leased
@@ -142,7 +143,12 @@ class LeasedSampler(Sampler[int]):
         up with."""
         filled = self._filled_among(self._consumed - self._reported, int(samples))
         self.consumed += int(samples)
+        self._sizes_seen.counted(self.given)
         return samples - filled
+
+    def next_sizes(self) -> set[float]:
+        """As DealtSampler's."""
+        return self._sizes_seen.next(self.given - self._consumed)
 
     def _filled_among(self, first: int, count: int) -> int:
         """How many of `count` samples, from the `first` that is held on, only fill up."""

@@ -26,6 +26,7 @@ from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import ParameterOptimizer
 from atoll.train.members import WorkerMembers
 from atoll.train.reducer import Calls, Reducer, ReducingAtEnd
+from atoll.train.ring import take_beside, tell_beside
 from atoll.train.rounds import Ring
 from atoll.train.servedtiers import ServedInTiers, check_served, staging_bytes
 from atoll.train.strategies import Alone, Grouped, OverRing, Served, Stepper, Strategy, Training
@@ -93,6 +94,7 @@ def tiers_for(
         memory,
         lambda: WorkerMembers(place, config.timeout_seconds, number, groups if len(groups) > 1 else (), ring),
         of_group=_of_group(config),
+        ring=ring,
     )
 
 
@@ -108,10 +110,15 @@ class Tiers:
     _steps_here = True  # a worker that is alone makes the optimizer's steps itself
 
     def __init__(
-        self, memory: Memory, connect: Callable[[], WorkerMembers] | None, *, of_group: str = ""
+        self,
+        memory: Memory,
+        connect: Callable[[], WorkerMembers] | None,
+        *,
+        of_group: str = "",
+        ring: Ring | None = None,
     ) -> None:
-        """`of_group`: as `_of_group`."""
-        self._memory, self._connect, self._of_group = memory, connect, of_group
+        """`of_group`: as `_of_group`; `ring` is the members', if there are any."""
+        self._memory, self._connect, self._of_group, self.ring = memory, connect, of_group, ring
         self._members: WorkerMembers | None = None
         self._plan: MemoryPlan | None = None  # where there are members
         self.fitted: Fitted | None = None
@@ -261,13 +268,23 @@ class MembersReducer(ReducingAtEnd):
 
     def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, tiers: Tiers) -> None:
         super().__init__(chunks, calls)
-        self._tiers = tiers
+        self._tiers, self._buffers, self._counts_told = tiers, calls.buffers, False
 
     def reduce(self) -> None:
-        own, shared = self._contribute(), self._tiers.shared
+        own, shared, ring = self._contribute(), self._tiers.shared, self._tiers.ring
         assert shared is not None
+        assert ring is not None
         self._calls.leaving()
-        samples = shared.reduce(own.weight, own.samples)
+        samples, certainty = shared.gradients.reduce(own.weight, own.samples, own.is_certain)
+        summed: list[float] = []
+        if self._buffers is not None:
+            summed = ring.sum(self._buffers.said(), f"which buffers have changed in iteration {self.steps}")
+        beside = tell_beside(
+            ring, own, certainty, self._buffers, summed, steps=self.steps, tells=not self._counts_told
+        )
+        self.count_alike = not certainty.certain
+        if take_beside(beside, self._buffers, self.steps, self._calls.counts_unlike):
+            self._counts_told = True
         self.bytes_sent = self._tiers.bytes_sent
         self._done(own, samples)
 

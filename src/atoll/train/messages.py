@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from atoll.core.weighing import SAID as SAID_OF_WEIGHT
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.train.alike import SAID
 from atoll.train.channel import Pending
@@ -150,6 +151,11 @@ class Message:
         for chunk in self.chunks:
             chunk.again()
 
+    def take_anew(self) -> None:
+        """Its gradients are to be scaled otherwise."""
+        for chunk in self.chunks:
+            chunk.taken = 0
+
     def write_tail(self, values: Sequence[float]) -> None:
         """Put `values` into the spare room."""
         start = self.gradients.numel()
@@ -167,8 +173,9 @@ class Message:
         return f"{which} (with {self.chunks[0].bound.names[0]!r})"
 
 
-def lay_messages(chunks: Iterable[BoundChunk], at_least: int) -> list[Message]:
-    """Messages of neighbouring chunks of one dtype, each of `at_least` bytes where there are so many."""
+def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> list[Message]:
+    """Messages of neighbouring chunks of one dtype, each of `at_least` bytes where there are so many; with
+    room for an agreement that has `more` values beside its HEAD and those for messages and parameters."""
     groups: list[list[BoundChunk]] = []
     for bound in chunks:
         small = groups and sum(member.chunk.nbytes for member in groups[-1]) < at_least
@@ -177,13 +184,14 @@ def lay_messages(chunks: Iterable[BoundChunk], at_least: int) -> list[Message]:
         else:
             groups.append([bound])
     parameters = sum(len(bound.parameters) for group in groups for bound in group)
-    messages = [Message(group, room=parameters + len(groups) + HEAD) for group in groups]
+    messages = [Message(group, room=parameters + len(groups) + HEAD + more) for group in groups]
     for number, message in enumerate(messages):
         message.number = number
     return messages
 
 
-HEAD = 5 + SAID  # values of an agreement besides those for each message and each parameter
+# Values of an agreement besides those for each message, each parameter and each buffer:
+HEAD = 5 + SAID + SAID_OF_WEIGHT
 
 
 def _aligned(elements: int, size: int) -> int:

@@ -25,6 +25,7 @@ from atoll.tensors.torch_compat import count_unscaling
 from atoll.train.agreement import check_same, describe
 from atoll.train.apart import take_from_groups
 from atoll.train.backward import BackwardEnd
+from atoll.train.buffers import ModelBuffers
 from atoll.train.clipping import GradientNorm
 from atoll.train.exchange import Exchange, MeanSteps
 from atoll.train.forwards import BesideCompiled, ForwardHooks
@@ -34,7 +35,7 @@ from atoll.train.node.ring import OfDevices
 from atoll.train.origin import Origin
 from atoll.train.othersteps import OtherSteps
 from atoll.train.reducer import Calls
-from atoll.train.samples import Contribution, SampleCount
+from atoll.train.samples import Contribution, SampleCount, Seen
 from atoll.train.strategies import Strategy, Training
 from atoll.train.syncnorm import check_sync_batch_norm
 from atoll.train.workers import Workers
@@ -55,12 +56,11 @@ class Prepared:
     """What `session.prepare` makes of one (model, optimizer) pair.
 
     With `tiers`, the model lies in chunks there, by a strategy of theirs in place of `strategy`; where that
-    is None, it is as without. `backward` is the session's. `counted(self, samples)` is called when backward
-    reaches a batch, and says how many of them count; `whole(self)` when an iteration is; `begins_step(self)`
-    before each optimizer step and `stepped(self)` after it, and `skipped(reason)` when the policy on NaN and
-    infinities left one out.
-    `warn_once(subject, line)` tells people a line once.
-    """
+    is None, it is as without. `backward` is the session's. `counted(self, seen)` is called when backward
+    reaches a batch, and says how many samples count (None: that is not known) and how certain that is;
+    `counts_unlike(line)` as a reducer's Calls have it; `whole(self)` when an iteration is;
+    `begins_step(self)` before each optimizer step and `stepped(self)` after it, and `skipped(reason)` when
+    the policy on NaN and infinities left one out. `warn_once(subject, line)` tells people a line once."""
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class Prepared:
         tiers: Tiers | None,
         backward: BackwardEnd,
         begins_step: Callable[[Prepared], None],
-        counted: Callable[[Prepared, float], float],
+        counted: Callable[[Prepared, Seen], tuple[float | None, str]],
+        counts_unlike: Callable[[str], None],
         whole: Callable[[Prepared], None],
         stepped: Callable[[Prepared], None],
         skipped: Callable[[str], None],
@@ -88,6 +89,8 @@ class Prepared:
         self.module: nn.Module = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
         count_unscaling()
         self.samples = SampleCount()
+        # The latest backward that reached a forward, and the latest that left gradients:
+        self._reached_in = self._came_in = -1
         self.own_samples = 0.0  # since the last step
         _refuse_wrapped(self.module)
         _refuse_sparse(self.module)
@@ -133,6 +136,7 @@ class Prepared:
                         # One by one: all may not be in memory at once.
                         take_from_groups(workers, parameter, tiers.groups_of(features.get(name, "")))
         workers.take_from_first(self.module.buffers(), "worker 0's buffers")
+        self.buffers = ModelBuffers(self.module)
         self.norm = GradientNorm(self.parameters)
         self.trained = {name for chunk in trained for name in chunk.names}
         self.reducer, self.stepper = strategy.build(
@@ -143,12 +147,14 @@ class Prepared:
                 frozen=[chunk for chunk in self.chunks if not chunk.parameters[0].requires_grad],
                 elementwise=elementwise,
                 calls=Calls(
-                    arm=backward.arm,
+                    arm=self._gradient_came,
                     contribution=self.samples.contribution,
                     committed=self._committed,
                     leaving=backward.settle,
                     dropped=lambda: warn_once("dropped gradients", _DROPPED),
                     edited=self._tell_of_edits,
+                    counts_unlike=counts_unlike,
+                    buffers=self.buffers if len(self.buffers) else None,
                 ),
                 hooks=StepHooks(self._before_step, self._accept, self._after_step),
                 config=config,
@@ -288,15 +294,26 @@ class Prepared:
                 )
         self._backward.before_forward()
 
-    def _backward_reaches(self, samples: float | None) -> None:
-        if samples is not None:
-            self.samples.count(self._counted(self, samples))
+    def _backward_reaches(self, seen: Seen | None) -> None:
+        self._reached_in = self._backward.number
+        if seen is not None:
+            samples, basis = self._counted(self, seen)
+            if samples is not None:
+                self.samples.count(samples, basis)
         if torch._C._current_graph_task_id() != -1:
             self._backward.arm()
 
+    def _gradient_came(self) -> None:
+        """Autograd hands over a gradient."""
+        if self._came_in != self._backward.number:
+            self._came_in = self._backward.number
+            if self._reached_in != self._came_in:
+                self.samples.missed()
+        self._backward.arm()
+
     def _committed(self, own: Contribution, _group_samples: float) -> None:
         self.own_samples += own.samples
-        self.samples.use()
+        self.samples.use(alike=self.reducer.count_alike)
         self._whole(self)
 
     def _before_step(self) -> None:

@@ -22,6 +22,7 @@ from atoll.memory.proxies import edits_of
 from atoll.tensors.binding import BoundChunk, check_usable
 from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
+from atoll.train.buffers import ModelBuffers
 from atoll.train.messages import ChunkGradients, Message, lay_messages
 from atoll.train.samples import Contribution
 
@@ -35,6 +36,8 @@ class Calls:
     contribution and the group's samples when the iteration is whole; `leaving()` before gradients leave;
     `dropped()` where hooks of the script's have left none of the gradients of a backward; `edited()` where
     the script has changed all gradients between two backwards that come before one reduction.
+    `counts_unlike(line)` where workers count alike in a mean that would be another one by their counts: what
+    people are to be told of it. `buffers` are the model's; None: nobody takes any.
     """
 
     arm: Callable[[], None]
@@ -43,6 +46,8 @@ class Calls:
     leaving: Callable[[], None]
     dropped: Callable[[], None] = lambda: None
     edited: Callable[[], None] = lambda: None
+    counts_unlike: Callable[[str], None] = lambda _line: None
+    buffers: ModelBuffers | None = None
 
 
 class Reducer:
@@ -56,6 +61,7 @@ class Reducer:
     def __init__(self, chunks: Sequence[BoundChunk], calls: Calls) -> None:
         self._chunks, self._calls = list(chunks), calls
         self._own: Contribution | None = None  # fixed when the first message leaves
+        self.count_alike = False  # all workers, in the latest iteration: whatever they have counted
         self.synchronous = True  # False within no_sync
         self.sends_early = True  # while backward goes on
         self.unsent = False  # gradients have come that no reduction has seen

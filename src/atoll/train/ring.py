@@ -22,11 +22,14 @@ from atoll.core import points
 from atoll.core.errors import RunError, UserError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, gradients
+from atoll.core.weighing import GUESSED, KNOWN, Certainty, counted, counts_unlike
+from atoll.core.weighing import SAID as SAID_OF_WEIGHT
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
 from atoll.train.alike import SAID, Treatment, Treatments, are_alike, difference
+from atoll.train.buffers import ModelBuffers
 from atoll.train.channel import BrokenRingError
-from atoll.train.messages import HEAD, ChunkGradients, Message
+from atoll.train.messages import HEAD, ChunkGradients, Message, lay_messages
 from atoll.train.reducer import Calls, SendingReducer
 from atoll.train.ringbytes import gather_bytes
 from atoll.train.rounds import Ring
@@ -66,12 +69,16 @@ class RingReducer(SendingReducer):
     ) -> None:
         """It is for model `number` of the session; all of them share a `boundary`. `settings()` gives the
         hyperparameters of its optimizer, which members must have alike."""
+        self._buffers = calls.buffers
         super().__init__(chunks, calls, message_bytes)
         self._ring, self._number = ring, number
         self._boundary = boundary or Boundary()
         self._order_is_measured = False
         self._generation = ring.generation  # of the ring that this iteration's messages leave in
-        self._reference = 1.0  # the last iteration's sum of weights
+        self._reference = 1.0  # the last iteration's sum of weights, or number of workers if they count alike
+        # By which this iteration's gradients are scaled, until the agreement shows what is right:
+        self._scaled_alike, self._scaled_by = False, 1.0
+        self._counts_told = False  # the line on counts that differ; alike on all members
         self._treatments = Treatments(settings)
         self._means_seen: list[tuple[Tensor | None, int]] = []  # the means, and at which versions
         self._agreement_rides = _agreement_rides(self._order)
@@ -81,9 +88,15 @@ class RingReducer(SendingReducer):
     def shows_mean(self) -> bool:
         return self.steps_here and self._reduced and not self.unsent
 
+    def _lay(self, chunks: Sequence[BoundChunk], message_bytes: int) -> list[Message]:
+        return lay_messages(chunks, message_bytes, 0 if self._buffers is None else len(self._buffers))
+
     def _scale(self) -> float:
         """What this worker's gradients are multiplied by before the sum; fixed when the first one comes."""
-        return self._contribute().weight / self._reference
+        return self._scale_of(self._contribute())
+
+    def _scale_of(self, own: Contribution) -> float:
+        return (own.counts_alike if self._scaled_alike else own.weight) / self._scaled_by
 
     def _contribute(self) -> Contribution:
         begins = self._own is None
@@ -92,7 +105,7 @@ class RingReducer(SendingReducer):
         own = super()._contribute()
         if begins:
             self._generation = self._ring.generation
-            self._mean_of_one(own)
+            self._scale_as_before(own)
         return own
 
     def admit(self) -> bool:
@@ -103,9 +116,11 @@ class RingReducer(SendingReducer):
         self._ring.admit()
         return True
 
-    def _mean_of_one(self, own: Contribution) -> None:
-        if self._ring.world == 1 and own.weight > 0:
-            self._reference = own.weight  # a mean over one is what it was, to the bit
+    def _scale_as_before(self, own: Contribution) -> None:
+        """Scale gradients as turned out to be right in the iteration before."""
+        if self._ring.world == 1 and own.weight > 0:  # a mean over one is what it was, to the bit
+            self._reference = own.counts_alike if self.count_alike else own.weight
+        self._scaled_alike, self._scaled_by = self.count_alike, self._reference
 
     def _send(self, message: Message, said: Sequence[float] = ()) -> None:
         """Begin to reduce a message, with what this worker says for the agreement if it rides along."""
@@ -135,6 +150,7 @@ class RingReducer(SendingReducer):
             self._boundary.awaited = agreed.newcomers
         self._treatments.latest = None  # all know
         self._publish(agreed)
+        self._take_over(agreed)
         self._look()
         self._leave_in(order)
         points.reach("ring.published", self.steps)
@@ -162,17 +178,47 @@ class RingReducer(SendingReducer):
         points.reach("ring.all_sent", self.steps)
         self._wait(self._order)
         agreed = self._agree(own, self._order[-1].read_tail(len(said)) if self._agreement_rides else None)
-        while agreed.dirty:
-            again = [
-                message for message, dirty in zip(self._order, agreed.dirty_messages, strict=True) if dirty
-            ]
+        while agreed.dirty or self._is_scaled_wrongly(agreed):
+            if self._is_scaled_wrongly(agreed):
+                again = self._order
+                self._scale_as(agreed)
+                for message in again:
+                    message.take_anew()
+            else:
+                again = [m for m, dirty in zip(self._order, agreed.dirty_messages, strict=True) if dirty]
+                for message in again:
+                    message.again()
             for message in again:
-                message.again()
                 self._send(message)
             self._wait(again)
             agreed = self._agree(own)
+        self._tell_beside(own, agreed)
         points.reach("ring.agreed", self.steps)
         return agreed, self._measured_order()
+
+    def _is_scaled_wrongly(self, agreed: Agreement) -> bool:
+        """Whether gradients were scaled for another mean than the one that is right, and not the same one."""
+        return self._scaled_alike == agreed.certainty.certain and not agreed.certainty.equal
+
+    def _scale_as(self, agreed: Agreement) -> None:
+        self._scaled_alike, self._scaled_by = not agreed.certainty.certain, agreed.total
+
+    def _tell_beside(self, own: Contribution, agreed: Agreement) -> None:
+        agreed.beside = tell_beside(
+            self._ring,
+            own,
+            agreed.certainty,
+            self._buffers,
+            agreed.buffers,
+            steps=self.steps,
+            tells=not self._counts_told,
+        )
+
+    def _take_over(self, agreed: Agreement) -> None:
+        """What comes with the iteration beside gradients."""
+        self.count_alike = not agreed.certainty.certain
+        told = take_beside(agreed.beside, self._buffers, self.steps, self._calls.counts_unlike)
+        self._counts_told = self._counts_told or told
 
     def _begin_anew(self, own: Contribution) -> None:
         """The ring in which messages had left is no more."""
@@ -181,7 +227,7 @@ class RingReducer(SendingReducer):
             message.dirty = False
         self._next = 0
         self._generation = self._ring.generation
-        self._mean_of_one(own)
+        self._scale_as_before(own)
 
     def before_step(self) -> None:
         super().before_step()
@@ -236,14 +282,16 @@ class RingReducer(SendingReducer):
                 f"iteration {self.steps}: the workers' weights sum to {agreed.weight:g}; "
                 "session.weight must be above 0 on a worker that has gradients"
             )
-        factor = self._reference / agreed.weight if agreed.weight > 0 else 1.0
+        # Where all weights are equal both means are the same, and gradients may be scaled for either:
+        total = agreed.workers_or_weight(self._scaled_alike)
+        factor = self._scaled_by / total if agreed.weight > 0 else 1.0
         for message in self._order:
             if factor != 1.0:
                 message.gradients.mul_(factor)
         for chunk, here in zip(self._gradients_in_order(), agreed.present, strict=True):
             chunk.publish(here)
         if agreed.weight > 0:
-            self._reference = agreed.weight
+            self._reference = agreed.total
 
     def _gradients_in_order(self) -> list[ChunkGradients]:
         return [chunk for message in self._order for chunk in message.chunks]
@@ -261,11 +309,11 @@ class RingReducer(SendingReducer):
         """What this worker says about this iteration; the workers' sum is an Agreement."""
         rows = [[p.grad is not None for p in c.bound.parameters] for c in self._gradients_in_order()]
         present = [here and own.weight > 0 for row in rows for here in row]
-        head = [own.weight, own.samples, self.steps % _STEPS, any(any(row) for row in rows)]
-        head.append(self._number == 0 and self._ring.is_awaited)
-        head += self._treatments.said()
-        assert len(head) == HEAD
-        return [float(value) for value in (*head, *(message.dirty for message in self._order), *present)]
+        awaited = self._number == 0 and self._ring.is_awaited
+        head = head_of(own, self.steps, any(any(row) for row in rows), awaited, self._treatments)
+        buffers = [] if self._buffers is None else self._buffers.said()
+        dirty = [float(message.dirty) for message in self._order]
+        return [*head, *dirty, *map(float, present), *buffers]
 
     def _agree(self, own: Contribution, summed: list[float] | None = None) -> Agreement:
         """What all workers say about this iteration; that all have said it makes it whole. `summed` if it
@@ -304,24 +352,29 @@ class RingReducer(SendingReducer):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to scale its sums, to the bit, as this one would."""
-        return {**super().state_dict(), "reference": self._reference}
+        return {**super().state_dict(), "reference": self._reference, "count_alike": self.count_alike}
 
     def member_state(self) -> dict[str, Any]:
-        """And the order in which messages leave, where it is measured; and whether the loop begins here."""
+        """And the order in which messages leave, where it is measured; whether the loop begins here; and
+        whether people were told of counts."""
         order = [message.id for message in self._order] if self._order_is_measured else []
         begins = self._boundary.begins_with == self._number
-        return {**super().member_state(), "order": order, "begins": begins}
+        told = self._counts_told
+        return {**super().member_state(), "order": order, "begins": begins, "counts_told": told}
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
         super().check_member_state(state)
         if state["order"] and sorted(state["order"]) != sorted(message.id for message in self._order):
             raise ValueError(f"messages leave in the order {state['order']!r}, which are not this model's")
+        if type(state["counts_told"]) is not bool:
+            raise ValueError(f"whether people were told of counts is {state['counts_told']!r}")
         if type(state["begins"]) is not bool:
             raise ValueError(f"whether the loop begins with this model is {state['begins']!r}")
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         super().load_member_state(state)
         self._leave_in(state["order"])
+        self._counts_told = state["counts_told"]
         if state["begins"]:
             self._boundary.begins_with = self._number
 
@@ -335,17 +388,86 @@ class RingReducer(SendingReducer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._reference = state.get("reference", 1.0)
+        self.count_alike = bool(state.get("count_alike", False))
         self._treatments.latest = None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What comes with an iteration where there is any: what each worker has `counted`, by its name, where the
+    counts differ and are not certain; and the buffers to be taken over, by index, with their bytes."""
+
+    counted: dict[int, str]
+    buffers: tuple[list[int], Tensor] | None = None
+
+
+def tell_beside(
+    ring: Ring,
+    own: Contribution,
+    certainty: Certainty,
+    buffers: ModelBuffers | None,
+    summed: Sequence[float],
+    *,
+    steps: int,
+    tells: bool,
+) -> Beside:
+    """Tell one another what an agreement has no room for. `summed` is what all said of their `buffers`;
+    `tells`: people are to be told what was counted. The buffers are those of the first worker that has a
+    batch. A collective, of which all members know alike which parts it has."""
+    channel = ring.agreement
+    words: dict[int, str] = {}
+    if tells and not certainty.certain and not certainty.equal:
+        word = counted(own.weight, own.basis) if own.weight > 0 else ""
+        said = gather_bytes(channel, word.encode(), f"what the workers counted in iteration {steps}")
+        words = {ring.place.name_of(rank): each.decode() for rank, each in enumerate(said) if each}
+    changed = ModelBuffers.to_take(summed)
+    if buffers is None or not changed or ring.world == 1:
+        return Beside(words)
+    root = 0
+    if 0 < certainty.workers < ring.world:
+        having = torch.zeros(ring.world)
+        having[ring.rank] = float(own.weight > 0)
+        channel.wait(channel.sum(having), f"who has a batch in iteration {steps}")
+        root = having.gt(0).tolist().index(True)
+    packed = buffers.packed(changed)
+    channel.wait(channel.broadcast(packed, root), f"the buffers of worker {ring.place.name_of(root)}")
+    return Beside(words, (changed, packed))
+
+
+def take_beside(
+    beside: Beside, buffers: ModelBuffers | None, steps: int, counts_unlike_told: Callable[[str], None]
+) -> bool:
+    """Do what `tell_beside` has brought; whether people were told of counts."""
+    if beside.counted:
+        counts_unlike_told(counts_unlike(f"iteration {steps}", beside.counted))
+    if buffers is not None:
+        if beside.buffers is not None:
+            buffers.take(*beside.buffers)
+        buffers.settle()
+    return bool(beside.counted)
+
+
+def head_of(
+    own: Contribution, steps: int, has_gradient: bool, awaited: bool, treatments: Treatments
+) -> list[float]:
+    """The first HEAD values of what a worker says in an agreement: its contribution, its number of steps,
+    whether it has gradients, whether newcomers wait, and what it made of the mean before."""
+    head = [own.weight, own.samples, float(steps % _STEPS), float(has_gradient), float(awaited)]
+    head += own.said() + treatments.said()
+    assert len(head) == HEAD
+    return head
 
 
 class Agreement:
     """The workers' sums for one iteration: weight, samples, steps, how many have gradients, how many know of
-    newcomers, what each made of the mean before, dirty messages, and the presence of each gradient, chunk by
-    chunk (of `slots` parameters each)."""
+    newcomers, how certain weights are, what each made of the mean before, dirty messages, the presence of
+    each gradient, chunk by chunk (of `slots` parameters each), and which buffers have changed."""
 
     def __init__(self, summed: list[float], messages: int, slots: list[int]) -> None:
-        self.weight, self.samples, self.steps, self.with_gradients, newcomers = summed[: HEAD - SAID]
+        self.weight, self.samples, self.steps, self.with_gradients, newcomers = summed[:5]
+        self.certainty = Certainty(summed[5 : 5 + SAID_OF_WEIGHT])
         self.alike = are_alike(summed[HEAD - SAID : HEAD])
+        self.beside = Beside({})
         self.newcomers = newcomers > 0
         self.dirty_messages = [count > 0 for count in summed[HEAD : HEAD + messages]]
         self.dirty = any(self.dirty_messages)
@@ -354,6 +476,21 @@ class Agreement:
         for count in slots:
             self.present.append([value > 0 for value in summed[start : start + count]])
             start += count
+        self.buffers = summed[start:]
+
+    @property
+    def total(self) -> float:
+        """What the mean is over: the weights, or the workers, where they count alike."""
+        return self.workers_or_weight(not self.certainty.certain)
+
+    def workers_or_weight(self, alike: bool) -> float:
+        return self.certainty.workers if alike else self.weight
+
+    @property
+    def contribution(self) -> Contribution:
+        """What all of them are together, where they speak as one."""
+        basis = KNOWN if self.certainty.certain else GUESSED
+        return Contribution(self.weight, self.samples, basis, self.certainty.workers)
 
 
 def _agreement_rides(messages: Sequence[Message]) -> bool:

@@ -52,6 +52,7 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         self._before = 0  # ticks of this iteration in earlier deals
         self._each = 0  # ticks that an iteration takes, as far as is known
         self._made: int | None = None  # iterations since a return into this deal, until its loop has ended
+        self._sizes_seen = SizesSeen()
         self._length = length_of(dataset)
         self._seed, self._epoch = int(seed), 0
         self._whole = False  # whether the iteration has given its last tick
@@ -129,7 +130,13 @@ class DealtSampler(Sampler[Given], Generic[Given]):
     def count(self, samples: float) -> float:
         """A backward has reached this many samples: how many of them count in the mean."""
         self.consumed += int(samples)
+        self._sizes_seen.counted(self.given)
         return samples
+
+    def next_sizes(self) -> set[float]:
+        """What the next batch's number of samples may be, as far as this sampler knows: all that is given and
+        not trained on; or what a loader that fetches ahead has asked for at a time."""
+        return self._sizes_seen.next(self.given - self.consumed)
 
     def state_dict(self, consumed: int | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The place in the epoch, from every worker's `place`; or from how many samples all have consumed.
@@ -416,6 +423,10 @@ class BatchesSampler(DealtSampler[list[int]]):
             used += 1
         return used
 
+    def next_sizes(self) -> set[float]:
+        used = self._used()
+        return {float(max(1, self._sizes[used]))} if used < self.given else set()
+
     def count(self, samples: float) -> float:
         used = self._used()
         is_fill = used < self.given and self._sizes[used] == 0
@@ -444,6 +455,26 @@ class BatchesSampler(DealtSampler[list[int]]):
         del self._sizes[tick:]
         self._sizes.append(len(items))
         return [self._index(*item) for item in items] or [self._index(self._epoch, 0)]
+
+
+class SizesSeen:
+    """The sizes of batches that a loader makes of single indices, by how many it has asked for between two
+    batches that were trained on: with workers of its own it fetches ahead, and asks for one batch each
+    time."""
+
+    def __init__(self) -> None:
+        self._given = self._asked = self._usual = 0
+
+    def counted(self, given: int) -> None:
+        """A batch is trained on, and `given` indices were given since the iteration began."""
+        asked = given - self._given if given >= self._given else given
+        if asked and asked == self._asked:
+            self._usual = asked
+        self._given, self._asked = given, asked or self._asked
+
+    def next(self, left: int) -> set[float]:
+        """The sizes that the next batch may have, of which `left` indices are given and not trained on."""
+        return {float(size) for size in (left, self._usual) if 0 < size <= left}
 
 
 def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Tensor:

@@ -28,6 +28,7 @@ from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
 from atoll.core.scriptline import script_line
 from atoll.core.stands import call, end
+from atoll.core.weighing import GUESSED, KNOWN, NONE
 from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.backward import BackwardEnd
 from atoll.train.device import device_of
@@ -53,6 +54,7 @@ from atoll.train.rendezvous import HubRing
 from atoll.train.resume import AnySampler, Stateful, TrainingState, schedulers_of
 from atoll.train.rounds import MOVING, Regrouped, Ring
 from atoll.train.sampler import BatchesSampler, ShardedSampler
+from atoll.train.samples import Seen
 from atoll.train.schedule import SampleSchedule, ScheduleWatch
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
@@ -256,6 +258,7 @@ class Session:
                 backward=self._backward,
                 begins_step=self._begin_step,
                 counted=self._count_samples,
+                counts_unlike=self._counts_unlike,
                 whole=self._iteration_whole,
                 stepped=self._stepped,
                 skipped=self._tell_skipped,
@@ -835,10 +838,23 @@ class Session:
         if not self._state.prepared:
             raise UserError(f"{what} needs a model; call session.prepare(model, optimizer) first")
 
-    def _count_samples(self, prepared: Prepared, samples: float) -> float:
-        if self._sampling is not None and prepared is self._state.prepared[0]:
-            return self._sampling.count(samples)
-        return samples
+    def _count_samples(self, prepared: Prepared, seen: Seen) -> tuple[float | None, str]:
+        """How many samples a forward's batch has, and how certain that is."""
+        samples, certain = seen.samples, seen.confirms
+        if samples is None:
+            return None, NONE
+        sampler = self._sampling if prepared is self._state.prepared[0] else None
+        if sampler is not None:
+            sizes = sampler.next_sizes()
+            if samples not in sizes:
+                samples = next((each for each in seen.instead if each in sizes), samples)
+            certain = certain or samples in sizes
+            samples = sampler.count(samples)
+        return samples, KNOWN if certain else GUESSED
+
+    def _counts_unlike(self, line: str) -> None:
+        if self.is_main or (self._service is not None and self._service.site):  # a site tells its own workers
+            self._records.warn_once("weights", line)
 
     def _tell_skipped(self, reason: str) -> None:
         """The policy on NaN and infinities has left out this iteration, or this worker's part in it."""

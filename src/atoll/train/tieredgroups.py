@@ -150,10 +150,23 @@ class TieredRing(RingReducer):
 
     def _reduce(self, own: Contribution) -> tuple[Agreement, list[int]]:
         self._generation = self._ring.generation
-        self._mean_of_one(own)
-        held, scale = self._held(), own.weight / self._reference
-        channel = self._ring.agreement  # in host memory, where the tiers are, whatever the device
+        self._scale_as_before(own)
         self._nonfinite = []
+        self._sum_all(self._scale_of(own))
+        points.reach("ring.all_sent", self.steps)
+        agreed = self._agree(own)
+        while self._is_scaled_wrongly(agreed):
+            self._scale_as(agreed)
+            self._sum_all(self._scale_of(own))
+            agreed = self._agree(own)
+        self._tell_beside(own, agreed)
+        points.reach("ring.agreed", self.steps)
+        return agreed, []
+
+    def _sum_all(self, scale: float) -> None:
+        """Sum all chunks; this member's own gradients stay as they are."""
+        held = self._held()
+        channel = self._ring.agreement  # in host memory, where the tiers are, whatever the device
         for message in self._order:
             bound = message.chunks[0].bound
             flat = self._own_of(bound, scale)
@@ -162,10 +175,6 @@ class TieredRing(RingReducer):
             channel.wait(work, f"{message} in iteration {self.steps}")
             self.bytes_sent += channel.sends(flat.numel() * flat.element_size())
             held.put_sums(bound.chunk, bound.parameters, flat)
-        points.reach("ring.all_sent", self.steps)
-        agreed = self._agree(own)
-        points.reach("ring.agreed", self.steps)
-        return agreed, []
 
     def _own_of(self, bound: BoundChunk, scale: float) -> Tensor:
         """This member's gradient of a chunk, scaled, (extent,)."""
@@ -175,13 +184,14 @@ class TieredRing(RingReducer):
         flat = gradient_from(held, bound, held.present(bound.parameters))
         if not is_finite(flat):
             for name, slot in zip(bound.names, bound.chunk.slots, strict=True):
-                if not is_finite(flat[slot.offset : slot.offset + slot.numel]):
+                known = name in self._nonfinite
+                if not known and not is_finite(flat[slot.offset : slot.offset + slot.numel]):
                     self._nonfinite.append(name)
         return flat.mul_(scale) if scale != 1.0 else flat
 
     def _publish(self, agreed: Agreement) -> None:
         held, nothing = self._held(), agreed.weight <= 0
-        factor = 1.0 if nothing else self._reference / agreed.weight
+        factor = 1.0 if nothing else self._scaled_by / agreed.workers_or_weight(self._scaled_alike)
         self._sums_count = self._waits or self._sums_stay
         for message, here in zip(self._order, agreed.present, strict=True):
             bound = message.chunks[0].bound
@@ -195,7 +205,7 @@ class TieredRing(RingReducer):
             else:
                 held.put_gradients(bound.chunk, bound.parameters, present, flat)
         if not nothing:
-            self._reference = agreed.weight
+            self._reference = agreed.total
 
     def own_nonfinite(self) -> list[str]:
         return list(self._nonfinite)

@@ -15,6 +15,7 @@ from typing import Annotated, TypeAlias, Union
 import msgspec
 from msgspec import Meta
 
+from atoll.core.weighing import KNOWN
 from atoll.wire.base import (
     Count,
     Hyperparameters,
@@ -143,9 +144,9 @@ class Contribute(Message, frozen=True):
     `taken` is the global iteration that the parameters stood at with which they were computed. `present`: for
     each trainable chunk in order, one byte a slot, whether it has a gradient; zeros stand where not. `weight`
     is 0 for gradients that are to be left out (NaN, policy "skip"); `refused`: and no node is to make the
-    iteration's step, with whatever contributions. `note` (how long it took, say) goes to
-    all nodes as it is, and comes back with Applied.
-    """
+    iteration's step, with whatever contributions. `basis` says how certain the weight is (core/weighing.py),
+    and `alike` is the node's weight where all devices count alike. `note` (how long it took, say) goes to all
+    nodes as it is, and comes back with Applied."""
 
     iteration: Count
     taken: Count
@@ -156,6 +157,8 @@ class Contribute(Message, frozen=True):
     clip: Clip | None = None
     note: Note = b""
     refused: bool = False
+    basis: Name = KNOWN
+    alike: Weight = 1.0
 
 
 class Freed(Message, frozen=True):

@@ -12,6 +12,7 @@ from typing import Annotated, TypeAlias, Union
 import msgspec
 from msgspec import Meta
 
+from atoll.core.weighing import KNOWN
 from atoll.wire.base import (
     Count,
     Hyperparameters,
@@ -86,6 +87,8 @@ class About(Message, frozen=True):
     clip: Clip | None = None
     note: Note = b""
     refused: bool = False
+    basis: Name = KNOWN  # as Contribute's
+    alike: Weight = 1.0
 
 
 class Piece(Message, frozen=True):

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from atoll.core.weighing import KNOWN
 from atoll.wire.base import Count, Hyperparameters, Message, Name, Text, Used, Weight
 from atoll.wire.lost import LostBlocks
 from atoll.wire.workerstand import WorkerStand
@@ -99,6 +100,8 @@ class Commit(Message, frozen=True):
     grouping: Count = 0  # the hub's latest that the worker, or its group, knows of
     behind: Count = 0  # iterations of its own that the parameters it was computed at lacked: in flight
     stand: WorkerStand | None = None  # BSP: where the worker waits for the mean
+    basis: Name = KNOWN  # how certain the weight is (core/weighing.py)
+    alike: Weight = 1.0  # its weight where all workers count alike: how many it is of
 
 
 class Committed(Message, frozen=True):
@@ -106,12 +109,15 @@ class Committed(Message, frozen=True):
     who lives. BSP: `entering` are those who come new with the next iteration; all who have made this one are
     told the same. `grouping`: the contributor, under BSP each of them, knows of that one: they move to it.
     `unlike`: another live contributor steps with other hyperparameters than this one, and no schedule says
-    why: a line on it."""
+    why: a line on it. `alike`: all workers count alike in the mean; `counts` tells people so, where what they
+    have counted differs."""
 
     iteration: Count
     workers: Annotated[list[Count], Meta(max_length=4096)] = []
     entering: Annotated[list[Count], Meta(max_length=4096)] = []
     grouping: Count = 0
+    alike: bool = False
+    counts: Text = ""
     unlike: Text = ""
 
 

@@ -101,6 +101,8 @@ class Assembly:
             return "presence of other slots than the layout's"
         if len(message.hyperparameters) != self._groups:
             return f"{len(message.hyperparameters)} groups of hyperparameters, where {self._groups} are right"
+        if message.weight > 0 >= message.alike or not math.isfinite(message.alike):
+            return "a weight, and is of no worker"
         if not (math.isfinite(message.weight) and math.isfinite(message.samples)):
             return "a weight or a number of samples that is no number"
         return ""

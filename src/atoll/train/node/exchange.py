@@ -334,6 +334,8 @@ class PeerExchange(Reducer):
                 taken=self.taken,
                 samples=own.samples,
                 weight=own.weight if accepted else 0.0,
+                basis=own.basis,
+                alike=own.alike,
                 present=present,
                 hyperparameters=hyperparameters,
                 clip=self._clip,

@@ -24,6 +24,7 @@ from torch import Tensor
 from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
 from atoll.core.hyperparameters import Difference, first_difference
+from atoll.core.weighing import KNOWN, are_certain, weight_of
 from atoll.tensors.shardoptimizer import Scratch, Settings, ShardOptimizer, SlotValues
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
@@ -39,9 +40,9 @@ class Contribution:
     """What node `node` adds to an iteration: gradients [chunk.extent] of every trainable chunk, by id, and
     for each of them in which slots there is one (a byte each; zeros stand where there is none).
 
-    `weight` is its part in the mean; 0: it is left out (NaN, under "skip"). `refused`: no step is made of the
-    iteration, whatever others contribute. The gradients are only read.
-    """
+    `weight` is its part in the mean; 0: it is left out (NaN, under "skip"). `basis` says how certain that is,
+    and `alike` is its part where all devices count alike (core/weighing.py). `refused`: no step is made of
+    the iteration, whatever others contribute. The gradients are only read."""
 
     node: int
     incarnation: int
@@ -52,6 +53,8 @@ class Contribution:
     hyperparameters: Hyperparameters
     clip: Clip | None = None
     refused: bool = False
+    basis: str = KNOWN
+    alike: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -162,8 +165,12 @@ class GlobalParameters:
     def check(self, contribution: Contribution) -> None:
         """Raise UserError, naming the node, for what `apply` would not take: for what comes from outside."""
         who = f"node {contribution.node}'s contribution"
-        if not (math.isfinite(contribution.weight) and math.isfinite(contribution.samples)):
-            raise UserError(f"{who} has weight {contribution.weight} and {contribution.samples} samples")
+        numbers = contribution.weight, contribution.samples, contribution.alike
+        if not all(map(math.isfinite, numbers)) or (contribution.weight > 0 >= contribution.alike):
+            raise UserError(
+                f"{who} has weight {contribution.weight} (as workers, {contribution.alike}) and "
+                f"{contribution.samples} samples"
+            )
         if contribution.gradients.keys() != set(self.chunks) or contribution.present.keys() != set(
             self.chunks
         ):
@@ -232,10 +239,12 @@ class GlobalParameters:
         counted = [each for each in contributions if each.weight > 0]
         if not counted or any(each.refused for each in contributions):
             return None
-        first, total = _first(contributions), sum(each.weight for each in counted)
+        first, certain = _first(contributions), are_certain(counted)
+        weights = [weight_of(each, certain) for each in counted]
+        total = sum(weights)
         settings = self.optimizer.settings(first.hyperparameters)
         whose = tuple((each.node, each.incarnation) for each in contributions)
-        shares = [each.weight / total for each in counted]
+        shares = [weight / total for weight in weights]
         step = Step(iteration, whose, counted, shares, settings, None, None)
         if first.clip is None:
             return step

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from atoll.core.errors import RunError
 from atoll.core.hyperparameters import SCHEDULED, difference_line
+from atoll.core.weighing import told_unlike
 from atoll.train.node.globals import Outcome
 from atoll.wire import device as d
 from atoll.wire import nodes as n
@@ -26,6 +27,7 @@ class History:
         self._send, self._tell, self._stale_max = send, tell, stale_max
         self.latest: deque[d.Applied] = deque(maxlen=max(_APPLIED, stale_max + 2))  # that the worker was told
         self._digests: dict[int, bytes] = {}
+        self._counts_told = False  # that all count alike though their counts differ
         self._unlike: set[tuple[int, str]] = set()  # who was told to have given what others had not
         self._wrong: set[int] = set()  # and who what no step takes
         self.consumed = 0.0  # the samples of all iterations so far
@@ -61,6 +63,12 @@ class History:
                 consumed=self.consumed + sum(part.samples for part in parts),
             )
         )
+        counts = told_unlike(
+            f"iteration {iteration + shift}", {each.key.life.node: each for each in abouts}, "node"
+        )
+        if counts and not self._counts_told:
+            self._counts_told = True
+            self._tell("weights", "", counts)
         for node, wrong in outcome.wrong.items():
             if node not in self._wrong:  # told once as well
                 self._wrong.add(node)

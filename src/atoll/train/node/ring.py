@@ -69,7 +69,7 @@ class NodeReducer(RingReducer, OfDevices):
             super().reduce()
 
     def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
-        self._weigh(Contribution(agreed.weight, agreed.samples))
+        self._weigh(agreed.contribution)
         self._seconds = self.pace() * own.samples
         super()._ring_is_whole(own, agreed)
 

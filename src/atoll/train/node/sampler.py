@@ -238,6 +238,11 @@ class PeerBatches(Sampler[list[int]]):
         """As PeerDeal.applied."""
         self._deal.applied(iteration, paces)
 
+    def next_sizes(self) -> set[float]:
+        """As DealtSampler's."""
+        used = self._used()
+        return {float(max(1, self._sizes[used]))} if used < len(self._sizes) else set()
+
     def count(self, samples: float) -> float:
         """A backward has reached this many samples: how many of them count in the mean."""
         used = self._used()

@@ -31,14 +31,13 @@ from atoll.tensors.binding import BoundChunk, carve, specs_of
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
 from atoll.train.alike import Treatments
 from atoll.train.memory import Tiers
-from atoll.train.messages import HEAD
 from atoll.train.node.devices import one_node_in_trouble
 from atoll.train.node.exchange import NodeParts, PeerExchange
 from atoll.train.node.memory import BUFFERS, HostMemory, host_bytes, plan_memory, slots_for
 from atoll.train.node.ring import OfDevices
 from atoll.train.node.strategy import PeerModel, Peers
 from atoll.train.reducer import Calls, ReducingAtEnd
-from atoll.train.ring import Agreement
+from atoll.train.ring import Agreement, head_of, take_beside, tell_beside
 from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
 from atoll.train.strategies import Strategy, Training
@@ -358,19 +357,33 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
 
     def __init__(self, chunks: list[BoundChunk], calls: Calls, ring: Ring) -> None:
         super().__init__(chunks, calls)
-        self._ring = ring
-        self._reference = 1.0  # the last iteration's sum of weights
+        self._ring, self._buffers = ring, calls.buffers
+        self._reference = 1.0  # the last iteration's sum of weights, or number of devices if they count alike
+        self._counts_told = False
 
     def reduce(self) -> None:
         self._come()
         own = self._contribute()
         with one_node_in_trouble(), torch.no_grad():
             agreed = self._agree(own)
+            certainty = agreed.certainty
+            alike, by = self.count_alike, self._reference
+            if alike == certainty.certain and not certainty.equal:  # as on a ring
+                alike, by = not certainty.certain, agreed.total
+            scale = (own.counts_alike if alike else own.weight) / by
+            then = by / agreed.workers_or_weight(alike) if agreed.weight > 0 else 1.0
             for bound, present in zip(self._chunks, agreed.present, strict=True):
-                self._sum(bound, present, own, agreed)
+                self._sum(bound, present, scale, then)
+            tells = not self._counts_told
+            beside = tell_beside(
+                self._ring, own, certainty, self._buffers, agreed.buffers, steps=self.steps, tells=tells
+            )
         if agreed.weight > 0:
-            self._reference = agreed.weight
-        self._weigh(Contribution(agreed.weight, agreed.samples))
+            self._reference = agreed.total
+        self.count_alike = not certainty.certain
+        if take_beside(beside, self._buffers, self.steps, self._calls.counts_unlike):
+            self._counts_told = True
+        self._weigh(agreed.contribution)
         self._seconds = self.pace() * own.samples
         self._done(own, agreed.samples)
 
@@ -378,11 +391,10 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
         """What all devices say of the iteration, as on a ring (train/ring.py)."""
         rows = [[p.grad is not None for p in bound.parameters] for bound in self._chunks]
         here = [float(each and own.weight > 0) for row in rows for each in row]
-        has_gradient = float(any(any(row) for row in rows))
-        head = [own.weight, own.samples, float(self.steps % _STEPS), has_gradient, 0.0]
-        head += Treatments().said()  # nothing: the leader's wish to clip counts, and no device steps
-        assert len(head) == HEAD
-        vector = torch.tensor([*head, *here], dtype=torch.float64)
+        # Of the mean before, nothing: the leader's wish to clip counts, and no device steps.
+        head = head_of(own, self.steps, any(any(row) for row in rows), awaited=False, treatments=Treatments())
+        buffers = [] if self._buffers is None else self._buffers.said()
+        vector = torch.tensor([*head, *here, *buffers], dtype=torch.float64)
         self._over_ring(vector, f"the agreement on iteration {self.steps}")
         agreed = Agreement(vector.tolist(), 0, [len(row) for row in rows])
         off = agreed.steps / self._ring.world - self.steps % _STEPS
@@ -393,8 +405,9 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
             )
         return agreed
 
-    def _sum(self, bound: BoundChunk, present: list[bool], own: Contribution, agreed: Agreement) -> None:
-        """Let a chunk's gradients become the mean over the devices, scaled as on a ring, to the bit."""
+    def _sum(self, bound: BoundChunk, present: list[bool], scale: float, then: float) -> None:
+        """Let a chunk's gradients become the mean over the devices, scaled before the sum and after it as
+        on a ring, to the bit."""
         assert self.fitted is not None
         gradients = self.fitted.gradients
         if not any(present):
@@ -402,13 +415,13 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
                 parameter.grad = None
             return
         with gradients.whole(bound.chunk.id) as flat:
-            if own.weight <= 0:
+            if scale <= 0:
                 flat.zero_()
-            elif (scale := own.weight / self._reference) != 1.0:
+            elif scale != 1.0:
                 flat.mul_(scale)
             self._over_ring(flat, f"chunk {bound.chunk.id} in iteration {self.steps}")
-            if self._reference != agreed.weight:
-                flat.mul_(self._reference / agreed.weight)
+            if then != 1.0:
+                flat.mul_(then)
             gradients.come_as(bound.chunk.id, present)
 
     def _over_ring(self, tensor: Tensor, what: str) -> None:
@@ -418,11 +431,12 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
 
     def state_dict(self) -> dict[str, Any]:
         """As a ring's: what a resumed run needs to scale its sums, to the bit, as this one would."""
-        return {**super().state_dict(), "reference": self._reference}
+        return {**super().state_dict(), "reference": self._reference, "count_alike": self.count_alike}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._reference = state.get("reference", 1.0)
+        self.count_alike = bool(state.get("count_alike", False))
 
     def blamed(self, rank: int, culprit: str) -> list[str]:
         """What a device had before the sum is no more."""

@@ -43,6 +43,7 @@ from atoll.wire.device import (
 _SLICE_SECONDS = 0.2  # of a wait, between which the deadline is looked at
 _LEAVING_SECONDS = Settings.linger + 5.0  # for the CPU side to see the others take all, and say goodbye
 
+WEIGHTS = "weights"  # what is told of counts that differ
 _OFTEN = ("round", "fetched")  # decisions that may come each iteration: for the journal alone
 _LEADERS = (Waiting, Figures, Told)  # what is the leader's alone to know
 
@@ -295,7 +296,9 @@ class NodeWorker:
             self.round_seen(message.what, message.choice, message.reason)
         elif message.choice:
             self.decided(message.what, message.choice, message.reason)
-        else:
+        elif message.what != WEIGHTS or self.node == min(
+            self.members, default=self.node
+        ):  # all know that one
             self.tell(message.reason)
 
     def _handle_members(self, message: Members, _descriptors: list[int]) -> None:

@@ -1,0 +1,134 @@
+"""A model's buffers on several workers: in a ring they are those of DistributedDataParallel, and everywhere
+the run's own evaluation, its checkpoint and what is registered give the same numbers on all workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import PrefixStore
+from torch.nn.parallel import DistributedDataParallel
+
+import atoll
+from atoll.core.config import Config, Groups, Memory, Run, Sync
+from atoll.testing.pool import WorkerPool
+from atoll.train.place import Place
+
+STEPS = 5
+
+
+class Counting(nn.Module):
+    """Keeps statistics in every way: by BatchNorm, by batch_norm's function, which writes past the version
+    counter, in a buffer that is no part of the state, in an integer, and by putting another tensor in
+    place."""
+
+    latest: Tensor
+    mean: Tensor
+    variance: Tensor
+    seen: Tensor
+    constant: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.deep = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+        self.register_buffer("mean", torch.zeros(16, dtype=torch.double))
+        self.register_buffer("variance", torch.ones(16, dtype=torch.double))
+        self.register_buffer("latest", torch.zeros(8, dtype=torch.double), persistent=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("constant", torch.arange(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.batch_norm(self.norm(self.first(x)), self.mean, self.variance, training=self.training)
+        if self.training:
+            self.seen += len(x)
+            self.latest = x[-1].detach().clone()
+        result: Tensor = self.last(self.deep(hidden))
+        return result
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Counting().double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 8, generator=generator, dtype=torch.double) * (1 + 3 * rank)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
+def by_ddp(place: Place) -> list[dict[str, Tensor]]:
+    """What each step leaves on this worker."""
+    store = PrefixStore("ddp", place.store)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
+    try:
+        return steps_by_ddp(place.rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def steps_by_ddp(rank: int) -> list[dict[str, Tensor]]:
+    model, optimizer = make()
+    wrapped, seen = DistributedDataParallel(model, broadcast_buffers=True), []
+    for step in range(STEPS):
+        wrapped(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(values(model))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def right(pool: WorkerPool) -> list[dict[str, Tensor]]:
+    """Of worker 0: the others take its buffers before the next forward."""
+    result: list[dict[str, Tensor]] = pool.run(by_ddp, world=2, deadline=60)[0]
+    return result
+
+
+def by_atoll(place: Place, config: Config) -> tuple[list[dict[str, Tensor]], list[float]]:
+    """The same, and an average that follows the model."""
+    with atoll.join(config, place=place) as session:
+        model, optimizer = make()
+        session.prepare(model, optimizer)
+        assert all(tiers.shared is not None for tiers in session._state.tiers)
+        average, seen = None, []
+        if not session._state.tiers:  # such a model cannot be copied
+            average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        for step in range(STEPS):
+            model(batch(step, place.rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if average is not None:
+                average.update_parameters(model)
+            seen.append(values(model))
+        return seen, [float(b.double().sum()) for b in average.buffers()] if average is not None else []
+
+
+def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize(("groups", "device"), [(0, ""), (2, ""), (0, "8KiB"), (2, "8KiB")])
+def test_buffers_are_those_of_ddp(
+    pool: WorkerPool, right: list[dict[str, Tensor]], groups: int, device: str
+) -> None:
+    config = Config(
+        run=Run(strategy="hierarchical" if groups else "ring"),
+        sync=Sync(timeout="60s"),
+        groups=Groups(count=groups),
+        memory=Memory(device=device, chunk="512" if device else "auto"),
+    )
+    found = pool.run(by_atoll, config, world=2)
+    for seen, averages in found:
+        assert max(map(worst, seen, right)) < 1e-12
+        assert averages == found[0][1]
