@@ -165,7 +165,9 @@ def check_usable(name: str, gradient: Tensor) -> None:
             "take second derivatives with torch.autograd.grad"
         )
     if gradient.layout != torch.strided:
-        raise UserError(f"the gradient of {name!r} is sparse; build the layer with sparse=False")
+        raise UserError(
+            f"the gradient of {name!r} is sparse, which chunks cannot hold; give its embedding sparse=False"
+        )
 
 
 def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -114,6 +114,11 @@ class Reducer:
 
     def reduce(self) -> None:
         """A backward has ended: do what makes its iteration whole."""
+        for bound in self._chunks:
+            for name, parameter in zip(bound.names, bound.parameters, strict=True):
+                gradient = parameter.grad
+                if gradient is not None and gradient.is_sparse:
+                    check_usable(name, gradient)
         own = self._contribute()
         self._done(own, own.samples)
 

@@ -1,0 +1,61 @@
+"""Sparse gradients that a function makes, where no layer says so before: one line, or plain torch alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atoll
+from atoll.core.errors import AtollError
+from atoll.testing.pool import WorkerPool
+from atoll.testing.runs import KINDS, alone, run_at
+
+QUICK = ("ring", "peers", "asp", "tiers")
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(200, 8, dtype=torch.float64))
+        self.others = nn.ParameterList(nn.Parameter(torch.ones(32, 32).double()) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.w, sparse=True)
+
+
+def train(session: atoll.Session) -> Tensor:
+    net = Lookup()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    session.prepare(net, optimizer)
+    for step in range(2):
+        net(torch.tensor([1, 2 + step])).square().sum().backward()
+        session.clip_grad_norm_(1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.w.detach().clone()
+
+
+def refused(session: atoll.Session) -> str:
+    try:
+        train(session)
+    except AtollError as error:
+        session._leave()
+        return str(error)
+    return ""
+
+
+LINE = "the gradient of 'w' is sparse, which chunks cannot hold; give its embedding sparse=False"
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.soak) for kind in KINDS]
+)
+def test_it_is_one_line(pool: WorkerPool, kind: str) -> None:
+    assert run_at(pool, kind, refused, world=2) == [LINE, LINE]
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+def test_alone_it_is_the_same_line(tiers: bool) -> None:
+    assert alone(refused, tiers=tiers) == LINE
