@@ -8,6 +8,7 @@ socket.
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -31,7 +32,7 @@ from atoll.train.place import Place
 from atoll.train.rounds import Ring
 
 Reduction = Literal["mean", "sum", "min", "max"]
-Value = TypeVar("Value", float, Tensor)
+Value = TypeVar("Value", float, complex, Tensor)
 _Result = TypeVar("_Result")
 _OPS: dict[str, dist.ReduceOp.RedOpType] = {
     "mean": dist.ReduceOp.SUM,
@@ -162,23 +163,30 @@ class Workers:
         """`value` combined over workers: a number gives a float, a tensor a new tensor of its shape and
         dtype.
 
-        `mean` weighs each worker's value by `weight` (1 each unless given). Raises UserError for an unknown
-        `op`, for a weight with another op than `mean`, and for weights that sum to 0.
+        `mean` weighs each worker's value by `weight` (1 each unless given). Complex values have sums and
+        means. Raises UserError for an unknown `op`, for the extremes of complex values, for a weight with
+        another op than `mean`, and for weights that sum to 0.
         """
         if op not in _OPS:
             raise UserError(f"reduce: no op {op!r}; it is one of {', '.join(_OPS)}")
         if weight is not None and op != "mean":
             raise UserError(f"reduce: weight goes with op='mean', not with {op!r}")
+        is_complex = value.is_complex() if isinstance(value, Tensor) else _is_complex(value)
+        if is_complex and op in ("min", "max"):
+            raise UserError(
+                f"reduce: complex values have no order, so they have no {op}; reduce value.abs(), or "
+                "value.real and value.imag by themselves"
+            )
         asked = asked_of_reduce(value, op)
         own = 1.0 if weight is None else float(weight)
-        tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        tensor = value if isinstance(value, Tensor) else _tensor_of(value)
 
         def act() -> Tensor:
             self._check_alike(asked, what)
             return self._reduce_tensor(tensor, op, own, what)
 
         result = self._round(what, act)
-        return result if isinstance(value, Tensor) else float(result)
+        return result if isinstance(value, Tensor) else result.item()
 
     def _check_alike(self, asked: str, what: str) -> None:
         """Raise UserError unless all workers ask for the same: they would wait for one another in vain."""
@@ -190,6 +198,9 @@ class Workers:
                 raise UserError(f"{what}: worker 0 asks for the {everyone[0]}, worker {rank} for the {other}")
 
     def _reduce_tensor(self, value: Tensor, op: Reduction, weight: float, what: str) -> Tensor:
+        if value.is_complex():  # real and imaginary parts by themselves, which no channel is asked to know
+            parts = torch.view_as_real(value.detach().resolve_conj())
+            return torch.view_as_complex(self._reduce_tensor(parts, op, weight, what))
         if op == "mean" and not value.is_floating_point():
             raise UserError(
                 f"reduce: the mean of a {value.dtype} tensor is not one of its kind; give value.float()"
@@ -258,8 +269,18 @@ class Workers:
 def asked_of_reduce(value: object, op: str) -> str:
     """What a call of `session.reduce` asks for: "mean of a float32 tensor of shape (3,)"."""
     if not isinstance(value, Tensor):
-        return f"{op} of a number"
+        return f"{op} of a {'complex number' if _is_complex(value) else 'number'}"
     return f"{op} of a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+
+
+def _is_complex(number: object) -> bool:
+    return isinstance(number, numbers.Complex) and not isinstance(number, numbers.Real)
+
+
+def _tensor_of(number: float | complex) -> Tensor:
+    if _is_complex(number):
+        return torch.tensor(complex(number), dtype=torch.complex128)
+    return torch.tensor(float(number), dtype=torch.float64)  # type: ignore[arg-type]
 
 
 def asked_of_gather(value: object) -> str:
