@@ -148,3 +148,17 @@ def test_a_scheduler_that_was_let_go_of_does_not_count() -> None:
     assert schedulers_of(optimizer) == [kept]
     both = torch.optim.lr_scheduler.ChainedScheduler([kept])
     assert schedulers_of(optimizer) == [both]
+
+
+def test_what_is_no_model_or_no_optimizer_is_named() -> None:
+    session, layer = Session(Config(), Place()), nn.Linear(1, 1)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(
+        PrepareError, match=r"one torch\.optim\.Optimizer, and was given a list; several become"
+    ):
+        session.prepare(layer, [sgd])  # type: ignore[arg-type]
+    with pytest.raises(
+        PrepareError, match=r"one nn\.Module as its model, and was given a tuple; put several"
+    ):
+        session.prepare((layer, layer), sgd)  # type: ignore[arg-type]
+    session.prepare(layer, sgd)

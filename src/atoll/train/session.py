@@ -241,6 +241,7 @@ class Session:
         workers.
         """
         self._workers.check_open()
+        _check_pair(model, optimizer)
         self._check_new(model, name)
         origin = origin_of(model, name)
         with self._in_call("session.prepare"):
@@ -949,3 +950,17 @@ class Session:
 def _part_of(whole: int, rank: int, members: int) -> int:
     """One member's part of `whole` samples, the remainder to the first; at least one."""
     return max(1, whole // members + (rank % members < whole % members))
+
+
+def _check_pair(model: object, optimizer: object) -> None:
+    """Raise PrepareError for what is no model, or no optimizer."""
+    if not isinstance(model, nn.Module):
+        raise PrepareError(
+            f"session.prepare takes one nn.Module as its model, and was given a {type(model).__name__}; put "
+            "several into one nn.ModuleList"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PrepareError(
+            "session.prepare takes one torch.optim.Optimizer, and was given a "
+            f"{type(optimizer).__name__}; several become one with a param group for each"
+        )
