@@ -37,6 +37,7 @@ def main() -> None:
         model.to(session.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
         session.prepare(model, optimizer)
+        torch.manual_seed(args.seed + session.rank)  # random layers and augmentation: each worker's own
         sampler = session.sampler(training, seed=args.seed)
         loader = DataLoader(training, args.batch, sampler=sampler)
         session.expect(args.epochs * len(loader))

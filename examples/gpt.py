@@ -277,6 +277,7 @@ def train(
         fused=True,
     )
     session.prepare(model, optimizer)
+    torch.manual_seed(args.seed + session.rank)  # random layers: each worker's own
     progress = Progress(session, args)
     scheduler, by_samples = make_scheduler(args, session, optimizer, progress)
     data = Numbered(text, args.windows, args.seed)

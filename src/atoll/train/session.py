@@ -38,6 +38,7 @@ from atoll.train.groupexchange import GroupReducer
 from atoll.train.groupworkers import GroupWorkers
 from atoll.train.hierarchy import Hierarchy
 from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
+from atoll.train.masks import ALIKE, digest_of_generators, has_random_layers
 from atoll.train.memory import tiers_for
 from atoll.train.meter import Meter
 from atoll.train.node.meetings import NodeWorkers
@@ -97,6 +98,7 @@ class Session:
         self.device = device_of(place)
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
         self._closed = False
+        self._compares_masks_at = 1  # the iteration after which workers compare their random numbers
         timeout = config.timeout_seconds
         self._hierarchy = self._make_hierarchy()
         self._ring = self._make_ring(timeout)
@@ -593,6 +595,7 @@ class Session:
             with self._not_computing():
                 self._state.load(path)
                 self._strategy.loaded()
+            self._compares_masks_at = self._state.iteration + 1
 
     # The end
 
@@ -892,6 +895,8 @@ class Session:
             return
         self._state.iteration += 1
         self._state.resumed_random = None
+        if self._state.iteration == self._compares_masks_at:
+            self._compare_masks()
         taken = self._meter.stepped()
         self._pace.stepped(taken.computing, prepared.own_samples)
         if self._member is not None:
@@ -905,6 +910,19 @@ class Session:
             if self._service is not None and not self._strategy.collective:
                 staleness = self._service.staleness
             self._records.stepped(taken, prepared.own_samples, figures, staleness)
+
+    def _compare_masks(self) -> None:
+        """Tell, once, where dropout masks are alike on all workers. All make this call in the same iteration;
+        a worker that comes late, in a later one, does not."""
+        modules = [module for each in self._state.prepared for module in each.module.modules()]
+        if self.world == 1 or not has_random_layers(modules):
+            return
+        own = [digest_of_generators(self.device), has_random_layers(modules, training=True)]
+        with self._in_call("the first optimizer.step()"):
+            everyone = self._workers.gather(own, "the workers' random numbers")
+        alike = len(everyone) > 1 and all(each == [own[0], True] for each in everyone)
+        if alike and self._workers.is_first:
+            self._records.warn_once("masks", ALIKE)
 
     def _begin_step(self, prepared: Prepared) -> None:
         """An optimizer step begins: others' samples may have become known since the last one. Where this
