@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from run_command import wait_for
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
@@ -113,6 +114,9 @@ class Case:
     others: str
     advice: str
     by_all: bool = False
+    skips: bool = False  # worker 1 has no batch in one step, and makes none
+    after: Mistake | None = None  # what all do when their loops are over
+    late: bool = False  # worker 2 comes to its gradients when the others have ended
 
 
 def alone(mistake: Mistake, place: str, advice: str) -> Case:
@@ -129,6 +133,15 @@ def of_one(name: str) -> str:
 
 def of_steps(name: str) -> str:
     return rf"Every worker calls session\.{name}, and calls it after equally many steps: .*session\.is_main.*"
+
+
+def nothing(_session: Session, _folder: Path) -> None:
+    """The loop goes on."""
+
+
+def saves_if_main(session: Session, folder: Path) -> None:
+    if session.rank == 1:
+        session.save(folder)
 
 
 REDUCE = r"in session\.reduce\({}\)" + HERE
@@ -171,12 +184,29 @@ CASES = [
         rf"in session\.gather\(a value\){HERE}",
         r"All calls of session\.gather .*",
     ),
+    Case(
+        nothing,
+        rf"at the end of its session after {STEPS - 1} steps{HERE}",
+        rf"at the gradients of step {STEPS - 1}{HERE}",
+        SHARES,
+        skips=True,
+    ),
+    # An evaluation behind loops of unequal lengths:
+    Case(leaves, REDUCE.format("mean of a number"), OF_GRADIENTS, of_steps("reduce"), after=reduces),
+    Case(
+        nothing,
+        rf"in session\.save{HERE}",
+        rf"at the end of (its|their) sessions? after {STEPS} steps{HERE}",
+        of_one("save"),
+        after=saves_if_main,
+    ),
+    Case(saves, rf"in session\.save{HERE}", OF_GRADIENTS, of_one("save"), late=True),
 ]
 
 # -- where the workers train -------------------------------------------------------------------------------
 
 PLACES = ["ring", "hierarchical", "elastic", "tiers", "tiers in groups"]
-WORKERS = {"ring": 3, "hierarchical": 4, "elastic": 2, "tiers": 2, "tiers in groups": 4}
+WORKERS = {"ring": 3, "hierarchical": 4, "elastic": 3, "tiers": 2, "tiers in groups": 4}
 
 
 def config_of(where: str) -> Config:
@@ -199,11 +229,22 @@ def train(session: Session, case: Case, folder: Path, memory: Memory | None) -> 
     session.prepare(model, optimizer, memory=memory)
     with contextlib.suppress(LeavesError):
         for step in range(STEPS):
+            if case.skips and step == 1 and session.rank == 1:
+                continue
+            if case.late and step == AT + 1 and session.rank == 2:
+                wait_for(ended(folder).exists, "worker 0 to end", 30.0)
             optimizer.zero_grad()
             model(torch.ones(2, 32, dtype=torch.float64)).square().mean().backward()
             optimizer.step()
             if step == AT and (case.by_all or session.rank == 1):
                 case.mistake(session, folder)
+    if case.after is not None:
+        case.after(session, folder)
+
+
+def ended(folder: Path) -> Path:
+    """Is there when worker 0 has ended in a case where another one is late."""
+    return folder.with_name("ended")
 
 
 @contextlib.contextmanager
@@ -231,6 +272,8 @@ def ends(
             found.append(("", 0))
         except AtollError as error:
             assert time.monotonic() - began < PATIENCE
+            if place.rank == 0 and CASES[number].late:
+                ended(folder).touch()
             found.append((f"{type(error).__name__}: {error}", error.exit_status))
     return found
 
@@ -239,8 +282,8 @@ NUMBERS = list(range(len(CASES)))
 FEW = {
     "ring": NUMBERS,
     "hierarchical": [0, 3],
-    "elastic": [0, 3, 6, 7],
-    "tiers": [0, 3, 6],
+    "elastic": [0, 3, 6, 7, len(CASES) - 1],
+    "tiers": [0, 3, 6, 13],
     "tiers in groups": [6],
 }
 

@@ -1,0 +1,131 @@
+"""Workers that wait tell one another where they stand, through the store in which their ring has met."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from atoll.core.errors import MismatchError
+from atoll.core.stands import Stand, call, gradients
+from atoll.train.standing import Standing
+
+SECONDS = 30.0
+SHORT = 0.04  # a deadline with which a worker asks after a hundredth of a second
+SAVE, REDUCE = call("session.save", "a.py:2"), call("session.reduce", "a.py:3", asks="mean of a number")
+
+
+def at(step: int) -> Stand:
+    return gradients(step, "a.py:1")
+
+
+class Worker:
+    """A worker of rank `rank` of three, which waits where it is told."""
+
+    def __init__(self, store: HashStore, rank: int, world: int = 3) -> None:
+        self.store = store
+        self.standing = Standing(store, rank, tuple(range(world)), SHORT)
+
+    def wait(self, number: int, stand: Stand | None, until: Callable[[], bool]) -> None:
+        """In the collective of this number until `until`; raises what the standing raises."""
+        deadline = time.monotonic() + SECONDS
+        self.standing.begin(number, lambda: stand)
+        try:
+            while not until():
+                assert time.monotonic() < deadline
+                self.standing.look()
+                time.sleep(0.001)
+        finally:
+            self.standing.end()
+
+    def says(self, number: int, stand: Stand) -> None:
+        """It has written where it stands, and waits no longer."""
+        key = f"at/{self.standing._rank}"
+        before = read(self.store, key)
+        self.wait(number, stand, lambda: read(self.store, key) != before)
+
+
+def read(store: HashStore, key: str) -> bytes:
+    inside = PrefixStore("stands", store)
+    return inside.get(key) if inside.check([key]) else b""
+
+
+def never() -> bool:
+    return False
+
+
+def line_of(worker: Worker, number: int, stand: Stand | None) -> str:
+    with pytest.raises(MismatchError) as raised:
+        worker.wait(number, stand, never)
+    return str(raised.value)
+
+
+def test_all_who_wait_in_vain_end_with_one_line() -> None:
+    store = HashStore()
+    workers = [Worker(store, rank) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        lines = list(threads.map(line_of, workers, [7, 7, 7], [at(5), SAVE, at(5)]))
+    assert (
+        lines
+        == [
+            "workers 0 and 2 are at the gradients of step 5 (a.py:1); worker 1 is in session.save (a.py:2). "
+            "Every worker calls session.save: take it out of `if session.is_main`"
+        ]
+        * 3
+    )
+
+
+def test_a_worker_that_has_not_come_to_the_collective_yet_is_only_slow() -> None:
+    """What it wrote last is of a collective before."""
+    store = HashStore()
+    slow, waits = Worker(store, 0, 2), Worker(store, 1, 2)
+    slow.says(6, SAVE)
+    looks = iter(range(200))
+    waits.wait(7, at(5), lambda: next(looks, None) is None)  # a fifth of a second, several looks at the store
+    assert read(store, "at/1")
+    slow.says(7, at(5))
+    looks = iter(range(200))
+    waits.wait(7, at(5), lambda: next(looks, None) is None)
+    assert not read(store, "line")
+
+
+def test_two_that_do_not_go_together_do_not_wait_for_a_third() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        lines = list(threads.map(line_of, [Worker(store, 0), Worker(store, 2)], [1, 1], [REDUCE, at(0)]))
+    assert lines[0] == lines[1]
+    assert lines[0].startswith(
+        "worker 0 is in session.reduce(mean of a number) (a.py:3); worker 2 is at the "
+    )
+
+
+def test_who_comes_later_and_finds_the_others_gone_learns_why() -> None:
+    store = HashStore()
+    assert Worker(store, 1, 2).standing.known() is None
+    PrefixStore("stands", store).set("line", "worker 0 is here; worker 1 is there. Be elsewhere")
+    later = Worker(store, 1, 2)
+    assert str(later.standing.known()) == "worker 0 is here; worker 1 is there. Be elsewhere"
+    assert line_of(later, 3, None).startswith("worker 0 is here")
+
+
+def test_what_another_worker_wrote_is_judged_only_if_it_can_be_read() -> None:
+    store = HashStore()
+    for raw in ("no word", "\x93\x07\xc4"):
+        PrefixStore("stands", store).set("at/0", raw)
+        looks = iter(range(100))
+        Worker(store, 1, 2).wait(7, at(5), lambda looks=looks: next(looks, None) is None)  # type: ignore[misc]
+    PrefixStore("stands", store).set("line", "\x1b[2Jgone")
+    assert line_of(Worker(store, 1, 2), 7, at(5)) == repr("\x1b[2Jgone")
+
+
+def test_a_fast_collective_asks_nobody() -> None:
+    store = HashStore()
+    worker = Standing(store, 0, (0, 1), 60.0)
+    for number in range(100):
+        worker.begin(number, lambda: at(0))
+        worker.look()
+        worker.end()
+    assert not read(store, "at/0")
