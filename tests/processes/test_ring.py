@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -556,3 +556,48 @@ def _settled_threads(expected: int | None) -> int:
             count, since = now, time.monotonic()
         time.sleep(0.02)
     return count
+
+
+def models_apart(place: Place | None, skips: bool) -> list[Tensor]:
+    """Two models, each with a backward of its own; worker 1 has no batch in step 1. Without a place: in one
+    process, with all batches. With `skips` worker 1 leaves out the first model's step, too."""
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 6).double(), nn.Linear(4, 1).double()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+
+    def loop(ranks: Sequence[int], alone: bool) -> None:
+        for step in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                has_none = step == 1 and ranks == [1]
+                if has_none and skips and model is models[0]:
+                    continue
+                batches = [share(rank, step)[:2, :4] for rank in ranks if not (step == 1 and rank == 1)]
+                for batch in batches:
+                    (loss_of(model, batch) / (len(batches) if alone else 1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if place is None:
+        loop([0, 1], alone=True)
+    else:
+        with atoll.join(Config(sync=Sync(timeout="60s")), place=place) as session:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                session.prepare(model, optimizer)
+            loop([place.rank], alone=False)
+    return [p.detach().clone() for m in models for p in m.parameters()]
+
+
+def test_a_worker_without_a_batch_steps_each_of_several_models(pool: WorkerPool) -> None:
+    """Its steps and the others' backwards ask alike which models have new gradients."""
+    assert_trained_alike(pool.run(models_apart, False, world=2, deadline=60.0), models_apart(None, skips=False))
+
+
+def test_a_step_of_one_model_that_is_left_out_is_found(pool: WorkerPool) -> None:
+    with pytest.raises(JobFailedError) as caught:
+        pool.run(models_apart, True, world=2, deadline=60.0)
+    failures = caught.value.failures.values()
+    assert {failure.kind for failure in failures} == {"MismatchError"}
+    (line,) = {failure.message for failure in failures}
+    assert re.match(
+        r"worker 0 is at .* of step \d.*; worker 1 is at .* Every worker must make equally ", line
+    )

@@ -71,17 +71,32 @@ class BackwardEnd:
             due = [reducer for reducer in waiting if reducer.unsent or len(self._reducers) == 1]
         else:
             due = self._due(self._ring, waiting)
-            if any(reducer.admit() for reducer in due):
-                due = self._due(self._ring, waiting)  # newcomers have not said theirs
         for reducer in due:
             reducer.reduce()
 
+    def reduce_before_step(self, reducer: Reducer) -> None:
+        """Reduce what no backward has reduced before `reducer`'s step: this worker has no batch, say. With
+        several models the others ask at the end of their backward which have new gradients: so does this."""
+        due = [reducer]
+        if self._ring is not None and len(self._reducers) > 1:
+            due = self._due(self._ring, self._reducers, also=reducer)
+        for each in due:
+            each.reduce()
+
+    def _due(self, ring: Ring, reducers: Sequence[Reducer], also: Reducer | None = None) -> list[Reducer]:
+        """Those for which any worker has new gradients; `also` this one. A collective."""
+        due = self._ask(ring, reducers, also)
+        if any(reducer.admit() for reducer in due):
+            due = self._ask(ring, reducers, also)  # newcomers have not said theirs
+        return due
+
     @staticmethod
-    def _due(ring: Ring, reducers: Sequence[Reducer]) -> list[Reducer]:
-        """Those for which any worker has new gradients."""
+    def _ask(ring: Ring, reducers: Sequence[Reducer], also: Reducer | None) -> list[Reducer]:
+        """Those of which any worker says that it has new gradients, or that it is `also` due."""
 
         def where() -> Stand:
             return gradients(reducers[0].steps, waiting_line())
 
-        news = ring.sum([float(each.unsent) for each in reducers], "which models have new gradients", where)
+        own = [float(each.unsent or each is also) for each in reducers]
+        news = ring.sum(own, "which models have new gradients", where)
         return [each for each, count in zip(reducers, news, strict=True) if count]

@@ -151,6 +151,7 @@ class Prepared:
                     contribution=self.samples.contribution,
                     committed=self._committed,
                     leaving=backward.settle,
+                    reduce=backward.reduce_before_step,
                     dropped=lambda: warn_once("dropped gradients", _DROPPED),
                     edited=self._tell_of_edits,
                     counts_unlike=counts_unlike,

@@ -35,7 +35,8 @@ class Calls:
     `contribution(has_gradient)` once for each reduction; `committed(own, samples)` with this worker's
     contribution and the group's samples when the iteration is whole; `leaving()` before gradients leave;
     `dropped()` where hooks of the script's have left none of the gradients of a backward; `edited()` where
-    the script has changed all gradients between two backwards that come before one reduction.
+    the script has changed all gradients between two backwards that come before one reduction;
+    `reduce(reducer)` before a step whose gradients no backward has reduced.
     `counts_unlike(line)` where workers count alike in a mean that would be another one by their counts: what
     people are to be told of it. `buffers` are the model's; None: nobody takes any.
     """
@@ -46,6 +47,7 @@ class Calls:
     leaving: Callable[[], None]
     dropped: Callable[[], None] = lambda: None
     edited: Callable[[], None] = lambda: None
+    reduce: Callable[[Reducer], None] = lambda reducer: reducer.reduce()
     counts_unlike: Callable[[str], None] = lambda _line: None
     buffers: ModelBuffers | None = None
 
@@ -176,7 +178,7 @@ class Reducer:
         """Send what no backward has sent: all of it came under no_sync, or there is no gradient here."""
         if self.unsent or not self._reduced:
             self.look_for_edits()
-            self.reduce()
+            self._calls.reduce(self)
 
     def after_step(self) -> None:
         """The step is made: the next iteration begins."""

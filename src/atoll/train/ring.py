@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
 from torch import Tensor
 
 from atoll.core import points
-from atoll.core.errors import RunError, UserError
+from atoll.core.errors import MismatchError, UserError
 from atoll.core.scriptline import waiting_line
-from atoll.core.stands import Stand, gradients
+from atoll.core.stands import Stand, decode_stand, describe_mismatch, encode_stand, gradients
 from atoll.core.weighing import GUESSED, KNOWN, Certainty, counted, counts_unlike
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
 from atoll.tensors.binding import BoundChunk
@@ -329,13 +329,17 @@ class RingReducer(SendingReducer):
         agreement = Agreement(summed, len(self._order), slots)
         off = agreement.steps / ring.world - self.steps % _STEPS
         if off:
-            raise RunError(
-                f"the workers are at different iterations (this one at {self.steps}, on average "
-                f"{self.steps + off:g}); every worker must call optimizer.step() equally often"
-            )
+            self._refuse_other_steps()
         if not agreement.alike:
             self._refuse_unlike(f"what the workers made of the mean before iteration {self.steps}")
         return agreement
+
+    def _refuse_other_steps(self) -> NoReturn:
+        """The workers' gradients are of different steps: raise, with the line of who stands where."""
+        ring, own = self._ring, encode_stand(self._where())
+        said = gather_bytes(ring.agreement, own, "the places of all workers")
+        stands = {ring.place.name_of(rank): decode_stand(raw) for rank, raw in enumerate(said)}
+        raise MismatchError(describe_mismatch(stands))
 
     def _measured_order(self) -> list[int]:
         """Once worker 0 has seen chunks arrive: the ids of messages in its order of arrival, in which they
