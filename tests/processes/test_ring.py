@@ -589,7 +589,9 @@ def models_apart(place: Place | None, skips: bool) -> list[Tensor]:
 
 def test_a_worker_without_a_batch_steps_each_of_several_models(pool: WorkerPool) -> None:
     """Its steps and the others' backwards ask alike which models have new gradients."""
-    assert_trained_alike(pool.run(models_apart, False, world=2, deadline=60.0), models_apart(None, skips=False))
+    assert_trained_alike(
+        pool.run(models_apart, False, world=2, deadline=60.0), models_apart(None, skips=False)
+    )
 
 
 def test_a_step_of_one_model_that_is_left_out_is_found(pool: WorkerPool) -> None:

@@ -213,6 +213,7 @@ REVIEWED: dict[str, str] = {
     "train/node/introduction.py: _InStore._record: store.get(_key(node))": "it is there: `wait` has returned",
     "train/node/introduction.py: _hear_leader: inside.store.get(_INTRODUCED)": "it is there, as above",
     "train/channel.py: Channel.wait: work.wait()": "NCCL's work has been polled until its end",
+    "train/reach.py: _exchange: store.get(key)": "it is there: `wait` has returned",
     "train/standing.py: _Inquiry._read: self._store.get(key)": "it is there: `check` has found it",
     "train/confirmation.py: Confirmations.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
     "train/confirmation.py: Confirmations._hear: link.recv(1)": _SLICES,

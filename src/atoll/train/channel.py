@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -66,11 +66,11 @@ class Channel:
         self._ports: set[int] = set()  # at which this channel listens
         self._peers: set[int] = set()  # at which the others do
         try:
-            with self._explained("the other workers to connect"):
-                if place.watch is None:
+            with self._explained(self._connecting):
+                if self._on_cuda and place.watch is None:
                     self._group = self._make()
                 else:
-                    self._make_watched()
+                    self._make_in_time()
                 self._meet_ports()
         except BrokenRingError:
             self.abandon()
@@ -95,8 +95,13 @@ class Channel:
         self._ports = listening_ports() - before
         return ProcessGroupGloo(self._store, place.rank, place.world, gloo)
 
-    def _make_watched(self) -> None:
-        """On a thread: c10d waits for members to connect, and would wait for one that is gone."""
+    def _connecting(self) -> str:
+        """What is waited for while the group connects, and where this worker is to be reached."""
+        host = self.host
+        return f"the other workers to connect{f' (this one listens at {host})' if host else ''}"
+
+    def _make_in_time(self) -> None:
+        """On a thread: c10d waits for one member after another to connect, each for the whole deadline."""
         made: list[Any] = []
 
         def make() -> None:
@@ -263,7 +268,7 @@ class Channel:
             thread.start()
             see_off(thread, seconds)
 
-    def _explained(self, what: str) -> _Explained:
+    def _explained(self, what: str | Callable[[], str]) -> _Explained:
         return _Explained(self, what)
 
     def explain(self, error: RuntimeError, what: str, waited: float) -> AtollError:
@@ -315,7 +320,7 @@ def _essence(message: str) -> str:
 class _Explained:
     """Turns c10d's RuntimeErrors within a `with` into Atoll's."""
 
-    def __init__(self, channel: Channel, what: str) -> None:
+    def __init__(self, channel: Channel, what: str | Callable[[], str]) -> None:
         self._channel, self._what = channel, what
 
     def __enter__(self) -> None:
@@ -323,4 +328,5 @@ class _Explained:
 
     def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, RuntimeError):
-            raise self._channel.explain(error, self._what, time.perf_counter() - self._start) from error
+            what = self._what if isinstance(self._what, str) else self._what()
+            raise self._channel.explain(error, what, time.perf_counter() - self._start) from error

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.core.errors import ConfigError, DeadlineError
+from atoll.train.reach import host_among, whereabouts
 from atoll.train.standing import Standing
 
 _joins = itertools.count()
@@ -52,7 +53,8 @@ class Place:
     def from_environment(timeout: float, environment: Mapping[str, str] | None = None) -> Place:
         """The place that torchrun's variables describe; alone when there are none.
 
-        `timeout` is in seconds. Raises ConfigError when they are incomplete or contradict each other.
+        `timeout` is in seconds. Raises ConfigError when they are incomplete or contradict each other,
+        DeadlineError when the other workers do not come, UserError where they could not reach one another.
         """
         environment = os.environ if environment is None else environment
         if "WORLD_SIZE" not in environment and "RANK" not in environment:
@@ -65,7 +67,9 @@ class Place:
         if world == 1:
             return Place()
         local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
-        return Place(rank, world, local_rank, _meet(environment, timeout))
+        store = _meet(environment, timeout)
+        host = host_among(store, rank, world, whereabouts(), timeout)
+        return Place(rank, world, local_rank, store, host)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

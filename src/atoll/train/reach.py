@@ -1,0 +1,135 @@
+"""At which of its addresses a worker that torchrun started is reached by workers on other machines.
+
+Gloo listens where the machine's own name leads to. On many systems that is 127.0.1.1, where only this machine
+finds it: workers on other machines would try that address until the deadline, and then the next.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.net.route import own_address
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # by which a user chooses
+_Short = Annotated[str, Meta(max_length=256)]
+
+
+class Whereabouts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The machine that a worker is on, by an id and by its name, and the address at which it would listen."""
+
+    machine: _Short
+    name: _Short
+    address: _Short
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether no other machine reaches it there."""
+        try:
+            return ipaddress.ip_address(self.address).is_loopback
+        except ValueError:  # none is known, or an interface was chosen
+            return False
+
+
+def whereabouts() -> Whereabouts:
+    """This process's, as c10d would have it listen."""
+    name = socket.gethostname()
+    return Whereabouts(_machine() or name, name, "" if os.environ.get(INTERFACE_VARIABLE) else _default(name))
+
+
+def host_among(
+    store: Store,
+    rank: int,
+    world: int,
+    own: Whereabouts,
+    timeout: float,
+    route: Callable[[str], str] = lambda address: own_address(f"tcp://{address}:1"),
+) -> str:
+    """The address at which this worker is to listen; empty where c10d's own choice will do. A collective of
+    all workers, over `store`. `route(address)` is this machine's own address on the way to another.
+
+    Raises DeadlineError where not all come within `timeout` seconds, and UserError where a worker could not
+    be reached by those on another machine.
+    """
+    store = PrefixStore("reach", store)
+    seen = _exchange(store, "first", rank, world, own, timeout)
+    if len({each.machine for each in seen}) == 1 or not any(each.is_hidden for each in seen):
+        return ""
+    if own.is_hidden:
+        others = [each for each in seen if each.machine != own.machine and not each.is_hidden]
+        found = next(filter(None, (route(each.address) for each in others if each.address)), "")
+        own = msgspec.structs.replace(own, address=found or own.address)
+    final = _exchange(store, "final", rank, world, own, timeout)
+    for other, each in enumerate(final):
+        if each.is_hidden:
+            raise UserError(
+                f"worker {other} would listen at {each.address}, to which the name of its machine "
+                f"({each.name}) leads, and workers on other machines cannot reach it there; set "
+                f"{INTERFACE_VARIABLE} on that machine to the interface that leads to the others (`ip addr` "
+                "lists them)"
+            )
+    return own.address if own != seen[rank] else ""
+
+
+_decoder = msgspec.msgpack.Decoder(Whereabouts)
+
+
+def _exchange(
+    store: Store, what: str, rank: int, world: int, own: Whereabouts, timeout: float
+) -> list[Whereabouts]:
+    """What all workers say, by rank."""
+    keys = [f"{what}/{each}" for each in range(world)]
+    store.set(keys[rank], msgspec.msgpack.encode(own))  # type: ignore[arg-type]
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+        return [_decoder.decode(store.get(key)) for key in keys]
+    except msgspec.DecodeError as error:
+        raise RunError(f"worker {rank} cannot read where another worker is: {error}") from None
+    except RuntimeError as error:
+        raise DeadlineError(
+            f"worker {rank} waited {timeout:g} s for {_missing(store, keys)} to come (deadline sync.timeout)"
+        ) from error
+
+
+def _missing(store: Store, keys: Sequence[str]) -> str:
+    try:
+        late = [f"worker {rank}" for rank, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:  # the store is gone, too
+        late = []
+    return " and ".join(late) or "the other workers"
+
+
+def _machine() -> str:
+    """What is the same for processes that reach each other by the loopback interface; empty where the system
+    does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
+    except OSError:
+        return ""
+
+
+def _default(name: str) -> str:
+    """The first address of this name at which this machine can listen, as c10d looks for it."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return "127.0.0.1"  # c10d's own way out
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return str(address[0]).partition("%")[0]
+        except OSError:
+            continue
+    return "127.0.0.1"
