@@ -181,7 +181,7 @@ def train_uneven(
         ("server", "asp", {}),
         ("server", "ssp", {"slack": 2}),
         ("server", "asp", {"pipeline": 1}),
-        ("server", "asp", {"lazy": True}),
+        pytest.param("server", "asp", {"lazy": True}, marks=pytest.mark.soak),
         ("ps-hra", "asp", {}),
     ],
 )
@@ -242,7 +242,7 @@ def train_halves(place: Place, way: Way, folder: Path, last: bool) -> list[float
         return [*made, rates(optimizer)[0]]
 
 
-@pytest.mark.parametrize(("first", "last"), [(3, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("first", "last"), [(3, 1), (1, 2), pytest.param(2, 3, marks=pytest.mark.soak)])
 def test_a_run_goes_on_with_other_workers(pool: WorkerPool, tmp_path: Path, first: int, last: int) -> None:
     """The schedule is where the samples are, whatever a step of the run before was worth."""
     folder = tmp_path / "checkpoint"

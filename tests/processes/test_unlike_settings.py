@@ -120,7 +120,7 @@ def refused(pool: WorkerPool, job: Callable[..., Any], *arguments: Any, change: 
         ("tensor", "barrier", 0, False),
         ("betas", "", 2, False),
         ("lr", "save", 2, False),
-        ("weight_decay", "", 0, True),
+        pytest.param("weight_decay", "", 0, True, marks=pytest.mark.soak),
         ("lr", "the end", 0, True),
     ],
 )
@@ -144,7 +144,9 @@ def at_server(place: Place, change: str, address: str, strategy: Any, consistenc
         return train(session, change, "", Path())
 
 
-@pytest.mark.parametrize("change", ["lr", "weight_decay", "betas"])
+@pytest.mark.parametrize(
+    "change", ["lr", *(pytest.param(each, marks=pytest.mark.soak) for each in ("weight_decay", "betas"))]
+)
 def test_workers_of_a_server_that_step_with_other_hyperparameters_are_told_so(
     pool: WorkerPool, change: str
 ) -> None:
@@ -227,7 +229,9 @@ def as_peers(place: Place, change: str, nodes: int) -> int:
         return train(session, change, "", Path())
 
 
-@pytest.mark.parametrize(("change", "nodes"), [("lr", 0), ("weight_decay", 0), ("betas", 1)])
+@pytest.mark.parametrize(
+    ("change", "nodes"), [("lr", 0), pytest.param("weight_decay", 0, marks=pytest.mark.soak), ("betas", 1)]
+)
 def test_nodes_that_step_with_other_hyperparameters_are_told_so(
     pool: WorkerPool, change: str, nodes: int
 ) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from atoll.core.hyperparameters import difference_line, first_difference
+from atoll.tensors.settings import settings_of
 from atoll.train.alike import Treatment, Treatments, are_alike, difference
 
 
@@ -82,3 +84,12 @@ def test_unlike_numbers_of_param_groups_are_named() -> None:
         first_difference([{"lr": math.nan, "betas": (0.9, 0.99)}], [{"lr": math.nan, "betas": [0.9, 0.99]}])
         is None
     )
+
+
+def test_what_a_script_keeps_in_a_group_is_no_hyperparameter() -> None:
+    """Nor is how a step is computed."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([{"params": [parameter], "rank": 3}], lr=0.1, foreach=True)
+    (group,) = settings_of(optimizer)
+    assert group["lr"] == 0.1
+    assert not group.keys() & {"rank", "foreach", "fused", "params"}

@@ -18,6 +18,7 @@ import atoll
 from atoll.core.config import Config
 from atoll.core.errors import UserError
 from atoll.train.place import Place
+from atoll.train.resume import TrainingState
 from atoll.train.schedule import length_of, position_of
 from atoll.train.session import Session
 
@@ -171,6 +172,35 @@ def test_a_checkpoint_has_the_count(tmp_path: Path) -> None:
             session.save(tmp_path / "checkpoint")
 
 
+def test_a_checkpoint_without_a_count_goes_on_where_the_scheduler_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an Atoll that did not count samples; the script stepped the scheduler then."""
+    maker, _ = MAKERS["CosineAnnealingLR"]
+    with monkeypatch.context() as patch, atoll.join(Config(), place=Place()) as session:
+        own_state = TrainingState._own_state
+        counts = ("consumed", "schedules")
+        patch.setattr(
+            TrainingState,
+            "_own_state",
+            lambda self: {key: value for key, value in own_state(self).items() if key not in counts},
+        )
+        model, optimizer = session.prepare(*build())
+        scheduler = maker(optimizer)
+        for _ in range(5):
+            step(session, model, optimizer)
+            scheduler.step()
+        session.save(tmp_path / "checkpoint")
+    expected = list(plain(maker))
+    with atoll.join(Config(), place=Place()) as session:
+        model, optimizer = session.prepare(*build())
+        session.schedule(maker(optimizer), total=TOTAL)
+        assert session.resume(tmp_path / "checkpoint") == 5
+        for at in range(5, STEPS):
+            assert settings(optimizer) == expected[at]
+            step(session, model, optimizer)
+
+
 def test_a_script_that_steps_it_too_is_told_so(session: Session) -> None:
     model, optimizer = session.prepare(*build())
     scheduler = schedulers.CosineAnnealingLR(optimizer, STEPS)
@@ -246,6 +276,20 @@ def test_a_meeting_between_backward_and_step_moves_no_rate(session: Session) -> 
     assert position_of(scheduler) == 0
     optimizer.step()
     assert position_of(scheduler) == 1
+
+
+def test_another_scheduler_of_the_script_is_still_watched(
+    session: Session, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = session.prepare(*build())
+    session.schedule(schedulers.LinearLR(optimizer, 1.0, 0.5, STEPS), total=TOTAL)
+    other = schedulers.CosineAnnealingLR(optimizer, 2)
+    for _ in range(5):
+        step(session, model, optimizer)
+        other.step()
+    said = capfd.readouterr().err
+    assert said.count("CosineAnnealingLR (test_schedule.py") == 1
+    assert "LinearLR" not in said
 
 
 def test_training_past_the_total_is_told_of_once(session: Session, capfd: pytest.CaptureFixture[str]) -> None:

@@ -175,6 +175,7 @@ class ScheduleWatch:
     ) -> None:
         self._optimizer, self._worker, self._find, self._tell = optimizer, worker, find, tell
         self._watched: list[weakref.ref[LRScheduler]] | None = None
+        self._driven: list[Any] = []  # by samples
         self._workers = 0  # as the schedulers began
         self._own, self._own_steps, self._base = 0.0, 0, -1.0
 
@@ -185,7 +186,12 @@ class ScheduleWatch:
             if not any("initial_lr" in group for group in self._optimizer.param_groups):
                 return
             found = self._find(self._optimizer)
-            self._watched = [weakref.ref(each) for each in found if not isinstance(each, ReduceLROnPlateau)]
+            self._watched = [
+                weakref.ref(each)
+                for each in found
+                if not isinstance(each, ReduceLROnPlateau)
+                and not any(each is driven for driven in self._driven)
+            ]
             self._workers = workers
         there = [each for each in (held() for held in self._watched) if each is not None]
         if not there:
@@ -199,8 +205,9 @@ class ScheduleWatch:
 
     def let_go(self, scheduler: Any) -> None:
         """`session.schedule` drives it."""
-        kept = self._watched or []
-        self._watched = [each for each in kept if each() is not scheduler]
+        self._driven.append(scheduler)
+        if self._watched is not None:
+            self._watched = [each for each in self._watched if each() is not scheduler]
 
     def _see_end(self, scheduler: LRScheduler) -> None:
         length = length_of(scheduler)

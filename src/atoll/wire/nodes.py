@@ -127,13 +127,15 @@ class Lacks(Message, frozen=True):
 class Takeover(Message, frozen=True):
     """The payload is what lies from byte `start` of the state, of `total` bytes (train/node/state.py), at
     global iteration `iteration`. The script counts each iteration `shift` higher, or lower: it may have begun
-    from a checkpoint. The first piece says what the latest of those iterations were made of (`applied`)."""
+    from a checkpoint. The first piece says what the latest of those iterations were made of (`applied`).
+    `consumed` counts the samples of all of them, and of the checkpoint."""
 
     iteration: Count
     start: Count
     total: Count
     shift: int = 0
     applied: Annotated[list[Applied], Meta(max_length=2048)] = []
+    consumed: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Script(Message, frozen=True):

@@ -590,6 +590,7 @@ class CpuSideProcess:
             # The script that it begins with may be of a member that has not heard of all of these.
             for each in taker.applied:
                 self._history.take_over(each)
+            self._history.consumed = taker.consumed
             reach("node.took", model.globals.iteration)
             self._do(self._node.handle_state(now, model.globals.iteration))
 
@@ -611,7 +612,15 @@ class CpuSideProcess:
 
             def send(raw: memoryview, to: int = life.node) -> None:
                 reach("node.gives", model.globals.iteration)
-                give(self._network, to, raw, model.globals.iteration, model.shift, self._history.latest)
+                give(
+                    self._network,
+                    to,
+                    raw,
+                    model.globals.iteration,
+                    model.shift,
+                    self._history.latest,
+                    self._history.consumed,
+                )
 
             self._jobs.append((lambda: pack_globals(model.globals), send))
 

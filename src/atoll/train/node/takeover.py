@@ -34,12 +34,26 @@ class Giver:
 
 
 def give(
-    network: Network, to: int, raw: memoryview, iteration: int, shift: int, applied: Sequence[Applied]
+    network: Network,
+    to: int,
+    raw: memoryview,
+    iteration: int,
+    shift: int,
+    applied: Sequence[Applied],
+    consumed: float,
 ) -> None:
-    """Send a state, which nobody changes any more, to a node, and what its latest iterations were made of."""
+    """Send a state, which nobody changes any more, to a node, and what its latest iterations were made of;
+    `consumed` samples are in it."""
     for start, piece in pieces_of(raw):
         made_of = list(applied) if start == 0 else []
-        told = Takeover(iteration=iteration, start=start, total=raw.nbytes, shift=shift, applied=made_of)
+        told = Takeover(
+            iteration=iteration,
+            start=start,
+            total=raw.nbytes,
+            shift=shift,
+            applied=made_of,
+            consumed=consumed,
+        )
         network.send_chunk(to, told, piece)
 
 
@@ -88,6 +102,7 @@ class Taker:
         self._pieces = Pieces(most)
         self.shift = 0
         self.applied: list[Applied] = []  # what the state's latest iterations were made of
+        self.consumed = 0.0  # the samples of all of its iterations
         self._began = self._asked_at = time.monotonic()
         self._heard_at = self._began
         self._ask()
@@ -105,7 +120,7 @@ class Taker:
             return None
         self._heard_at, self.shift = time.monotonic(), message.shift
         if message.start == 0:
-            self.applied = message.applied
+            self.applied, self.consumed = message.applied, message.consumed
         return self._pieces.whole
 
     def stalled(self) -> str:
