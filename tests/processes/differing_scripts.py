@@ -71,16 +71,25 @@ PAIRS: dict[str, tuple[tuple[Callable[[Session, str], None], str], ...]] = {
 }
 
 
-def run_script(session: Session, kind: str, which: str, folder: str) -> None:
-    """One worker's script; worker 1 does at step AT what `kind` says. Fails where that does not end soon."""
+def run_script(
+    session: Session,
+    kind: str,
+    which: str,
+    folder: str,
+    before: Callable[[Session, int], None] = lambda _session, _step: None,
+    at: int = AT,
+) -> None:
+    """One worker's script; worker 1 does at step `at` what `kind` says. Fails where that does not end soon.
+    `before` is called before each step."""
     torch.manual_seed(0)
     odd, since = session.rank == 1, 0.0
     try:
         model = nn.Linear(8, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         session.prepare(model, optimizer)
-        for step in range(STEPS):
-            if step == AT:
+        for step in range(max(STEPS, at + 3)):
+            before(session, step)
+            if step == at:
                 since = time.monotonic()
                 if kind == "pair":
                     call, argument = PAIRS[which][session.rank]

@@ -37,7 +37,7 @@ def fails(pool: WorkerPool, tmp_path: Path, stale_max: int, kind: str, which: st
 
 
 @pytest.mark.parametrize("which", CALLS)
-@pytest.mark.parametrize("stale_max", [0, 4])
+@pytest.mark.parametrize("stale_max", [0, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_call_beside_a_step(pool: WorkerPool, tmp_path: Path, which: str, stale_max: int) -> None:
     said = fails(pool, tmp_path, stale_max, "call", which)
     last = rf"(at the gradients of step \d+|at the end of its session after {STEPS} steps)"

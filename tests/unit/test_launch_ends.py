@@ -316,6 +316,10 @@ def test_a_worker_that_was_given_up_and_ends_is_left_out(
     failed = two.end(0, 2)
     assert two.launch.poll() is None
     assert two.launch.excuses(failed)
+    said = [each for each in JournalReader(two.directory.journal(0)).read() if isinstance(each, Warned)]
+    assert [each.message for each in said] == [
+        "worker 0 was given up by the hub, and ended: e; the others go on without it"
+    ]
     assert two.launch.first == 1
     cast(Any, two.launch._workers[1]).returncode = 0
     assert two.launch.poll() == 0

@@ -266,9 +266,12 @@ class ServedLaunch:
     def _end_of(self, rank: int, code: int) -> WorkerEnd:
         return WorkerEnd(rank, self._workers[rank].pid, code)
 
-    def _how_lost(self, _rank: int, code: int) -> str:
-        """How a worker ended that was killed, or given up, in words."""
-        return f"was killed by {signal_name(-code)}" if code < 0 else "was given up by the hub"
+    def _how_lost(self, rank: int, code: int) -> str:
+        """How a worker ended that was killed, or that the hub has given up or refused, in words."""
+        if code < 0:
+            return f"was killed by {signal_name(-code)}"
+        said = [each.message for each in self._said_by(self._lead(rank)) if isinstance(each, Failed)]
+        return f"was given up by the hub, and ended: {said[-1]}" if said else "was given up by the hub"
 
     def _ends_given_up(self, rank: int) -> bool:
         """Whether a worker that the hub has given up has ended for that, and not with an error of its

@@ -31,6 +31,7 @@ class LogDesk:
             messages.Step: self._handle_contribution,
             messages.Meet: self._handle_meet,
             messages.Ends: self._handle_ends,
+            messages.Mismatch: self._handle_mismatch,
             messages.Arrive: self._handle_entering,
             messages.WantState: self._handle_entering,
             messages.GiveState: self._handle_entering,
@@ -80,6 +81,16 @@ class LogDesk:
             return reason
         self._hear(self._log, peer, hello)
         self._log.handle_end(hello.worker, ends)
+        return ""
+
+    def _handle_mismatch(
+        self, _peer: bytes, hello: Hello, message: messages.Mismatch, _: memoryview | None
+    ) -> str:
+        if self._log is None or hello.role != "worker":
+            return "sites and groups tell shard 0 that their scripts differ"
+        if not message.line.isprintable():
+            return "a line that cannot be printed"
+        self._log.handle_mismatch(message.line)
         return ""
 
     def _handle_entering(

@@ -239,6 +239,11 @@ class LogKeeper:
         if not self._has_ended(worker, ends.incarnation):
             self._act(self._meetings.handle_end(worker, ends.incarnation, ends.stand), entries=False)
 
+    def handle_mismatch(self, line: str) -> None:
+        """A site, or a group, has found that its workers' scripts differ."""
+        if not self._mismatch:
+            self._end_all(line)
+
     def _look_for_deadlock(self) -> None:
         """End the run if some wait in a meeting, and all others in an iteration."""
         if self._log is not None and not self._mismatch:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from atoll.core.config import LinkOptions
-from atoll.core.errors import DeadlineError
+from atoll.core.errors import DeadlineError, MismatchError
 from atoll.core.events import AnyEvent
 from atoll.core.points import reach
 from atoll.net.endpoint import Endpoint, Server, poll
@@ -37,7 +37,7 @@ from atoll.store.records import Part, Told
 from atoll.store.shard import AnyPull
 from atoll.tensors.payload import tensor_of
 from atoll.wire import messages
-from atoll.wire.messages import AnyMessage, Hello, decode_untrusted
+from atoll.wire.messages import AnyMessage, Hello, WorkerStand, decode_untrusted
 
 _FAREWELL = 0.5  # seconds from the last worker's end to the site's: for what the hub is yet to be told
 _IN_BOX = 4096  # messages of the site's workers that wait while the global shards are waited for
@@ -56,21 +56,24 @@ class _StoppedError(BaseException):
 
 class SiteLog(LogKeeper):
     """The log of a site's own workers. Their meetings are parts of the sites': `pass_up(number, what, part)`
-    takes each that is complete here, and `end` is told when all sites have come. `ask_above` and `give_above`
-    as SiteEntrance's."""
+    takes each that is complete here, and where a worker of it stands; `end` is told when all sites have come.
+    `tell_above` takes the line for all sites where scripts differ here. `ask_above` and `give_above` as
+    SiteEntrance's."""
 
     def __init__(
         self,
         workers: int,
         peers: Peers,
         apply: Outgoing,
-        pass_up: Callable[[int, str, bytes], None],
+        pass_up: Callable[[int, str, bytes, WorkerStand | None], None],
         ask_above: Callable[[int], None],
         give_above: Callable[[messages.GiveState, memoryview | None], None],
+        tell_above: Callable[[str], None] = lambda _line: None,
     ) -> None:
         super().__init__(workers, peers, apply)
         self._entrance: SiteEntrance = SiteEntrance(peers, ask_above, give_above)
-        self._pass_up = pass_up
+        self._pass_up, self._tell_above = pass_up, tell_above
+        self.last: WorkerStand | None = None  # where the worker stood that was the last to end
         self._complete: dict[int, Meeting] = {}  # meetings that the other sites are waited for in
         self.met = 0  # how many are over
         self._left: set[tuple[int, int]] = set()  # who has said goodbye: worker, incarnation
@@ -122,7 +125,25 @@ class SiteLog(LogKeeper):
     def _end_meeting(self, meeting: Meeting) -> None:
         parts = [self._parts.pop(handle) for handle in meeting.handles]
         self._complete[meeting.number] = meeting
-        self._pass_up(meeting.number, meeting.what, pack(meeting.workers, parts))
+        self._pass_up(meeting.number, meeting.what, pack(meeting.workers, parts), meeting.stand)
+
+    @property
+    def stand(self) -> WorkerStand | None:
+        """Where a worker stands that has committed the site's iteration under way."""
+        return self._log.stand if self._log is not None else None
+
+    def handle_end(self, worker: int, ends: messages.Ends) -> None:
+        self.last = ends.stand
+        super().handle_end(worker, ends)
+
+    def handle_mismatch_from_above(self, line: str) -> None:
+        """The sites' scripts differ."""
+        if not self._mismatch:
+            super()._end_all(line)
+
+    def _end_all(self, line: str) -> None:
+        super()._end_all(line)
+        self._tell_above(line)
 
     def end(self, message: messages.Met, payload: memoryview | None) -> None:
         """All sites have come to a meeting: answer this site's workers."""
@@ -194,7 +215,13 @@ class SiteShard(Shard):
 
     def _make_log(self, workers: int) -> LogKeeper:
         self._site_log = SiteLog(
-            workers, self._peers, self._lines.queue, self._meet, self._want_above, self._give_above
+            workers,
+            self._peers,
+            self._lines.queue,
+            self._meet,
+            self._want_above,
+            self._give_above,
+            self._tell_above,
         )
         return self._site_log
 
@@ -276,6 +303,8 @@ class SiteShard(Shard):
         )
         upstream.on(messages.Met, self._handle_met)
         upstream.on(messages.WantState, self._handle_want_from_above)
+        upstream.on(messages.Mismatch, self._handle_mismatch_from_above)
+        upstream.on(messages.Ended, lambda _shard, _message, _payload: None)
         upstream.on(messages.GiveState, self._handle_given_from_above)
         for number in self._meets:
             self._send_meet(upstream, number)
@@ -300,6 +329,9 @@ class SiteShard(Shard):
         """No other site is to wait for this one."""
         self._over, self._ends_at = True, time.monotonic() + _FAREWELL
         self._tell_of_links(self._report.tell)
+        last = self._site_log.last
+        if self._upstream is not None and self._site_log.has_left and last is not None:
+            self._upstream.send(LOG, messages.Ends(incarnation=self._place.incarnation, stand=last))
         if self._upstream is not None:
             self._upstream.leave()
         self._link_up.goodbye()
@@ -307,8 +339,20 @@ class SiteShard(Shard):
 
     # -- meetings -----------------------------------------------------------------------------------------
 
-    def _meet(self, number: int, what: str, part: bytes) -> None:
-        meet = messages.Meet(incarnation=self._place.incarnation, number=number, what=what)
+    def _tell_above(self, line: str) -> None:
+        if self._upstream is not None and not self.kept.replaying:
+            self._upstream.send(LOG, messages.Mismatch(line=line))
+
+    def _handle_mismatch_from_above(
+        self, _shard: int, message: AnyMessage, _payload: memoryview | None
+    ) -> None:
+        """All workers hear it, also those of this site; the site has nothing more to do."""
+        assert isinstance(message, messages.Mismatch)
+        self._site_log.handle_mismatch_from_above(message.line)
+        raise MismatchError(message.line)
+
+    def _meet(self, number: int, what: str, part: bytes, stand: WorkerStand | None) -> None:
+        meet = messages.Meet(incarnation=self._place.incarnation, number=number, what=what, stand=stand)
         self._meets[number] = meet, memoryview(part)
         upstream = self._upstream
         if upstream is not None:
@@ -388,6 +432,7 @@ class SiteShard(Shard):
             workers=self._workers,
             shards=self._shards,
             used=self._site_log.used,
+            stand=lambda: self._site_log.stand,
             alive=lambda: not self._site_log.has_left,
             settle=self._settle,
             note=lambda answer: self.kept.note(_ABOVE, messages.encode(answer)),

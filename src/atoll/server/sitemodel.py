@@ -34,7 +34,7 @@ from atoll.store.actions import CombineChunks, StepChunks
 from atoll.store.balance import balance
 from atoll.tensors.payload import tensor_of
 from atoll.wire import messages
-from atoll.wire.messages import AnyMessage, Setup, Used
+from atoll.wire.messages import AnyMessage, Setup, Used, WorkerStand
 
 # What messages are sent again until, to a global shard that was lost.
 SET_UP, CONTRIBUTION, STEP, STATE = "set-up", "contribution", "step", "state"
@@ -94,7 +94,8 @@ class SiteModel(Model):
     """`setup` is a worker's, for the site as a whole, the `number`-th; `workers` is how many the site has,
     and `shards` how many global shards there are.
 
-    `used()` gives the samples behind the iteration that goes up, and `alive()` says whether any worker of the
+    `used()` gives the samples behind the iteration that goes up, `stand()` where the script of one of its
+    workers stands, and `alive()` says whether any worker of the
     site is left or may come back. `settle()` waits until all that was taken in is in the journal, and `note`
     takes a global shard's answer that is to be in there. Without `upstream` a journal is gone through, and
     `go_on` has what was under way done. `link` is how the site's gradients go up.
@@ -113,6 +114,7 @@ class SiteModel(Model):
         shards: int,
         used: Callable[[], list[Used]],
         alive: Callable[[], bool],
+        stand: Callable[[], WorkerStand | None] = lambda: None,
         settle: Callable[[], None] = lambda: None,
         note: Callable[[AnyMessage], None] = lambda _message: None,
         link: LinkOptions | None = None,
@@ -121,7 +123,7 @@ class SiteModel(Model):
         super().__init__(inside, 0)
         self.between, self._place, self._shards, self._number = setup, place, shards, number
         self._above, self._used, self._alive, self._settle = upstream, used, alive, settle
-        self._note = note
+        self._note, self._stand = note, stand
         self._due: list[Passing] = []  # of a journal: what may not have been done
         sizes = {chunk.id: chunk.nbytes for chunk in self.optimizer.layout.trainable}
         places = balance(list(sizes.values()), shards)
@@ -407,6 +409,7 @@ class SiteModel(Model):
             alike=alike,
             hyperparameters=hyperparameters,
             used=used,
+            stand=self._stand(),
         )
         self._upstream.send(LOG, commit, until=until)
 

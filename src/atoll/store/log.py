@@ -389,6 +389,11 @@ class CommitLog:
         """Who is needed for the next meeting, and where those stand who have come."""
         return self._meetings.waits()
 
+    @property
+    def stand(self) -> WorkerStand | None:
+        """BSP: where the script of a worker stands that has committed the iteration under way."""
+        return self._rule.stand if isinstance(self._rule, Rounds) else None
+
     def iteration_waits(self) -> Waits:
         """BSP: who is needed for the iteration under way, and where those stand who wait for the others. Else
         nobody: workers go on by themselves."""

@@ -175,6 +175,7 @@ class Meetings:
                     workers=[worker for worker, _ in parts],
                     incarnations=[part.incarnation for _, part in parts],
                     handles=[part.handle for _, part in parts],
+                    stand=next((part.stand for _, part in parts if part.stand is not None), None),
                 )
             )
             self._next += 1

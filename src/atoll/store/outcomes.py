@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import RunError
-from atoll.wire.messages import AnyMessage, Commit
+from atoll.wire.messages import AnyMessage, Commit, WorkerStand
 
 if TYPE_CHECKING:
     from atoll.store.entries import Entry
@@ -30,6 +30,7 @@ class Meeting:
     """All parts of a gathering are there: each of `workers` gets them all, as wire's Met.
 
     `handles[i]` is the handle of the payload that `workers[i]` sent; the runtime frees them afterwards.
+    `stand` is where the script of one of them stands.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Meeting:
     workers: list[int]
     incarnations: list[int]
     handles: list[int]
+    stand: WorkerStand | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from atoll.store.roster import Roster
 from atoll.store.stages import Stages
 from atoll.store.waits import Waits
 from atoll.wire import messages
-from atoll.wire.messages import Count
+from atoll.wire.messages import Count, WorkerStand
 
 
 class RoundsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rounds"):
@@ -277,6 +277,11 @@ class Rounds:
     def _silent(self) -> list[int]:
         """The members whose word on the step is waited for."""
         return [worker for worker in self._members if worker not in self._said and worker not in self._follow]
+
+    @property
+    def stand(self) -> WorkerStand | None:
+        """Where the script of a worker stands that has committed the iteration under way."""
+        return next((each.stand for each in self._commits.values() if each.stand is not None), None)
 
     def waits(self) -> Waits:
         """Who is needed for the iteration to go on, and where those stand who wait for that."""

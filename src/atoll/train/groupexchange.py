@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from atoll.core import points
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import gradients
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
 from atoll.train.exchange import (
@@ -37,7 +39,15 @@ from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
 from atoll.train.shards import LOG, Shards
 from atoll.train.uplink import Role, Uplink, Wanted
-from atoll.wire.messages import AnyMessage, Commit, Committed, Hyperparameters, Mean, Used
+from atoll.wire.messages import (
+    AnyMessage,
+    Commit,
+    Committed,
+    Hyperparameters,
+    Mean,
+    Used,
+    WorkerStand,
+)
 
 COMMIT = "commit"  # what a group's Commit is sent again until
 
@@ -286,6 +296,9 @@ class GroupReducer(RingReducer, Exchange):
                 used=outgoing.used,
                 grouping=self._grouping(),
                 behind=outgoing.behind,
+                stand=WorkerStand(
+                    self.connection.shards.worker, gradients(outgoing.iteration, waiting_line())
+                ),
             ),
             until=COMMIT,
         )

@@ -7,22 +7,26 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from atoll.core.errors import UserError
+from atoll.core.errors import MismatchError, UserError
+from atoll.core.stands import are_consistent, describe_mismatch
 from atoll.train.place import Place
 from atoll.train.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.rounds import Ring
 from atoll.train.served_workers import CalledAwayError, ServedWorkers
-from atoll.train.shards import Shards
+from atoll.train.shards import LOG, Shards
+from atoll.wire.messages import Mismatch, WorkerStand
 
 _Parts = dict[int, bytes]  # by rank in the run
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
-    """What a member brings to its group: the number of its call, and in words what that is."""
+    """What a member brings to its group: the number of its call, in words what that is, and the member's
+    place in its script."""
 
     number: int
     what: str
     payload: bytes
+    stand: WorkerStand
 
 
 class GroupWorkers(ServedWorkers):
@@ -47,6 +51,8 @@ class GroupWorkers(ServedWorkers):
 
     def part(self) -> None:
         """The log knows groups, which go on without a member that has ended."""
+        if self._group.world == 1:
+            super().part()
 
     def saw(self, ranks: list[int]) -> None:
         """An iteration's word names groups, and not workers: those of the latest call stand."""
@@ -80,7 +86,7 @@ class GroupWorkers(ServedWorkers):
         takes the members' parts to the log's meeting, and tells them of the others'."""
         channel, place = self._group.session, self._group.place
         assert channel is not None
-        own = msgspec.msgpack.encode(_Part(number, what, payload))
+        own = msgspec.msgpack.encode(_Part(number, what, payload, self._standing_for(what)))
         said = [msgspec.msgpack.decode(part, type=_Part) for part in gather_bytes(channel, own, what)]
         first = min(part.number for part in said)
         ahead = [rank for rank, part in enumerate(said) if part.number > first]
@@ -94,6 +100,11 @@ class GroupWorkers(ServedWorkers):
 
     def _check_same(self, said: Sequence[_Part]) -> None:
         place = self._group.place
+        if not are_consistent(part.stand.stand for part in said):
+            line = describe_mismatch({part.stand.worker: part.stand.stand for part in said})
+            if not place.rank:  # so that the other groups hear of it
+                self._shards.send(LOG, Mismatch(line=line))
+            raise MismatchError(line)
         what = said[place.rank].what
         for rank, part in enumerate(said):
             if part.what != what:
