@@ -131,9 +131,16 @@ def test_places_that_go_together(stands: list[Stand]) -> None:
 
 
 def test_lines_are_not_compared_with_a_worker_that_knows_none() -> None:
-    here, unknown = call("session.barrier", "train.py:1"), call("session.barrier", "")
+    here, unknown = call("session.gather", "train.py:1"), call("session.gather", "")
     assert are_consistent([here, unknown])
-    assert not are_consistent([here, unknown, call("session.barrier", "train.py:2")])
+    assert not are_consistent([here, unknown, call("session.gather", "train.py:2")])
+
+
+def test_barriers_of_two_lines_meet() -> None:
+    """Worker 0 prepares data and then comes to its barrier, while the others wait at theirs."""
+    stands = [call("session.barrier", "train.py:9"), call("session.barrier", "train.py:5")]
+    assert are_consistent(stands)
+    assert stands[0].digest() == stands[1].digest()
 
 
 def test_workers_at_one_place_are_named_together() -> None:

@@ -22,7 +22,9 @@ END: Literal["end"] = "end"
 MOST_BYTES = 2048  # of an encoded Stand
 _MOST_NAMES = 6  # of workers at one place; of more, the rest is counted
 _DIGEST_BYTES = 16
-_WITH_LINE = {"session.reduce", "session.gather", "session.barrier"}  # combined only from one line
+# Values are combined only from one line. A barrier combines nothing: scripts let worker 0 go first, with one
+# barrier for it and another for the rest.
+_WITH_LINE = {"session.reduce", "session.gather"}
 _STORES = ("session.save", "session.load", "session.resume")
 
 _EQUAL_STEPS = (
