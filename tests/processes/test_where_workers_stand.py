@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from run_command import wait_for
+from run_command import Command, wait_for
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
@@ -318,3 +318,45 @@ def test_all_end_with_one_line_that_says_who_stands_where(
         assert re.search(rf"worker 1 is {case.first}[;.] ", who), who
         assert re.search(rf"(worker 0 is|workers 0.* are) {case.others}[;.] ", who), who
         assert re.search(rf"\. {case.advice}$", who), who
+
+
+# -- under the command -------------------------------------------------------------------------------------
+
+SCRIPT = """import sys, torch, atoll
+with atoll.join() as session:
+    model = torch.nn.Linear(8, 4); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.prepare(model, optimizer)
+    for step in range(6 if session.is_main or sys.argv[1] == "saves" else 4):
+        model(torch.randn(4, 8)).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
+        if session.is_main and step == 3 and sys.argv[1] == "saves": session.save("checkpoint")
+    print("metric", session.reduce(1.0))
+"""
+BY_ONE = (
+    "atoll: worker 0 is in session.save (train.py:7); worker 1 is at the gradients of step 4 (train.py:6). "
+    "Every worker calls session.save: take it out of `if session.is_main`"
+)
+UNEQUAL = (
+    "atoll: worker 0 is at the gradients of step 4 (train.py:6); worker 1 is in session.reduce(mean of a "
+    "number) (train.py:8). Every worker calls session.reduce, and calls it after equally many steps: "
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "elastic", "line"),
+    [
+        pytest.param("saves", "false", BY_ONE, marks=pytest.mark.soak),
+        ("saves", "true", BY_ONE),
+        pytest.param("leaves", "false", UNEQUAL, marks=pytest.mark.soak),
+        pytest.param("leaves", "true", UNEQUAL, marks=pytest.mark.soak),
+    ],
+)
+def test_a_run_ends_with_status_2_and_nobody_is_called_lost(
+    command: Command, how: str, elastic: str, line: str
+) -> None:
+    status, out, err = command.run(SCRIPT, how, options=["--set", f"run.elastic={elastic}"])
+    assert status == 2, err
+    assert err.splitlines()[-1].startswith(line), err
+    assert "metric" not in out
+    assert "the others go on without it" not in err
+    assert "SIGABRT" not in err
+    assert not command.alive()
