@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from atoll.core.scriptline import at_script_line, script_line
+from atoll.core.scriptline import at_script_line, script_line, waiting_line
 
 
 def run_script(path: Path, text: str) -> dict[str, Any]:
@@ -43,3 +43,11 @@ def test_a_thread_without_a_script_has_no_line() -> None:
 def test_a_line_is_shown_behind_the_call_as_far_as_it_is_known() -> None:
     assert at_script_line("session.save", "") == "session.save"
     assert at_script_line("session.save", "train.py:31") == "session.save (train.py:31)"
+
+
+def test_on_another_thread_the_line_is_that_of_the_main_thread() -> None:
+    """As on a GPU, where a backward ends on a thread of autograd's while the main thread waits for it."""
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(script_line).result(30.0) == ""
+        line = threads.submit(waiting_line).result(30.0)
+    assert line.startswith(f"{Path(__file__).name}:")

@@ -141,6 +141,8 @@ class WorkerMembers:
             ) from None
         except PeerLostError as error:
             self._channel.look()  # who watches may know more
+            if self._place.standing is not None and (known := self._place.standing.known()) is not None:
+                raise known from None
             raise PeerLostError(
                 f"worker {self._place.name} lost touch with another worker, waiting for {of}: {error}"
             ) from None
