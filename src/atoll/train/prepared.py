@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import stateless
 
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
@@ -286,14 +289,19 @@ class Prepared:
     def _before_forward(self) -> None:
         self.stepper.restore()
         self.reducer.check_bound(closely=False)
+        self._check_homes()
+        self._backward.before_forward()
+
+    def _check_homes(self) -> None:
+        """Raise BindingError where the module has other parameters; not within torch.func.functional_call,
+        which puts other tensors in their place for its length."""
         for held, attribute, parameter, name in self._homes:
-            if held.get(attribute) is not parameter:
+            if held.get(attribute) is not parameter and not _is_within_functional_call():
                 raise BindingError(
                     f"parameter {name!r} was replaced by another Parameter after session.prepare; copy "
                     "new values into it instead (with torch.no_grad(): parameter.copy_(...)), or replace "
                     "it before"
                 )
-        self._backward.before_forward()
 
     def _backward_reaches(self, seen: Seen | None) -> None:
         self._reached_in = self._backward.number
@@ -318,6 +326,7 @@ class Prepared:
         self._whole(self)
 
     def _before_step(self) -> None:
+        self._check_homes()
         for name in self._frozen:
             if self.parameters[name].requires_grad:
                 raise PrepareError(
@@ -375,6 +384,15 @@ class Prepared:
 def _blamed(named: Sequence[str]) -> str:
     where = named[0] if named else "a parameter, once it was summed"
     return f"the gradient of {where} holds NaN or infinity"
+
+
+def _is_within_functional_call() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == stateless.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _all_finite(gradients: Sequence[Tensor]) -> bool:
