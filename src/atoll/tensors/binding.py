@@ -93,11 +93,36 @@ class BoundChunk:
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
     def check(self) -> None:
-        """Raise BindingError, naming the parameter, if one no longer lies where `bind` put it."""
+        """Take in the values of parameters that no longer lie where `bind` put them (`p.data = tensor`).
+
+        Raises BindingError, naming the parameter, for one whose dtype, device or shape is another, and for
+        one whose former memory is still in use: values written there would show in what the script has kept.
+        """
         if [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
             return
-        for name, parameter, address in zip(self.names, self.parameters, self._addresses, strict=True):
-            if parameter.data_ptr() != address:
+        self.check_kinds()
+        assert self.data is not None
+        moved = zip(self.names, self.parameters, self.data.views, self._addresses, strict=True)
+        for name, parameter, view, address in moved:
+            if parameter.data_ptr() == address:
+                continue
+            # Two: the view's own, and the one that is asked here.
+            if torch._C._storage_Use_Count(view.untyped_storage()._cdata) > 2:
+                raise BindingError(
+                    f"parameter {name!r} was given other memory after session.prepare, and its former memory "
+                    "is still in use (a kept p.data, or a graph); write values with p.data.copy_(...)"
+                )
+            with torch.no_grad():
+                if not torch.equal(view, parameter):
+                    torch.autograd.graph.increment_version(parameter)
+                    view.copy_(parameter)
+            parameter.data = view
+
+    def check_kinds(self) -> None:
+        """Raise BindingError, naming the parameter, for one that cannot lie in the chunk as it is now."""
+        for name, parameter, slot in zip(self.names, self.parameters, self.chunk.slots, strict=True):
+            alike = parameter.dtype == self.flat.dtype and parameter.device == self.flat.device
+            if not alike or parameter.numel() != slot.numel:
                 raise BindingError(_why_unbound(name, parameter, self.flat))
 
     @property
@@ -107,14 +132,15 @@ class BoundChunk:
 
 
 def _why_unbound(name: str, parameter: Tensor, flat: Tensor) -> str:
-    what = "its memory was replaced"
+    what = f"its shape became {tuple(parameter.shape)}"
     if parameter.dtype != flat.dtype:
         what = f"its dtype went from {_short(flat.dtype)} to {_short(parameter.dtype)}"
     elif parameter.device != flat.device:
         what = f"it went from {flat.device} to {parameter.device}"
     return (
         f"parameter {name!r} no longer lies in its chunk: {what} after session.prepare; "
-        "convert, move or reassign the model's parameters before session.prepare"
+        "convert, move or reshape the model's parameters before session.prepare, and write values with "
+        "p.data.copy_(...)"
     )
 
 

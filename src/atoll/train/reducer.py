@@ -90,10 +90,13 @@ class Reducer:
         return False
 
     def check_bound(self, closely: bool = True) -> None:
-        """Raise BindingError if a parameter has left its chunk; `closely`: if any one has."""
+        """Raise BindingError if a parameter's dtype or device is another than its chunk's. `closely`: look at
+        each one, and take in the values of those that have left their chunk."""
         for bound in self._chunks:
-            if closely or bound.has_moved:
+            if closely:
                 bound.check()
+            elif bound.has_moved:  # until a step it may: averaged weights, say, for an evaluation
+                bound.check_kinds()
 
     def accumulates(self) -> bool:
         """Within a backward: whether it will leave gradients in these parameters, as torch.autograd.grad
