@@ -3,17 +3,24 @@ the run's own evaluation, its checkpoint and what is registered give the same nu
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import atoll
 from atoll.core.config import Config, Groups, Memory, Run, Sync
 from atoll.testing.pool import WorkerPool
+from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
 
 STEPS = 5
@@ -102,7 +109,7 @@ def by_atoll(place: Place, config: Config) -> tuple[list[dict[str, Tensor]], lis
         assert all(tiers.shared is not None for tiers in session._state.tiers)
         average, seen = None, []
         if not session._state.tiers:  # such a model cannot be copied
-            average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+            average = AveragedModel(model, use_buffers=True)
         for step in range(STEPS):
             model(batch(step, place.rank)).square().mean().backward()
             optimizer.step()
@@ -132,3 +139,120 @@ def test_buffers_are_those_of_ddp(
     for seen, averages in found:
         assert max(map(worst, seen, right)) < 1e-12
         assert averages == found[0][1]
+
+
+def one_loss(model: nn.Module, rank: int = 0, world: int = 1) -> Tensor:
+    """This worker's part of the evaluation."""
+    model.eval()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(16, 8, generator=generator, dtype=torch.double)[rank::world]
+    with torch.no_grad():
+        loss: Tensor = model(x).square().mean()
+    model.train()
+    return loss
+
+
+@dataclass
+class Told:
+    """What one worker saw: the losses of its own evaluations, after a barrier and after the save; the numbers
+    of its average; what people were told; the sum of its buffers after the session's end."""
+
+    losses: list[float]
+    average: list[float]
+    lines: list[str]
+    latest: float = 0.0
+
+
+def train_and_save(place: Place, config: Config, address: str, folder: str) -> Told:
+    with (
+        served_worker(address, place.rank) if address else nullcontext(),
+        atoll.join(config, place=None if address else place) as session,
+    ):
+        told = Told([], [], [])
+        session._records.warn = told.lines.append  # type: ignore[method-assign]
+        model, optimizer = make()
+        average = None if config.memory.device else AveragedModel(model, use_buffers=True)
+        if average is not None:
+            session.register(average=average)
+        session.prepare(model, optimizer)
+        for step in range(STEPS):
+            model(batch(step, session.rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if average is not None:
+                average.update_parameters(model)
+        session.barrier()
+        told.losses.append(float(session.reduce(one_loss(model, session.rank, session.world))))
+        session.save(folder)
+        told.losses.append(float(session.reduce(one_loss(model, session.rank, session.world))))
+        if average is not None:
+            told.average = [float(each.double().sum()) for each in average.state_dict().values()]
+        for step in range(2):
+            model(batch(STEPS + step, session.rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if config.sync.consistency not in ("ssp", "asp"):
+        told.latest = sum(float(buffer.double().sum()) for buffer in model.buffers())
+    return told
+
+
+def loaded(folder: Path) -> float:
+    """The loss of the checkpoint in one process."""
+    with atoll.join(Config()) as session:
+        model, optimizer = make()
+        session.prepare(model, optimizer)
+        session.register(average=AveragedModel(model, use_buffers=True))
+        state = load_file(folder / "model.safetensors")
+        model.load_state_dict(state)
+        return float(one_loss(model))
+
+
+def check_saved(seen: list[Told], folder: Path, *, shared: bool) -> None:
+    right = loaded(folder)
+    for told in seen:
+        assert told.losses == pytest.approx([right, right], abs=1e-12)
+        assert told.average == seen[0].average
+        assert told.latest == pytest.approx(seen[0].latest, abs=1e-12)
+    lines = [line for line in seen[0].lines if "session.barrier() before an evaluation" in line]
+    assert len(lines) == (not shared), seen[0].lines
+    assert shared or "(mean, for one)" in lines[0]
+    assert not any("evaluation" in line for told in seen[1:] for line in told.lines)
+
+
+@pytest.mark.parametrize("device", ["", "8KiB"])
+@pytest.mark.parametrize("strategy", ["ring", "hierarchical", "peers"])
+def test_a_run_s_evaluation_is_its_checkpoint_s(
+    pool: WorkerPool, strategy: str, device: str, tmp_path: Path
+) -> None:
+    config = Config(
+        run=Run(strategy=strategy),
+        sync=Sync(timeout="60s", stale_max=1) if strategy == "peers" else Sync(timeout="60s"),
+        groups=Groups(count=2 * (strategy == "hierarchical")),
+        memory=Memory(device=device, chunk="512") if device else Memory(),
+    )
+    seen = pool.run(train_and_save, config, "", str(tmp_path), world=2, deadline=60)
+    check_saved(seen, tmp_path, shared=strategy != "peers")
+
+
+@pytest.mark.parametrize(
+    ("consistency", "device"),
+    [
+        ("bsp", ""),
+        ("asp", "8KiB"),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("bsp", "8KiB"), ("asp", ""), ("ssp", ""))
+        ),
+    ],
+)
+def test_a_served_run_s_evaluation_is_its_checkpoint_s(
+    pool: WorkerPool, consistency: str, device: str, tmp_path: Path
+) -> None:
+    config = Config(
+        run=Run(strategy="server"),
+        sync=Sync(timeout="60s", consistency=consistency),
+        memory=Memory(device=device, chunk="512") if device else Memory(),
+    )
+    with ServedRun(2, 2) as served:
+        seen = pool.run(train_and_save, config, served.address, str(tmp_path), world=2, deadline=60)
+    check_saved(seen, tmp_path, shared=False)

@@ -250,8 +250,17 @@ def check_together(seen: tuple[list[list[float]], list[str]], *, first: bool) ->
     assert not told or "(a guess)" in told[0]
 
 
-@pytest.mark.parametrize("consistency", ["bsp", "ssp", "asp"])
-@pytest.mark.parametrize("device", ["", "12KiB"])
+@pytest.mark.parametrize(
+    ("consistency", "device"),
+    [
+        ("bsp", ""),
+        ("asp", "12KiB"),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("bsp", "12KiB"), ("asp", ""), ("ssp", ""))
+        ),
+    ],
+)
 def test_shards_weigh_by_samples_where_they_are_certain(
     pool: WorkerPool, consistency: str, device: str
 ) -> None:

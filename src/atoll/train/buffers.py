@@ -37,6 +37,7 @@ class ModelBuffers:
                     self.names.append(f"{prefix}.{key}" if prefix else key)
         self._kinds = [(each.shape, each.dtype) for each in self._now() if each is not None]
         self._seen: list[tuple[Tensor | None, int, Tensor | None]] = []
+        self.changed = ""  # the first that was found to have changed in training
         self.settle()
 
     def __len__(self) -> int:
@@ -52,15 +53,16 @@ class ModelBuffers:
     def said(self) -> list[float]:
         """One value for each buffer, whose sums over the workers `to_take` reads: whether this worker has
         changed it since `settle`."""
-        return [
-            _ODD if not self._is_usual(index, now) else float(_differs(now, self._seen[index]))
-            for index, now in enumerate(self._now())
-        ]
+        now = self._now()
+        differ = [_differs(each, seen) for each, seen in zip(now, self._seen, strict=True)]
+        if not self.changed and any(differ):
+            self.changed = self.names[differ.index(True)]
+        pairs = enumerate(zip(now, differ, strict=True))
+        return [float(changed) if self._is_usual(index, each) else _ODD for index, (each, changed) in pairs]
 
-    @property
-    def have_changed(self) -> bool:
-        """Whether this worker has changed any since `settle`."""
-        return any(self.said())
+    def named(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        return {n: each for n, each in zip(self.names, self._now(), strict=True) if each is not None}
 
     def _is_usual(self, index: int, now: Tensor | None) -> bool:
         return now is not None and (now.shape, now.dtype) == self._kinds[index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ from atoll.core.errors import CheckpointError, UserError
 from atoll.memory.othergroups import check_held, of_member
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
 from atoll.train.leased_sampler import LeasedSampler
+from atoll.train.meetings import bytes_of
 from atoll.train.memory import Tiers
 from atoll.train.node.sampler import PeerBatches
 from atoll.train.origin import Origin, positions_of
@@ -70,6 +72,42 @@ class TrainingState:
         """Let each worker see what all have written into models that they hold between them."""
         for tiers in self.tiers:
             tiers.sync(what)
+
+    def unify(self, what: str, *, registered: bool = False) -> None:
+        """Let all workers have the first one's buffers, and the tensors of modules that are `registered`,
+        where they differ. A collective; tensors that are not of one shape on all workers stay each worker's
+        own."""
+        named = self._of_each_worker(registered)
+        if not named or self._workers.alone:
+            return
+        kinds = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items()}
+        sums = {name: zlib.crc32(bytes_of(tensor)) for name, tensor in named.items()}
+        digest = zlib.crc32(repr((kinds, sums)).encode())
+        if len(set(self._workers.gather(digest, what))) > 1:
+            everyone = self._workers.gather([kinds, sums], what)
+            differing = [
+                name
+                for name in sorted(named)
+                if all(other.get(name) == kinds[name] for other, _ in everyone)
+                and any(other[name] != sums[name] for _, other in everyone)
+            ]
+            self._workers.take_from_first([named[name] for name in differing], what)
+        for prepared in self.prepared:
+            prepared.buffers.settle()
+
+    def _of_each_worker(self, registered: bool) -> dict[str, Tensor]:
+        """What workers may have each of its own, by name: see `unify`."""
+        named = {
+            f"{index} {name}": tensor
+            for index, prepared in enumerate(self.prepared)
+            for name, tensor in prepared.buffers.named().items()
+        }
+        shared = {id(p) for prepared in self.prepared for p in prepared.parameters.values()}
+        for name, module in self.registered.items() if registered else ():
+            if isinstance(module, nn.Module) and not _lies_elsewhere(module):
+                tensors = [*module.named_parameters(), *module.named_buffers()]
+                named |= {f"{name} {key}": each.detach() for key, each in tensors if id(each) not in shared}
+        return named
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """The first worker writes. Raises on every worker CheckpointError if it cannot, and UserError if
@@ -186,6 +224,8 @@ class TrainingState:
                         scheduler.load_state_dict(state["schedulers"][index][name])
             for name, saved in state["registered"].items():
                 self.registered[name].load_state_dict(saved)
+        for prepared in self.prepared:
+            prepared.buffers.settle()
         self.iteration = state["iteration"]
         self._put_back_schedules(state)
 

@@ -66,7 +66,7 @@ def staging_bytes(chunks: list[int], *, of_group: bool) -> int:
 class ServedInTiers:
     """What `Served` is, for a model in tiers."""
 
-    brings_parameters, brings_frozen = True, False
+    brings_parameters, brings_frozen, shares_buffers = True, False, False
 
     def __init__(self, served: Served, tiers: Fits) -> None:
         self._served, self._tiers = served, tiers

@@ -97,7 +97,7 @@ class Session:
         self._node = node = member if isinstance(member, NodeWorker) else None
         self.device = device_of(place)
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
-        self._closed = False
+        self._closed = self._told_of_buffers = False
         self._compares_masks_at = 1  # the iteration after which workers compare their random numbers
         timeout = config.timeout_seconds
         self._hierarchy = self._make_hierarchy()
@@ -315,9 +315,11 @@ class Session:
         """Say how much the batch of this iteration weighs in the global mean, in place of its number of
         samples.
 
-        Unless called, a batch weighs the leading dimension of the first tensor given to the model's
-        forward. Call it before the batch's backward. Under accumulation the weights of an iteration's
-        batches add up.
+        Unless called, a batch weighs the first dimension of the first tensor given to the model's forward, if
+        this session's sampler or the model's output agree with that number on every worker that has
+        gradients. Else all workers count alike, and one line says what was counted where their numbers differ
+        (docs/from-ddp.md, "How batches are weighted"). Call it on every worker, before the batch's backward.
+        Under accumulation the weights of an iteration's batches add up.
         """
         if not 0 <= samples < math.inf:
             raise UserError(f"session.weight({samples}): a weight is a number of at least 0")
@@ -457,7 +459,7 @@ class Session:
 
     def log(self, **values: float | Tensor) -> None:
         """Record values of this iteration (numbers or tensors of one element): their mean over workers,
-        weighted by samples.
+        weighted as the gradients' mean is.
 
         A GPU's tensors are copied at once but read later, so that it is not waited for.
         """
@@ -471,16 +473,16 @@ class Session:
     def barrier(self) -> None:
         """Return when every worker has called it.
 
-        Where workers go at their own pace (`ssp`, `asp`), each then has the newest parameters: call it before
-        an evaluation. Of a model that is sharded over the workers, each sees what the others' scripts have
-        written into it.
-        """
+        All workers then have worker 0's buffers and, where they go at their own pace (`ssp`, `asp`), the
+        newest parameters: call it before an evaluation. Of a model that is sharded over the workers, each
+        sees what the others' scripts have written into it."""
         with self._in_call("session.barrier"):
             self._settle()
             self._workers.barrier()
             self._confirm("session.barrier")
             self._strategy.refresh()
             self._state.sync("session.barrier")
+            self._state.unify("session.barrier")
             self._follow_samples()
 
     def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None) -> Value:
@@ -518,7 +520,8 @@ class Session:
         """Write a checkpoint to the folder `path`: model, optimizer, schedulers, samplers, random state,
         iteration.
 
-        Every worker calls it; worker 0 writes. It loads at any number of workers, and its model in plain
+        Every worker calls it; worker 0 writes. Buffers, and modules that are registered, become worker 0's on
+        all workers first. It loads at any number of workers, and its model in plain
         torch (safetensors). It replaces an older checkpoint there at once or not at all. Raises
         CheckpointError on every worker if it cannot be written.
         """
@@ -530,6 +533,7 @@ class Session:
                 self._strategy.refresh()
             self._confirm("session.save")
             self._state.sync("session.save")
+            self._state.unify("session.save", registered=True)
             self._follow_samples()
             with self._not_computing():
                 self._state.save(path)
@@ -632,6 +636,7 @@ class Session:
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         try:
             with self._workers.standing(end(self.iteration, script_line())):
+                self._state.unify(_END.format(self.iteration))
                 self._workers.barrier(_END.format(self.iteration))
                 self._confirm(_END.format(self.iteration))
             if self._member is not None:
@@ -646,6 +651,7 @@ class Session:
             with self._workers.standing(end(self.iteration, script_line())):
                 if self._peers is not None and self._peers.exchange is not None:
                     self._peers.exchange.end(where)
+                self._state.unify(where)
                 self._workers.barrier(where)
             node.leave(self.iteration)
             self._records.tell_of_node()
@@ -891,6 +897,7 @@ class Session:
     def _stepped(self, prepared: Prepared) -> None:
         self._backward.settle()  # the optimizer's own time
         self._see_to_schedules(prepared)
+        self._look_at_buffers(prepared)
         if prepared is not self._state.prepared[0]:
             return
         self._state.iteration += 1
@@ -955,6 +962,20 @@ class Session:
         for prepared in self._state.prepared:
             if not (prepared.reducer.sums_samples and prepared.reducer.is_within):
                 self._state.follow_samples(prepared)
+
+    def _look_at_buffers(self, prepared: Prepared) -> None:
+        """Say once that each worker keeps its own buffers, where that is so."""
+        buffers = prepared.buffers
+        if self._strategy.shares_buffers or self._told_of_buffers or not self.is_main or self.world == 1:
+            return
+        if buffers.changed or any(buffers.said()):
+            self._told_of_buffers = True
+            self._records.warn_once(
+                "buffers",
+                f"training changes the model's buffers ({buffers.changed}, for one), and under strategy "
+                f"{self.config.run.strategy!r} each worker has its own until session.barrier() or "
+                "session.save(), where all take worker 0's: call session.barrier() before an evaluation",
+            )
 
     def _make_stretch(self) -> Stretch | None:
         """What slows this worker down, where it is to be slower than it is."""

@@ -84,6 +84,7 @@ class Strategy(Protocol):
     skips_together: bool  # whether a step that one worker does not accept is made by none
     brings_parameters: bool  # whether `build` gives every worker the trained parameters of worker 0
     brings_frozen: bool  # and gives one that comes late the others too
+    shares_buffers: bool  # whether all workers have the first one's buffers after each iteration
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         """The reducer, and what steps."""
@@ -98,7 +99,7 @@ class Strategy(Protocol):
 class Alone:
     """Nothing is reduced, so no gradient is copied into a chunk either."""
 
-    collective = skips_together = True
+    collective = skips_together = shares_buffers = True
     brings_parameters = brings_frozen = False
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
@@ -115,7 +116,7 @@ class Alone:
 class OverRing:
     """Gradients are reduced over a ring; every worker steps all chunks."""
 
-    collective = skips_together = True
+    collective = skips_together = shares_buffers = True
     brings_parameters = brings_frozen = False
 
     def __init__(self, ring: Ring) -> None:
@@ -152,7 +153,7 @@ class OverRing:
 class Served:
     """Shards of a parameter server combine gradients, and make the steps."""
 
-    brings_parameters, brings_frozen = True, False
+    brings_parameters, brings_frozen, shares_buffers = True, False, False
 
     def __init__(self, service: Service, workers: ServedWorkers, config: Config, members: Members) -> None:
         self._service, self._workers, self._members = service, workers, members

@@ -46,6 +46,7 @@ class Peers:
 
     collective = False  # every node makes each step, with gradients of its own
     brings_parameters = brings_frozen = True
+    shares_buffers = False  # beyond a node's devices
 
     def __init__(
         self,
