@@ -30,7 +30,9 @@ _ALLOWED = "numbers, text, bytes, None, lists, tuples, dicts, tensors and NumPy 
 class Encoder:
     """Turns one tree into JSON values, and collects its tensors under names that say where they were."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_checks: bool = False) -> None:
+        """With `only_checks` nothing is copied, and places are written as Python's ("state['step']")."""
+        self._only_checks = only_checks
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[object, str] = {}  # storage keys: a tensor that occurs twice is stored once
 
@@ -45,14 +47,17 @@ class Encoder:
         if kind is float and isinstance(value, float):
             return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
         if kind is list and isinstance(value, list):
-            return [self.encode(item, f"{where}.{i}") for i, item in enumerate(value)]
+            return [self.encode(item, self._inside(where, i)) for i, item in enumerate(value)]
         if kind in (tuple, torch.Size) and isinstance(value, tuple):
-            return {"$": "tuple", "items": [self.encode(v, f"{where}.{i}") for i, v in enumerate(value)]}
+            items = [self.encode(item, self._inside(where, i)) for i, item in enumerate(value)]
+            return {"$": "tuple", "items": items}
         if kind in (dict, collections.OrderedDict, collections.Counter) and isinstance(value, dict):
             return self._mapping(value, where)
         if isinstance(value, Tensor):
             return self._tensor(value, where)
         if kind is bytes and isinstance(value, bytes):
+            if self._only_checks:
+                return None
             return {"$": "bytes", "data": base64.b64encode(value).decode()}
         if isinstance(value, (np.ndarray, np.generic)):
             return self._array(value, where)
@@ -68,13 +73,18 @@ class Encoder:
                 raise CheckpointError(
                     f"{where}: the key {key!r} is {_described(key)}; keys are text or whole numbers"
                 )
-            items.append((key, self.encode(item, f"{where}.{key}")))
+            items.append((key, self.encode(item, self._inside(where, key))))
         if type(value) is dict and all(type(key) is str for key, _ in items) and "$" not in value:
             return dict(items)
         return {"$": type(value).__name__, "items": [list(item) for item in items]}
 
+    def _inside(self, where: str, key: str | int) -> str:
+        return f"{where}[{key!r}]" if self._only_checks else f"{where}.{key}"
+
     def _tensor(self, value: Tensor, where: str) -> Any:
         check_tensor(value, where)
+        if self._only_checks:
+            return None
         key = storage_key(value)
         if key not in self._names:
             name, copies = where, 1
@@ -90,9 +100,16 @@ class Encoder:
         dtype = value.dtype
         if dtype.kind not in "biufcSU":
             raise CheckpointError(f"{where}: a NumPy array of dtype {dtype} cannot be saved")
+        if self._only_checks:
+            return None
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return {"$": kind, "dtype": dtype.str, "shape": list(value.shape), "data": data}
+
+
+def check_encodable(value: object, where: str) -> None:
+    """Raise CheckpointError, with the place, for what `Encoder.encode` would refuse; nothing is copied."""
+    Encoder(only_checks=True).encode(value, where)
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -3,7 +3,6 @@ nothing."""
 
 from __future__ import annotations
 
-import gc
 import os
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -15,9 +14,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from atoll.core.errors import CheckpointError, UserError
+from atoll.core.errors import AtollError, CheckpointError, UserError
 from atoll.memory.othergroups import check_held, of_member
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
+from atoll.tensors.trees import check_encodable
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.meetings import bytes_of
 from atoll.train.memory import Tiers
@@ -32,6 +32,7 @@ from atoll.train.random_state import (
 )
 from atoll.train.sampler import DealtSampler
 from atoll.train.schedule import SampleSchedule
+from atoll.train.schedulers import check_states, put_back_states, states_of
 from atoll.train.workers import Workers
 
 AnySampler: TypeAlias = "DealtSampler[Any] | LeasedSampler | PeerBatches"
@@ -43,6 +44,37 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def state_of(name: str, stateful: Stateful) -> Any:
+    """The state of what was registered under `name`.
+
+    Raises CheckpointError, by that name and the key, for what a checkpoint cannot hold, or where the object's
+    own `state_dict` raises.
+    """
+    try:
+        state = stateful.state_dict()
+    except AtollError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"registered {name!r}: its state_dict() raised {error!r}") from error
+    check_encodable(state, f"registered {name!r}: state")
+    return state
+
+
+def check_state(name: str, stateful: Stateful) -> None:
+    """Raise UserError where the state of what is registered under `name` can be in no checkpoint.
+
+    An object whose `state_dict` raises may have a state later, and is let pass.
+    """
+    try:
+        state = stateful.state_dict()
+    except Exception:
+        return
+    try:
+        check_encodable(state, f"registered {name!r}: state")
+    except CheckpointError as error:
+        raise UserError(str(error)) from None
 
 
 class TrainingState:
@@ -112,9 +144,13 @@ class TrainingState:
     def save(self, path: str | os.PathLike[str]) -> None:
         """The first worker writes. Raises on every worker CheckpointError if it cannot, and UserError if
         workers give different folders."""
-        state = self._collect(path)
-        failure = ""
-        if self._workers.is_first:
+        failure, own = "", dict[str, Any]()
+        try:
+            own = self._own_state()
+        except CheckpointError as error:
+            failure = str(error)
+        state = {**own, **self._collect(path)}
+        if self._workers.is_first and not failure:
             trees = {"optimizer": [p.optimizer.state_dict() for p in self.prepared], "state": state}
             if any(held := [prepared.held_by_groups for prepared in self.prepared]):
                 trees["groups"] = held
@@ -219,9 +255,7 @@ class TrainingState:
                 else:
                     prepared.module.load_state_dict(_of_model(model, index))
                     prepared.optimizer.load_state_dict(trees["optimizer"][index])
-                for name, scheduler in _by_class(schedulers_of(prepared.optimizer)).items():
-                    if name in state["schedulers"][index]:
-                        scheduler.load_state_dict(state["schedulers"][index][name])
+                put_back_states(prepared.optimizer, state["schedulers"][index])
             for name, saved in state["registered"].items():
                 self.registered[name].load_state_dict(saved)
         for prepared in self.prepared:
@@ -247,6 +281,22 @@ class TrainingState:
         for schedule in self.schedules:
             if schedule.optimizer is prepared.optimizer:
                 schedule.follow(prepared.reducer.consumed)
+
+    def check_givable(self) -> None:
+        """Raise CheckpointError for what no newcomer could be given and no checkpoint hold, by name; tensors
+        are not copied."""
+        for prepared in self.prepared:
+            optimizer, name = prepared.optimizer, type(prepared.optimizer).__name__
+            for number, group in enumerate(optimizer.param_groups):
+                plain = {key: value for key, value in group.items() if key != "params"}
+                check_encodable(plain, f"{name}: param_groups[{number}]")
+            for kind, state in states_of(optimizer).items():
+                check_encodable(state, f"{kind}: state")
+            for path, part in prepared.module.named_modules():
+                if type(part).get_extra_state is not nn.Module.get_extra_state:
+                    check_encodable(part.get_extra_state(), f"model: {path}.get_extra_state()")
+        for name, stateful in self.registered.items():
+            state_of(name, stateful)
 
     # From one worker's memory to another's
 
@@ -372,13 +422,13 @@ class TrainingState:
         self.rank, self.world = rank, world
 
     def _collect(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """What differs between workers, and what is found only with the others."""
         given = [os.fsdecode(path), str(Path(os.fsdecode(path)).resolve())]
         everyone = self._workers.gather([given, self.places()], "session.save (the workers' samplers)")
         _check_one_folder(self._workers.ranks, [each for each, _ in everyone])
         places = [each for _, each in everyone]
         by_sampler = zip(*places, strict=True)
         return {
-            **self._own_state(),
             "reducers": [prepared.reducer.state_dict() for prepared in self.prepared],
             "samplers": [s.state_dict(list(p)) for s, p in zip(self.samplers, by_sampler, strict=True)],
             "random": self._workers.gather(
@@ -393,13 +443,10 @@ class TrainingState:
             "workers": self.world,
             "models": [msgspec.to_builtins(prepared.origin) for prepared in self.prepared],
             "optimizers": [type(prepared.optimizer).__name__ for prepared in self.prepared],
-            "schedulers": [
-                {name: s.state_dict() for name, s in _by_class(schedulers_of(prepared.optimizer)).items()}
-                for prepared in self.prepared
-            ],
+            "schedulers": [states_of(prepared.optimizer) for prepared in self.prepared],
             "consumed": [prepared.reducer.consumed for prepared in self.prepared],
             "schedules": [schedule.state() for schedule in self.schedules],
-            "registered": {name: stateful.state_dict() for name, stateful in self.registered.items()},
+            "registered": {name: state_of(name, stateful) for name, stateful in self.registered.items()},
         }
 
     def _models(self) -> dict[str, Any]:
@@ -431,13 +478,7 @@ class TrainingState:
                     "model.safetensors alone"
                 )
             _check_optimizer(prepared.optimizer, trees["optimizer"][index], where)
-            named = _by_class(schedulers_of(prepared.optimizer))
-            for name in state["schedulers"][index]:
-                if name not in named:
-                    raise CheckpointError(
-                        f"{where}: holds the state of a {name}, and no {name} drives the optimizer; "
-                        f"make it before {call}"
-                    )
+            check_states(prepared.optimizer, state["schedulers"][index], where, call)
         if len(state["samplers"]) != len(self.samplers):
             raise CheckpointError(
                 f"{where}: holds the state of {len(state['samplers'])} samplers, and the session has made "
@@ -500,49 +541,6 @@ def _check_one_folder(ranks: Sequence[int], given: Sequence[tuple[str, str]]) ->
 def _lies_elsewhere(module: nn.Module) -> bool:
     """Whether the module is under memory budgets, and its parameters come and go."""
     return any(hasattr(parameter, "stored_value") for parameter in module.parameters())
-
-
-def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The learning-rate schedulers that drive `optimizer`, leaving out those that another one holds.
-
-    torch keeps no list of them on the optimizer, so the garbage collector is asked who refers to it; that
-    takes some ten milliseconds, at a save or a load.
-    """
-    found = _drivers_of(optimizer)
-    if len(found) > 1:  # one that the script has let go of, in a cycle of its own making, must not count
-        del found
-        gc.collect()
-        found = _drivers_of(optimizer)
-    held = {id(child) for scheduler in found for child in getattr(scheduler, "_schedulers", ())}
-    return [scheduler for scheduler in found if id(scheduler) not in held]
-
-
-def _drivers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """All schedulers whose `optimizer` this is, those among them that nobody holds any more."""
-    kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    referrers = gc.get_referrers(optimizer)
-    attributes = [each for each in referrers if type(each) is dict]  # a scheduler's, perhaps
-    # By type(each): isinstance would ask proxies and deprecated aliases for their __class__.
-    found = {
-        id(each): each
-        for each in (*referrers, *(gc.get_referrers(*attributes) if attributes else ()))
-        if issubclass(type(each), kinds) and each.optimizer is optimizer
-    }
-    return list(found.values())
-
-
-def _by_class(schedulers: list[Any]) -> dict[str, Any]:
-    """Each scheduler under its class's name; raises CheckpointError when two share one."""
-    named: dict[str, Any] = {}
-    for scheduler in schedulers:
-        name = type(scheduler).__name__
-        if name in named:
-            raise CheckpointError(
-                f"two schedulers of class {name} drive the optimizer, so a checkpoint cannot tell them "
-                "apart; join them in torch.optim.lr_scheduler.ChainedScheduler"
-            )
-        named[name] = scheduler
-    return named
 
 
 def _beside(prepared: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:

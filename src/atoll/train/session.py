@@ -52,11 +52,12 @@ from atoll.train.prepared import Prepared
 from atoll.train.records import Records
 from atoll.train.regrouping import GroupState, Leases, Parts, Regrouping
 from atoll.train.rendezvous import HubRing
-from atoll.train.resume import AnySampler, Stateful, TrainingState, schedulers_of
+from atoll.train.resume import AnySampler, Stateful, TrainingState, check_state
 from atoll.train.rounds import MOVING, Regrouped, Ring
 from atoll.train.sampler import BatchesSampler, ShardedSampler
 from atoll.train.samples import Seen
 from atoll.train.schedule import SampleSchedule, ScheduleWatch
+from atoll.train.schedulers import schedulers_of
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
 from atoll.train.speed import Stretch, speed_from
@@ -97,7 +98,7 @@ class Session:
         self._node = node = member if isinstance(member, NodeWorker) else None
         self.device = device_of(place)
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
-        self._closed = self._told_of_buffers = False
+        self._closed = self._told_of_buffers = self._is_checked = False
         self._compares_masks_at = 1  # the iteration after which workers compare their random numbers
         timeout = config.timeout_seconds
         self._hierarchy = self._make_hierarchy()
@@ -507,13 +508,18 @@ class Session:
     # Saving and loading
 
     def register(self, **objects: Stateful) -> None:
-        """Save and load these objects too, under these names (a GradScaler, an average of the weights)."""
+        """Save and load these objects too, under these names (a GradScaler, an average of the weights).
+
+        Raises UserError, with the name and the key, where an object's state_dict holds what a checkpoint
+        cannot.
+        """
         for name, stateful in objects.items():
             if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
                 raise UserError(
                     f"session.register({name}=...): a {type(stateful).__name__} has no state_dict and "
                     "load_state_dict"
                 )
+            check_state(name, stateful)
         self._state.registered.update(objects)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -901,6 +907,9 @@ class Session:
         if prepared is not self._state.prepared[0]:
             return
         self._state.iteration += 1
+        if self._member is not None and not self._is_checked:  # workers may come late
+            self._is_checked = True
+            self._state.check_givable()
         self._state.resumed_random = None
         if self._state.iteration == self._compares_masks_at:
             self._compare_masks()
