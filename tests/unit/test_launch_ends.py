@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from atoll.core.config import Config, Groups, Run, Strategy
 from atoll.core.errors import GivenUpError
-from atoll.core.events import AnyEvent, Decided, Failed, Started, Warned
+from atoll.core.events import AnyEvent, Decided, Failed, Started, StepDone, Warned
 from atoll.hub.decisions import Decisions
 from atoll.launch.launcher import WorkerEnd, culprit_of, launcher_command, write_ends
 from atoll.launch.peers import PeerLaunch
@@ -329,7 +329,7 @@ def test_a_worker_that_was_given_up_and_ends_is_left_out(
 def test_a_worker_that_was_given_up_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy, first: int
 ) -> None:
-    """And an error of its own later is no longer excused. In a ring it is the last then."""
+    """Once it has made a step, an error of its own is not excused. In a ring it is the last then."""
     run = Run(workers=2, strategy=strategy, elastic=True, restarts=1)
     two = Two(tmp_path / "run", monkeypatch, run)
     two.hub_gives_up(0)
@@ -337,8 +337,52 @@ def test_a_worker_that_was_given_up_is_started_again(
     assert cast(Any, two.launch._workers[0]).name == "again 0"
     assert two.launch.excuses(failed)
     assert two.launch.first == first
+    two.say(step_of(0))
     assert not two.launch.excuses(two.end(0, 2))
     assert two.launch._stopping
+
+
+def step_of(worker: int) -> StepDone:
+    return StepDone(
+        time=time.time(), worker=worker, iteration=9, samples=1, seconds=1.0, waiting=0.0, bytes_sent=0
+    )
+
+
+@pytest.mark.parametrize("traceback", ["", "Traceback ..."])
+@pytest.mark.parametrize("strategy", ["ring", "server"])
+def test_a_worker_that_fails_while_it_enters_ends_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy, traceback: str
+) -> None:
+    run = Run(workers=2, strategy=strategy, elastic=True, restarts=2)
+    two = Two(tmp_path / "run", monkeypatch, run)
+    two.say(step_of(0))  # of its first life
+    cast(Any, two.launch._workers[0]).returncode = -signal.SIGKILL
+    assert two.launch.poll() is None
+    two.hub_gives_up(0)  # its first life, which the hub notices late
+    failed = two.end(0, 2, traceback)
+    assert not two.launch._stopping
+    assert two.launch.excuses(failed)
+    assert cast(Any, two.launch._workers[0]).name == "again 0"  # it would fail again
+    said = [
+        each.message for each in JournalReader(two.directory.journal(0)).read() if isinstance(each, Warned)
+    ]
+    error = "E: e" if traceback else "e"
+    log = two.directory.log(0)
+    assert said[-1] == f"worker 0 could not enter, and the others go on without it: {error}; its log is {log}"
+    cast(Any, two.launch._workers[1]).returncode = 0
+    assert two.launch.poll() == 0
+
+
+def test_a_worker_that_nobody_could_go_on_without_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Two(tmp_path / "run", monkeypatch, Run(workers=2, strategy="server", restarts=1))
+    cast(Any, two.launch._workers[1]).returncode = -signal.SIGKILL
+    two.launch._restarts["worker 1"] = 1  # often enough
+    cast(Any, two.launch._workers[0]).returncode = -signal.SIGKILL
+    assert two.launch.poll() is None
+    assert not two.launch.excuses(two.end(0, 2))
+    assert two.launch.poll() == 1
 
 
 @pytest.mark.parametrize("given_up", [False, True])

@@ -18,7 +18,7 @@ from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
 from atoll.train.place import Place
 from atoll.train.records import MOST_LOGGED
-from atoll.train.resume import schedulers_of
+from atoll.train.schedulers import schedulers_of
 from atoll.train.session import Session
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SERVED, SITE_VARIABLE, Config
-from atoll.core.errors import GivenUpError, RunError
-from atoll.core.events import AnyEvent, Decided, Failed, LinkSeen, Started, Warned
+from atoll.core.errors import GivenUpError, RunError, UserError
+from atoll.core.events import AnyEvent, Decided, Failed, LinkSeen, Started, StepDone, Warned
 from atoll.hub.decisions import HUB, DecisionReader
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
@@ -112,6 +112,8 @@ class ServedLaunch:
         ]
         self._news: list[AnyEvent] = []
         self.losses = Losses(twice=config.server.replicas > 1)
+        self._entering: dict[int, JournalReader] = {}  # ranks that were started again, until their first step
+        self._turned_away: set[int] = set()  # those of them that ended with an error before
         self._given_up: set[int] = set()  # ranks whose worker the hub has given up, though its process lives
         self._excused: dict[
             int, float
@@ -248,20 +250,49 @@ class ServedLaunch:
     def _worker_ended(self, rank: int, code: int) -> None:
         """A worker has ended with an error, or was killed."""
         lost_site = self._sites[rank] in self._lost_sites
-        given_up = code > 0 and not lost_site and self._ends_given_up(rank)
+        is_newcomer = code > 0 and not lost_site and self._is_newcomer(rank)
+        is_refused = is_newcomer and self._failed_itself(rank)
+        given_up = code > 0 and not lost_site and not is_refused and self._ends_given_up(rank)
         how = self._how_lost(rank, code)
         if (code < 0 or given_up) and self._starts_again(rank, how):
             return
         self._ends.append(self._end_of(rank, code))
         write_ends(self._ends, self._directory.ends)
-        if code > 0 and not lost_site and not given_up:
+        if is_newcomer and not given_up:
+            self._turn_away(rank)
+        elif code > 0 and not lost_site and not given_up:
             if not self._stopping:  # else each has its signal, and time to end
                 self._stop_workers()
             return
-        if not lost_site:
+        elif not lost_site:
             self._see_to_killed(rank, how)
         if len(self._order) > 1 and not self._stopping:
             self._order.remove(rank)
+
+    def _is_newcomer(self, rank: int) -> bool:
+        """Whether a worker that was started again has made no step, and others are there to go on without
+        it."""
+        reader = self._entering.get(rank)
+        if reader is not None and any(isinstance(event, StepDone) for event in reader.read()):
+            del self._entering[rank]
+        others = (worker.poll() for other, worker in enumerate(self._workers) if other != rank)
+        return rank in self._entering and any(code in (None, 0) for code in others) and self._has_begun()
+
+    def _failed_itself(self, rank: int) -> bool:
+        """Whether a worker's last word is of a mistake, or of its script's: not of a connection, say."""
+        failed = [event for event in self._said_by(self._lead(rank)) if isinstance(event, Failed)]
+        return not failed or bool(failed[-1].traceback) or failed[-1].exit_status == UserError.exit_status
+
+    def _turn_away(self, rank: int) -> None:
+        """A worker has failed while it entered: it is left out, and the others go on."""
+        self._turned_away.add(rank)
+        self._given_up.add(rank)
+        failed = [event for event in self._said_by(self._lead(rank)) if isinstance(event, Failed)]
+        why = f"its log is {self._directory.log(self._lead(rank))}"
+        if failed:
+            last = failed[-1]
+            why = f"{last.error}: {last.message}; {why}" if last.traceback else f"{last.message}; {why}"
+        self._warn(rank, f"{self._name_of(rank)} could not enter, and the others go on without it: {why}")
 
     def _end_of(self, rank: int, code: int) -> WorkerEnd:
         return WorkerEnd(rank, self._workers[rank].pid, code)
@@ -290,8 +321,11 @@ class ServedLaunch:
         return self._restarts[self._name_of(worker // self._devices)]
 
     def excuses(self, failure: Failed) -> bool:
-        """Whether a worker's error is no end of the run: its site was lost, or the hub has given it up."""
+        """Whether a worker's error is no end of the run: its site was lost, the hub has given it up, or the
+        others go on without it, since it came while they trained, and has made no step."""
         rank = failure.worker // self._devices
+        if rank in self._turned_away or (not self._stopping and self._is_newcomer(rank)):
+            return True
         if rank < len(self._sites) and self._sites[rank] in self._lost_sites:
             return True
         given_up = rank in self._given_up or failure.time <= self._excused.get(rank, -math.inf)
@@ -445,6 +479,9 @@ class ServedLaunch:
             self._order.append(rank)
         self._given_up.discard(rank)
         self._excused[rank] = time.time()
+        reader = self._entering[rank] = JournalReader(self._directory.journal(self._lead(rank)))
+        for _ in reader.read():  # what its last life has left
+            pass
         self._workers[rank] = self._worker(rank)
         return True
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from atoll.core import points
-from atoll.core.errors import DeadlineError, MismatchError, RunError, UserError
+from atoll.core.errors import CheckpointError, DeadlineError, MismatchError, RunError, UserError
 from atoll.core.stands import Stand
 from atoll.train.channel import BrokenRingError, Channel
 from atoll.train.confirmation import Confirmations
@@ -449,18 +449,28 @@ class Ring:
         self.state.deal_anew(places, self.rank, self.world)
 
     def _hand_over(self, state: State, newcomers: int) -> None:
-        """The first member gives its state to those who have none."""
+        """The first member gives its state to those who have none, or says why it cannot."""
         fresh = self.rank >= self.world - newcomers
-        raw = state.capture() if self.rank == 0 else b""
+        raw, is_refused = b"", False
+        if self.rank == 0:
+            try:
+                raw = state.capture()
+            except CheckpointError as error:  # the newcomers' to know, and nothing that ends the others
+                raw, is_refused = str(error).encode(), True
         what = "the first member's state, for those who enter"
-        size = torch.tensor([len(raw)], dtype=torch.int64)
+        size = torch.tensor([len(raw), is_refused], dtype=torch.int64)
         channel = self._all.session
         channel.wait(channel.broadcast(size), what)
         if self.rank == 0:
             payload = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         else:
-            payload = torch.empty(int(size), dtype=torch.uint8)
+            payload = torch.empty(int(size[0]), dtype=torch.uint8)
         channel.wait(channel.broadcast(payload), what)
+        if fresh and size[1]:
+            said = payload.numpy().tobytes().decode(errors="replace")
+            raise CheckpointError(
+                f"worker {self.place.name} cannot enter: no worker can give its state: {said}"
+            )
         if fresh:
             state.restore(payload.numpy().tobytes())
 
