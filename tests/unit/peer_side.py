@@ -1,7 +1,7 @@
 """A node's CPU side inside a test: it has the memory that the worker shares, and says what the test says.
 
 By itself it answers what belongs to the beginning (Ready, the first parameters), to meetings of one, and to
-the end; all else is the test's to say.
+the end, where it has no optimizer's state; all else is the test's to say.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from atoll.train.node.devices import Devices
 from atoll.train.node.introduction import Introduction
 from atoll.train.node.memory import HostMemory, plan_memory
 from atoll.train.node.start import CpuSide
+from atoll.train.node.state import pack_optimizer
 from atoll.train.node.worker import NodeWorker
 from atoll.wire.device import (
     DeviceMessage,
@@ -37,8 +38,10 @@ from atoll.wire.device import (
     Ready,
     Release,
     SetUp,
+    State,
     Waiting,
     Want,
+    WantState,
 )
 
 
@@ -77,6 +80,8 @@ class FakeSide:
             self.say(Met(number=message.number, nodes=self.met, payloads=payloads))
         elif isinstance(message, Want) and self.holds_up:
             self.say(Waiting(what=self.holds_up))
+        elif isinstance(message, WantState):
+            self._say_state(message, descriptors[0])
         elif isinstance(message, Leave):
             self.say(Left())
 
@@ -117,6 +122,13 @@ class FakeSide:
         """The gradients that were handed over, one chunk after the other."""
         assert self.memory is not None
         return torch.cat([flat.clone() for flat in self.memory.gradients(iteration).values()])
+
+    def _say_state(self, message: WantState, descriptor: int) -> None:
+        """An optimizer that keeps none."""
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+        raw = pack_optimizer(optimizer, [], set(), message.least)
+        os.pwrite(descriptor, raw, 0)
+        self.say(State(iteration=message.least, packed=raw.nbytes))
 
     def _set_up(self, message: SetUp, descriptor: int) -> None:
         self.layout = msgspec.msgpack.decode(message.layout, type=ChunkMap)

@@ -15,6 +15,7 @@ own for each parameter, as in torch: a plain optimizer that goes on from the sta
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -374,7 +375,8 @@ class RemoteOptimizer(ParameterOptimizer):
     `make(accepted)` makes a step, after the pre-hooks and before `hooks.after`. `fetch()` gives the state of
     each parameter when the script asks for the optimizer's state_dict. `home` says where it lives: a
     load_state_dict raises UserError with it, but for the session's own (`loading`), since nothing would bring
-    there what a script loads.
+    there what a script loads. Where an optimizer that `keeps_state` is used after a `close` without
+    `give_back`, a line says that it begins anew.
 
     A GradScaler leaves it to a fused optimizer's kernel to divide the gradients and to leave out a step with
     infinities (`optimizer.grad_scale`, `optimizer.found_inf`). No kernel runs here, so both are done before
@@ -390,14 +392,16 @@ class RemoteOptimizer(ParameterOptimizer):
         make: Callable[[bool], None],
         fetch: Callable[[], dict[nn.Parameter, State]],
         home: str,
+        keeps_state: bool = True,
         counts_skips: bool = False,
     ) -> None:
         super().__init__(optimizer, hooks)
+        self._keeps_state = keeps_state
         self._make, self._fetch, self._home = make, fetch, home
         self._scales = vars(optimizer).get(SCALES)  # as torch or the script has set it; None: not set
         if counts_skips:
             setattr(optimizer, SCALES, True)
-        self._accepted, self._is_loading = True, False
+        self._accepted, self._is_loading, self._is_back = True, False, False
         self._handles += [
             optimizer.register_state_dict_pre_hook(lambda _: self._show()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._check_load()),
@@ -427,8 +431,15 @@ class RemoteOptimizer(ParameterOptimizer):
             self.optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: take(state_dict))
         )
 
+    def give_back(self) -> None:
+        """Have the state here: the script may go on with a plain optimizer."""
+        self._show()
+        self._is_back = True
+
     def close(self) -> None:
         super().close()
+        if self._keeps_state and not self._is_back:
+            _tell_of_lost_state(self.optimizer, self._home)
         if self._scales is None:
             vars(self.optimizer).pop(SCALES, None)
         else:
@@ -477,6 +488,32 @@ class RemoteOptimizer(ParameterOptimizer):
         self.optimizer.state.clear()  # what state_dict may have fetched is of the step before
         self._make(self._accepted)
         super()._after(optimizer, args, kwargs)
+
+
+def _tell_of_lost_state(optimizer: torch.optim.Optimizer, home: str) -> None:
+    """Once, where a script goes on with an optimizer without its state, and has loaded none."""
+    handles: list[Handle] = []
+
+    def forget() -> None:
+        for handle in handles:
+            handle.remove()
+
+    def tell(*_: Any) -> None:
+        forget()
+        if not any(optimizer.state.values()):
+            warnings.warn(
+                f"{type(optimizer).__name__} is used after its session, and begins anew: {home}, and the "
+                "session ended without giving it back (an error, or budgets that do not hold it); go on from "
+                "a checkpoint (session.save, session.load)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    handles += [
+        optimizer.register_step_pre_hook(tell),
+        optimizer.register_state_dict_pre_hook(tell),
+        optimizer.register_load_state_dict_post_hook(lambda _: forget()),
+    ]
 
 
 class ChunkOptimizer:

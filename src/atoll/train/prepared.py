@@ -116,6 +116,7 @@ class Prepared:
         self.tiers = tiers
         in_tiers = tiers.strategy(model, optimizer) if tiers is not None else None
         self._strategy = strategy = in_tiers or strategy
+        self._in_tiers = in_tiers is not None
         self.chunk_map: ChunkMap
         self.chunks: list[BoundChunk]
         if in_tiers is None:
@@ -211,6 +212,12 @@ class Prepared:
         """Within it the session puts state back, with `Strategy.loaded` or newer state to follow: the
         optimizer's `load_state_dict` may be called, also where its steps are made elsewhere."""
         return self.stepper.loading() if isinstance(self.stepper, RemoteOptimizer) else nullcontext()
+
+    def give_back(self) -> None:
+        """Have the optimizer's state here, where it lives elsewhere and the worker holds that much: after the
+        session a plain optimizer goes on from it."""
+        if isinstance(self.stepper, RemoteOptimizer) and not self._in_tiers:
+            self.stepper.give_back()
 
     def close(self) -> None:
         """Take the hooks off the model; its parameters and gradients stay where they are. What other members

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from atoll.core import events
 from atoll.core.config import SPEED_VARIABLE, Config
 from atoll.core.effects import without_effect
-from atoll.core.errors import PrepareError, UserError
+from atoll.core.errors import PrepareError, RunError, UserError
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
 from atoll.core.scriptline import script_line
@@ -631,6 +631,8 @@ class Session:
         if not self._strategy.collective:  # workers end when they have no more data, one before the other
             try:
                 with self._workers.standing(end(self.iteration, script_line())):
+                    with contextlib.suppress(RunError):  # the shards are gone: what was trained counts
+                        self._give_back()
                     self._workers.part()
                 if self._service is not None:
                     self._service.finished = True
@@ -643,6 +645,7 @@ class Session:
         try:
             with self._workers.standing(end(self.iteration, script_line())):
                 self._state.unify(_END.format(self.iteration))
+                self._give_back()
                 self._workers.barrier(_END.format(self.iteration))
                 self._confirm(_END.format(self.iteration))
             if self._member is not None:
@@ -657,12 +660,19 @@ class Session:
             with self._workers.standing(end(self.iteration, script_line())):
                 if self._peers is not None and self._peers.exchange is not None:
                     self._peers.exchange.end(where)
+                    self._give_back()
                 self._state.unify(where)
                 self._workers.barrier(where)
             node.leave(self.iteration)
             self._records.tell_of_node()
         finally:
             self._leave()
+
+    def _give_back(self) -> None:
+        """Have what the script goes on with: the state of optimizers whose steps were made elsewhere."""
+        if self._entrance is None or not self._entrance.late:
+            for prepared in self._state.prepared:
+                prepared.give_back()
 
     def _leave(self) -> None:
         if self._closed:

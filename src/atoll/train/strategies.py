@@ -189,6 +189,7 @@ class Served:
             make=model.make_step,
             fetch=model.fetch_state,
             home=f"under strategy {training.config.run.strategy!r} its state lives at the shards",
+            keeps_state=bool(training.elementwise),
         )
         return model.exchange, stepper
 

@@ -87,6 +87,7 @@ class Peers:
             make=model.make_step,
             fetch=model.fetch_state,
             home="under strategy 'peers' its state lives at the node's CPU side",
+            keeps_state=bool(training.elementwise),
             counts_skips=True,
         )
 
