@@ -265,6 +265,7 @@ def ends(
     for number in numbers:
         memory = Memory(device="30KiB", chunk="8448", step="host") if "tiers" in where else None
         began = time.monotonic()
+        assert place.store is not None
         own = replace(place, store=PrefixStore(f"case {number}", place.store))
         try:
             with joined(own, where, hubs.get(number, "")) as session:

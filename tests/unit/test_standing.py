@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch._C._distributed_c10d import HashStore, PrefixStore
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from atoll.core.errors import MismatchError
 from atoll.core.stands import Stand, call, gradients
@@ -119,6 +121,34 @@ def test_what_another_worker_wrote_is_judged_only_if_it_can_be_read() -> None:
         Worker(store, 1, 2).wait(7, at(5), lambda looks=looks: next(looks, None) is None)  # type: ignore[misc]
     PrefixStore("stands", store).set("line", "\x1b[2Jgone")
     assert line_of(Worker(store, 1, 2), 7, at(5)) == repr("\x1b[2Jgone")
+
+
+class Stuck(Store):
+    """A store that answers nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+        self.asked = 0
+
+    def set(self, key: str, value: str) -> None:
+        del key, value
+        self.asked += 1
+        self.answers.wait(SECONDS)
+        raise dist.DistNetworkError("the store is gone")
+
+
+def test_a_store_that_does_not_answer_holds_up_nobody_and_is_asked_once() -> None:
+    store = Stuck()
+    standing = Standing(store, 0, (0, 1), SHORT)
+    for number in range(5):
+        standing.begin(number, lambda: at(0))
+        until = time.monotonic() + 2 * SHORT
+        while time.monotonic() < until:
+            standing.look()
+        standing.end()
+    assert store.asked == 1
+    store.answers.set()
 
 
 def test_a_fast_collective_asks_nobody() -> None:

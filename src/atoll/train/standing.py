@@ -62,7 +62,8 @@ class Standing:
         self._quiet = min(_QUIET_SECONDS, timeout / 4)
         self._number, self._since = 0, 0.0
         self._where: Callable[[], Stand | None] | None = None  # within a collective
-        self._inquiry: _Inquiry | None = None
+        self._inquiry: _Inquiry | None = None  # of this collective
+        self._last: _Inquiry | None = None
         self.mismatch: MismatchError | None = None  # how this ring has ended
 
     def begin(self, number: int, where: Callable[[], Stand | None]) -> None:
@@ -83,7 +84,9 @@ class Standing:
         if self._inquiry is None:
             if time.monotonic() - self._since < self._quiet:
                 return
-            self._inquiry = self._ask(self._number, self._where())
+            if self._last is not None and self._last.is_alive:
+                return  # the store does not answer: one thread that waits for it is enough
+            self._inquiry = self._last = self._ask(self._number, self._where())
         if self._inquiry.line:
             self.mismatch = MismatchError(self._inquiry.line)
             raise self.mismatch
@@ -114,9 +117,14 @@ class _Inquiry:
         self.line = ""
         self.looked = threading.Event()
         self._over = threading.Event()
-        thread = threading.Thread(target=self._run, name="atoll-stands", daemon=True)
-        thread.start()
-        see_off(thread, 0.0)
+        self._thread = threading.Thread(target=self._run, name="atoll-stands", daemon=True)
+        self._thread.start()
+        see_off(self._thread, 0.0)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread has not ended."""
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         self._over.set()
