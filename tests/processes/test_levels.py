@@ -7,6 +7,7 @@ at the other.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -580,6 +581,28 @@ def edits_unlike(place: Place, address: str) -> str:
     except AtollError as error:
         return str(error)
     return ""
+
+
+def steps_unlike(place: Place, address: str) -> str:
+    model, optimizer = make()
+    try:
+        with joined(address, place.rank) as session:
+            session.prepare(model, optimizer)
+            optimizer.param_groups[0]["lr"] = 0.25 * (1 + place.rank)
+            for step in range(3):
+                loss_of(model, share(place.rank, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except AtollError as error:
+        return str(error)
+    return ""
+
+
+def test_sites_that_step_with_other_hyperparameters_end_by_name(pool: WorkerPool) -> None:
+    with served(2) as run:
+        said = pool.run(steps_unlike, run.address, world=2)
+    for line in said:
+        assert re.search(r"site '\w+' steps with lr 0.25, site '\w+' with lr 0.5 at step 0", one_line(line))
 
 
 def test_sites_that_would_step_unlike_are_named(pool: WorkerPool) -> None:

@@ -300,3 +300,20 @@ def test_training_past_the_total_is_told_of_once(session: Session, capfd: pytest
         step(session, model, optimizer)
         said.append(capfd.readouterr().err.count("12 samples, and total=8: the CosineAnnealingLR stays at"))
     assert said == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a newcomer", "a member of a new group"])
+def test_who_takes_another_s_state_has_its_place_in_the_schedule(shared: bool) -> None:
+    maker, _ = MAKERS["SequentialLR"]
+    expected, raw = list(plain(maker)), b""
+    for first, last in ((0, 5), (5, STEPS)):
+        with atoll.join(Config(), place=Place()) as session:
+            model, optimizer = session.prepare(*build())
+            session.schedule(maker(optimizer), total=TOTAL)
+            state = session._state
+            if raw:
+                state.restore_shared(raw) if shared else state.restore(raw, 0)
+            for at in range(first, last):
+                assert settings(optimizer) == expected[at]
+                step(session, model, optimizer)
+            raw = state.capture_shared() if shared else state.capture()

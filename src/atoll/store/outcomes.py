@@ -47,7 +47,8 @@ class Outcome:
 
     `entries` are new, and already in the log. `refused`: the input has changed nothing, and this one line
     says why. `released` are handles of payloads that nobody will get: free them. `mismatch`: the workers'
-    scripts stand at places that do not go together, and this one line for all of them says so.
+    scripts stand at places that do not go together, or step with other hyperparameters, and this one line for
+    all of them says so.
     """
 
     entries: list[Entry] = field(default_factory=list)

@@ -117,7 +117,7 @@ class Rounds:
             self._follow.add(worker)
         else:
             self._check_same(worker, step, draft)
-            if not draft.refused:
+            if not draft.refused and not draft.mismatch:
                 self._said[worker] = step
 
     def _check_same(self, worker: int, step: messages.Step, draft: Draft) -> None:
@@ -133,7 +133,7 @@ class Rounds:
         elif found := first_difference(self._said[first].hyperparameters, step.hyperparameters):
             if worker < first:
                 first, worker, found = worker, first, found.turned()
-            draft.refused = difference_line(f"worker {first}", f"worker {worker}", step.iteration, found)
+            draft.mismatch = difference_line(f"worker {first}", f"worker {worker}", step.iteration, found)
 
     def leave(self, worker: int, incarnation: int) -> None:
         """A worker is fenced."""
