@@ -11,7 +11,7 @@ import atoll
 from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import KINDS, alone, model, run_at
 
-QUICK = ("ring", "asp", "tiers", "server tiers")
+QUICK = ("ring", "server tiers")
 
 
 def backward(net: nn.Module) -> None:

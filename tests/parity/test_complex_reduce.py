@@ -12,7 +12,7 @@ from atoll.core.errors import UserError
 from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import KINDS, alone, run_at
 
-QUICK = ("ring", "asp", "peers")
+QUICK = ("ring", "asp")
 WEIGHTS = (1.0, 3.0)
 
 

@@ -14,7 +14,7 @@ import atoll
 from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import KINDS, alone, model, run_at
 
-QUICK = ("ring", "tiers", "server tiers", "peers tiers")
+QUICK = ("ring", "tiers")
 
 
 def saved(net: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import KINDS, alone, model, run_at
 
 WORLD = 2
-QUICK = ("ring", "server", "peers", "tiers")
+QUICK = ("ring", "peers")
 
 
 def share(rank: int, step: int) -> Tensor:

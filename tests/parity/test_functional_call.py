@@ -14,7 +14,7 @@ from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import KINDS, alone, run_at
 
 WORLD = 2
-QUICK = ("ring", "server", "peers", "tiers")
+QUICK = ("server", "tiers")
 
 
 def build() -> nn.Sequential:

@@ -128,7 +128,7 @@ def check(found: dict[str, Tensor], world: int) -> None:
     assert {name: each for name, each in off.items() if not each <= 1e-12} == {}
 
 
-@pytest.mark.parametrize("kind", marked("ring", "server", "ps-hra", "peers", "tiers", without=("asp",)))
+@pytest.mark.parametrize("kind", marked("ring", "ps-hra", "tiers", without=("asp",)))
 def test_what_a_post_accumulate_hook_makes_of_a_gradient_is_reduced(pool: WorkerPool, kind: str) -> None:
     for found in run_at(pool, kind, train, world=WORLD):
         check(found, WORLD)
@@ -169,7 +169,7 @@ def step_in_backward(session: atoll.Session, before: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", marked("hierarchical", "asp", "server tiers", "peers tiers"))
+@pytest.mark.parametrize("kind", marked("asp", "peers tiers"))
 def test_an_optimizer_in_backward_is_refused_at_its_first_step(pool: WorkerPool, kind: str) -> None:
     before = list(KINDS).index(kind) % 2 == 0
     for said in run_at(pool, kind, step_in_backward, before, world=WORLD):
@@ -206,7 +206,7 @@ def steps_beside(session: atoll.Session) -> tuple[list[str], Tensor]:
     return said, value
 
 
-@pytest.mark.parametrize("kind", marked("elastic", "tiers", "peers"))
+@pytest.mark.parametrize("kind", marked("elastic", "server tiers"))
 def test_another_optimizer_steps_with_the_mean_or_not_at_all(pool: WorkerPool, kind: str) -> None:
     (said, value), (also_said, other) = run_at(pool, kind, steps_beside, world=WORLD)
     assert said == also_said
@@ -235,7 +235,9 @@ def drops_everything(session: atoll.Session) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", ["ring", "tiers", "server"])
+@pytest.mark.parametrize(
+    "kind", ["ring", *(pytest.param(k, marks=pytest.mark.soak) for k in ("tiers", "server"))]
+)
 def test_where_hooks_leave_no_gradient_it_is_said_once(pool: WorkerPool, kind: str) -> None:
     for said in run_at(pool, kind, drops_everything, world=WORLD):
         (line,) = said

@@ -15,7 +15,7 @@ from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import KINDS, alone, run_at
 
 WORLD = 2
-QUICK = ("ring", "server", "ps-hra", "peers", "server tiers", "peers tiers")
+QUICK = ("server", "peers", "server tiers")
 
 
 def build() -> nn.ModuleList:

@@ -138,7 +138,7 @@ def train_plain() -> tuple[list[Seen], list[list[float]], list[Tensor]]:
     return logs, own, [p.detach() for p in nets[0].parameters()]
 
 
-@pytest.mark.parametrize("kind", ["ring", "server", "peers", "tiers"])
+@pytest.mark.parametrize("kind", ["ring", "server", pytest.param("peers", marks=pytest.mark.soak), "tiers"])
 def test_hooks_see_what_they_see_in_plain_torch(pool: WorkerPool, kind: str) -> None:
     logs, own, parameters = train_plain()
     found = run_at(pool, kind, train, world=WORLD)

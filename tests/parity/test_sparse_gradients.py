@@ -11,7 +11,7 @@ from atoll.core.errors import AtollError
 from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import KINDS, alone, run_at
 
-QUICK = ("ring", "peers", "asp", "tiers")
+QUICK = ("ring", "asp")
 
 
 class Lookup(nn.Module):

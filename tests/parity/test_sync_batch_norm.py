@@ -36,7 +36,7 @@ def prepare(session: atoll.Session) -> str:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(k, marks=[] if k in ("ring", "asp", "tiers") else pytest.mark.soak) for k in KINDS],
+    [pytest.param(k, marks=[] if k in ("ring", "asp") else pytest.mark.soak) for k in KINDS],
 )
 def test_on_a_cpu_it_is_refused_by_name(pool: WorkerPool, kind: str) -> None:
     for said in run_at(pool, kind, prepare, world=2):

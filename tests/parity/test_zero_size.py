@@ -12,7 +12,7 @@ import atoll
 from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import KINDS, model, run_at
 
-QUICK = ("tiers", "server tiers", "peers tiers")
+QUICK = ("tiers", "server tiers")
 
 
 def train(session: atoll.Session, folder: str) -> int:

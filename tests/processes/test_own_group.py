@@ -21,14 +21,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "elastic",
-        pytest.param("server", marks=pytest.mark.soak),
-        pytest.param("peers", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_a_script_meets_for_a_group_of_its_own(command: Command, kind: str) -> None:
     status, out, err = command.run(SCRIPT, options=OPTIONS[kind])
     assert (status, out.strip()) == (0, "own group 2 2"), err
