@@ -56,7 +56,7 @@ class Counting(nn.Module):
         return result
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make() -> tuple[Counting, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Counting().double()
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
@@ -139,6 +139,34 @@ def test_buffers_are_those_of_ddp(
     for seen, averages in found:
         assert max(map(worst, seen, right)) < 1e-12
         assert averages == found[0][1]
+
+
+def without_a_batch(place: Place) -> tuple[list[float], list[int]]:
+    """Worker 0 has no batch in the first step, and a state of another size on each worker."""
+    with atoll.join(Config(sync=Sync(timeout="60s")), place=place) as session:
+        model, optimizer = make()
+        model.register_buffer("state", torch.zeros(1))
+        session.prepare(model, optimizer)
+        means, sizes = [], []
+        for step in range(2):
+            if place.rank or step:
+                model(batch(step, place.rank)).square().mean().backward()
+            model.state = torch.zeros(2 + place.rank)
+            optimizer.step()
+            optimizer.zero_grad()
+            means.append(float(model.norm.running_mean.sum()))
+            sizes.append(model.state.numel())
+        return means, sizes
+
+
+def test_buffers_are_the_first_worker_s_that_has_a_batch(pool: WorkerPool) -> None:
+    one, other = pool.run(without_a_batch, world=2, deadline=60)
+    plain = make()[0]
+    plain(batch(0, 1))
+    right = float(plain.norm.running_mean.sum())
+    assert one[0][0] == other[0][0] == pytest.approx(right, abs=1e-12)
+    assert one[0][1] == other[0][1]
+    assert (one[1], other[1]) == ([2, 2], [3, 3])  # what is not of one shape stays each worker's own
 
 
 def one_loss(model: nn.Module, rank: int = 0, world: int = 1) -> Tensor:

@@ -197,6 +197,43 @@ def test_a_ring_weighs_by_samples_where_they_are_certain(
         check(seen, names, first=rank == 0)
 
 
+def train_by_sampler(place: Place) -> list[list[float]]:
+    """Sequences first, of a length of its own on each worker, in batches of unequal sizes that the session's
+    sampler gave: 3 and 2 of each 5. The parts of the mean, and what is counted for the records."""
+    config = Config(sync=Sync(timeout="60s", global_batch=5))
+    with atoll.join(config, place=place) as session:
+        torch.manual_seed(0)
+        model = Net(of_steps).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        session.prepare(model, optimizer)
+        batches, found = session.batches(range(10)), []
+        for indices in batches:
+            assert len(indices) == (3, 2)[place.rank]
+            length = SIZES[place.rank]
+            through(model, numbers_of(place.rank)(length, len(indices), 8)).backward()
+            each = []
+            for rank in range(2):
+                plain = copy_of(model)
+                through(plain, numbers_of(rank)(SIZES[rank], (3, 2)[rank], 8)).backward()
+                each.append(gradient_of(plain))
+            parts = torch.linalg.lstsq(torch.stack(each, 1), gradient_of(model)[:, None]).solution.flatten()
+            found.append([*parts.tolist(), session._state.prepared[0].own_samples])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert batches.state_dict([batches.place()] * 2)["epoch"] == 0
+        return found
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_a_sampler_s_number_is_known_where_the_output_has_it(pool: WorkerPool) -> None:
+    for rank, found in enumerate(pool.run(train_by_sampler, world=2, deadline=60)):
+        for seen in found:
+            assert seen == pytest.approx([0.6, 0.4, (3, 2)[rank]], abs=1e-9)
+
+
 def train_together(place: Place, config: Config, address: str) -> tuple[list[list[float]], list[str]]:
     """All forms in one session, by what the optimizer's steps change: each form's shares in two iterations;
     what people were told."""

@@ -1,0 +1,146 @@
+"""What a forward shows of its number of samples, how certain a count is, and what a sampler knows of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from atoll.core.weighing import GUESSED, KNOWN, NONE, Certainty, said, told_unlike
+from atoll.train.sampler import BatchesSampler, ShardedSampler
+from atoll.train.samples import Contribution, SampleCount, Seen, seen_in
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+
+
+SCALAR = torch.tensor(1.0)
+TOKENS = torch.zeros(3, 4, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "output", "samples", "confirms"),
+    [
+        (torch.zeros(3, 8), torch.zeros(3, 2), 3, True),
+        (torch.zeros(3, 8), torch.zeros(3, 8), 3, True),  # vectors to vectors
+        (torch.zeros(3, 3, 5, 5), torch.zeros(3, 3, 5, 5), 3, True),  # images to images
+        (torch.zeros(2, 3, 5, 5), torch.zeros(2, 3, 5, 5), 2, True),
+        (torch.zeros(9, 4, 8), torch.zeros(4, 2), 9, False),  # sequences first
+        (torch.zeros(9, 4, 8), torch.zeros(9, 4, 2), 9, False),  # either may be the batch
+        (torch.zeros(4, 4, 8), torch.zeros(4, 4, 2), 4, True),  # both are the same
+        (TOKENS, torch.zeros(3, 4, 17), 3, False),
+        (TOKENS, torch.zeros(3, 17), 3, True),
+        (torch.zeros(3, 4), torch.zeros(3, 4, 17), 3, False),
+        (torch.zeros(3, 8), SCALAR, 3, False),  # a loss
+        (torch.zeros(3, 8), Output(SCALAR, torch.zeros(3, 2)), 3, True),
+        (torch.zeros(3, 8), {"loss": SCALAR, "logits": [torch.zeros(5, 2)]}, 3, False),
+        ([torch.zeros(5, 8), torch.zeros(5, 8)], torch.zeros(2, 4), 5, False),  # a list of samples
+        ((SCALAR, torch.zeros(3, 8)), torch.zeros(3, 2), 3, True),
+        ({"mask": torch.zeros(9, 9), "x": torch.zeros(3, 9, 8)}, torch.zeros(3, 2), 9, False),
+        ("words", torch.zeros(3, 2), None, False),
+    ],
+)
+def test_what_a_forward_shows(inputs: object, output: object, samples: float | None, confirms: bool) -> None:
+    seen = seen_in(inputs, output)
+    assert (seen.samples, seen.confirms) == (samples, confirms)
+
+
+def test_an_output_that_disagrees_shows_its_own_number() -> None:
+    assert seen_in(torch.zeros(9, 4, 8), torch.zeros(4, 2)) == Seen(9.0, instead=(4.0,))
+
+
+def test_an_iteration_s_count_is_as_certain_as_its_least_certain_batch() -> None:
+    count = SampleCount()
+    assert count.contribution(True) == Contribution(1.0, 0.0, NONE)
+    assert count.contribution(False).is_certain  # it has no part in the mean
+    count.count(3.0)
+    assert count.contribution(True) == Contribution(3.0, 3.0, KNOWN)
+    count.count(4.0, GUESSED)
+    assert count.contribution(True) == Contribution(7.0, 7.0, GUESSED)
+    count.missed()  # a batch under no_sync did not go through the forward
+    assert count.contribution(True).basis == NONE
+    count.give(5.0)
+    assert count.contribution(True) == Contribution(5.0, 5.0, KNOWN)
+    count.use()
+    count.missed()  # a second backward over the batch that was used weighs what the first did
+    assert count.contribution(True) == Contribution(5.0, 0.0, KNOWN)
+
+
+def test_values_that_are_logged_weigh_as_the_gradients_did() -> None:
+    count = SampleCount()
+    count.count(3.0, GUESSED)
+    count.use(alike=True)
+    assert count.latest == 1.0
+    count.reset()
+    count.count(3.0)
+    count.use()
+    assert count.latest == 3.0
+
+
+@pytest.mark.parametrize(
+    ("weights", "certain", "equal"),
+    [
+        ([(3.0, True), (3.0, True)], True, True),
+        ([(3.0, True), (9.0, True)], True, False),
+        ([(3.0, False), (3.0, True)], False, True),
+        ([(3.0, False), (9.0, True)], False, False),
+        ([(3.0, True), (0.0, False), (3.0, True)], True, True),  # it does not count
+        ([(2.0**24, True), (2.0**24 + 1, False)], False, False),  # not told apart by a float32
+    ],
+)
+def test_sums_say_whether_weights_are_certain_and_equal(
+    weights: list[tuple[float, bool]], certain: bool, equal: bool
+) -> None:
+    each = [said(weight, float(weight > 0), known) for weight, known in weights]
+    found = Certainty(torch.tensor(each, dtype=torch.float32).sum(0).tolist())
+    assert (found.workers, found.certain, found.equal) == (
+        sum(weight > 0 for weight, _ in weights),
+        certain,
+        equal,
+    )
+
+
+def test_the_line_names_what_each_has_counted_where_it_makes_a_difference() -> None:
+    two = {0: Contribution(3.0, 3.0, GUESSED), 1: Contribution(1.0, 0.0, NONE)}
+    words = "worker 0 counted 3 (a guess), worker 1 counted none; to weight by"
+    assert words in told_unlike("step 0", two)
+    of_two = Contribution(6.0, 6.0, KNOWN, alike=2.0)
+    assert told_unlike("step 0", {0: Contribution(3.0, 3.0, GUESSED), 1: of_two}) == ""
+    assert told_unlike("step 0", {0: Contribution(3.0, 3.0), 1: Contribution(4.0, 4.0)}) == ""
+
+
+def test_a_sampler_knows_the_sizes_of_batches_that_a_loader_fetches_ahead() -> None:
+    sampler = ShardedSampler(26, rank=0, world=1)
+    given = iter(sampler)
+    for _ in range(12):  # three batches of four at once
+        next(given)
+    known = []
+    for size in (4, 4, 4, 4, 4, 4, 2):
+        known.append(float(size) in sampler.next_sizes())
+        assert 3.0 not in sampler.next_sizes()
+        sampler.count(size)
+        for _ in range(4):
+            next(given, None)
+    assert known == [False, False, False, True, True, True, True]
+
+
+def test_a_sampler_knows_the_sizes_of_batches_that_are_fetched_as_they_are_used() -> None:
+    sampler = ShardedSampler(10, rank=0, world=1)
+    for batch in DataLoader(torch.arange(10), batch_size=4, sampler=sampler):  # type: ignore[arg-type]
+        assert sampler.next_sizes() == {float(len(batch))}
+        sampler.count(len(batch))
+
+
+def test_batches_know_their_sizes_however_many_are_fetched_ahead() -> None:
+    sampler = BatchesSampler(10, batch=4, rank=0, world=1)
+    sizes = [len(batch) for batch in sampler]
+    for size in sizes:
+        assert sampler.next_sizes() == {float(size)}
+        sampler.count(size)
+    assert sampler.next_sizes() == set()
