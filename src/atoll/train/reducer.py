@@ -150,7 +150,9 @@ class Reducer:
         """More gradients are to come, or the reduction: see whether the script has changed all of them since,
         as torch.nn.utils.clip_grad_norm_ does. Zeros are those of `zero_grad`."""
         seen, self._edits_seen = self._edits_seen, []
-        pairs = [(now, then) for now, then in zip(self._edits(), seen, strict=False) if then is not None]
+        if not seen:
+            return
+        pairs = [(now, then) for now, then in zip(self._edits(), seen, strict=True) if then is not None]
         changed = bool(pairs) and all(now is not None and now > then for now, then in pairs)
         if changed and any(bool(p.grad.any()) for p in self._trained() if p.grad is not None):
             self._calls.edited()
