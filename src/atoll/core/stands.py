@@ -31,6 +31,12 @@ _EQUAL_STEPS = (
     "every worker must make equally many steps (session.sampler deals equal shares; a worker without a batch "
     "still calls optimizer.step())"
 )
+_EQUAL_EPOCHS = (
+    "batches of different epochs would be trained together: give every worker equally many batches in an "
+    "epoch (equal batch sizes and drop_last, no `break` on one worker alone), by session.batches or "
+    "session.epoch_of"
+)
+_EPOCH = "epoch "  # what gradients are of, where the worker's epoch is known
 _SAME_ORDER = "all workers must make the same calls in the same order, also one without a batch"
 _ALIKE = {  # what a call asks for, where that must be equal
     "session.reduce": "be of the same operation, shape and dtype",
@@ -94,6 +100,18 @@ class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def gradients(step: int, line: str, *, model: str = "") -> Stand:
     """The place of a worker whose gradients of `step` are to be reduced."""
     return Stand(GRADIENTS, step=step, asks=_cut(model), line=_cut(line))
+
+
+def gradients_in(step: int, line: str, epoch: int) -> Stand:
+    """The place of a worker whose gradients of `step` are of a batch of `epoch` of its data; below 0: of an
+    epoch that is not known."""
+    return gradients(step, line, model=f"{_EPOCH}{epoch}" if epoch >= 0 else "")
+
+
+def are_in_one_epoch(stands: Iterable[Stand]) -> bool:
+    """Whether all gradients are of batches of one epoch, as far as epochs are known."""
+    epochs = {each.asks for each in stands if each.kind == GRADIENTS and each.asks.startswith(_EPOCH)}
+    return len(epochs) <= 1
 
 
 def call(name: str, line: str, *, asks: str = "", step: int = 0) -> Stand:
@@ -170,6 +188,8 @@ def _advice_to_worker(stands: Sequence[Stand]) -> str:
     calls = list(dict.fromkeys(stand.name for stand in stands if stand.kind == CALL))
     elsewhere = any(stand.kind != CALL for stand in stands)
     if not calls:
+        if not are_in_one_epoch(stands):
+            return _EQUAL_EPOCHS
         models = {stand.asks for stand in stands if stand.kind == GRADIENTS}
         if len({stand.step for stand in stands}) == 1 and len(models) > 1:
             return "every worker must train the same models in the same order"

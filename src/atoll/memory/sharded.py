@@ -8,7 +8,7 @@ of a backward; each member steps what it holds. Source: S2, part 4.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
-from atoll.core.errors import UserError
+from atoll.core.errors import MismatchError, UserError
 from atoll.core.hyperparameters import difference_line, first_difference
 from atoll.core.memory import Budgets, MemoryFigures
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import are_in_one_epoch, decode_stand, describe_mismatch, encode_stand, gradients_in
 from atoll.memory import interrupts
 from atoll.memory.fitted import Moving
 from atoll.memory.foreign import SharedStates, described
@@ -59,6 +61,9 @@ class Sharded(Moving):
         members: Members,
     ) -> None:
         self._members = members
+        self.epoch: Callable[[], int] = lambda: (
+            -1
+        )  # of the batch that this member trains on; below 0: unknown
         self._optimizer, self._settings = optimizer, SettingsCode()
         super().__init__(model, optimizer, budgets, plan, chunk_map)
         self._foreign = [chunk for chunk in self.engine.chunks if not self.sharing.holds_all(chunk)]
@@ -204,7 +209,8 @@ class Sharded(Moving):
         present = [[float(here) for here in self.gradients.present(chunk)] for chunk in trained]
         kinds = [grouping.kind(chunk) for chunk in trained]
         edited = "\n".join(self.gradients.edited)
-        codes = [float(code_of(edited)), float(self._settings_now() % CODES)]
+        epoch = self.epoch()
+        codes = [float(code_of(edited)), float(self._settings_now() % CODES), float((epoch + 1) % CODES)]
         told = [each for code in codes for each in (code, code**2)]
         told += [place for each in zip(kinds, present, strict=True) for place in grouping.spread(*each)]
         heard = iter(self.sharing.agree(told, f"optimizer.step() {self.sharing.steps}"))
@@ -212,6 +218,8 @@ class Sharded(Moving):
             raise UserError(self._unlike_edits(edited))
         if next(heard) ** 2 != self._members.count * next(heard):
             raise UserError(self._unlike_settings())
+        if next(heard) ** 2 != self._members.count * next(heard):
+            self._refuse_epochs(epoch)
         for kind, each in zip(kinds, self._trained, strict=True):
             counts = grouping.heard(kind, heard, len(each.names))
             for group, members in zip(counts, grouping.groups(kind), strict=True):
@@ -221,6 +229,14 @@ class Sharded(Moving):
                             f"{count:g} of {len(members)} members have a gradient of {name!r} after their "
                             "mean was taken: what a script does to p.grad, it must do on all members alike"
                         )
+
+    def _refuse_epochs(self, epoch: int) -> None:
+        """Raise MismatchError where members train on batches of different epochs, where these are known."""
+        own = encode_stand(gradients_in(self.sharing.steps, waiting_line(), epoch))
+        words = self._members.gather(own, "the epochs of all members")
+        stands = {member: decode_stand(word) for member, word in enumerate(words)}
+        if not are_in_one_epoch(stands.values()):
+            raise MismatchError(describe_mismatch(stands))
 
     def _settings_now(self) -> int:
         """The checksum of the hyperparameters that this member is about to step with."""

@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 
 from atoll.core.hyperparameters import difference_line, first_difference
+from atoll.core.stands import are_in_one_epoch
 from atoll.core.weighing import are_certain, told_unlike, weight_of
 from atoll.store.entries import Combine, Joined, Member, Step
 from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
 from atoll.store.stages import Stages
-from atoll.store.waits import Waits
+from atoll.store.waits import Waits, line_of
 from atoll.wire import messages
 from atoll.wire.messages import Count, WorkerStand
 
@@ -101,6 +102,9 @@ class Rounds:
             )
         else:
             self._commits.setdefault(worker, commit)
+            stands = [each.stand for each in self._commits.values() if each.stand is not None]
+            if not are_in_one_epoch(each.stand for each in stands):
+                draft.mismatch = line_of(stands)
 
     def _answer(self, iteration: int) -> messages.Committed:
         if self._told is not None and self._told.iteration == iteration:

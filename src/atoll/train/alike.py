@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from atoll.core.errors import MismatchError, UserError
 from atoll.core.hyperparameters import difference_line, first_difference
+from atoll.core.stands import Stand, are_in_one_epoch, describe_mismatch
 from atoll.tensors.settings import Settings, SettingsCode
 
 _BITS = 14  # of a checksum
@@ -60,11 +62,12 @@ class Treatments:
         self.latest = Treatment(iteration, tuple(self._clips), self.edited, self._settings.settings)
         self._clips, self.edited = [], False
 
-    def said(self) -> list[float]:
-        """What this worker says to the others: SAID values of 0 and 1, whose sums are exact in any dtype."""
+    def said(self, epoch: int = -1) -> list[float]:
+        """What this worker says to the others: SAID values of 0 and 1, whose sums are exact in any dtype.
+        `epoch` is that of the batch on which it trains now."""
         if self.latest is None:
             return [0.0] * SAID
-        made = (self.latest.iteration, self.latest.clips, self.latest.edited, self._settings.code)
+        made = (self.latest.iteration, self.latest.clips, self.latest.edited, self._settings.code, epoch)
         checksum = zlib.crc32(msgspec.msgpack.encode(made))
         bits = [float(checksum >> bit & 1) for bit in range(_BITS)]
         return [1.0, float(bool(self.latest.clips)), float(self.latest.edited), *bits]
@@ -76,6 +79,26 @@ def are_alike(summed: Sequence[float]) -> bool:
     two of which one clips never do."""
     known, *counts = summed
     return all(count in (0, known) for count in counts)
+
+
+class Word(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker tells of itself where what all said was not alike: what it made of the mean before, and
+    where it stands in its script."""
+
+    made: Treatment | None
+    stand: Stand | None = None
+
+
+def refuse_unlike(words: Sequence[Word], names: Sequence[str]) -> None:
+    """Raise MismatchError where workers train on batches of different epochs, and UserError where one made
+    something else of the mean than the first that knows. Words that differ only in an epoch that is not known
+    are alike."""
+    stands = {name: word.stand for name, word in zip(names, words, strict=True) if word.stand is not None}
+    if not are_in_one_epoch(stands.values()):
+        raise MismatchError(describe_mismatch(stands))
+    known = [word.made for word in words if word.made is not None]
+    if any(one != known[0] for one in known):
+        raise UserError(difference([word.made for word in words], names))
 
 
 def difference(treatments: Sequence[Treatment | None], names: Sequence[str]) -> str:

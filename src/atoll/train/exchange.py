@@ -23,7 +23,7 @@ from torch import Tensor
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.core.scriptline import waiting_line
-from atoll.core.stands import gradients
+from atoll.core.stands import gradients_in
 from atoll.net.returning import Payload
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters
@@ -423,7 +423,9 @@ class Exchange(Reducer):
 
     def _stand(self) -> WorkerStand:
         """This worker's place in its script: at the gradients of this iteration."""
-        return WorkerStand(self.connection.shards.worker, gradients(self.steps, waiting_line()))
+        return WorkerStand(
+            self.connection.shards.worker, gradients_in(self.steps, waiting_line(), self._calls.epoch())
+        )
 
 
 class MeanSteps(Exchange):

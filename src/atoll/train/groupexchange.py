@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atoll.core import points
 from atoll.core.scriptline import waiting_line
-from atoll.core.stands import gradients
+from atoll.core.stands import gradients_in
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
 from atoll.train.exchange import (
@@ -297,7 +297,8 @@ class GroupReducer(RingReducer, Exchange):
                 grouping=self._grouping(),
                 behind=outgoing.behind,
                 stand=WorkerStand(
-                    self.connection.shards.worker, gradients(outgoing.iteration, waiting_line())
+                    self.connection.shards.worker,
+                    gradients_in(outgoing.iteration, waiting_line(), self._calls.epoch()),
                 ),
             ),
             until=COMMIT,

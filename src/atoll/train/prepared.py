@@ -59,7 +59,8 @@ class Prepared:
     """What `session.prepare` makes of one (model, optimizer) pair.
 
     With `tiers`, the model lies in chunks there, by a strategy of theirs in place of `strategy`; where that
-    is None, it is as without. `backward` is the session's. `counted(self, seen)` is called when backward
+    is None, it is as without. `backward` is the session's. `epoch_of(self)` is that
+    of its batch. `counted(self, seen)` is called when backward
     reaches a batch, and says how many samples count (None: that is not known) and how certain that is;
     `counts_unlike(line)` as a reducer's Calls have it; `whole(self)` when an iteration is;
     `begins_step(self)` before each optimizer step and `stepped(self)` after it, and `skipped(reason)` when
@@ -79,6 +80,7 @@ class Prepared:
         backward: BackwardEnd,
         begins_step: Callable[[Prepared], None],
         counted: Callable[[Prepared, Seen], tuple[float | None, str]],
+        epoch_of: Callable[[Prepared], int],
         counts_unlike: Callable[[str], None],
         whole: Callable[[Prepared], None],
         stepped: Callable[[Prepared], None],
@@ -159,6 +161,7 @@ class Prepared:
                     dropped=lambda: warn_once("dropped gradients", _DROPPED),
                     edited=self._tell_of_edits,
                     counts_unlike=counts_unlike,
+                    epoch=lambda: epoch_of(self),
                     buffers=self.buffers if len(self.buffers) else None,
                 ),
                 hooks=StepHooks(self._before_step, self._accept, self._after_step),
@@ -168,6 +171,8 @@ class Prepared:
         # After what comes before a step: the session's word on a gradient is heard first.
         if tiers is not None and in_tiers is not None:
             tiers.fit(model, optimizer)
+            if self._shared is not None:
+                self._shared.epoch = lambda: epoch_of(self)
         backward.add(self.reducer)
         self._lazy_hooks = []
         lazy = isinstance(self.reducer, Exchange) and config.sync.lazy

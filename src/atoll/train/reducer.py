@@ -38,7 +38,8 @@ class Calls:
     the script has changed all gradients between two backwards that come before one reduction;
     `reduce(reducer)` before a step whose gradients no backward has reduced.
     `counts_unlike(line)` where workers count alike in a mean that would be another one by their counts: what
-    people are to be told of it. `buffers` are the model's; None: nobody takes any.
+    people are to be told of it. `epoch()` is that of the batch which this worker trains on; below 0: not
+    known. `buffers` are the model's; None: nobody takes any.
     """
 
     arm: Callable[[], None]
@@ -49,6 +50,7 @@ class Calls:
     edited: Callable[[], None] = lambda: None
     reduce: Callable[[Reducer], None] = lambda reducer: reducer.reduce()
     counts_unlike: Callable[[str], None] = lambda _line: None
+    epoch: Callable[[], int] = lambda: -1
     buffers: ModelBuffers | None = None
 
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from atoll.core import points
 from atoll.core.errors import MismatchError, UserError
 from atoll.core.scriptline import waiting_line
-from atoll.core.stands import Stand, decode_stand, describe_mismatch, encode_stand, gradients
+from atoll.core.stands import Stand, decode_stand, describe_mismatch, encode_stand, gradients, gradients_in
 from atoll.core.weighing import GUESSED, KNOWN, Certainty, counted, counts_unlike
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
-from atoll.train.alike import SAID, Treatment, Treatments, are_alike, difference
+from atoll.train.alike import SAID, Treatments, Word, are_alike, refuse_unlike
 from atoll.train.buffers import ModelBuffers
 from atoll.train.channel import BrokenRingError
 from atoll.train.messages import HEAD, ChunkGradients, Message, lay_messages
@@ -256,12 +256,11 @@ class RingReducer(SendingReducer):
             ring.round(what, lambda: self._refuse_unlike(what))
         self._treatments.latest = None
 
-    def _refuse_unlike(self, what: str) -> None:
-        said = gather_bytes(self._ring.agreement, msgspec.msgpack.encode(self._treatments.latest), what)
+    def _refuse_unlike(self, what: str, stand: Stand | None = None) -> None:
+        own = Word(self._treatments.latest, stand)
+        said = gather_bytes(self._ring.agreement, msgspec.msgpack.encode(own), what)
         names = [str(self._ring.place.name_of(rank)) for rank in range(self._ring.world)]
-        raise UserError(
-            difference([msgspec.msgpack.decode(one, type=Treatment | None) for one in said], names)
-        )
+        refuse_unlike([msgspec.msgpack.decode(one, type=Word) for one in said], names)
 
     def after_step(self) -> None:
         self._treatments.stepped(self.steps)
@@ -310,7 +309,8 @@ class RingReducer(SendingReducer):
         rows = [[p.grad is not None for p in c.bound.parameters] for c in self._gradients_in_order()]
         present = [here and own.weight > 0 for row in rows for here in row]
         awaited = self._number == 0 and self._ring.is_awaited
-        head = head_of(own, self.steps, any(any(row) for row in rows), awaited, self._treatments)
+        has_gradient, epoch = any(any(row) for row in rows), self._calls.epoch()
+        head = head_of(own, self.steps, has_gradient, awaited, self._treatments, epoch)
         buffers = [] if self._buffers is None else self._buffers.said()
         dirty = [float(message.dirty) for message in self._order]
         return [*head, *dirty, *map(float, present), *buffers]
@@ -331,7 +331,8 @@ class RingReducer(SendingReducer):
         if off:
             self._refuse_other_steps()
         if not agreement.alike:
-            self._refuse_unlike(f"what the workers made of the mean before iteration {self.steps}")
+            stand = gradients_in(self.steps, waiting_line(), self._calls.epoch())
+            self._refuse_unlike(f"what the workers made of the mean before iteration {self.steps}", stand)
         return agreement
 
     def _refuse_other_steps(self) -> NoReturn:
@@ -452,12 +453,18 @@ def take_beside(
 
 
 def head_of(
-    own: Contribution, steps: int, has_gradient: bool, awaited: bool, treatments: Treatments
+    own: Contribution,
+    steps: int,
+    has_gradient: bool,
+    awaited: bool,
+    treatments: Treatments,
+    epoch: int = -1,
 ) -> list[float]:
     """The first HEAD values of what a worker says in an agreement: its contribution, its number of steps,
-    whether it has gradients, whether newcomers wait, and what it made of the mean before."""
+    whether it has gradients, whether newcomers wait, what it made of the mean before, and the `epoch` of its
+    batch."""
     head = [own.weight, own.samples, float(steps % _STEPS), float(has_gradient), float(awaited)]
-    head += own.said() + treatments.said()
+    head += own.said() + treatments.said(epoch)
     assert len(head) == HEAD
     return head
 

@@ -98,6 +98,7 @@ class Session:
         self._node = node = member if isinstance(member, NodeWorker) else None
         self.device = device_of(place)
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
+        self._trains_on: AnySampler | None = None  # the first whose batches a backward has reached
         self._closed = self._told_of_buffers = self._is_checked = False
         self._compares_masks_at = 1  # the iteration after which workers compare their random numbers
         timeout = config.timeout_seconds
@@ -262,6 +263,7 @@ class Session:
                 backward=self._backward,
                 begins_step=self._begin_step,
                 counted=self._count_samples,
+                epoch_of=self._epoch_of,
                 counts_unlike=self._counts_unlike,
                 whole=self._iteration_whole,
                 stepped=self._stepped,
@@ -871,6 +873,7 @@ class Session:
             return None, NONE
         sampler = self._sampling if prepared is self._state.prepared[0] else None
         if sampler is not None:
+            self._trains_on = self._trains_on or sampler
             sizes = sampler.next_sizes()
             if samples not in sizes:
                 samples = next((each for each in seen.instead if each in sizes), samples)
@@ -898,6 +901,13 @@ class Session:
         if self._node is not None:
             names = [str(rank) for rank in self._node.introduction.workers_of(self._node.node)]
         return f"worker{'s' * (len(names) > 1)} {' and '.join(names)}"
+
+    def _epoch_of(self, prepared: Prepared) -> int:
+        """The epoch of the batch that the first model trains on; -1 where no sampler of this session's tells,
+        or each worker leases its own data."""
+        sampler = self._trains_on
+        known = sampler is not None and not isinstance(sampler, LeasedSampler)
+        return sampler.epoch if sampler is not None and known and prepared is self._state.prepared[0] else -1
 
     def _iteration_whole(self, prepared: Prepared) -> None:
         if self._sampling is not None and prepared is self._state.prepared[0]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from atoll.core.errors import UserError
 from atoll.core.scriptline import waiting_line
-from atoll.core.stands import Stand, gradients
+from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gradients, gradients_in
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters
 from atoll.train.node.memory import HostMemory
@@ -49,16 +49,20 @@ FRESH_SHARE = 0.5  # of an iteration's computing, that may go into the wait for 
 
 class Said(msgspec.Struct):
     """What a node says of a contribution to all others: seconds that a sample took to compute (0: not known),
-    which the dealing of data goes by."""
+    which the dealing of data goes by, and where its script stands."""
 
     pace: float = 0.0
+    stand: Stand | None = None
 
 
 def said_in(note: Note) -> Said:
     """What stands in a contribution's note; nothing where it is none of ours."""
     try:
-        return msgspec.msgpack.decode(note, type=Said)
-    except msgspec.DecodeError:
+        said = msgspec.msgpack.decode(note, type=Said)
+        if said.stand is not None:
+            decode_stand(encode_stand(said.stand))  # its texts are of another node
+        return said
+    except (msgspec.DecodeError, StandError):
         return Said()
 
 
@@ -224,7 +228,7 @@ class PeerExchange(Reducer):
         began, waited = time.perf_counter(), self._worker.seconds_waited
         self.staleness = max(0, self.steps - self.taken)
         self._worker.take(f"optimizer.step() of iteration {self.steps}", self._say())
-        note = Said(self._node_pace())
+        note = Said(self._node_pace(), gradients_in(self.steps, waiting_line(), self._calls.epoch()))
         if self._worker.returned is None:  # else what was computed counts nowhere
             self._hand_over(accepted, hyperparameters, note)
         self._clip, self._stale, self._refused = None, False, False

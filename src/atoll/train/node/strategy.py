@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from atoll.core.errors import CheckpointError, GivenUpError, PrepareError, UserError
+from atoll.core.errors import CheckpointError, GivenUpError, MismatchError, PrepareError, UserError
+from atoll.core.stands import Stand, are_in_one_epoch, describe_mismatch
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.tensors.settings import settings_of
@@ -153,10 +154,21 @@ class Peers:
             raise UserError(message.unlike)
         if self.exchange is not None:
             self.exchange.consumed = max(self.exchange.consumed, message.consumed)
-        paces = {part.node: said_in(part.note).pace for part in message.parts}
+        said = {part.node: said_in(part.note) for part in message.parts}
+        paces = {node: each.pace for node, each in said.items()}
+        self._check_epochs({node: each.stand for node, each in said.items() if each.stand is not None})
         self._facts.append((message.iteration, paces))
         for each in self._batches:
             each.applied(message.iteration, paces)
+
+    def _check_epochs(self, stands: Mapping[int, Stand]) -> None:
+        """Raise MismatchError where contributions to one iteration were of batches of different epochs. All
+        nodes see the same ones."""
+        if not are_in_one_epoch(stands.values()):
+            workers_of = self._worker.introduction.workers_of
+            raise MismatchError(
+                describe_mismatch({workers_of(node)[0]: each for node, each in stands.items()})
+            )
 
     def loaded(self) -> None:
         """A checkpoint was loaded into model and optimizer, on every node."""
