@@ -251,11 +251,11 @@ class LogKeeper:
             if meeting.stands and (line := deadlock(meeting, self._log.iteration_waits())):
                 self._end_all(line)
 
-    def _end_all(self, line: str) -> None:
+    def _end_all(self, line: str, *, of_contributors: bool = False) -> None:
         """Tell all workers who stands where; those who are not connected hear it when they come back."""
         self._mismatch = line[:_LONGEST_LINE]
         for peer in self._peers.workers():
-            self._peers.send(peer, messages.Mismatch(line=self._mismatch))
+            self._peers.send(peer, messages.Mismatch(line=self._mismatch, of_contributors=of_contributors))
 
     def _has_ended(self, worker: int, incarnation: int) -> bool:
         """Whether the run has ended for all; the worker is told so, perhaps once more."""
@@ -376,7 +376,7 @@ class LogKeeper:
         for handle in outcome.released:
             del self._parts[handle]
         if outcome.mismatch:
-            self._end_all(outcome.mismatch)
+            self._end_all(outcome.mismatch, of_contributors=entries)
         return outcome.refused
 
     def _end_meeting(self, meeting: Meeting) -> None:

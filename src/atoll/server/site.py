@@ -30,7 +30,7 @@ from atoll.server.siteentrance import SiteEntrance
 from atoll.server.sitemodel import SiteModel
 from atoll.server.siterecovery import HELD, FoundSite, SiteImage, encode_site_image
 from atoll.server.sitereport import SiteReport
-from atoll.server.upstream import LOG, Place, Upstream
+from atoll.server.upstream import LOG, Place, Upstream, in_sites
 from atoll.store.members import RETURN_PATIENCES
 from atoll.store.outcomes import Meeting
 from atoll.store.records import Part, Told
@@ -141,7 +141,7 @@ class SiteLog(LogKeeper):
         if not self._mismatch:
             super()._end_all(line)
 
-    def _end_all(self, line: str) -> None:
+    def _end_all(self, line: str, *, of_contributors: bool = False) -> None:  # noqa: ARG002
         super()._end_all(line)
         self._tell_above(line)
 
@@ -348,8 +348,9 @@ class SiteShard(Shard):
     ) -> None:
         """All workers hear it, also those of this site; the site has nothing more to do."""
         assert isinstance(message, messages.Mismatch)
-        self._site_log.handle_mismatch_from_above(message.line)
-        raise MismatchError(message.line)
+        line = in_sites(message.line, self._place.names) if message.of_contributors else message.line
+        self._site_log.handle_mismatch_from_above(line)
+        raise MismatchError(line)
 
     def _meet(self, number: int, what: str, part: bytes, stand: WorkerStand | None) -> None:
         meet = messages.Meet(incarnation=self._place.incarnation, number=number, what=what, stand=stand)

@@ -27,7 +27,6 @@ from atoll.wire.messages import (
     Committed,
     Hello,
     Mean,
-    Mismatch,
     Missing,
     Parameters,
     Ping,
@@ -282,8 +281,6 @@ class Upstream:
         if isinstance(message, Refused):
             reason = in_sites(message.reason, self.place.names)
             raise UserError(f"{self._name(shard)} refused: {reason}")
-        if isinstance(message, Mismatch):
-            raise UserError(in_sites(message.line, self.place.names))
         handler = self._handlers.get(type(message))
         if handler is None:
             raise RunError(f"{self._name(shard)} sent a {type(message).__name__}, which nobody asked for")

@@ -264,9 +264,11 @@ class Ended(Message, frozen=True):
 
 class Mismatch(Message, frozen=True):
     """From the log, to all workers: their scripts stand at places that do not go together, and the run ends.
-    `line` says who stands where."""
+    `line` says who stands where. `of_contributors`: it names those who contribute to this log, which between
+    sites are the sites, by their index."""
 
     line: Text
+    of_contributors: bool = False
 
 
 class Arrive(Message, frozen=True):
