@@ -132,7 +132,7 @@ class Odd:
         ({"a": np.array([None])}, "registered 'odd': state['a']: a NumPy array of dtype object cannot"),
         (nn.Linear(1, 1), "registered 'odd': state: a Linear cannot be saved"),
     ],
-    ids=str,
+    ids=["a set", "a function", "a tuple for a key", "an object", "sparse", "objects in NumPy", "a module"],
 )
 def test_what_cannot_be_saved_is_refused_when_it_is_registered(state: Any, said: str) -> None:
     session, _ = prepared()
