@@ -56,8 +56,7 @@ from atoll.train.resume import AnySampler, Stateful, TrainingState, check_state
 from atoll.train.rounds import MOVING, Regrouped, Ring
 from atoll.train.sampler import BatchesSampler, ShardedSampler
 from atoll.train.samples import Seen
-from atoll.train.schedule import SampleSchedule, ScheduleWatch
-from atoll.train.schedulers import schedulers_of
+from atoll.train.schedules import Schedules
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
 from atoll.train.speed import Stretch, speed_from
@@ -125,7 +124,14 @@ class Session:
         self._peers: PeersInTiers | None = None  # strategy peers
         self._strategy = self._make_strategy()
         self._stretch = self._make_stretch()
-        self._watches: dict[int, ScheduleWatch] = {}  # by the prepared model's id
+        together = self._strategy.collective or service is None
+        self._schedules = Schedules(
+            self._state,
+            self._records,
+            self._workers,
+            together=together,
+            counted=lambda: self.world if together else self._service_members(),
+        )
         self._backward = BackwardEnd(self._ring, self._stretch)
         self._records.open()
         if isinstance(self._entrance, ServedEntrance):
@@ -271,9 +277,7 @@ class Session:
                 warn_once=self._records.warn_once,
             )
         self._state.prepared.append(prepared)
-        self._watches[id(prepared)] = ScheduleWatch(
-            optimizer, str(self._first_place.name), schedulers_of, self._records.warn_once
-        )
+        self._schedules.watch(prepared)
         if self._service is not None:
             self._service.hub.size += prepared.trained_bytes
         for decided in tiers.describe() if tiers is not None else []:
@@ -443,20 +447,7 @@ class Session:
         count is saved and loaded with the session's checkpoints. Raises UserError for a scheduler without a
         length where `steps` is not given, for ReduceLROnPlateau, and for one of another optimizer.
         """
-        optimizer = getattr(scheduler, "optimizer", None)
-        prepared = next((each for each in self._state.prepared if each.optimizer is optimizer), None)
-        if prepared is None:
-            raise UserError(
-                "session.schedule: this scheduler's optimizer is not prepared; call "
-                "session.prepare(model, optimizer) first"
-            )
-        if any(each.scheduler is scheduler for each in self._state.schedules):
-            raise UserError(f"session.schedule: this {type(scheduler).__name__} is driven already")
-        schedule = SampleSchedule(scheduler, prepared.optimizer, total, steps)
-        self._state.schedules.append(schedule)
-        self._watches[id(prepared)].let_go(scheduler)
-        prepared.samples.unknown = schedule.per_step / max(1, self.world)
-        self._records.decided("schedule", schedule.describe(), "session.schedule: by all workers' samples")
+        self._schedules.add(scheduler, total, steps)
 
     # Telling
 
@@ -486,7 +477,7 @@ class Session:
             self._strategy.refresh()
             self._state.sync("session.barrier")
             self._state.unify("session.barrier")
-            self._follow_samples()
+            self._schedules.follow()
 
     def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None) -> Value:
         """`value` (a number or a tensor) combined over the workers by mean, sum, min or max; every worker
@@ -496,7 +487,7 @@ class Session:
         """
         with self._in_call("session.reduce", asked_of_reduce(value, op)):
             reduced = self._workers.reduce(value, op, weight)
-        self._follow_samples()
+        self._schedules.follow()
         return reduced
 
     def gather(self, value: Any) -> list[Any]:
@@ -504,7 +495,7 @@ class Session:
         worker calls it."""
         with self._in_call("session.gather", asked_of_gather(value)):
             gathered = self._workers.gather(value)
-        self._follow_samples()
+        self._schedules.follow()
         return gathered
 
     # Saving and loading
@@ -542,7 +533,7 @@ class Session:
             self._confirm("session.save")
             self._state.sync("session.save")
             self._state.unify("session.save", registered=True)
-            self._follow_samples()
+            self._schedules.follow()
             with self._not_computing():
                 self._state.save(path)
         if self.is_main:  # under `ssp` and `asp` each is at an iteration of its own, and it is one checkpoint
@@ -922,7 +913,7 @@ class Session:
 
     def _stepped(self, prepared: Prepared) -> None:
         self._backward.settle()  # the optimizer's own time
-        self._see_to_schedules(prepared)
+        self._schedules.stepped(prepared)
         self._look_at_buffers(prepared)
         if prepared is not self._state.prepared[0]:
             return
@@ -965,32 +956,6 @@ class Session:
         iteration's own are counted already, they are not behind this step's parameters."""
         if not prepared.reducer.sums_samples:
             self._state.follow_samples(prepared)
-
-    def _see_to_schedules(self, prepared: Prepared) -> None:
-        """An optimizer step is made: schedules by samples move on, and others are looked at."""
-        self._state.follow_samples(prepared)
-        together = self._strategy.collective or self._service is None
-        workers = self._service_members() if not together else self.world
-        consumed = prepared.reducer.consumed
-        self._watches[id(prepared)].stepped(prepared.own_samples, consumed, workers, together)
-        for schedule in self._state.schedules if self.is_main else ():
-            passed = schedule.passed(consumed) if schedule.optimizer is prepared.optimizer else ""
-            if passed:
-                self._records.warn_once("the end of a schedule by samples", passed)
-        if prepared.samples.guessed:
-            samples = prepared.samples.unknown
-            self._records.warn_once(
-                "samples of a schedule",
-                f"worker {self._first_place.name}: how many samples its batches have is not known, and "
-                f"session.schedule counts {samples:g} for each: call the model itself with the batch first",
-            )
-
-    def _follow_samples(self) -> None:
-        """Others' samples may have become known where the script makes no step; those of an iteration whose
-        step is yet to come do not count."""
-        for prepared in self._state.prepared:
-            if not (prepared.reducer.sums_samples and prepared.reducer.is_within):
-                self._state.follow_samples(prepared)
 
     def _look_at_buffers(self, prepared: Prepared) -> None:
         """Say once that each worker keeps its own buffers, where that is so."""
