@@ -19,6 +19,10 @@ IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 # it.
 SCHEDULED = frozenset({"lr", "momentum", "betas"})
 
+# By what a GradScaler divides all gradients: compared like a hyperparameter of the first param group. Without
+# it, by 1.
+GRADIENT_SCALE = "gradient scale"
+
 
 class Difference(NamedTuple):
     """The first hyperparameter that two workers have differently, and what each has."""
@@ -57,6 +61,13 @@ def difference_line(first: str, second: str, step: int, found: Difference) -> st
         return (
             f"{first} steps {found.first} param groups, {second} {found.second} at step {step}: make the "
             "same optimizer on every worker"
+        )
+    if found.key == GRADIENT_SCALE:
+        scales = [1 if scale is None else scale for scale in (found.first, found.second)]
+        return (
+            f"{first} divides gradients by {_shown(float(scales[0]))}, {second} by "
+            f"{_shown(float(scales[1]))} at step {step}, so their sum is of gradients of different scales: make "
+            "one GradScaler, call session.register(scaler=scaler), and use and update it alike on every worker"
         )
     way_out = "set it alike on every worker"
     if found.key in SCHEDULED:

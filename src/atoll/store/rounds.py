@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.hyperparameters import difference_line, first_difference
+from atoll.core.hyperparameters import GRADIENT_SCALE, Difference, difference_line, first_difference
 from atoll.core.stands import are_in_one_epoch
 from atoll.core.weighing import are_certain, told_unlike, weight_of
 from atoll.store.entries import Combine, Joined, Member, Step
@@ -129,15 +129,16 @@ class Rounds:
             return  # a late duplicate, or the first to speak, or one who says what the others do
         first = next(iter(self._said))
         difference = _difference(self._said[first], step)
-        if difference:
+        found = _unlike_settings(self._said[first], step)
+        if found is not None and (found.key == GRADIENT_SCALE or not difference):
+            if worker < first:
+                first, worker, found = worker, first, found.turned()
+            draft.mismatch = difference_line(f"worker {first}", f"worker {worker}", step.iteration, found)
+        elif difference:
             draft.refused = (
                 f"worker {worker} and worker {first} would step iteration {step.iteration} differently: "
                 f"{difference}; in synchronous training all workers must say the same"
             )
-        elif found := first_difference(self._said[first].hyperparameters, step.hyperparameters):
-            if worker < first:
-                first, worker, found = worker, first, found.turned()
-            draft.mismatch = difference_line(f"worker {first}", f"worker {worker}", step.iteration, found)
 
     def leave(self, worker: int, incarnation: int) -> None:
         """A worker is fenced."""
@@ -318,6 +319,13 @@ def _workers(workers: Any) -> str:
     return ("worker " if len(workers) == 1 else "workers ") + ", ".join(map(str, workers))
 
 
+def _unlike_settings(first: messages.Step, second: messages.Step) -> Difference | None:
+    """The first hyperparameter that differs, and before that by what gradients were divided."""
+    if first.accepted and second.accepted and first.unscaled != second.unscaled:
+        return Difference(0, GRADIENT_SCALE, first.unscaled, second.unscaled)
+    return first_difference(first.hyperparameters, second.hyperparameters)
+
+
 def _difference(first: messages.Step, second: messages.Step) -> str:
     """What differs beside hyperparameters, in words; empty where nothing does."""
     for name in ("accepted", "scale"):
@@ -325,7 +333,10 @@ def _difference(first: messages.Step, second: messages.Step) -> str:
         if not _same(one, other):
             return f"{name} is {other} and {one}"
     if first.edits != second.edits and sorted(first.edited) == sorted(second.edited):
-        return "they have made different gradients of the same mean"
+        return (
+            "they have made different gradients of the same mean (clipping, other changes of p.grad, or "
+            "GradScalers of different scales: call session.register(scaler=scaler))"
+        )
     if sorted(first.edited) != sorted(second.edited):
         return f"edited chunks are {sorted(second.edited)} and {sorted(first.edited)}"
     return ""

@@ -31,7 +31,7 @@ from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys, tried_alike
 from atoll.tensors.stephooks import AroundStep, Handle
 from atoll.tensors.tensorfile import storage_key
-from atoll.tensors.torch_compat import SCALES, unscale
+from atoll.tensors.torch_compat import SCALES, inverse_of, note_scale, unscale
 
 State: TypeAlias = dict[str, Any]
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -477,7 +477,8 @@ class RemoteOptimizer(ParameterOptimizer):
             for parameter in parameters:
                 if parameter.grad is not None:
                     by_place[parameter.grad.device, parameter.grad.dtype].append(parameter.grad)
-        inverse = scale.double().reciprocal().float()  # as GradScaler.unscale_ has it
+        inverse = inverse_of(scale)
+        note_scale(self.optimizer, inverse)
         with torch.no_grad():
             for (device, _), gradients in by_place.items():
                 found = torch.zeros((), device=device)

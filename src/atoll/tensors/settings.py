@@ -9,7 +9,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from atoll.core.hyperparameters import IMPLEMENTATION, SCHEDULED
+from atoll.core.hyperparameters import GRADIENT_SCALE, IMPLEMENTATION, SCHEDULED
+from atoll.tensors.torch_compat import scale_of
 
 Settings = list[dict[str, Any]]
 
@@ -17,11 +18,15 @@ Settings = list[dict[str, Any]]
 def settings_of(optimizer: torch.optim.Optimizer, *, scheduled: bool = True) -> Settings:
     """The hyperparameters of each param group: those that the optimizer's class has, without what only says
     how it computes. Tensors become numbers, or lists of them. Not `scheduled`: without what a scheduler may
-    set, where one is attached."""
+    set, where one is attached. The first group's have by what a GradScaler divides the gradients, if any."""
     keys = [key for key in optimizer.defaults if key not in IMPLEMENTATION]
     if not scheduled and any("initial_lr" in group for group in optimizer.param_groups):
         keys = [key for key in keys if key not in SCHEDULED]
-    return [{key: _plain(group[key]) for key in keys if key in group} for group in optimizer.param_groups]
+    settings = [{key: _plain(group[key]) for key in keys if key in group} for group in optimizer.param_groups]
+    scale = scale_of(optimizer)
+    if settings and scale != 1.0:
+        settings[0][GRADIENT_SCALE] = scale
+    return settings
 
 
 class SettingsCode:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from atoll.core.errors import MismatchError, UserError
-from atoll.core.hyperparameters import difference_line, first_difference
+from atoll.core.hyperparameters import GRADIENT_SCALE, difference_line, first_difference
 from atoll.core.stands import Stand, are_in_one_epoch, describe_mismatch
 from atoll.tensors.settings import Settings, SettingsCode
 
@@ -107,7 +107,8 @@ def difference(treatments: Sequence[Treatment | None], names: Sequence[str]) -> 
     who, first = known[0]
     other, made = next((name, made) for name, made in known if made != first)
     found = first_difference(first.settings, made.settings)
-    if found is not None and (made.clips, made.edited) == (first.clips, first.edited):
+    is_scale = found is not None and found.key == GRADIENT_SCALE  # an unscaling is an edit too
+    if found is not None and (is_scale or (made.clips, made.edited) == (first.clips, first.edited)):
         return difference_line(f"worker {who}", f"worker {other}", made.iteration, found)
     return (
         f"iteration {made.iteration}: worker {who} {first}, and worker {other} {made}, so that their models "

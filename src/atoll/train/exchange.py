@@ -516,6 +516,7 @@ class MeanSteps(Exchange):
                 edits=edits,
                 accepted=accepted,
                 stand=None if self._lazy and not edited else self._stand(),
+                unscaled=self._calls.unscaled() if accepted else 1.0,
             ),
             until=STEP,
         )

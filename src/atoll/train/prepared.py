@@ -24,7 +24,7 @@ from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.finite import is_finite
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks, elementwise_keys
-from atoll.tensors.torch_compat import count_unscaling
+from atoll.tensors.torch_compat import count_unscaling, forget_scale, scale_of
 from atoll.train.agreement import check_same, describe
 from atoll.train.apart import take_from_groups
 from atoll.train.backward import BackwardEnd
@@ -162,6 +162,7 @@ class Prepared:
                     edited=self._tell_of_edits,
                     counts_unlike=counts_unlike,
                     epoch=lambda: epoch_of(self),
+                    unscaled=lambda: scale_of(optimizer),
                     buffers=self.buffers if len(self.buffers) else None,
                 ),
                 hooks=StepHooks(self._before_step, self._accept, self._after_step),
@@ -334,6 +335,7 @@ class Prepared:
 
     def _committed(self, own: Contribution, _group_samples: float) -> None:
         self.own_samples += own.samples
+        forget_scale(self.optimizer)
         self.samples.use(alike=self.reducer.count_alike)
         self._whole(self)
 

@@ -39,7 +39,8 @@ class Calls:
     `reduce(reducer)` before a step whose gradients no backward has reduced.
     `counts_unlike(line)` where workers count alike in a mean that would be another one by their counts: what
     people are to be told of it. `epoch()` is that of the batch which this worker trains on; below 0: not
-    known. `buffers` are the model's; None: nobody takes any.
+    known. `unscaled()` is by what a GradScaler divides the gradients of the step under way; 1 without one.
+    `buffers` are the model's; None: nobody takes any.
     """
 
     arm: Callable[[], None]
@@ -51,6 +52,7 @@ class Calls:
     reduce: Callable[[Reducer], None] = lambda reducer: reducer.reduce()
     counts_unlike: Callable[[str], None] = lambda _line: None
     epoch: Callable[[], int] = lambda: -1
+    unscaled: Callable[[], float] = lambda: 1.0
     buffers: ModelBuffers | None = None
 
 

@@ -257,10 +257,7 @@ class RingReducer(SendingReducer):
         self._treatments.latest = None
 
     def _refuse_unlike(self, what: str, stand: Stand | None = None) -> None:
-        own = Word(self._treatments.latest, stand)
-        said = gather_bytes(self._ring.agreement, msgspec.msgpack.encode(own), what)
-        names = [str(self._ring.place.name_of(rank)) for rank in range(self._ring.world)]
-        refuse_unlike([msgspec.msgpack.decode(one, type=Word) for one in said], names)
+        refuse_unlike_members(self._ring, Word(self._treatments.latest, stand), what)
 
     def after_step(self) -> None:
         self._treatments.stepped(self.steps)
@@ -395,6 +392,14 @@ class RingReducer(SendingReducer):
         self._reference = state.get("reference", 1.0)
         self.count_alike = bool(state.get("count_alike", False))
         self._treatments.latest = None
+
+
+def refuse_unlike_members(ring: Ring, own: Word, what: str) -> None:
+    """Raise where members made unlike things of a mean, as `refuse_unlike`, by each one's `own` word. A
+    collective."""
+    said = gather_bytes(ring.agreement, msgspec.msgpack.encode(own), what)
+    names = [str(ring.place.name_of(rank)) for rank in range(ring.world)]
+    refuse_unlike([msgspec.msgpack.decode(one, type=Word) for one in said], names)
 
 
 @dataclass(frozen=True)

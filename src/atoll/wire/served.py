@@ -125,7 +125,7 @@ class Step(Message, frozen=True):
     """BSP, to the log: step with the mean of `iteration` times `scale`. All members must say the same.
 
     `edited` are chunks whose gradients the script changed otherwise; the live member of the lowest rank has
-    sent them as Replace before."""
+    sent them as Replace before. `unscaled`: by what a GradScaler has divided the gradients."""
 
     incarnation: Count
     iteration: Count
@@ -136,6 +136,7 @@ class Step(Message, frozen=True):
     accepted: bool = True  # False: leave this step out (NaN, policy "skip")
     follows: bool = False  # from a site whose workers are gone: whatever the others say
     stand: WorkerStand | None = None  # of a worker that waits for the step; None: it goes on computing
+    unscaled: float = 1.0
 
 
 class Replace(Message, frozen=True):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap, itemsize, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import AtollError, ConfigError, RunError, UserError
+from atoll.core.hyperparameters import GRADIENT_SCALE
 from atoll.core.memory import Memory
 from atoll.core.units import format_bytes
 from atoll.memory.fit import borrow, plan
@@ -29,7 +30,7 @@ from atoll.memory.stepping import state_dtypes
 from atoll.peers.settings import Settings
 from atoll.tensors.binding import BoundChunk, carve, specs_of
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
-from atoll.train.alike import Treatments
+from atoll.train.alike import Treatments, Word
 from atoll.train.memory import Tiers
 from atoll.train.node.devices import one_node_in_trouble
 from atoll.train.node.exchange import NodeParts, PeerExchange
@@ -37,7 +38,7 @@ from atoll.train.node.memory import BUFFERS, HostMemory, host_bytes, plan_memory
 from atoll.train.node.ring import OfDevices
 from atoll.train.node.strategy import PeerModel, Peers
 from atoll.train.reducer import Calls, ReducingAtEnd
-from atoll.train.ring import Agreement, head_of, take_beside, tell_beside
+from atoll.train.ring import Agreement, head_of, refuse_unlike_members, take_beside, tell_beside
 from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
 from atoll.train.strategies import Strategy, Training
@@ -360,6 +361,19 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
         self._ring, self._buffers = ring, calls.buffers
         self._reference = 1.0  # the last iteration's sum of weights, or number of devices if they count alike
         self._counts_told = False
+        self._treatments = Treatments(lambda: [{GRADIENT_SCALE: calls.unscaled()}])
+
+    def before_step(self) -> None:
+        super().before_step()
+        self._treatments.steps()
+
+    def after_step(self) -> None:
+        self._treatments.stepped(self.steps)
+        super().after_step()
+
+    def load_member_state(self, state: Mapping[str, Any]) -> None:
+        super().load_member_state(state)
+        self._treatments.latest = None
 
     def reduce(self) -> None:
         self._come()
@@ -391,8 +405,9 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
         """What all devices say of the iteration, as on a ring (train/ring.py)."""
         rows = [[p.grad is not None for p in bound.parameters] for bound in self._chunks]
         here = [float(each and own.weight > 0) for row in rows for each in row]
-        # Of the mean before, nothing: the leader's wish to clip counts, and no device steps.
-        head = head_of(own, self.steps, any(any(row) for row in rows), awaited=False, treatments=Treatments())
+        # Of the mean before, the scale alone: the leader's wish to clip counts, and no device steps.
+        has_gradient = any(any(row) for row in rows)
+        head = head_of(own, self.steps, has_gradient, awaited=False, treatments=self._treatments)
         buffers = [] if self._buffers is None else self._buffers.said()
         vector = torch.tensor([*head, *here, *buffers], dtype=torch.float64)
         self._over_ring(vector, f"the agreement on iteration {self.steps}")
@@ -403,6 +418,10 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
                 f"the node's devices are at different iterations (this one at {self.steps}, on average "
                 f"{self.steps + off:g}); every worker must call optimizer.step() equally often"
             )
+        if not agreed.alike:
+            what = f"what the devices made of the mean before iteration {self.steps}"
+            refuse_unlike_members(self._ring, Word(self._treatments.latest), what)
+        self._treatments.latest = None
         return agreed
 
     def _sum(self, bound: BoundChunk, present: list[bool], scale: float, then: float) -> None:
