@@ -134,8 +134,14 @@ def train(place: Place, config: Config, how: str, clips: bool, tiers: bool, addr
     return 0
 
 
-@pytest.mark.parametrize("how", ["loop", "fused"])
-@pytest.mark.parametrize("where", CASES)
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        pytest.param(where, how, marks=pytest.mark.soak if how == ("loop", "fused")[index % 2] else ())
+        for index, where in enumerate(CASES)
+        for how in ("loop", "fused")
+    ],
+)
 def test_workers_whose_sum_is_of_different_scales_are_told_so(where: str, how: str, pool: WorkerPool) -> None:
     config, tiers = CASES[where]
     clips = list(CASES).index(where) % 2 == 1
@@ -175,10 +181,9 @@ def train_apart(place: Place, config: Config, how: str, address: str) -> list[to
 def test_each_worker_has_its_own_scale_where_it_unscales_before_the_sum(
     strategy: str, how: str, pool: WorkerPool
 ) -> None:
-    """Of four steps by each, as many count as workers have been heard in: a step is of the mean, which is 1."""
-    apart = (
-        configured("peers", stale_max=0) if strategy == "peers" else configured("server", consistency="asp")
-    )
+    """A step is of a mean, which is 1; under asp their number is by the order of arrival."""
+    more: dict[str, Any] = {"stale_max": 0} if strategy == "peers" else {"consistency": "asp"}
+    apart = configured(strategy, **more)
     with ExitStack() as stack:
         moved = pool.run(train_apart, apart, how, served(stack, apart), world=2)
     for (each,) in moved:

@@ -63,11 +63,11 @@ def difference_line(first: str, second: str, step: int, found: Difference) -> st
             "same optimizer on every worker"
         )
     if found.key == GRADIENT_SCALE:
-        scales = [1 if scale is None else scale for scale in (found.first, found.second)]
+        one, other = (1.0 if scale is None else scale for scale in (found.first, found.second))
         return (
-            f"{first} divides gradients by {_shown(float(scales[0]))}, {second} by "
-            f"{_shown(float(scales[1]))} at step {step}, so their sum is of gradients of different scales: make "
-            "one GradScaler, call session.register(scaler=scaler), and use and update it alike on every worker"
+            f"{first} divides gradients by {_shown(one)}, {second} by {_shown(other)} at step {step}, so "
+            "their sum is of gradients of different scales: make one GradScaler, call "
+            "session.register(scaler=scaler), and use and update it alike on every worker"
         )
     way_out = "set it alike on every worker"
     if found.key in SCHEDULED:

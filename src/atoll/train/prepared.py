@@ -354,7 +354,7 @@ class Prepared:
     def _accept(self, gradients: Sequence[Tensor]) -> bool:
         """Apply the policy `sync.nonfinite`; the reduced gradients are the same everywhere, so all decide
         alike."""
-        if self.config.sync.nonfinite == "allow" or getattr(self.optimizer, "found_inf", None) is not None:
+        if self.config.sync.nonfinite == "allow":
             return True
         if self._shared is not None:
             finite = self._shared.all_finite()
@@ -362,7 +362,10 @@ class Prepared:
             finite = self.tiers.fitted.are_finite() or _all_finite(gradients)
         else:
             finite = self.norm.says_finite() or _all_finite(gradients)
-        if finite:
+        # What a GradScaler finds it has left out, here by a fused optimizer. It may have looked before the
+        # script wrote a NaN.
+        found = getattr(self.optimizer, "found_inf", None)
+        if finite or (found is not None and bool(found)):
             return True
         reason = self._blame()
         if self.config.sync.nonfinite == "skip":
