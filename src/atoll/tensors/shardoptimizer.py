@@ -33,6 +33,7 @@ _ALLOWED = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop",
 )  # fmt: skip
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # those with a fused implementation on CPUs
+_HALF = (torch.float16, torch.bfloat16)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -188,8 +189,8 @@ class _HeldChunk:
         self.stepper = ChunkOptimizer(
             self.optimizer, [self.bound], kind.elementwise, hooks, lambda _: self._given()
         )
-        if isinstance(self.optimizer, torch.optim.SGD):
-            AroundStep(self.optimizer, _unfuse_mixed)  # after the stepper's: of what it steps
+        if isinstance(self.optimizer, torch.optim.SGD):  # after the stepper's: of what it steps
+            AroundStep(self.optimizer, _unfuse if self.flat.dtype in _HALF else _unfuse_mixed)
 
     def step(self, gradients: Tensor, present: tuple[bool, ...]) -> None:
         self._gradients = gradients, present
@@ -256,8 +257,9 @@ class ShardOptimizer:
     `hyperparameters` are the param groups, in order, as wire.messages.plain_hyperparameters makes them. All
     tensors given and taken are flat, of a chunk's extent and on the CPU. `fused`: where a param group leaves
     the implementation to torch (fused=None) and torch has a fused one, use it; it is faster, and in single
-    precision it rounds otherwise than the loop that torch would choose. Raises UserError for an optimizer
-    that cannot be run there.
+    precision it rounds otherwise than the loop that torch would choose. SGD steps half precision without
+    it, also where a script asks for it, whose device may have other kernels. Raises UserError for an
+    optimizer that cannot be run there.
     """
 
     def __init__(
@@ -634,6 +636,13 @@ def _unfuse_mixed(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) ->
     if group.get("fused") and group.get("momentum"):
         have = {"momentum_buffer" in optimizer.state.get(each, {}) for each in group["params"]}
         group["fused"] = len(have) < 2
+
+
+def _unfuse(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """torch's fused SGD for CPUs (2.13) changes of half precision only the elements that fill no vector."""
+    (group,) = optimizer.param_groups
+    if group.get("fused"):
+        group["fused"] = False
 
 
 def warm_up() -> None:

@@ -35,6 +35,8 @@ from atoll.train.ringbytes import gather_bytes
 from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
 
+# A sum of float16 gradients over their mean is between these: else it might overflow, or lose small ones.
+_HALF_RANGE = (1 / 16, 2.0)
 _STEPS = 4096  # steps are compared by their remainder, which a float32 holds for any number of workers
 
 
@@ -78,6 +80,7 @@ class RingReducer(SendingReducer):
         self._reference = 1.0  # the last iteration's sum of weights, or number of workers if they count alike
         # By which this iteration's gradients are scaled, until the agreement shows what is right:
         self._scaled_alike, self._scaled_by = False, 1.0
+        self._has_half = any(chunk.flat.dtype == torch.float16 for chunk in chunks)
         self._counts_told = False  # the line on counts that differ; alike on all members
         self._treatments = Treatments(settings)
         self._means_seen: list[tuple[Tensor | None, int]] = []  # the means, and at which versions
@@ -197,8 +200,12 @@ class RingReducer(SendingReducer):
         return agreed, self._measured_order()
 
     def _is_scaled_wrongly(self, agreed: Agreement) -> bool:
-        """Whether gradients were scaled for another mean than the one that is right, and not the same one."""
-        return self._scaled_alike == agreed.certainty.certain and not agreed.certainty.equal
+        """Whether gradients were scaled for another mean than the one that is right, and not the same one; or
+        so that float16 may not hold their sum, as in the first iteration."""
+        if self._scaled_alike == agreed.certainty.certain and not agreed.certainty.equal:
+            return True
+        part = agreed.workers_or_weight(self._scaled_alike) / self._scaled_by
+        return self._has_half and part > 0 and not _HALF_RANGE[0] <= part <= _HALF_RANGE[1]
 
     def _scale_as(self, agreed: Agreement) -> None:
         self._scaled_alike, self._scaled_by = not agreed.certainty.certain, agreed.total
