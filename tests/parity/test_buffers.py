@@ -169,6 +169,30 @@ def test_buffers_are_the_first_worker_s_that_has_a_batch(pool: WorkerPool) -> No
     assert (one[1], other[1]) == ([2, 2], [3, 3])  # what is not of one shape stays each worker's own
 
 
+def with_a_codebook(place: Place, transposed: bool) -> list[float]:
+    """A large buffer that is written past its version counter, as the codebooks of VQ-VAEs are: its first
+    element after each step."""
+    with atoll.join(Config(sync=Sync(timeout="60s")), place=place) as session:
+        model, optimizer = make()
+        codes = torch.zeros(300, 400)
+        model.register_buffer("codes", codes.T if transposed else codes)
+        session.prepare(model, optimizer)
+        seen = []
+        for step in range(2):
+            assert isinstance(model.codes, Tensor)
+            model.codes.data.add_(1.0 + place.rank)
+            model(batch(step, place.rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(float(model.codes[0, 0]))
+        return seen
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_large_buffer_is_worker_0_s_too(pool: WorkerPool, transposed: bool) -> None:
+    assert pool.run(with_a_codebook, transposed, world=2, deadline=60) == [[1.0, 2.0]] * 2
+
+
 def one_loss(model: nn.Module, rank: int = 0, world: int = 1) -> Tensor:
     """This worker's part of the evaluation."""
     model.eval()

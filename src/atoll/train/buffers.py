@@ -8,12 +8,15 @@ end.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-_COMPARED = 2**16  # elements up to which values are compared: BatchNorm writes past the version counter
+# Values are compared, since BatchNorm and `buffer.data` write past the version counter: all of a buffer up to
+# so many elements, and of a larger one a sample, whatever its size.
+_COMPARED, _SAMPLED = 2**16, 2**12
 _ODD = 4096.0  # what is said of a buffer that is not of its first shape; no ring has as many workers
 
 
@@ -96,11 +99,26 @@ def _differs(now: Tensor | None, seen: tuple[Tensor | None, int, Tensor | None])
     before, version, copy = seen
     if now is None or now is not before:
         return now is not before
-    return now._version != version or (copy is not None and not torch.equal(now, copy))
+    return now._version != version or (copy is not None and not torch.equal(_compared(now), copy))
 
 
 def _copy_of(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None or buffer.numel() > _COMPARED else buffer.detach().clone()
+    return None if buffer is None else _compared(buffer).clone()
+
+
+def _compared(buffer: Tensor) -> Tensor:
+    """What of a buffer is compared: all of it, or elements drawn at random, always the same ones."""
+    buffer = buffer.detach()
+    if buffer.numel() <= _COMPARED:
+        return buffer
+    drawn = _drawn(buffer.numel(), buffer.device)
+    return buffer.view(-1)[drawn] if buffer.is_contiguous() else torch.take(buffer, drawn)
+
+
+@functools.cache
+def _drawn(elements: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(elements, (_SAMPLED,), generator=generator).to(device)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
