@@ -78,7 +78,8 @@ class Training:
         self.workers = [self._worker(rank) for rank in range(3)]
 
     def _start(self, name: str, source: str, *arguments: str, **environment: str) -> ForkedScript:
-        script = self.folder / f"{name}.py"
+        kind = name.partition("-")[0]  # all workers run one script, as calls of a session meet from one line
+        script = self.folder / f"{kind}.py"
         script.write_text(source)
         log = self.folder / f"{name}.log"
         own = {**os.environ, **environment}

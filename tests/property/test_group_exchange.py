@@ -110,7 +110,7 @@ class Grouped(Member):
         exchange: Any = GroupExchange.__new__(GroupExchange)
         exchange._ring, exchange.connection, exchange.lossy = self.ring, connection, self.lossy
         exchange.uplink = Uplink(self.kind, self.ring, connection, self.reducer._chunks, self.lossy)
-        exchange.parameters, exchange._calls = self, SimpleNamespace(leaving=lambda: None)
+        exchange.parameters, exchange._calls = self, SimpleNamespace(leaving=lambda: None, epoch=lambda: -1)
         exchange._grouping, exchange._pipeline, exchange._in_flight = (lambda: 0), self.pipeline, None
         exchange._told = exchange._heard = exchange.bytes_sent = exchange.consumed = 0
         exchange.contributors, exchange.exchange_seconds = [], 0.0
@@ -132,6 +132,10 @@ class Grouped(Member):
             self.exchange.settle()
 
     # What the exchange knows of shards, and of parameters
+
+    @property
+    def worker(self) -> int:
+        return self.ring.place.name
 
     seconds_waited = staleness = consumed = 0.0
 

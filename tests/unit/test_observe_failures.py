@@ -109,9 +109,20 @@ class TestVerdict:
             1, f"torchrun's launcher failed; its log is {run.launcher_log}", "OSError: no port"
         )
 
-    def test_stopped_from_outside(self) -> None:
-        assert stopped(signal.SIGINT) == Verdict(130, "stopped by Ctrl-C")
-        assert stopped(signal.SIGTERM) == Verdict(143, "stopped by SIGTERM")
+    def test_stopped_from_outside(self, run: RunDirectory) -> None:
+        assert stopped(signal.SIGINT, [], [], run) == Verdict(130, "stopped by Ctrl-C")
+        assert stopped(signal.SIGTERM, [], [], run) == Verdict(143, "stopped by SIGTERM")
+
+    def test_what_a_script_ended_with_after_sigterm_is_told_beside_it(self, run: RunDirectory) -> None:
+        failures = [failed(0, 2.0, echo=True), failed(1, 3.0)]
+        assert stopped(signal.SIGTERM, failures, [], run) == Verdict(143, "stopped by SIGTERM; message 1")
+        assert stopped(signal.SIGINT, failures, [], run) == Verdict(130, "stopped by Ctrl-C")
+
+    def test_who_was_killed_after_the_grace_is_named(self, run: RunDirectory) -> None:
+        verdict = stopped(signal.SIGTERM, [], ["worker 0", "worker 1"], run)
+        assert verdict.line == (
+            "stopped by SIGTERM; worker 0 and worker 1 were killed, for not ending within run.grace"
+        )
 
 
 def test_ends_come_back(run: RunDirectory) -> None:
