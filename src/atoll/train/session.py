@@ -930,7 +930,8 @@ class Session:
             self._member.stepped(self._state.iteration)
         if self._service is not None:
             self._service.hub.batch = prepared.own_samples
-            self._service.hub.pace = self._pace.seconds
+            if self.config.run.strategy == "ps-hra":  # the hub makes groups of those that tell it a pace
+                self._service.hub.pace = self._pace.seconds
         if self._records.kept:
             figures = self._peers.figures() if self._peers is not None else {}
             staleness = None
