@@ -154,3 +154,33 @@ def test_hooks_see_what_they_see_in_plain_torch(pool: WorkerPool, kind: str) -> 
         assert not off
         for value, plain in zip(values, parameters, strict=True):
             assert float((value - plain).abs().max()) <= 1e-12
+
+
+def watch_steps(session: atoll.Session) -> list[float]:
+    """What a hook before the optimizer's step sees, while the parameters stay as they are."""
+    net, seen = model(), Seen()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    session.prepare(net, optimizer)
+    shown: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: shown.append(float(net[2].weight.grad.sum())))
+    for step in range(STEPS):
+        backward(net, session.rank, step, seen)
+        optimizer.step()
+        optimizer.zero_grad()
+    return shown
+
+
+@pytest.mark.parametrize("kind", ["asp", "peers", "server"])
+def test_a_hook_before_the_step_sees_this_worker_s_own_gradient_where_the_mean_is_made_elsewhere(
+    pool: WorkerPool, kind: str
+) -> None:
+    own: list[list[float]] = [[] for _ in range(WORLD)]
+    for rank, sums in enumerate(own):
+        net = model()
+        for step in range(STEPS):
+            backward(net, rank, step, Seen())
+            sums.append(float(net[2].weight.grad.sum()))
+            net.zero_grad()
+    mean = [sum(each) / WORLD for each in zip(*own, strict=True)]
+    for rank, shown in enumerate(run_at(pool, kind, watch_steps, world=WORLD)):
+        assert shown == pytest.approx(mean if kind == "server" else own[rank], abs=1e-12)

@@ -184,3 +184,32 @@ def test_a_state_that_was_lost_by_an_error_is_said_once(way: str, where: str, po
     assert line.startswith("AdamW is used after its session, and begins anew: ")
     assert where in line
     assert "session.load" in line
+
+
+def ends_under_budgets(place: Place, way: str, address: str) -> list[str]:
+    """What is said where the script uses the optimizer twice after a session that has ended as it should."""
+    config, _ = WAYS[way]
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    served = served_worker(address, place.rank) if address else nullcontext()
+    with served, atoll.join(config, place=None if address else place) as session:
+        session.prepare(model, optimizer, memory=Memory(device="16KiB", chunk="1KiB"))
+        assert session._state.tiers
+        steps(model, optimizer, 0, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert not optimizer.state_dict()["state"]
+        optimizer.state_dict()
+    return [str(each.message) for each in caught if each.category is RuntimeWarning]
+
+
+@pytest.mark.parametrize(("way", "where"), [("server", "at the shards"), ("peers", "at the node's CPU side")])
+def test_a_state_that_no_budget_holds_is_said_once(way: str, where: str, pool: WorkerPool) -> None:
+    with ExitStack() as stack:
+        address = ""
+        if way in SERVED:
+            address = stack.enter_context(ServedRun(workers=1, shards=1)).address
+        ((line,),) = pool.run(ends_under_budgets, way, address, world=1)
+    assert line.startswith("AdamW is used after its session, and begins anew: ")
+    assert where in line
+    assert "budgets" in line
