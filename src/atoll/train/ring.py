@@ -80,7 +80,7 @@ class RingReducer(SendingReducer):
         self._reference = 1.0  # the last iteration's sum of weights, or number of workers if they count alike
         # By which this iteration's gradients are scaled, until the agreement shows what is right:
         self._scaled_alike, self._scaled_by = False, 1.0
-        self._has_half = any(chunk.flat.dtype == torch.float16 for chunk in chunks)
+        self._has_half = any(chunk.dtype == torch.float16 for chunk in chunks)
         self._counts_told = False  # the line on counts that differ; alike on all members
         self._treatments = Treatments(settings)
         self._means_seen: list[tuple[Tensor | None, int]] = []  # the means, and at which versions
