@@ -262,8 +262,11 @@ class LentPeerModel(PeerModel):
         """The layout that the CPU side has."""
         return self._training.chunk_map
 
+    @torch.no_grad()
     def _take_from_first(self) -> None:
-        """They are the first node's: parameter by parameter, as the model was prepared."""
+        """A chunk's parameters at a time: all may not be in memory at once."""
+        for bound in self._training.chunks:
+            self._workers.take_from_first(bound.parameters, "node 0's parameters")
 
     def _copy_values(self, bound: BoundChunk, into: Tensor) -> None:
         with torch.no_grad():
