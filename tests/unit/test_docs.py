@@ -126,6 +126,42 @@ def test_the_lab_file_in_the_documentation_is_right() -> None:
     assert len(topology.parse_topology(text).links) == 2
 
 
+def defined_in(path: Path) -> set[str]:
+    """`names_in`, and constants, and methods of test classes as pytest names them."""
+    found = names_in(path)
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in targets:
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            found |= {part.id for part in parts if isinstance(part, ast.Name)}
+    return found | {name.replace(".", "::") for name in found}
+
+
+def test_the_census_names_places_pages_and_tests_that_exist() -> None:
+    text = (ROOT / "docs/notes/silence.md").read_text(encoding="utf-8")
+    rows = [line.strip("|\n ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) > 100
+    wrong = []
+    for row in rows:
+        place, decided, told, shown = row if len(row) == 4 else ["", "", "", ""]
+        file, _, name = place.strip("`").partition("::")
+        source = ROOT / "src/atoll" / file
+        if not file or not decided or not source.is_file() or name not in defined_in(source):
+            wrong.append(f"no such place, or not four cells: {' | '.join(row)[:120]}")
+        wrong += [
+            f"{place}: no page {page}"
+            for page in re.findall(r"`([\w/-]+\.md)`", told)
+            if not (ROOT / "docs" / page).is_file()
+        ]
+        tests = re.findall(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?`", shown)
+        if not tests and not shown.startswith("none yet: "):
+            wrong.append(f"{place}: neither a test nor a reason")
+        for path, test in tests:
+            if not (ROOT / path).is_file() or (test and test not in defined_in(ROOT / path)):
+                wrong.append(f"{place}: no test {path}::{test}")
+    assert wrong == []
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     broken = [
         f"{page.name} -> {target}"
