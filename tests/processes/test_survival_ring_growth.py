@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,40 @@ def test_one_begins_alone_another_enters_and_the_first_is_killed(tmp_path: Path)
     counted = [1.0] * 2 + result["counted"]  # and as plain PyTorch does
     for ours, theirs in zip(result["parameters"], plain(counted), strict=True):
         torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), theirs, rtol=0, atol=1e-9)
+
+
+def scales(session: Session, who: int, folder: Path, *, registers: bool) -> dict[str, Any]:
+    """One's GradScaler has doubled its scale when a second worker enters, whose own has not."""
+    model, optimizer = make()
+    session.prepare(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    if registers:
+        session.register(scaler=scaler)
+    ring = session._ring
+    assert ring is not None
+    for step in range(session.resume(), STEPS):
+        if step == 2 and who == 0:
+            (folder / f"{who}.stops").touch()
+            wait_for(lambda: ring.is_awaited, "a newcomer", DEADLINE / 2)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, who, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return {"scale": scaler.get_scale()}
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_a_newcomer_has_the_scale_of_the_others_or_all_are_told_so(tmp_path: Path, registers: bool) -> None:
+    with case(tmp_path / "run", partial(scales, registers=registers), workers=1) as made:
+        let_in(made)
+        results = [made.result(who) for who in range(2)]
+    if registers:
+        scale = 64.0 * 2 ** (STEPS // 2)
+        assert results == [result | {"scale": scale} for result in results]
+        return
+    for result in results:
+        assert "worker 0 divides gradients by 128, worker 1 by 64 at step" in result["error"]
+        assert "session.register(scaler=scaler)" in result["error"]
 
 
 def test_one_alone_through_a_hub_trains_to_the_bit_as_one_without(tmp_path: Path) -> None:
