@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import atoll
 from atoll.core.events import Warned
-from atoll.testing.everywhere import EVERYWHERE, hosting, joined
 from atoll.testing.pool import WorkerPool
+from atoll.testing.runs import EVERYWHERE, run_at
 from atoll.train.masks import ALIKE
-from atoll.train.place import Place
 
 
 def drawn() -> list[bool]:
@@ -21,31 +21,28 @@ def drawn() -> list[bool]:
     return mask
 
 
-def train(
-    place: Place, where: str, address: str, recipe: bool, drops: float, folder: str, load: bool
-) -> dict[str, Any]:
+def train(session: atoll.Session, recipe: bool, drops: float, folder: str, load: bool) -> dict[str, Any]:
     """The masks before and after a save, or the mask after a load; and what was said."""
     said: list[Any] = []
-    with joined(place, where, address) as session:
-        session._records._bus.subscribe(said.append)
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(drops), nn.Linear(64, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        session.prepare(model, optimizer)
-        if recipe:
-            torch.manual_seed(0 + session.rank)
+    session._records._bus.subscribe(said.append)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(drops), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session.prepare(model, optimizer)
+    if recipe:
+        torch.manual_seed(0 + session.rank)
+    masks = [drawn()]
+    if load:
+        session.load(folder)
         masks = [drawn()]
-        if load:
-            session.load(folder)
-            masks = [drawn()]
-        for _ in range(3):
-            x: Tensor = torch.ones(4, 8)
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if folder and not load:
-            session.save(folder)
-            masks.append(drawn())
+    for _ in range(3):
+        x: Tensor = torch.ones(4, 8)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if folder and not load:
+        session.save(folder)
+        masks.append(drawn())
     lines = [each.message for each in said if isinstance(each, Warned)]
     return {"masks": masks, "said": [line for line in lines if line == ALIKE]}
 
@@ -54,12 +51,10 @@ def train(
 def test_by_our_recipe_each_worker_has_masks_of_its_own(pool: WorkerPool, tmp_path: Path, where: str) -> None:
     """And a checkpoint brings each worker's generator back."""
     folder = str(tmp_path / "saved")
-    with hosting(where, workers=2) as address:
-        trained = pool.run(train, where, address, True, 0.5, folder, False, world=2)
+    trained = run_at(pool, where, train, True, 0.5, folder, False)
     for first, second in zip(trained[0]["masks"], trained[1]["masks"], strict=True):
         assert first != second
-    with hosting(where, workers=2) as address:
-        loaded = pool.run(train, where, address, True, 0.5, folder, True, world=2)
+    loaded = run_at(pool, where, train, True, 0.5, folder, True)
     for rank in range(2):
         assert loaded[rank]["masks"] == trained[rank]["masks"][1:], f"worker {rank}"
         assert trained[rank]["said"] == loaded[rank]["said"] == []
@@ -67,12 +62,11 @@ def test_by_our_recipe_each_worker_has_masks_of_its_own(pool: WorkerPool, tmp_pa
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 def test_workers_with_equal_masks_are_told_once(pool: WorkerPool, where: str) -> None:
-    with hosting(where, workers=2) as address:
-        found = pool.run(train, where, address, False, 0.5, "", False, world=2)
+    found = run_at(pool, where, train, False, 0.5, "", False)
     assert found[0]["masks"] == found[1]["masks"]
     assert [each["said"] for each in found] == [[ALIKE], []]
 
 
 def test_nothing_is_said_of_models_without_randomness(pool: WorkerPool) -> None:
-    found = pool.run(train, "ring", "", False, 0.0, "", False, world=2)
+    found = run_at(pool, "ring", train, False, 0.0, "", False)
     assert [each["said"] for each in found] == [[], []]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import atoll
 from atoll.core.errors import UserError
-from atoll.testing.everywhere import EVERYWHERE, hosting, joined
 from atoll.testing.pool import WorkerPool
-from atoll.train.place import Place
+from atoll.testing.runs import EVERYWHERE, run_at
 
 
 @contextmanager
@@ -27,27 +27,25 @@ def within(folder: str) -> Iterator[None]:
         os.chdir(before)
 
 
-def save_apart(place: Place, where: str, address: str, folder: str) -> str:
-    with joined(place, where, address) as session:
-        model = torch.nn.Linear(3, 1)
-        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        try:
-            session.save(Path(folder) / f"worker{session.rank}")
-        except UserError as error:
-            refused = str(error)
-        else:
-            refused = ""
-        with within(folder):
-            session.save("together" if session.rank else "./together/")
-            session.save("together" if session.rank else Path(folder) / "together")
-        return refused
+def save_apart(session: atoll.Session, folder: str) -> str:
+    model = torch.nn.Linear(3, 1)
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        session.save(Path(folder) / f"worker{session.rank}")
+    except UserError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    with within(folder):
+        session.save("together" if session.rank else "./together/")
+        session.save("together" if session.rank else Path(folder) / "together")
+    return refused
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 def test_workers_that_save_into_two_folders_are_refused(pool: WorkerPool, tmp_path: Path, where: str) -> None:
     """One folder under several names is one, and the run goes on after a refusal."""
-    with hosting(where, workers=2) as address:
-        refused = pool.run(save_apart, where, address, str(tmp_path), world=2)
+    refused = run_at(pool, where, save_apart, str(tmp_path))
     assert (
         refused
         == [

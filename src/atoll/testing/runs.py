@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -40,7 +40,7 @@ def _config(strategy: str, **options: Any) -> Config:
     return Config(run=Run(strategy=strategy, **run), sync=sync, **options)  # type: ignore[arg-type]
 
 
-# What a run of each kind is configured as. A run by torchrun is "ring".
+# What a run of each kind is configured as: every strategy and store. A run by torchrun is "ring".
 KINDS: dict[str, Config] = {
     "ring": _config("ring"),
     "hierarchical": _config("hierarchical", groups=Groups(count=1)),
@@ -54,20 +54,36 @@ KINDS: dict[str, Config] = {
     "peers tiers": _config("peers", sync={"stale_max": 0}, memory=_BUDGET),
 }
 IN_TIERS = frozenset(kind for kind in KINDS if kind.endswith("tiers"))
-SHARDS = {"elastic": 0, "server": 1, "asp": 1, "ps-hra": 1, "server tiers": 1}  # of runs that have a hub
+# Kinds beside these in which workers may be apart.
+PACES: dict[str, Config] = {
+    "ssp": _config("server", sync={"consistency": "ssp"}),
+    "ps-hra asp": _config("ps-hra", sync={"consistency": "asp"}),
+    "peers stale": _config("peers", sync={"stale_max": 2}),
+}
+TOGETHER = ("ring", "hierarchical", "tiers", "server", "ps-hra", "peers")  # all make each step of one mean
+EVERYWHERE = (*TOGETHER, "asp", *PACES)  # every strategy at every pace
+SHARDS = {"elastic": 0, "server": 1, "asp": 1, "ssp": 1, "ps-hra": 1, "ps-hra asp": 1, "server tiers": 1}
 
 
 def run_at(
-    pool: WorkerPool, kind: str, script: Callable[..., Any], *arguments: Any, world: int = 2
+    pool: WorkerPool,
+    kind: str,
+    script: Callable[..., Any],
+    *arguments: Any,
+    world: int = 2,
+    sync: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """What `script(session, *arguments)` returned on each of `world` workers of a run of this kind, by rank.
 
-    `script` and the arguments are pickled. Raises JobFailedError if any of them raised.
+    `script` and the arguments are pickled. `sync` are keys of the configuration's table of that name. Raises
+    JobFailedError if any of them raised.
     """
-    if kind not in SHARDS:
-        return pool.run(_join, kind, "", script, arguments, world=world)
+    config = {**KINDS, **PACES}[kind]
+    config = msgspec.structs.replace(config, sync=msgspec.structs.replace(config.sync, **(sync or {})))
+    if kind not in SHARDS:  # the number of shards, of runs that have a hub
+        return pool.run(_join, config, "", script, arguments, world=world)
     with ServedRun(world, SHARDS[kind]) as served:
-        return pool.run(_join, kind, served.address, script, arguments, world=world)
+        return pool.run(_join, config, served.address, script, arguments, world=world)
 
 
 def alone(script: Callable[..., Any], *arguments: Any, tiers: bool = False) -> Any:
@@ -83,11 +99,11 @@ def model(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(32, 4)).to(dtype)
 
 
-def _join(place: Place, kind: str, address: str, script: Callable[..., Any], arguments: Any) -> Any:
+def _join(place: Place, config: Config, address: str, script: Callable[..., Any], arguments: Any) -> Any:
     with ExitStack() as stack:
         if address:
             stack.enter_context(served_worker(address, place.rank))
-        return _train(KINDS[kind], None if address else place, script, arguments)
+        return _train(config, None if address else place, script, arguments)
 
 
 def _train(config: Config, place: Place | None, script: Callable[..., Any], arguments: Any) -> Any:
