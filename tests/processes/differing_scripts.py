@@ -101,9 +101,11 @@ def run_script(
                 elif kind == "leave" and odd:
                     break
             model(torch.ones(4, 8)).square().mean().backward()
+            if step == at and kind == "call before step" and odd:
+                CALLS[which](session, folder)
             optimizer.step()
             optimizer.zero_grad()
-        if which == "reduce after":
+        if which == "reduce after" or (which == "reduce after, of worker 0" and not odd):
             in_reduce(session, folder)
         session.close()
     finally:

@@ -127,6 +127,7 @@ class Grouped(Member):
         flats = {chunk: values * (chunk + 1) for chunk in CHUNKS}
         present = {chunk: [True] for chunk in CHUNKS}
         self.outgoing = Outgoing(iteration, flats, present, Contribution(1.0, 1.0), [], able)
+        self.exchange.steps = iteration
         self.exchange.step(True, [])
         if iteration == ITERATIONS - 1:
             self.exchange.settle()

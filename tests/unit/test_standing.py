@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from atoll.core.errors import MismatchError
-from atoll.core.stands import Stand, call, gradients
+from atoll.core.stands import Stand, call, end, gradients
 from atoll.train.standing import Standing
 
 SECONDS = 30.0
@@ -159,3 +159,17 @@ def test_a_fast_collective_asks_nobody() -> None:
         worker.look()
         worker.end()
     assert not read(store, "at/0")
+
+
+def test_who_misses_another_learns_where_its_script_has_ended() -> None:
+    store = HashStore()
+    here, gone = Worker(store, 0), Worker(store, 1)
+    assert here.standing.known() is None
+    assert not here.standing.ended
+    ended = end(5, "a.py:9")
+    gone.standing.leave(ended)
+    assert here.standing.known() is None
+    assert here.standing.ended == {1: ended}
+    PrefixStore("stands", store).set("ended/2", b"no place")
+    assert here.standing.known() is None
+    assert here.standing.ended == {1: ended}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atoll.core import points
 from atoll.core.scriptline import waiting_line
-from atoll.core.stands import gradients_in
+from atoll.core.stands import gradients, gradients_in
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
 from atoll.train.exchange import (
@@ -354,6 +354,13 @@ class GroupExchange(GroupReducer):
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+        self._ring.stand = gradients(self.steps, waiting_line())
+        try:
+            self._step(accepted, hyperparameters)
+        finally:
+            self._ring.stand = None
+
+    def _step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         self._calls.leaving()
         outgoing = self._outgoing(accepted, hyperparameters)
         if not self._pipeline:
@@ -404,6 +411,7 @@ class GroupExchange(GroupReducer):
         at different ones of the group's. Within an iteration, between backward and step, all have come.
         """
         while self._ring.world > 1 and not self._reduced:
+            self._ring.check_ended()
             if not self._help():
                 return
 
@@ -585,7 +593,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
             return self._fetch(role, self.steps + 1, what)
 
         with self._timed():
-            values = self._ring.round(what, act, self.steps)
+            values = self._ring.round(what, act, self.steps, self._where)
         self.lossy.made(self.steps, accepted)
         self._scale_at_step = 1.0
         return values

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from atoll.core.errors import MismatchError, UserError
-from atoll.core.stands import are_consistent, describe_mismatch
+from atoll.core.stands import CALL, Stand, are_consistent, describe_mismatch
 from atoll.train.place import Place
 from atoll.train.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.rounds import Ring
@@ -36,10 +36,13 @@ class GroupWorkers(ServedWorkers):
         super().__init__(place, shards)
         self._group = ring
         self._meets_in = -1  # the call that this worker is in
+        self._has_come = False  # the whole group, to the call that this worker is in
+        self._was_called_away = False  # from that call
         self._last: _Parts = {}  # what all brought to the latest one that it was in
         self.gather_members: Callable[[], None] = lambda: None  # returns when the whole group has come
         self.is_called: Callable[[], bool] = lambda: False  # to another group, where it could leave this one
         self.move: Callable[[], None] = lambda: None  # goes there
+        ring.judge_ended, ring.told_mismatch = self._judge_ended, self._tell_mismatch
 
     @property
     def coming_meeting(self) -> int:
@@ -50,32 +53,53 @@ class GroupWorkers(ServedWorkers):
         return self._group.world == 1 and self.is_called()
 
     def part(self) -> None:
-        """The log knows groups, which go on without a member that has ended."""
+        """The log knows groups, which go on without a member that has ended; the others of the group find
+        where it has, and whether they may go on without it is for their next call to say."""
         if self._group.world == 1:
             super().part()
+        else:
+            self._group.leave(self._standing_for("the end of the session").stand)
 
     def saw(self, ranks: list[int]) -> None:
         """An iteration's word names groups, and not workers: those of the latest call stand."""
+
+    def gather_group(self) -> None:
+        """Within a call, before it changes anything: returns when the whole group has come. Its first meeting
+        needs not wait for that again: all calls then take part in equally many collectives of the ring."""
+        self.gather_members()
+        self._has_come = True
+
+    def _stand_at(self, stand: Stand | None) -> None:
+        super()._stand_at(stand)
+        self._has_come = self._was_called_away = False
 
     def lose(self, ranks: Sequence[int]) -> None:
         """These workers of the group are gone."""
         self._ranks = [rank for rank in self._ranks if rank not in ranks] or [self.place.rank]
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Each live worker's bytes, in order of rank. Raises UserError where the members of the group are in
-        other calls than this one."""
+        """Each live worker's bytes, in order of rank. Raises MismatchError where members of the group stand
+        elsewhere, or have ended."""
         self.check_open()
         if self.late:
             return [payload]
         number, self._number = self._number, self._number + 1
-        self._meets_in = number
+        self._meets_in, self._was_called_away = number, False
         parts: _Parts | None = None
         while parts is None:
-            self.gather_members()
+            if not self._has_come:
+                self.gather_members()
+            self._has_come = False
+            self._group.check_ended()
             try:
-                met, result = self._group.round(what, lambda: self._gather_all(payload, number, what))
+                met, result = self._group.round(
+                    what,
+                    lambda: self._gather_all(payload, number, what),
+                    where=lambda: None if self._was_called_away else self._standing_for(what).stand,
+                )
                 parts = result if met == number else None  # else it was a call that others were behind in
             except CalledAwayError:
+                self._was_called_away = True  # others may have been answered, and be in their next call
                 self.move()
         self._meets_in, self._last = -1, parts
         self._ranks = sorted(parts)
@@ -98,13 +122,21 @@ class GroupWorkers(ServedWorkers):
         root = ahead[0] if ahead else 0
         return first, msgspec.msgpack.decode(broadcast_bytes(channel, word, what, root), type=_Parts)
 
+    def _judge_ended(self) -> MismatchError | None:
+        """Who stands where, if this worker is in a call, and members of a group with it have ended."""
+        ended, stand = self._group.ended, self._stand
+        if not ended or stand is None or stand.kind != CALL or self._was_called_away:
+            return None
+        return MismatchError(describe_mismatch(dict(sorted({**ended, self.place.rank: stand}.items()))))
+
+    def _tell_mismatch(self, mismatch: MismatchError) -> None:
+        """So that the other groups hear of it."""
+        self._shards.send(LOG, Mismatch(line=str(mismatch)))
+
     def _check_same(self, said: Sequence[_Part]) -> None:
         place = self._group.place
         if not are_consistent(part.stand.stand for part in said):
-            line = describe_mismatch({part.stand.worker: part.stand.stand for part in said})
-            if not place.rank:  # so that the other groups hear of it
-                self._shards.send(LOG, Mismatch(line=line))
-            raise MismatchError(line)
+            raise MismatchError(describe_mismatch({part.stand.worker: part.stand.stand for part in said}))
         what = said[place.rank].what
         for rank, part in enumerate(said):
             if part.what != what:

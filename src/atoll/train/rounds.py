@@ -127,6 +127,9 @@ class Ring:
         self.stand: Stand | None = None
         self._compares = compares
         self._mismatch: MismatchError | None = None
+        self.told_mismatch: Callable[[MismatchError], None] = lambda _mismatch: None
+        self.ended: dict[int, Stand] = {}  # by name: members, of rings before this one too, that had ended
+        self.judge_ended: Callable[[], MismatchError | None] = lambda: None  # whether the run ends by that
         self._confirmed_in = -1  # the generation of the latest round that all have confirmed
         self.state: State | None = None
         self.told: Callable[[Regrouped], None] = lambda _regrouped: None
@@ -236,7 +239,6 @@ class Ring:
                 self._confirm(what)
             except BrokenRingError as broken:
                 self._end()
-                self._raise_mismatch()
                 if not self._form_next(broken, what):
                     continue
             except MismatchError as mismatch:
@@ -278,15 +280,38 @@ class Ring:
         if self.place.standing is not None:
             self.place.standing.end()
 
+    def leave(self, stand: Stand) -> None:
+        """This worker's script ends at `stand`; the other members' may go on."""
+        if self.place.standing is not None:
+            self.place.standing.leave(stand)
+
+    def check_ended(self) -> None:
+        """Raises MismatchError where this worker waits for a member that has ended."""
+        mismatch = self.judge_ended()
+        if mismatch is not None:
+            self._end_with(mismatch)
+            raise mismatch
+
     def _raise_mismatch(self) -> None:
-        """Raises where the ring has broken because the others have ended over where they stand."""
-        known = None if self.place.standing is None else self.place.standing.known()
+        """Raises where the ring has broken because the others have ended over where they stand, or where one
+        has ended as it may not."""
+        standing = self.place.standing
+        if standing is None:
+            return
+        known = standing.known()
+        self.ended |= standing.ended
         if known is not None:
             self._end_with(known)
             raise known
+        if (
+            not self._holds
+        ):  # else who has ended took part in this round, which may be the last that it had to
+            self.check_ended()
 
     def _end_with(self, mismatch: MismatchError) -> None:
         """The workers have met for the last time: nothing of this ring is waited for any more."""
+        if self._mismatch is None:
+            self.told_mismatch(mismatch)
         self._mismatch = mismatch
         self._abandon()
 
@@ -383,6 +408,7 @@ class Ring:
         began, number = time.monotonic(), self._number
         while True:
             if broken is not None:
+                self._raise_mismatch()
                 self._abandon()
             points.reach("ring.broken")
             ring = self._member.reform(
@@ -417,6 +443,7 @@ class Ring:
             self._fresh = False
         self._passed(ring.round)
         self.place, self.outside = self._member.place_in(ring), False
+        self.ended = {name: stand for name, stand in self.ended.items() if name not in ring.workers}
         self._open()
         points.reach("ring.formed")
         self._members_are_new = True

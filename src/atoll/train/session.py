@@ -105,7 +105,7 @@ class Session:
         self._ring = self._make_ring(timeout)
         self._group_ring: Ring | None = None  # strategy ps-hra: of this worker's group
         if service is not None and service.ring is not None:
-            self._group_ring = Ring(service.ring.place, self.device, timeout, service.ring)
+            self._group_ring = Ring(service.ring.place, self.device, timeout, service.ring, compares=True)
             self._workers: Workers = GroupWorkers(place, service.shards, self._group_ring)
         elif service is not None:
             self._workers = ServedWorkers(place, service.shards)
@@ -694,7 +694,7 @@ class Session:
     def _settle(self) -> None:
         """Wait until what this worker has sent by itself counts: exchanges may go on while it computes."""
         if isinstance(self._workers, GroupWorkers):
-            self._workers.gather_members()
+            self._workers.gather_group()
         for prepared in self._state.prepared:
             prepared.reducer.settle()
 

@@ -6,11 +6,14 @@ ring has met, and reads what the others have written. Two workers in the collect
 are not consistent will wait for each other for ever: whoever sees that writes who stands where to the store,
 and all workers end with that line. A worker that is only slow is at a lower number.
 
+A worker whose script ends, while others' go on, leaves where it ended in the store (`leave`).
+
 The store is asked on a thread: a store that is gone must not hold up a ring that needs it no more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -65,6 +68,7 @@ class Standing:
         self._inquiry: _Inquiry | None = None  # of this collective
         self._last: _Inquiry | None = None
         self.mismatch: MismatchError | None = None  # how this ring has ended
+        self.ended: dict[int, Stand] = {}  # whose scripts had ended, by name, when `known` was called last
 
     def begin(self, number: int, where: Callable[[], Stand | None]) -> None:
         """A collective begins. `where` is called on the thread that waits, once that has waited for long."""
@@ -92,14 +96,29 @@ class Standing:
             raise self.mismatch
 
     def known(self) -> MismatchError | None:
-        """After another worker was lost: the line with which it ended, if it was such a line."""
+        """After another worker was lost: the line with which it ended, if it was such a line. Learns too who
+        has `ended`."""
         if self.mismatch is None:
             inquiry = self._ask(0, None)
             inquiry.looked.wait(_LOST_SECONDS)
             inquiry.stop()
+            self.ended = inquiry.ended
             if inquiry.line:
                 self.mismatch = MismatchError(inquiry.line)
         return self.mismatch
+
+    def leave(self, stand: Stand) -> None:
+        """This worker's script ends at `stand`, and the others' may go on: they find it when they miss this
+        worker."""
+
+        def write() -> None:
+            with contextlib.suppress(RuntimeError, AtollError):  # the store is gone: nobody reads there
+                self._store.set(f"ended/{self._rank}", encode_stand(stand))  # type: ignore[arg-type]
+
+        thread = threading.Thread(target=write, name="atoll-stands", daemon=True)
+        thread.start()
+        see_off(thread, 0.0)
+        thread.join(_LOST_SECONDS)
 
     def _ask(self, number: int, stand: Stand | None) -> _Inquiry:
         return _Inquiry(self._store, self._rank, self._names, number, stand)
@@ -107,7 +126,8 @@ class Standing:
 
 class _Inquiry:
     """Writes where this worker stands, if it gives a Stand, and reads of the others, on a thread, until
-    `stop`. `line` says who stands where, once that is known; `looked` is set after the first look for it."""
+    `stop`. `line` says who stands where, once that is known; `looked` is set after the first look for it,
+    and, without a Stand, for who has `ended`."""
 
     def __init__(
         self, store: Store, rank: int, names: tuple[int, ...], number: int, stand: Stand | None
@@ -115,6 +135,7 @@ class _Inquiry:
         self._store, self._rank, self._names = store, rank, names
         self._number, self._stand = number, stand
         self.line = ""
+        self.ended: dict[int, Stand] = {}
         self.looked = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="atoll-stands", daemon=True)
@@ -150,6 +171,8 @@ class _Inquiry:
                 line = raw[:_MOST_LINE].decode(errors="replace")
                 self.line = line if line.isprintable() else repr(line)
                 return
+            if self._stand is None and not self.looked.is_set():
+                self.ended = self._read_ended()
             self.looked.set()
             if self._stand is not None:
                 stands = self._stands(self._stand)
@@ -176,6 +199,16 @@ class _Inquiry:
                     found[name] = decode_stand(word.stand)
             except (msgspec.DecodeError, StandError):
                 continue  # not for this worker to judge by
+        return found
+
+    def _read_ended(self) -> dict[int, Stand]:
+        """Where those stand whose scripts have ended, by name."""
+        found = {}
+        for rank, name in enumerate(self._names):
+            raw = b"" if rank == self._rank else self._read(f"ended/{rank}")
+            with contextlib.suppress(StandError):
+                if raw:
+                    found[name] = decode_stand(raw)
         return found
 
     def _read(self, key: str) -> bytes:
