@@ -169,9 +169,9 @@ def test_buffers_are_the_first_worker_s_that_has_a_batch(pool: WorkerPool) -> No
     assert (one[1], other[1]) == ([2, 2], [3, 3])  # what is not of one shape stays each worker's own
 
 
-def with_a_codebook(place: Place, transposed: bool) -> list[float]:
+def with_a_codebook(place: Place, transposed: bool, late: bool = False) -> list[float]:
     """A large buffer that is written past its version counter, as the codebooks of VQ-VAEs are: its first
-    element after each step."""
+    element after each step. `late`: written after backward."""
     with atoll.join(Config(sync=Sync(timeout="60s")), place=place) as session:
         model, optimizer = make()
         codes = torch.zeros(300, 400)
@@ -180,8 +180,11 @@ def with_a_codebook(place: Place, transposed: bool) -> list[float]:
         seen = []
         for step in range(2):
             assert isinstance(model.codes, Tensor)
-            model.codes.data.add_(1.0 + place.rank)
+            if not late:
+                model.codes.data.add_(1.0 + place.rank)
             model(batch(step, place.rank)).square().mean().backward()
+            if late:
+                model.codes.data.add_(1.0 + place.rank)
             optimizer.step()
             optimizer.zero_grad()
             seen.append(float(model.codes[0, 0]))
@@ -191,6 +194,10 @@ def with_a_codebook(place: Place, transposed: bool) -> list[float]:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_large_buffer_is_worker_0_s_too(pool: WorkerPool, transposed: bool) -> None:
     assert pool.run(with_a_codebook, transposed, world=2, deadline=60) == [[1.0, 2.0]] * 2
+
+
+def test_a_change_after_backward_is_taken_in_the_next_iteration(pool: WorkerPool) -> None:
+    assert pool.run(with_a_codebook, False, True, world=2, deadline=60) == [[1.0, 2.0], [2.0, 3.0]]
 
 
 def one_loss(model: nn.Module, rank: int = 0, world: int = 1) -> Tensor:
