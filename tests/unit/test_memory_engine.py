@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import re
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -84,6 +85,7 @@ def test_a_use_that_needs_more_than_the_budget_says_the_least_that_would_do() ->
     with pytest.raises(UserError, match=r"too small to use parameter 'layers\.\d\.weight'") as error:
         torch.cat([layer.weight for layer in model.layers])
     least = int(one_line(error).split("(")[1].split(" bytes")[0])
+    assert re.search(r" would do here \(test_memory_engine\.py:\d+\)$", one_line(error))
     assert model(torch.ones(1, 32)).isfinite().all()  # nothing is stuck
     fitted.close()
     for _ in range(8):  # the least grows by what the next use finds to be held, up to what is really needed

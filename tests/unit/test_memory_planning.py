@@ -136,6 +136,9 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
         choose(model, optimizer, Memory(device="1KiB").budgets(), bandwidths=RATES)
     with pytest.raises(UserError, match=r"^the budget of the host is too small: .* would do, or a disk$"):
         choose(model, optimizer, Memory(device="20KiB", host="1KiB").budgets(), bandwidths=RATES)
+    small = Memory(device="20KiB", host="1KiB", disk=f"{tmp_path}:1MiB").budgets()
+    with pytest.raises(UserError, match=r"^the budget of the host is too small: .* would do$"):
+        choose(model, optimizer, small, bandwidths=RATES)
     with pytest.raises(ConfigError, match=r"^disk: .*none does not exist"):
         choose(model, optimizer, Memory(device="20KiB", disk=f"{tmp_path}/none:1MiB").budgets())
     lbfgs = torch.optim.LBFGS(model.parameters())

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import DeadlineError, UserError
+from atoll.core.scriptline import at_script_line, waiting_line
 from atoll.core.units import format_bytes
 from atoll.memory.arena import Arena
 from atoll.memory.gradients import Gradients, TrainedChunk
@@ -230,10 +231,11 @@ class Engine:
         least = full.least_blocks * self.arena.block_bytes
         if len(names) > 3:
             names[3:] = [f"{len(names) - 3} more"]
+        here = at_script_line("here", waiting_line())
         return UserError(
             f"the device's budget of {format_bytes(self.arena.nbytes)} is too small to use parameter "
             f"{self.chunks[chunk].names[0]!r} together with {', '.join(names)}, which are in use or of which "
-            f"views are kept; {format_bytes(least)} ({least} bytes) would do here"
+            f"views are kept; {format_bytes(least)} ({least} bytes) would do {here}"
         )
 
     def _is_held(self, chunk: int) -> bool:

@@ -215,11 +215,12 @@ def blocks_at_once(counts: Sequence[int]) -> int:
 
 class _LeastError(Exception):
     """A candidate that a tier is too small for: which, and what would do (of "cache", blocks); of "step",
-    where no chunk is as small as the share that is to step on the device, the bytes of the smallest."""
+    where no chunk is as small as the share that is to step on the device, the bytes of the smallest.
+    `way_out` is what would do instead of so many bytes, after "would do"."""
 
-    def __init__(self, tier: str, nbytes: int, why: str) -> None:
+    def __init__(self, tier: str, nbytes: int, why: str, way_out: str = "") -> None:
         super().__init__(why)
-        self.tier, self.nbytes, self.why = tier, nbytes, why
+        self.tier, self.nbytes, self.why, self.way_out = tier, nbytes, why, way_out
 
 
 class _Shape:
@@ -584,6 +585,7 @@ def _homes(
             "host",
             sum(sum(cost.payloads.values()) for cost in shape.costs) + shape.staging_bytes,
             "parameters, gradients and optimizer state lie there, and there is no disk",
+            ", or a disk",
         )
     block = shape.host_block
     largest = max(-(-chunk.nbytes // block) for chunk in shape.map.chunks)
@@ -649,7 +651,7 @@ def _least_of(refused: Sequence[_LeastError]) -> str:
         )
         return f"step: no chunk is as small as {least.why} of the trained bytes ({smallest}); give more"
     more = f"; {least.nbytes} bytes ({format_bytes(least.nbytes)}) would do"
-    return f"the budget of the {tier} is too small: {least.why}{more}{', or a disk' * (tier == 'host')}"
+    return f"the budget of the {tier} is too small: {least.why}{more}{least.way_out}"
 
 
 def _reason(
