@@ -165,8 +165,11 @@ def _report(
 def _load(
     config: str | None, settings: list[str] | None, options: Mapping[str, tuple[str, str | None]]
 ) -> tuple[Config, list[str]]:
-    """The configuration, and a line for each key that was given without effect. Options of their own are
-    settings by another name, with the same checks."""
+    """Load the configuration; returns the configuration and a warning for each given key without effect.
+
+    `options` are command-line options that stand for settings. They pass the same checks, and messages name
+    the option.
+    """
     names = {f"--set {key}={value}": f"{option} {value}" for option, (key, value) in options.items()}
     given = [*(settings or []), *(f"{key}={value}" for key, value in options.values() if value is not None)]
     try:

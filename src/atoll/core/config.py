@@ -282,8 +282,11 @@ def load_given(
     settings: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> tuple[Config, dict[str, str]]:
-    """Load a configuration as `load_config` does, and say where each key that is not left at its default was
-    given: {"sync.timeout": "--set sync.timeout=30s"}, or a file's path."""
+    """Load a configuration like `load_config`, and return the source of each key that was given.
+
+    A source is a file's path, or the setting: {"sync.timeout": "--set sync.timeout=30s"}. Keys left at their
+    defaults have none.
+    """
     environment = os.environ if environment is None else environment
     if path is None:
         path = environment.get(CONFIG_VARIABLE) or (DEFAULT_FILE if Path(DEFAULT_FILE).exists() else None)
@@ -428,7 +431,7 @@ def _suggest(name: str, known: list[str]) -> str:
 
 
 def _apply(table: dict[str, Any], setting: str) -> str:
-    """Put `sync.timeout=30s` into the table; returns the key."""
+    """Put a setting, such as `sync.timeout=30s`, into the table; returns its key."""
     name, equals, text = setting.partition("=")
     name = name.strip()
     where = f"--set {setting}"

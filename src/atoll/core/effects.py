@@ -1,4 +1,4 @@
-"""Which strategies use which key of the configuration, and what is said of keys that a run does not use.
+"""The strategies that use each configuration key, and warnings for keys that a run does not use.
 
 `EFFECTS` has a row for each key. A new key needs a row: tests/unit/test_effects.py compares the table with
 the schema.
@@ -15,8 +15,14 @@ _RINGS: tuple[Strategy, ...] = ("ring", "hierarchical")
 
 
 class Effect(NamedTuple):
-    """Where a key has an effect: under `strategies`, with `run.elastic` under those of `elastic` too; where
-    `when` names another key, only if that key has one of `values`."""
+    """The conditions under which a key has an effect.
+
+    Args:
+        strategies: the strategies that use the key.
+        elastic: further strategies that use the key with `run.elastic`.
+        when: another key that must have one of `values`; empty: no such condition.
+        values: see `when`.
+    """
 
     strategies: tuple[Strategy, ...] = STRATEGIES
     elastic: tuple[Strategy, ...] = ()
@@ -89,9 +95,10 @@ EFFECTS: Mapping[str, Effect] = {
 
 
 def without_effect(config: Config, given: Mapping[str, str]) -> list[str]:
-    """A line for each key that was given and has no effect in a run of this configuration.
+    """Return a warning for each given key that has no effect in a run of this configuration.
 
-    `given` says where each key was given ("atoll.toml"), as `load_given` has it; defaults are not in it.
+    `given` maps each key to its source ("atoll.toml"), as returned by `load_given`. Defaults are not listed
+    there.
     """
     lines = []
     for key, where in given.items():

@@ -41,7 +41,7 @@ class CheckpointError(UserError):
 
 
 class MismatchError(UserError):
-    """The workers' scripts stand at places that do not go together; the line says who stands where."""
+    """Workers' scripts stand at inconsistent places; the message names each worker's place."""
 
 
 class RunError(AtollError):

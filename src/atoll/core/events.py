@@ -172,8 +172,10 @@ class MemorySeen(Event, frozen=True):
 
 
 class Skipped(Event, frozen=True):
-    """An iteration that no worker applied; `left_out`: whose contribution alone was left out of it, in words
-    (empty: all of it was)."""
+    """An iteration was skipped by the policy on NaN and infinities.
+
+    `left_out` names the workers whose contribution alone was skipped. Empty: no worker applied the iteration.
+    """
 
     iteration: int
     reason: str

@@ -1,7 +1,7 @@
-"""Hyperparameters that workers step with: whether they are equal, and the line that says where they are not.
+"""Compare the hyperparameters that workers step with, and name the first difference in one line.
 
-Hyperparameters are a list with one mapping for each param group, as `wire.messages.plain_hyperparameters`
-makes it.
+Hyperparameters are a list with one mapping for each param group, in the form of
+`wire.messages.plain_hyperparameters`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import msgspec
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 
-# How torch computes a step, which changes no number that is meant.
+# Keys that select torch's implementation of a step, not its result.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-# What a scheduler may set (OneCycleLR and CyclicLR move the momentum too), as optimizers and schedulers call
-# it.
+# Keys that a scheduler may set. OneCycleLR and CyclicLR set the momentum too.
 SCHEDULED = frozenset({"lr", "momentum", "betas"})
 
-# By what a GradScaler divides all gradients: compared like a hyperparameter of the first param group. Without
-# it, by 1.
+# The factor by which a GradScaler divides all gradients; 1 without one. Compared like a hyperparameter of the
+# first param group.
 GRADIENT_SCALE = "gradient scale"
 
 
 class Difference(NamedTuple):
-    """The first hyperparameter that two workers have differently, and what each has."""
+    """The first hyperparameter in which two workers differ, with each worker's value."""
 
     group: int
     key: str
@@ -33,12 +32,12 @@ class Difference(NamedTuple):
     second: Any
 
     def turned(self) -> Difference:
-        """The same difference with the two workers in the other order."""
+        """Return this difference with the two workers exchanged."""
         return self._replace(first=self.second, second=self.first)
 
 
 def first_difference(first: Groups, second: Groups, but: Collection[str] = ()) -> Difference | None:
-    """The first hyperparameter that differs, leaving out the keys in `but`; None where all are equal."""
+    """Return the first hyperparameter that differs, or None. Keys in `but` are not compared."""
     if len(first) != len(second):
         return Difference(min(len(first), len(second)), "params", len(first), len(second))
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
@@ -49,14 +48,22 @@ def first_difference(first: Groups, second: Groups, but: Collection[str] = ()) -
 
 
 def unscheduled_difference(first: Groups, second: Groups) -> Difference | None:
-    """The first hyperparameter that differs between workers that go at their own pace: where a scheduler is
-    attached, which marks its param groups, what it sets may be of different times."""
+    """Return the first difference that no learning-rate scheduler explains, or None.
+
+    For workers that go at their own pace: their schedulers may be at different steps. A scheduler marks its
+    param groups; then the keys in SCHEDULED are not compared.
+    """
     is_scheduled = any("initial_lr" in group for group in (*first, *second))
     return first_difference(first, second, SCHEDULED if is_scheduled else ())
 
 
 def difference_line(first: str, second: str, step: int, found: Difference) -> str:
-    """In a line, what `first` and `second` ("worker 0", "worker 1") step with at `step`, and the way out."""
+    """Describe a difference in one line, with its remedy.
+
+    Args:
+        first, second: the two workers, as "worker 0".
+        step: the optimizer step at which they differ.
+    """
     if found.key == "params":
         return (
             f"{first} steps {found.first} param groups, {second} {found.second} at step {step}: make the "
@@ -79,7 +86,7 @@ def difference_line(first: str, second: str, step: int, found: Difference) -> st
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal; NaN equals itself here, and a tuple a list."""
+    """True where two values are equal. NaN equals NaN, and a tuple equals a list of its elements."""
     if one is other or (type(one) is type(other) and not isinstance(one, (list, tuple)) and one == other):
         return True
     return msgspec.msgpack.encode(one, enc_hook=str) == msgspec.msgpack.encode(other, enc_hook=str)

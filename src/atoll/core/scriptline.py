@@ -1,4 +1,4 @@
-"""The line of the user's script that a call comes from."""
+"""Find the line of the user's script from which a call comes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_THE_SCRIPT = tuple(
             str(Path(sysconfig.get_path(name))) + "/"
             for name in ("purelib", "platlib", "stdlib", "platstdlib")
         ),
-        # Packages of another environment that this one sees: by a .pth file, or include-system-site-packages.
+        # Packages of another environment, visible through a .pth file or include-system-site-packages.
         *(f"{entry}/" for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")),
     }
 )
@@ -25,17 +25,19 @@ _PACKAGES = ("/site-packages/", "/dist-packages/")  # wherever on the path these
 
 
 def script_line() -> str:
-    """The innermost line of the user's own code on this thread's stack, as "train.py:28".
+    """Return the innermost line of the user's own code on this thread's stack, as "train.py:28".
 
-    The user's own code is what lies neither in Atoll, nor in the standard library, nor in an installed
-    package. Without any such frame (a thread of autograd's has none) the result is "".
+    Code is the user's own if it lies neither in Atoll, nor in the standard library, nor in an installed
+    package. Returns "" on a stack without such a frame, for example on a thread of autograd.
     """
     return _line_of(sys._getframe(1))
 
 
 def waiting_line() -> str:
-    """`script_line`, or on a thread without a line of the user's own code, the main thread's: on a GPU a
-    backward ends on a thread of autograd's, and the main thread waits for it."""
+    """Return `script_line`, or the main thread's line where this thread runs no code of the user.
+
+    On a GPU a backward ends on a thread of autograd, while the main thread waits for it.
+    """
     return script_line() or _line_of(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
@@ -48,10 +50,10 @@ def _line_of(frame: FrameType | None) -> str:
 
 
 def is_script(file: str) -> bool:
-    """Whether a file of code is the user's own."""
+    """True where a code file belongs to the user."""
     return not file.startswith(_NOT_THE_SCRIPT) and not any(folder in file for folder in _PACKAGES)
 
 
 def at_script_line(what: str, line: str) -> str:
-    """`what` with the script's line behind it, as far as one is known: "session.save (train.py:31)"."""
+    """Append the script's line, where known, to a text: "session.save (train.py:31)"."""
     return f"{what} ({line})" if line else what

@@ -1,7 +1,7 @@
-"""Where each worker stands in its script, and the line that says so when workers stand at different places.
+"""Places of workers in their scripts, and the error line for workers at inconsistent places.
 
-Workers that wait for one another tell one another their `Stand`. Stands that are not consistent are a mistake
-in the script: `describe_mismatch` names each worker's place, and what to change.
+Workers that wait for each other exchange their `Stand`. Inconsistent stands show a mistake in the script:
+`describe_mismatch` names each worker's place and the remedy.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ END: Literal["end"] = "end"
 MOST_BYTES = 2048  # of an encoded Stand
 _MOST_NAMES = 6  # of workers at one place; of more, the rest is counted
 _DIGEST_BYTES = 16
-# Values are combined only from one line. A barrier combines nothing: scripts let worker 0 go first, with one
-# barrier for it and another for the rest.
+# These calls combine values, so all workers must call from one line. A barrier combines nothing: scripts let
+# worker 0 go first, with one barrier for worker 0 and another for the rest.
 _WITH_LINE = {"session.reduce", "session.gather"}
 _STORES = ("session.save", "session.load", "session.resume")
 
@@ -48,16 +48,18 @@ _Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
 class StandError(ValueError):
-    """Bytes from outside that are no Stand; the line says why."""
+    """Bytes from another process encode no Stand; the message says why."""
 
 
 class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker's place in its script.
 
-    `kind` is GRADIENTS (the end of a backward, whose gradients go into `step`), CALL (`name`, as
-    "session.reduce", with what it `asks` for, as "mean of a number") or END (the session's end, after
-    `step` steps). Of gradients, `asks` names the model where a session has several ("model 2"). `line` is the
-    script's line, as "train.py:28", or "" where none is known.
+    GRADIENTS is the end of a backward whose gradients go into `step`. Here `asks` names the model where a
+    session has several ("model 2"), or the epoch of the batch. CALL is a call `name`, such as
+    "session.reduce". Here `asks` says for what, such as "mean of a number". END is the end of the session
+    after `step` steps.
+
+    `line` is the script's line, such as "train.py:28", or "" where no line is known.
     """
 
     kind: Literal["gradients", "call", "end"]
@@ -68,7 +70,7 @@ class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What must be equal on all workers, except for the line."""
+        """Return the part of a place that must be equal on all workers, besides the line."""
         if self.kind == CALL:
             return self.kind, self.name, self.asks  # workers at their own pace call after unequal steps
         if self.kind == END:
@@ -77,12 +79,14 @@ class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def combined_from(self) -> str:
-        """The line that must be equal on all workers; "" where any line will do."""
+        """Return the script's line where it must be equal on all workers; "" where any line will do."""
         return self.line if self.kind == CALL and self.name in _WITH_LINE else ""
 
     def digest(self) -> bytes:
-        """16 bytes, equal on workers whose stands are consistent. A worker that knows no line differs from
-        one that does."""
+        """Return 16 bytes that are equal on workers with consistent stands.
+
+        A worker that knows no line of its script has another digest than a worker that knows one.
+        """
         parts = "\0".join((*self.key, self.combined_from))
         return hashlib.blake2b(parts.encode(), digest_size=_DIGEST_BYTES).digest()
 
@@ -98,29 +102,31 @@ class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def gradients(step: int, line: str, *, model: str = "") -> Stand:
-    """The place of a worker whose gradients of `step` are to be reduced."""
+    """Return the place of a worker that waits to reduce its gradients of `step`."""
     return Stand(GRADIENTS, step=step, asks=_cut(model), line=_cut(line))
 
 
 def gradients_in(step: int, line: str, epoch: int) -> Stand:
-    """The place of a worker whose gradients of `step` are of a batch of `epoch` of its data; below 0: of an
-    epoch that is not known."""
+    """Return the place of a worker that reduces gradients of `step`, with the epoch of its batch.
+
+    An `epoch` below 0 is unknown.
+    """
     return gradients(step, line, model=f"{_EPOCH}{epoch}" if epoch >= 0 else "")
 
 
 def are_in_one_epoch(stands: Iterable[Stand]) -> bool:
-    """Whether all gradients are of batches of one epoch, as far as epochs are known."""
+    """True where all gradients come from batches of one epoch. Places without a known epoch are ignored."""
     epochs = {each.asks for each in stands if each.kind == GRADIENTS and each.asks.startswith(_EPOCH)}
     return len(epochs) <= 1
 
 
 def call(name: str, line: str, *, asks: str = "", step: int = 0) -> Stand:
-    """The place of a worker within a call, `name` as the user writes it: "session.save"."""
+    """Return the place of a worker inside a call. `name` is the call as users write it: "session.save"."""
     return Stand(CALL, step=step, name=_cut(name), asks=_cut(asks), line=_cut(line))
 
 
 def end(step: int, line: str) -> Stand:
-    """The place of a worker that has left its session after `step` steps."""
+    """Return the place of a worker that has left its session after `step` steps."""
     return Stand(END, step=step, line=_cut(line))
 
 
@@ -136,7 +142,7 @@ _decoder = msgspec.msgpack.Decoder(Stand)
 
 
 def decode_stand(raw: bytes | bytearray | memoryview) -> Stand:
-    """The Stand in `raw`, which another worker has sent; raises StandError for anything that is none."""
+    """Decode a Stand that another worker sent. Raises StandError for other bytes."""
     if len(raw) > MOST_BYTES:
         raise StandError(f"a place in the script of {len(raw)} bytes, where {MOST_BYTES} is the most")
     try:
@@ -150,18 +156,21 @@ def decode_stand(raw: bytes | bytearray | memoryview) -> Stand:
 
 
 def are_consistent(stands: Iterable[Stand]) -> bool:
-    """Whether workers that stand so can go on together. Where a worker knows no line of its script, lines are
-    not compared with its."""
+    """True where workers at these places can go on together.
+
+    Lines are compared only between workers that know the lines of their scripts.
+    """
     known = list(stands)
     lines = {stand.combined_from for stand in known} - {""}
     return len({stand.key for stand in known}) <= 1 and len(lines) <= 1
 
 
 def describe_mismatch(stands: Mapping[int, Stand] | Mapping[str, Stand], noun: str = "worker") -> str:
-    """One line: where each worker stands, and what to change in the script.
+    """Return one line that names each worker's place, and the change that the script needs.
 
-    `stands` are by the workers' names, in the order in which they are to be named; those that stand at one
-    place are named together. `noun` is "node" where these are what the user counts.
+    Args:
+        stands: the workers' places by name, in the order to print. Workers at one place are named together.
+        noun: "worker", or "node" where users count nodes.
     """
     places: dict[str, list[str]] = {}
     for name, stand in stands.items():

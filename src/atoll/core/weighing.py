@@ -1,8 +1,9 @@
-"""How workers weigh in a mean: by samples only where every worker's number of samples is certain.
+"""Weights of workers in a mean: by samples only where every worker's number of samples is certain.
 
-The rule is in docs/from-ddp.md, "How batches are weighted". The workers of `ring` and `hierarchical` apply it
-in their agreement on an iteration, the shards of a parameter server in their log, and nodes of `peers` as
-they apply contributions."""
+The rule is in docs/from-ddp.md, "How batches are weighted". Workers of `ring` and `hierarchical` apply it in
+the agreement on an iteration, shards of a parameter server in their log, and nodes of `peers` when they apply
+contributions.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +21,23 @@ SAID = 2 + _BITS  # values that `said` gives
 
 
 def said(weight: float, alike: float, certain: bool) -> list[float]:
-    """What a worker says of its weight in an agreement, beside the weight itself: SAID values, whose sums are
-    exact in any dtype. `alike` is its weight where all count alike; 0: it does not count."""
+    """Encode a worker's weight for an agreement: SAID values, sent beside the weight itself.
+
+    Sums of these values are exact in any dtype. `alike` is the worker's weight where all workers count alike;
+    0 means that this worker does not count.
+    """
     checksum = zlib.crc32(float(weight).hex().encode())
     bits = [float(alike > 0 and checksum >> bit & 1) for bit in range(_BITS)]
     return [alike, float(alike > 0 and not certain), *bits]
 
 
 class Certainty:
-    """The sums of what all workers `said`: `workers`, how many count; whether all weights are `certain`; and
-    whether they are `equal`, so that both means are the same one. (Unequal ones are taken for equal with odds
-    of 2^-24.)"""
+    """The summed `said` values of all workers.
+
+    `workers` is the number of workers that count. `certain` is True where all weights are certain. `equal` is
+    True where all weights are equal, so that both means are one. Unequal weights pass for equal with odds of
+    2^-24.
+    """
 
     def __init__(self, summed: Sequence[float]) -> None:
         self.workers, uncertain, *bits = summed
@@ -39,12 +46,14 @@ class Certainty:
 
 
 def worst(bases: Sequence[str]) -> str:
-    """The least certain of these; what is no such name counts as NONE."""
+    """Return the least certain basis. An unknown name counts as NONE."""
     return max((base if base in _BASES else NONE for base in bases), key=_BASES.index, default=KNOWN)
 
 
 class Counted(Protocol):
-    """A contribution: its weight by samples, how certain that is, and its weight where all count alike."""
+    """A contribution: its weight by samples, the certainty of that weight, and its weight where all count
+    alike.
+    """
 
     @property
     def weight(self) -> float: ...
@@ -57,18 +66,20 @@ class Counted(Protocol):
 
 
 def are_certain(contributions: Iterable[Counted]) -> bool:
-    """Whether all that count weigh by samples."""
+    """True where every contribution that counts has a certain number of samples."""
     return all(each.basis == KNOWN for each in contributions if each.weight > 0)
 
 
 def weight_of(contribution: Counted, certain: bool) -> float:
-    """A contribution's weight in a mean of which all are `certain`, or not."""
+    """Return a contribution's weight in a mean: by samples where all are `certain`, else its `alike`."""
     return contribution.weight if certain or contribution.weight <= 0 else contribution.alike
 
 
 def told_unlike(where: str, contributions: Mapping[int, Counted], who: str = "worker") -> str:
-    """`counts_unlike` of contributions, by worker, that are not all certain; empty where both means are the
-    same."""
+    """Return the line of `counts_unlike` for these contributions, keyed by worker.
+
+    Empty where all are certain, or where weights by samples and equal weights give one mean.
+    """
     counting = {name: each for name, each in contributions.items() if each.weight > 0}
     ratios = {each.weight / each.alike for each in counting.values() if each.alike > 0}
     if are_certain(counting.values()) or len(ratios) < 2:
@@ -77,15 +88,20 @@ def told_unlike(where: str, contributions: Mapping[int, Counted], who: str = "wo
 
 
 def counted(weight: float, basis: str) -> str:
-    """In words, what a worker counted: "counted 9 (a guess)"."""
+    """Describe a worker's count of samples, as "counted 9 (a guess)"."""
     if basis == NONE:
         return "counted none"
     return f"counted {weight:g}" + (" (a guess)" if basis == GUESSED else "")
 
 
 def counts_unlike(where: str, words: Mapping[int, str], who: str = "worker") -> str:
-    """The line that tells people that all count alike though their counts differ: what each has `counted`, by
-    worker, and in which iteration (`where`)."""
+    """Return the warning that all workers count alike although their counts differ.
+
+    Args:
+        where: the iteration, in words.
+        words: the `counted` text of each worker.
+        who: the noun for a worker.
+    """
     named = [f"{who} {name} {each}" for name, each in words.items()]
     more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     return (

@@ -1,8 +1,8 @@
-"""How torchrun's agent stops its workers on SIGTERM: each script's own handler runs, and has time to finish.
+"""Stop the workers of torchrun's agent on SIGTERM: each script's own handler runs, and has time to finish.
 
 By itself the agent sends SIGTERM to each worker's whole process group, a DataLoader's workers included, and
-kills what is left after 30 s. `Grace` replaces that in the launcher's process: SIGTERM goes to the workers
-alone, once each, and what is left is killed when `run.grace` is over.
+kills the remaining processes after 30 s. `Grace` replaces this in the launcher's process. It sends SIGTERM
+once, to the workers alone, and kills the remaining processes when `run.grace` is over.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ _LOOK_SECONDS = 0.05  # between looks whether workers have ended
 
 
 class Grace:
-    """One launcher's: `seconds` is what workers have from the first SIGTERM on. Call `install` once, before
-    torchrun's own `main`."""
+    """The SIGTERM handling of one launcher. Workers have `seconds` from the first SIGTERM on.
+
+    Call `install` once, before torchrun's own `main`.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -27,9 +29,9 @@ class Grace:
         self._until: float | None = None  # monotonic; None: nobody has asked for the end
 
     def install(self) -> None:
-        """Take SIGTERM from torch's PContext, whose `start` has set a handler that raises.
+        """Replace the SIGTERM handler that torch's PContext sets in `start`, which raises.
 
-        `PContext` is no public class; its `start`, `close` and `pids` are as here in torch 2.6 to 2.13.
+        `PContext` is not public. Its `start`, `close` and `pids` were checked in torch 2.6 to 2.13.
         """
         from torch.distributed.elastic.multiprocessing.api import PContext
 
@@ -67,7 +69,9 @@ class Grace:
                     os.killpg(pid, signal.SIGKILL)  # each worker leads a session of its own
 
     def _wait(self) -> None:
-        """Where the workers were asked to end: return when they have, or their time is over."""
+        """Wait until all workers have ended or their time is over. Returns at once unless they were asked to
+        end.
+        """
         while self._until is not None and time.monotonic() < self._until:
             if not any(_runs(pid) for pid in self._pids()):
                 return
@@ -78,7 +82,7 @@ class Grace:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a child has not ended; it is left for its owner to reap."""
+    """True while a child runs. An ended child is not reaped here: its owner does that."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:

@@ -1,9 +1,8 @@
-"""torchrun's launcher, as `atoll run` starts it: ends with its parent, leaves word of how workers ended.
+"""torchrun's launcher, as `atoll run` starts it: ends with its parent, and records how workers ended.
 
 Run as a module, with torchrun's own arguments. torchrun starts each worker in a session of its own, sends
-SIGTERM to the others when one fails, and hands SIGINT on to all of them; how it hands on SIGTERM is in
-`launch/grace.py`. Where a run has several
-launches, each a node of strategy `peers`, a launch ends as its worker did that failed.
+SIGTERM to the others when one fails, and hands SIGINT on to all of them. `launch/grace.py` handles SIGTERM.
+Where a run has several launches, each a node of strategy `peers`, a launch ends as its failed worker did.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def end_as(end: WorkerEnd) -> None:
 
 
 def main() -> None:
-    # SIGHUP, not SIGKILL: the launcher then stops its workers' whole sessions, what they started included.
+    # SIGHUP, not SIGKILL: the launcher then stops its workers' sessions with all child processes.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored under nohup
     die_with_parent(signal.SIGHUP, int(os.environ[PARENT_VARIABLE]))
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the workers

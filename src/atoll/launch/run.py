@@ -73,13 +73,13 @@ def run(
 ) -> int:
     """Run `script` on `config.run.workers` workers of this machine; returns the exit status of the command.
 
-    0: every worker ended well. 2: something that the user gave was wrong. 130: Ctrl-C. 143: SIGTERM. A
-    script's own `sys.exit(n)` passes as n; anything else is 1.
+    0: every worker ended well. 2: the user gave something wrong. 130: Ctrl-C. 143: SIGTERM. A script's own
+    `sys.exit(n)` passes as n; every other failure is 1.
 
-    The summary goes to the run directory, and to the file `summary` where one is given. `hub_module` is what
-    a hub's process runs, where there is one: a module that does as `launch.service` does, and may know more
-    (`cli/hub.py` knows the planner). `warnings` are shown at the start, and stand in the summary.
-    Raises UserError for what is wrong before anything starts.
+    Writes the summary to the run directory, and to the file `summary` where given. A run with a hub starts
+    the module `hub_module` as the hub's process. The module works like `launch.service`, and may do more
+    (`cli/hub.py` calls the planner). `warnings` are printed at the start and written into the summary. Raises
+    UserError for mistakes found before the start.
     """
     _check(script, summary)
     check_run(config)
@@ -264,13 +264,13 @@ class _Watch:
             self._killed = [f"worker {end.worker}" for end in ends if end.exit_code == -signal.SIGKILL]
 
     def _ask_to_end(self, launcher: Launch, now: float) -> float:
-        """Hand the user's signal on to every worker; returns when what has not ended is to be killed."""
+        """Send the user's signal to every worker; returns the time at which to kill the remaining workers."""
         if self._stop.signum != signal.SIGTERM:
             launcher.send_signal(signal.SIGINT)
             return now + STOP_SECONDS
         launcher.send_signal(signal.SIGTERM)
         grace = self._config.grace_seconds
-        # torchrun's agent kills its workers itself when their time is over, and tells which.
+        # torchrun's agent itself kills workers whose time is over, and reports them.
         return now + grace if isinstance(launcher, ServedLaunch) else now + grace + STOP_SECONDS
 
     def _look(self, launcher: Launch, recorder: Recorder, progress: Progress, last: bool = False) -> None:

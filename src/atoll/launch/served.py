@@ -52,7 +52,7 @@ def sites_of(config: Config) -> list[str]:
 
 
 def _free_port() -> int:
-    """A port of this machine that nobody has taken yet."""
+    """Return a port of this machine that is free now."""
     with socket.socket() as bound:
         bound.bind((_LOOPBACK, 0))
         port: int = bound.getsockname()[1]
@@ -86,7 +86,7 @@ class ServedLaunch:
     ) -> None:
         self._hub_module = hub_module
         self._directory, self._config = directory, config
-        # Where a script of the workers may meet for a process group of its own, as torchrun would say.
+        # torchrun's variables for a process group of the script's own.
         meeting = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(_free_port())}
         self._environment = {**environment, **meeting, RUN_VARIABLE: directory.path.name}
         self.returncode: int | None = None
@@ -270,8 +270,7 @@ class ServedLaunch:
             self._order.remove(rank)
 
     def _is_newcomer(self, rank: int) -> bool:
-        """Whether a worker that was started again has made no step, and others are there to go on without
-        it."""
+        """True where a restarted worker has made no step, and the run can go on without it."""
         reader = self._entering.get(rank)
         if reader is not None and any(isinstance(event, StepDone) for event in reader.read()):
             del self._entering[rank]
@@ -279,12 +278,14 @@ class ServedLaunch:
         return rank in self._entering and any(code in (None, 0) for code in others) and self._has_begun()
 
     def _failed_itself(self, rank: int) -> bool:
-        """Whether a worker's last word is of a mistake, or of its script's: not of a connection, say."""
+        """True where a worker's last report shows a mistake of the worker or its script, not a lost
+        connection.
+        """
         failed = [event for event in self._said_by(self._lead(rank)) if isinstance(event, Failed)]
         return not failed or bool(failed[-1].traceback) or failed[-1].exit_status == UserError.exit_status
 
     def _turn_away(self, rank: int) -> None:
-        """A worker has failed while it entered: it is left out, and the others go on."""
+        """Leave out a worker that failed while it entered; the others go on."""
         self._turned_away.add(rank)
         self._given_up.add(rank)
         failed = [event for event in self._said_by(self._lead(rank)) if isinstance(event, Failed)]
@@ -298,7 +299,7 @@ class ServedLaunch:
         return WorkerEnd(rank, self._workers[rank].pid, code)
 
     def _how_lost(self, rank: int, code: int) -> str:
-        """How a worker ended that was killed, or that the hub has given up or refused, in words."""
+        """Describe how a worker was lost: killed by a signal, or given up by the hub."""
         if code < 0:
             return f"was killed by {signal_name(-code)}"
         said = [each.message for each in self._said_by(self._lead(rank)) if isinstance(each, Failed)]
@@ -321,8 +322,10 @@ class ServedLaunch:
         return self._restarts[self._name_of(worker // self._devices)]
 
     def excuses(self, failure: Failed) -> bool:
-        """Whether a worker's error is no end of the run: its site was lost, the hub has given it up, or the
-        others go on without it, since it came while they trained, and has made no step."""
+        """True where a worker's error does not end the run.
+
+        Its site was lost, or the hub has given it up, or it entered a run under way and has made no step.
+        """
         rank = failure.worker // self._devices
         if rank in self._turned_away or (not self._stopping and self._is_newcomer(rank)):
             return True
@@ -589,7 +592,7 @@ class ServedLaunch:
                 worker.send_signal(signum)
 
     def unfinished(self) -> list[str]:
-        """The workers that have not ended."""
+        """Return the names of workers that have not ended."""
         return [self._name_of(rank) for rank, worker in enumerate(self._workers) if worker.poll() is None]
 
     def kill(self) -> None:

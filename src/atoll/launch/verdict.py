@@ -1,4 +1,4 @@
-"""How a run ended: which worker failed first, what to say of it, and the exit status."""
+"""Judge how a run ended: the worker that failed first, the message for people, and the exit status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _SHOWN_LINES = 20  # of a log, where there is no traceback to show
 
 @dataclass(frozen=True)
 class Verdict:
-    """`line` says in one line what went wrong (empty: nothing); `detail` is what to show before it."""
+    """The outcome of a run: its exit status, one `line` on the failure (empty: none), and `detail` to print
+    first.
+    """
 
     status: int
     line: str = ""
@@ -27,10 +29,15 @@ class Verdict:
 def judge(
     failures: Sequence[Failed], ends: Sequence[WorkerEnd], launcher_status: int, run: RunDirectory
 ) -> Verdict:
-    """The verdict on a run whose launcher ended with `launcher_status`.
+    """Judge a run whose launcher ended with `launcher_status`.
 
-    One worker's end makes others fail: shown is the first that failed by itself. `failures` are the errors
-    that workers reported, in any order; `ends` the processes that ended badly, as the launcher saw them.
+    One worker's end makes others fail, so the verdict names the first worker that failed by itself.
+
+    Args:
+        failures: the errors that workers reported, in any order.
+        ends: the processes that ended badly, as the launcher saw them.
+        launcher_status: the launcher's exit status.
+        run: the run's directory, with the logs.
     """
     own = [failure for failure in failures if not failure.echo]
     if own:
@@ -48,10 +55,13 @@ def judge(
 
 
 def stopped(signum: int, failures: Sequence[Failed], killed: Sequence[str], run: RunDirectory) -> Verdict:
-    """The verdict on a run that was stopped from outside.
+    """Judge a run that was stopped from outside.
 
-    `failures` are the errors with which scripts have ended since; they count after SIGTERM, which scripts
-    handle. `killed` names the workers that were killed when `run.grace` was over.
+    Args:
+        signum: the signal that stopped the run.
+        failures: the errors of scripts that have ended since. They count after SIGTERM, which scripts handle.
+        killed: the names of workers that were killed when `run.grace` was over.
+        run: the run's directory, with the logs.
     """
     by = "Ctrl-C" if signum == signal.SIGINT else signal_name(signum)
     line, detail = f"stopped by {by}", ""
@@ -66,7 +76,7 @@ def stopped(signum: int, failures: Sequence[Failed], killed: Sequence[str], run:
 
 
 def _silent(failures: Sequence[Failed], ends: Sequence[WorkerEnd]) -> WorkerEnd | None:
-    """The first worker that ended badly and said nothing; not one that the launcher itself stopped."""
+    """Return the first worker that ended badly without a report, except workers that the launcher stopped."""
     spoke = {failure.worker for failure in failures}
     for place, end in enumerate(ends):
         stopped_by_launcher = place > 0 and end.exit_code == -signal.SIGTERM

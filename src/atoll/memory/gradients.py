@@ -191,7 +191,7 @@ class ChunkGradients:
             yield flat
 
     def on_device(self, gradient: Tensor) -> Tensor:
-        """A gradient where its parameter is trained: itself, or a copy."""
+        """Return a gradient on the device where its parameter is trained, copied where needed."""
         return gradient if gradient.device == self.trained.device else gradient.to(self.trained.device)
 
     def counted(self, flat: Tensor, slot: int) -> Tensor:

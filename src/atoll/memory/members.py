@@ -49,15 +49,18 @@ class Members(Protocol):
         From any thread; fetches of several threads run side by side."""
 
     def sum(self, tensor: Tensor, what: str) -> None:
-        """Sum over all members, in place: the same bits on each. `tensor` is contiguous, in host memory.
+        """Sum a contiguous tensor in host memory over all members, in place; every member gets equal bits.
 
-        This and the next three are collective: called in the same order by all members, on the script's
-        thread or at the end of its backward.
+        This method and the next three are collectives. All members call them in the same order, on the
+        script's thread or at the end of the script's backward.
         """
 
     def meet(self, tensor: Tensor, what: str, where: Callable[[], Stand]) -> None:
-        """`sum`, as a call of the script begins in which all members say something. `where` gives this
-        member's place in the script. Raises MismatchError where another stands where it cannot come here."""
+        """Sum like `sum`, at the beginning of a call of the script in which all members report something.
+
+        `where` returns this member's place in the script. Raises MismatchError where another member stands at
+        a place from which it cannot reach this call.
+        """
 
     def exchange(
         self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int], what: str

@@ -131,7 +131,7 @@ class GradientProxy(torch.Tensor):
 
 
 def edits_of(gradient: Tensor) -> int:
-    """How often a gradient was written into: a greater number than before tells of a change."""
+    """Return how often a gradient was written into. A greater number than before shows a change."""
     return gradient.source.edits if isinstance(gradient, GradientProxy) else gradient._version
 
 

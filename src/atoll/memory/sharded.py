@@ -231,7 +231,7 @@ class Sharded(Moving):
                         )
 
     def _refuse_epochs(self, epoch: int) -> None:
-        """Raise MismatchError where members train on batches of different epochs, where these are known."""
+        """Raise MismatchError where members train on batches of different known epochs."""
         own = encode_stand(gradients_in(self.sharing.steps, waiting_line(), epoch))
         words = self._members.gather(own, "the epochs of all members")
         stands = {member: decode_stand(word) for member, word in enumerate(words)}
@@ -239,11 +239,13 @@ class Sharded(Moving):
             raise MismatchError(describe_mismatch(stands))
 
     def _settings_now(self) -> int:
-        """The checksum of the hyperparameters that this member is about to step with."""
+        """Return the checksum of the hyperparameters with which this member is about to step."""
         return self._settings.see([] if self._optimizer is None else settings_of(self._optimizer))
 
     def _unlike_settings(self) -> str:
-        """In a line, who steps with another hyperparameter than member 0."""
+        """Name the first member whose hyperparameters differ from member 0's, with the difference, in one
+        line.
+        """
         own = msgspec.msgpack.encode(self._settings.settings)
         words = self._members.gather(own, "the members' hyperparameters")
         told = [msgspec.msgpack.decode(word) for word in words]

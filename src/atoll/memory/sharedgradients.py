@@ -444,18 +444,21 @@ class SharedGradients(Gradients):
             raise untold
 
     def where(self) -> Stand:
-        """This member's place in its script while gradients are summed."""
+        """Return this member's place in its script while gradients are summed."""
         return gradients(self._sharing.steps, waiting_line())
 
     def reduce(
         self, weight: float, samples: float, certain: bool = True, alike: float = 1.0
     ) -> tuple[float, Certainty]:
-        """At the end of a backward, on all members: their gradients become the mean by `weight`, each part of
-        it with its holder; where that is not `certain` on a member, by what each has as `alike`. A parameter
-        counts where any member has a gradient; one of weight 0 has none.
+        """Reduce all members' gradients to their mean at the end of a backward; each holder keeps its part of
+        the mean.
 
-        Gives the sum of `samples`, and how certain weights are. Raises UserError where weights sum to 0
-        though there are gradients."""
+        The mean is weighted by `weight` where every member's weight is `certain`, else by `alike`. A
+        parameter has a mean where any member has a gradient. A member of weight 0 contributes none.
+
+        Returns the sum of `samples`, and the certainty of the weights. Raises UserError where weights sum to
+        0 although there are gradients.
+        """
         alike = alike if weight > 0 else 0.0
         chunks, grouping = list(self._chunks.values()), self._sharing.grouping
         kinds = [grouping.kind(each.trained.chunk.id) for each in chunks]

@@ -401,9 +401,11 @@ class Sharing:
     def agree(
         self, told: Sequence[float], what: str, where: Callable[[], Stand] | None = None
     ) -> list[float]:
-        """The sums of what all members tell, in the same call at the same step. Raises MismatchError where
-        they are not. `what` is the call; `where` gives this member's place in the script, unless that is the
-        call alone."""
+        """Sum the numbers in `told` over all members, in one call at one step.
+
+        `what` names the call. `where` returns this member's place in the script; unless given, it is the
+        call. Raises MismatchError where members are in different calls or at different steps.
+        """
         where = where or partial(self._in_call, what)
         step, call = self.steps % _STEPS, _call_of(what)
         head = float(step), float(call), float(call**2)
@@ -423,7 +425,7 @@ class Sharing:
         return call(name, waiting_line(), asks=asks, step=self.steps)
 
     def _refuse_mismatch(self, own: Stand, what: str, off: float) -> NoReturn:
-        """Raise, with the line of who has come to which call."""
+        """Raise the error for members in different calls, naming each member's place."""
         said = self.members.gather(encode_stand(own), "the places of all members")
         stands = {member: decode_stand(raw) for member, raw in enumerate(said)}
         if are_consistent(stands.values()):

@@ -120,8 +120,14 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 def split_evenly(extents: Sequence[int], groups: Sequence[Sequence[int]]) -> Holding:
-    """Symmetric sharding: each chunk, of so many elements, is split over the members of its group, evenly but
-    for one `UNIT`. A chunk without elements is its group's first member's."""
+    """Split each chunk evenly over the members of its group (symmetric sharding).
+
+    Shares differ by at most one `UNIT`. A chunk without elements belongs to its group's first member.
+
+    Args:
+        extents: the number of elements of each chunk.
+        groups: the members among which each chunk is split.
+    """
     parts = []
     for extent, group in zip(extents, groups, strict=True):
         units, count = -(-extent // UNIT), len(group)

@@ -214,9 +214,12 @@ def blocks_at_once(counts: Sequence[int]) -> int:
 
 
 class _LeastError(Exception):
-    """A candidate that a tier is too small for: which, and what would do (of "cache", blocks); of "step",
-    where no chunk is as small as the share that is to step on the device, the bytes of the smallest.
-    `way_out` is what would do instead of so many bytes, after "would do"."""
+    """No plan fits, because a memory tier is too small for a candidate.
+
+    The error says which tier, and the size that would do: blocks for "cache". For "step" no chunk is as small
+    as the share that is to step on the device; the size is the smallest chunk's bytes. `way_out` names a
+    remedy other than more bytes, after "would do".
+    """
 
     def __init__(self, tier: str, nbytes: int, why: str, way_out: str = "") -> None:
         super().__init__(why)

@@ -210,10 +210,13 @@ class Node:
     def handle_wanted(
         self, now: float, iteration: int, least: int, stand: WorkerStand | None = None
     ) -> list[Output]:
-        """The devices wait: to compute `iteration` they need parameters of global iteration `least` or later
-        (iteration - stale_max; more, where the script wants all applied). Answered by a Grant, now or later,
-        and while there is none a synchronisation round is started by the rules. Said again: the latest
-        counts. `stand` is where the script waits so. Raises ValueError for a `least` above `iteration`."""
+        """Record that devices wait for parameters of global iteration `least` or later to compute
+        `iteration`.
+
+        `least` is `iteration` - stale_max, or more where the script wants all iterations applied. A Grant
+        answers, now or later. Until then synchronisation rounds start by the rules. A repeated call replaces
+        the former one. `stand` is the script's place. Raises ValueError for a `least` above `iteration`.
+        """
         if least > iteration:
             raise ValueError(f"iteration {iteration} cannot need global iteration {least}")
         if self._wanted is None:
@@ -236,10 +239,13 @@ class Node:
         return self._advance(now)
 
     def handle_met(self, now: float, number: int, at: int, stand: WorkerStand | None = None) -> list[Output]:
-        """The node's own part in its `number`-th meeting is in M_i. `at` is the iteration whose beginning the
-        script was last at: of members that joined later, those take part whose first is `at` or before.
-        A joiner's first `number` is what the others' scripts were at when they came to its first iteration.
-        `stand` is where the script waits so. Raises ValueError where it is not this node's next."""
+        """Record that the node's own part of its `number`-th meeting is in M_i.
+
+        `at` is the iteration at whose beginning the script last was. Members that joined later take part if
+        their first iteration is `at` or before. A joiner's first `number` is the number that the others'
+        scripts had when they came to the joiner's first iteration. `stand` is the script's place. Raises
+        ValueError where `number` is not the node's next meeting.
+        """
         if not self.is_member:
             return self._flush()
         if self._own_meeting is not None or (self._has_met and number != self.met) or number < self.met:
@@ -626,7 +632,7 @@ class Node:
         )
 
     def _script_waits(self) -> ScriptWaits | None:
-        """What its script waits for, where that is known."""
+        """Return the meeting or iteration for which this node's script waits, or None."""
         if self._stand is None:
             return None
         if self._own_meeting is not None:
@@ -638,7 +644,7 @@ class Node:
         return None if waits is None else Script(iteration, met, waits, self._iterations.firsts[life])
 
     def _note_script(self, message: NodeReport) -> None:
-        """A member has said whether its script waits."""
+        """Store a member's report on whether its script waits."""
         report = message.report
         before, waits = self._scripts.get(report.life), message.waits
         self._scripts[report.life] = self._script_of(report.life, report.iteration, report.met, waits)
@@ -646,7 +652,7 @@ class Node:
             self._watch_at = -math.inf
 
     def _compare_scripts(self) -> None:
-        """Where the scripts of all members wait for one another in vain, all are to end."""
+        """End all scripts where the members' scripts wait for each other in vain."""
         waits, others = self._script_waits(), self._others()
         if waits is None or not others:
             return
@@ -660,7 +666,7 @@ class Node:
         return {member.life for member in self.view.members if member.token}
 
     def handle_differ(self, line: str) -> list[Output]:
-        """The parts of a meeting show that the members' scripts stand at different places, as `line` says."""
+        """End the run: a meeting shows that scripts stand at inconsistent places. `line` describes them."""
         self._tell_differ(line)
         return self._flush()
 

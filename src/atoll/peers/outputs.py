@@ -109,7 +109,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Differ:
-    """The members' scripts wait for one another in vain: the run ends, and `line` says who stands where."""
+    """The members' scripts wait for each other in vain and the run ends. `line` names each script's place."""
 
     line: str
 

@@ -1,4 +1,4 @@
-"""Where the members' scripts stand, and whether they wait for one another in vain."""
+"""Detect members of `peers` whose scripts wait for each other in vain."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from atoll.wire.peerviews import Life
 
 @dataclass(frozen=True)
 class Script:
-    """A member's script, as the member said at some time: it waits (`waits`), had contributed all iterations
-    below `iteration`, and been in all meetings below `met`. `first` is its first iteration in the run."""
+    """The state of a member's script, as last reported.
+
+    The script waits (`waits`). It has contributed all iterations below `iteration` and attended all meetings
+    below `met`. `first` is its first iteration in the run.
+    """
 
     iteration: int
     met: int
@@ -22,13 +25,15 @@ class Script:
 
 
 def mismatch(scripts: Mapping[Life, Script | None], newcomers: Collection[Life]) -> str:
-    """The line that says who stands where, if the members' scripts wait for one another in vain; else empty.
+    """Return the line that names each script's place if the scripts wait in vain, else an empty string.
 
-    All members must wait (None: one computes), and among those that are no newcomers one must wait in a
-    meeting to which another never comes: that one waits for an iteration which the first makes only after the
-    meeting, and had not come to the meeting by then. Both words may be old: neither wait can have ended
-    since, for each needs the other. A newcomer's script may be anywhere: it is removed where it holds others
-    up.
+    Scripts wait in vain if every member waits (None: a member computes) and two members block each other. One
+    of the two waits in a meeting to which the other has not come. The other waits for an iteration that the
+    first makes only after the meeting. Neither wait can end without the other, so old reports are safe to
+    compare.
+
+    A newcomer never counts as one of the two: its script may be anywhere, and a newcomer that holds others up
+    is removed.
     """
     if None in scripts.values():
         return ""
@@ -41,7 +46,7 @@ def mismatch(scripts: Mapping[Life, Script | None], newcomers: Collection[Life])
 
 
 def _in_vain(one: Script, other: Script) -> bool:
-    """Whether `one` waits in a meeting for `other`, which waits for an iteration of `one`'s."""
+    """True where `one` waits in a meeting for `other`, and `other` waits for an iteration of `one`."""
     meeting, wants = one.waits, other.waits.least
     if meeting.meeting is None or wants is None:
         return False

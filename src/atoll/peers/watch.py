@@ -89,9 +89,15 @@ class Watch:
         absent: Mapping[Life, float],
         meeting: Collection[Life] = (),
     ) -> dict[int, str]:
-        """Whom to remove, and why. This node waits for an iteration of each that is `awaited`, and for each
-        of `absent` to come to a meeting, since the time that is given with it. Those who are `meeting` wait
-        themselves, in a meeting that others are to come to, and are not suspected while they are heard."""
+        """Return the nodes to remove, with reasons.
+
+        Args:
+            now: the present time, in seconds.
+            awaited: members whose next iteration this node awaits, with the time since when.
+            absent: members that a meeting awaits, with the time since when.
+            meeting: members that wait in a meeting themselves. They are not suspected of delay while messages
+                arrive.
+        """
         found: dict[int, str] = {}
         self._checked = now
         for life, seen in self._seen.items():

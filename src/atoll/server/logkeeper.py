@@ -235,30 +235,32 @@ class LogKeeper:
         return refused
 
     def handle_end(self, worker: int, ends: messages.Ends) -> None:
-        """A worker's script has left its session."""
+        """Handle a worker whose script has left its session."""
         if not self._has_ended(worker, ends.incarnation):
             self._act(self._meetings.handle_end(worker, ends.incarnation, ends.stand), entries=False)
 
     def handle_mismatch(self, line: str) -> None:
-        """A site, or a group, has found that its workers' scripts differ."""
+        """Handle a report, from a site or a group, that its workers' scripts differ."""
         if not self._mismatch:
             self._end_all(line)
 
     def _look_for_deadlock(self) -> None:
-        """End the run if some wait in a meeting, and all others in an iteration."""
+        """End the run if some workers wait in a meeting and all others in an iteration."""
         if self._log is not None and not self._mismatch:
             meeting = self._meetings.meeting_waits()
             if meeting.stands and (line := deadlock(meeting, self._log.iteration_waits())):
                 self._end_all(line)
 
     def _end_all(self, line: str, *, of_contributors: bool = False) -> None:
-        """Tell all workers who stands where; those who are not connected hear it when they come back."""
+        """Send all workers the line that names inconsistent places. Disconnected workers get it when they
+        return.
+        """
         self._mismatch = line[:_LONGEST_LINE]
         for peer in self._peers.workers():
             self._peers.send(peer, messages.Mismatch(line=self._mismatch, of_contributors=of_contributors))
 
     def _has_ended(self, worker: int, incarnation: int) -> bool:
-        """Whether the run has ended for all; the worker is told so, perhaps once more."""
+        """True where the run has ended for all; also sends the worker the final line, perhaps again."""
         if self._mismatch:
             peer = self._peers.worker(worker, incarnation)
             self._peers.send(peer, messages.Mismatch(line=self._mismatch))

@@ -134,7 +134,7 @@ class Model:
 
     @property
     def consumed(self) -> float:
-        """The samples of all workers of the run that the log has counted."""
+        """Samples of all workers of the run that the log has counted."""
         return self.state.consumed
 
     def _hold(self, layout: ChunkMap) -> Holder:

@@ -55,10 +55,12 @@ class _StoppedError(BaseException):
 
 
 class SiteLog(LogKeeper):
-    """The log of a site's own workers. Their meetings are parts of the sites': `pass_up(number, what, part)`
-    takes each that is complete here, and where a worker of it stands; `end` is told when all sites have come.
-    `tell_above` takes the line for all sites where scripts differ here. `ask_above` and `give_above` as
-    SiteEntrance's."""
+    """The log of a site's own workers.
+
+    Meetings of the site are parts of meetings of all sites. `pass_up(number, what, part)` sends up a complete
+    part with one worker's place. `end` is called when all sites have come. `tell_above` sends up the line for
+    all sites where scripts differ in this site. `ask_above` and `give_above` are those of SiteEntrance.
+    """
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class SiteLog(LogKeeper):
 
     @property
     def stand(self) -> WorkerStand | None:
-        """Where a worker stands that has committed the site's iteration under way."""
+        """Return the place of a worker that has committed the site's iteration under way."""
         return self._log.stand if self._log is not None else None
 
     def handle_end(self, worker: int, ends: messages.Ends) -> None:
@@ -137,7 +139,7 @@ class SiteLog(LogKeeper):
         super().handle_end(worker, ends)
 
     def handle_mismatch_from_above(self, line: str) -> None:
-        """The sites' scripts differ."""
+        """End this site's workers: scripts differ between the sites."""
         if not self._mismatch:
             super()._end_all(line)
 
@@ -346,7 +348,7 @@ class SiteShard(Shard):
     def _handle_mismatch_from_above(
         self, _shard: int, message: AnyMessage, _payload: memoryview | None
     ) -> None:
-        """All workers hear it, also those of this site; the site has nothing more to do."""
+        """Send the line to all workers of this site and end: scripts differ between the sites."""
         assert isinstance(message, messages.Mismatch)
         line = in_sites(message.line, self._place.names) if message.of_contributors else message.line
         self._site_log.handle_mismatch_from_above(line)

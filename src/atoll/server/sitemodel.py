@@ -91,14 +91,15 @@ class PassingValues:
 
 
 class SiteModel(Model):
-    """`setup` is a worker's, for the site as a whole, the `number`-th; `workers` is how many the site has,
-    and `shards` how many global shards there are.
+    """The model at a site.
 
-    `used()` gives the samples behind the iteration that goes up, `stand()` where the script of one of its
-    workers stands, and `alive()` says whether any worker of the
-    site is left or may come back. `settle()` waits until all that was taken in is in the journal, and `note`
-    takes a global shard's answer that is to be in there. Without `upstream` a journal is gone through, and
-    `go_on` has what was under way done. `link` is how the site's gradients go up.
+    `setup` is a worker's `number`-th set-up, sent for the site as a whole. `workers` is the number of workers
+    of the site, and `shards` the number of global shards.
+
+    `used()` returns the samples behind the iteration that goes up. `stand()` is the place of one worker's
+    script. `alive()` says whether any worker of the site is left or may return. `settle()` waits until all
+    input is in the journal, and `note` writes a global shard's answer there. Without `upstream` a journal is
+    replayed, and `go_on` finishes the work under way. `link` says how the site's gradients go up.
     """
 
     optimizer: PassingValues

@@ -29,9 +29,11 @@ class Joined(LogEntry, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose contribution is in a mean, and with what weight. `counted` is its weight by samples (-1: as
-    `weight`), `basis` how certain that is, and `alike` the workers that it is of; without them it is as
-    `weight` says."""
+    """A worker's or group's contribution to a mean, with its weight.
+
+    `counted` is the weight by samples (-1: equal to `weight`), and `basis` says how certain that weight is.
+    `alike` is the number of workers behind the contribution. Without these fields only `weight` counts.
+    """
 
     worker: Count
     incarnation: Count

@@ -266,9 +266,12 @@ class CommitLog:
         payload: int,
         stand: WorkerStand | None = None,
     ) -> Outcome:
-        """A worker comes to a meeting, with a payload that the runtime keeps under a handle; `stand` is its
-        place in its script. Refused, or a mismatch: the handle is in `released`, as are handles of what came
-        twice and of what a fenced worker had brought."""
+        """Handle a worker that comes to a meeting.
+
+        `payload` is the handle under which the runtime keeps the worker's data; `stand` is the worker's place
+        in its script. `released` in the result has handles to free: of a refused part, a mismatch, a
+        duplicate, or a fenced worker.
+        """
         refusal = self._roster.refusal(worker, incarnation)
         if not refusal and self._roster.incarnation(worker) != incarnation:
             refusal = f"worker {worker} of incarnation {incarnation} has not joined"
@@ -279,8 +282,11 @@ class CommitLog:
         return self._advance(draft)
 
     def handle_end(self, worker: int, incarnation: int, stand: WorkerStand) -> Outcome:
-        """A worker's script has left its session; Ended is its answer, unless others wait for it in a call.
-        It is fenced when the hub says so. Said again, or by one that takes no part: changes nothing."""
+        """Handle a worker whose script has left its session; the answer is Ended.
+
+        There is no answer if others wait for the worker in a call: then the result has a mismatch. The hub
+        fences the worker later. A repeated input, or one from a worker that takes no part, changes nothing.
+        """
         draft = Draft()
         self._meetings.end(worker, incarnation, stand, draft)
         if not draft.mismatch:
@@ -386,17 +392,20 @@ class CommitLog:
         return self._meetings.waiting_for() or ([missing] if missing else [])
 
     def meeting_waits(self) -> Waits:
-        """Who is needed for the next meeting, and where those stand who have come."""
+        """Return the workers needed for the next meeting, and the places of workers that wait in it."""
         return self._meetings.waits()
 
     @property
     def stand(self) -> WorkerStand | None:
-        """BSP: where the script of a worker stands that has committed the iteration under way."""
+        """Return the place of a worker that has committed the iteration under way (BSP), or None."""
         return self._rule.stand if isinstance(self._rule, Rounds) else None
 
     def iteration_waits(self) -> Waits:
-        """BSP: who is needed for the iteration under way, and where those stand who wait for the others. Else
-        nobody: workers go on by themselves."""
+        """Return the workers needed for the iteration under way, and the places of workers that wait in it
+        (BSP).
+
+        Without BSP no worker is needed: workers go on by themselves.
+        """
         return self._rule.waits() if isinstance(self._rule, Rounds) else Waits(frozenset(), {})
 
     def waiting_for(self) -> list[str]:

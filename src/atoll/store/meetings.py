@@ -21,8 +21,9 @@ class MeetingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EndedScript(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker whose script has left its session, and which incarnations of others took part in meetings
-    then."""
+    """A worker whose script has left its session, and the incarnations that took part in meetings at that
+    time.
+    """
 
     stand: WorkerStand
     others: dict[int, Count]
@@ -101,8 +102,10 @@ class Meetings:
         draft: Draft,
         stand: WorkerStand | None = None,
     ) -> None:
-        """A live worker's part; `stand` is its place in its script. Refused, at another place than others, or
-        come twice: its handle is released."""
+        """Add a live worker's part to a meeting; `stand` is the worker's place in its script.
+
+        The handle is released if the part is refused, a duplicate, or from an inconsistent place.
+        """
         taken = self._parts.get(number, {}).get(worker)
         others = [part for part in self._parts.get(number, {}).values() if part.what != what]
         if number < self._next and self._bound.get(worker) != incarnation:
@@ -127,8 +130,11 @@ class Meetings:
         self._ended.pop(worker, None)
 
     def _mismatch(self, worker: int, incarnation: int, number: int, stand: WorkerStand) -> str:
-        """Who stands where, if this worker's place does not go with the others' in this meeting, or with
-        those who have ended and never come; else empty."""
+        """Return the line for inconsistent places, or an empty string.
+
+        A place is inconsistent with other places in this meeting, or with workers that have ended and never
+        come.
+        """
         here = [part.stand for part in self._parts.get(number, {}).values() if part.stand is not None]
         gone = [
             each.stand
@@ -140,8 +146,10 @@ class Meetings:
         return line_of([*here, *gone, stand])
 
     def end(self, worker: int, incarnation: int, stand: WorkerStand, draft: Draft) -> None:
-        """A worker's script has left its session: it comes to no other meeting. Where others of its time wait
-        for it in one, or come to one later, these are at places that do not go together."""
+        """Record that a worker's script has left its session and comes to no further meeting.
+
+        Others that wait for the worker in a meeting, now or later, stand at places inconsistent with its end.
+        """
         if self._bound.get(worker) != incarnation or self._since.get(worker, 0) > self._next:
             return
         waiting = [part.stand for part in self._parts.get(self._next, {}).values() if part.stand is not None]
@@ -188,7 +196,7 @@ class Meetings:
         return sorted(bound - set(self._parts[self._next]))
 
     def waits(self) -> Waits:
-        """Who is needed for the next meeting, and where those stand who have come."""
+        """Return the workers needed for the next meeting, and the places of workers that have come."""
         parts = self._parts.get(self._next, {})
         needed = {worker for worker in self._bound if self._since.get(worker, 0) <= self._next}
         stands = {worker: part.stand for worker, part in parts.items() if part.stand is not None}

@@ -27,10 +27,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Meeting:
-    """All parts of a gathering are there: each of `workers` gets them all, as wire's Met.
+    """A complete meeting: each of `workers` gets the parts of all, as wire's Met.
 
-    `handles[i]` is the handle of the payload that `workers[i]` sent; the runtime frees them afterwards.
-    `stand` is where the script of one of them stands.
+    `handles[i]` is the handle of the payload that `workers[i]` sent; the runtime frees the handles
+    afterwards. `stand` is the place of one of the workers in its script.
     """
 
     number: int
@@ -43,12 +43,11 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an input to the log has led to.
+    """The result of an input to the log.
 
-    `entries` are new, and already in the log. `refused`: the input has changed nothing, and this one line
-    says why. `released` are handles of payloads that nobody will get: free them. `mismatch`: the workers'
-    scripts stand at places that do not go together, or step with other hyperparameters, and this one line for
-    all of them says so.
+    `entries` are new, and already in the log. `refused` is a one-line reason why the input changed nothing.
+    `released` are handles of payloads that no worker will get: free them. `mismatch` is a one-line error for
+    all workers: their scripts stand at inconsistent places, or step with different hyperparameters.
     """
 
     entries: list[Entry] = field(default_factory=list)

@@ -285,11 +285,11 @@ class Rounds:
 
     @property
     def stand(self) -> WorkerStand | None:
-        """Where the script of a worker stands that has committed the iteration under way."""
+        """Return the place of a worker that has committed the iteration under way."""
         return next((each.stand for each in self._commits.values() if each.stand is not None), None)
 
     def waits(self) -> Waits:
-        """Who is needed for the iteration to go on, and where those stand who wait for that."""
+        """Return the workers needed to continue the iteration, and the places of workers that wait in it."""
         said = self._said if self._combined else self._commits
         stands = {worker: said[worker].stand for worker in self._members if worker in said}
         return Waits(
@@ -320,14 +320,14 @@ def _workers(workers: Any) -> str:
 
 
 def _unlike_settings(first: messages.Step, second: messages.Step) -> Difference | None:
-    """The first hyperparameter that differs, and before that by what gradients were divided."""
+    """Return the first difference between two steps' gradient scales, then between their hyperparameters."""
     if first.accepted and second.accepted and first.unscaled != second.unscaled:
         return Difference(0, GRADIENT_SCALE, first.unscaled, second.unscaled)
     return first_difference(first.hyperparameters, second.hyperparameters)
 
 
 def _difference(first: messages.Step, second: messages.Step) -> str:
-    """What differs beside hyperparameters, in words; empty where nothing does."""
+    """Describe a difference between two steps besides hyperparameters; empty where there is none."""
     for name in ("accepted", "scale"):
         one, other = getattr(first, name), getattr(second, name)
         if not _same(one, other):

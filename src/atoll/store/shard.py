@@ -104,10 +104,11 @@ class HeldState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ShardState:
-    """`chunks` are the trainable ones that the shard holds; it may hold none, and then follows the log only.
+    """The state of a shard. `chunks` are its trainable chunks; a shard without chunks only follows the log.
 
-    `limit` is how many iterations a worker may have staged and not applied. `steps` as in wire's Setup, and
-    `consumed`, to which the samples of each contribution are added that the log counts.
+    `limit` is the number of iterations that a worker may have staged and not applied. `steps` is that of
+    wire's Setup. `consumed` is the initial number of samples, to which each contribution counted by the log
+    adds.
     """
 
     def __init__(

@@ -49,14 +49,14 @@ class StreamsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Streams:
-    """A contribution goes into the log as soon as it is committed and staged on all shards.
+    """Apply each contribution as soon as it is committed and staged on all shards.
 
-    The step that it goes to is made at once, with the mean of what has come to it so far, and made again with
-    each that still comes. So a step is what it is under BSP; whoever asks gets the parameters after it, as
-    far as they are known, which is what its own next contribution, to the next step, is due at.
+    A step is made at once, with the mean of the contributions so far, and made again with each later
+    contribution to it. So a complete step equals BSP's. Whoever asks gets the latest known parameters after a
+    step; its own next contribution belongs to the step after.
 
-    Contributions weigh by samples while the latest ones of all who live are certain (core/weighing.py); else
-    all workers count alike, from the first one on that is not.
+    Contributions weigh by samples while the latest contribution of every live worker is certain
+    (core/weighing.py). From the first uncertain one on all workers count alike.
     """
 
     def __init__(
@@ -194,7 +194,9 @@ class Streams:
         return True
 
     def _unlike(self, worker: int, commit: messages.Commit) -> str:
-        """In a line, which hyperparameter another worker has differently that no schedule explains."""
+        """Name another worker with a different hyperparameter that no schedule explains, in one line; empty:
+        none.
+        """
         before, own = self._settings.get(worker), commit.hyperparameters
         self._settings[worker] = own
         if own == before:
@@ -214,8 +216,11 @@ class Streams:
         return max(0.0, others / (len(self._streams) - 1) - 1.0)
 
     def _add(self, commit: messages.Commit, staleness: float, certain: bool) -> tuple[int, float, bool]:
-        """Count a contribution to the open step, or to a new one: its number there, its share of the weight
-        so far (by samples where all are `certain`), and whether the step now has enough."""
+        """Add a contribution to the open step, or to a new one.
+
+        Returns the contribution's number in the step, its share of the weight so far, and whether the step is
+        complete. The share is by samples where all contributions are `certain`.
+        """
         if self._in_step >= len(self._streams):  # those whom it waited for are gone
             self._in_step = 0
         # Up to 1 it is chance, and what is in flight all have: all would count for less.

@@ -1,4 +1,4 @@
-"""Whether workers wait for one another in vain, each at another place of its script."""
+"""Detect workers that wait for each other in vain, at different places of their scripts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from atoll.wire.messages import WorkerStand
 
 @dataclass(frozen=True)
 class Waits:
-    """What some wait for (a meeting, or an iteration): who is `needed` for it, and where those stand who have
-    done their part and wait. Both by contributor: a worker, or a group of workers."""
+    """Contributors that a meeting or an iteration needs, and the places of contributors that wait for it.
+
+    A contributor is a worker or a group of workers. `needed` are the contributors without which the meeting
+    or iteration cannot take place. `stands` gives the place of each contributor that has done its part.
+    """
 
     needed: frozenset[int]
     stands: Mapping[int, WorkerStand]
 
 
 def deadlock(meeting: Waits, iteration: Waits) -> str:
-    """The line that says who stands where, if neither the meeting nor the iteration can take place any more:
-    everyone who is needed waits, some for the one and some for the other. Empty while anyone who is needed
-    computes: it may come to either."""
+    """Return the line of a deadlock between a meeting and an iteration, or an empty string.
+
+    A deadlock needs every needed contributor to wait, some for the meeting and some for the iteration. While
+    one still computes there is none: that contributor may come to either.
+    """
     both = meeting, iteration
     waiting = meeting.stands.keys() | iteration.stands.keys()
     if not meeting.needed | iteration.needed <= waiting:
@@ -32,5 +37,5 @@ def deadlock(meeting: Waits, iteration: Waits) -> str:
 
 
 def line_of(stands: list[WorkerStand]) -> str:
-    """Who stands where, in order of worker."""
+    """Name each worker's place, in order of worker."""
     return describe_mismatch({each.worker: each.stand for each in sorted(stands, key=lambda s: s.worker)})

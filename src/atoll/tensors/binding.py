@@ -93,10 +93,11 @@ class BoundChunk:
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
     def check(self) -> None:
-        """Take in the values of parameters that no longer lie where `bind` put them (`p.data = tensor`).
+        """Accept values of parameters that have left the memory to which `bind` assigned them (`p.data =
+        tensor`).
 
-        Raises BindingError, naming the parameter, for one whose dtype, device or shape is another, and for
-        one whose former memory is still in use: values written there would show in what the script has kept.
+        Raises BindingError, naming the parameter, where its dtype, device or shape has changed, or where its
+        former memory is still in use: new values would appear in tensors that the script has kept.
         """
         if [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
             return
@@ -106,7 +107,7 @@ class BoundChunk:
         for name, parameter, view, address in moved:
             if parameter.data_ptr() == address:
                 continue
-            # Two: the view's own, and the one that is asked here.
+            # Two references are expected: the view's own, and the one made by this call.
             if torch._C._storage_Use_Count(view.untyped_storage()._cdata) > 2:
                 raise BindingError(
                     f"parameter {name!r} was given other memory after session.prepare, and its former memory "
@@ -119,7 +120,9 @@ class BoundChunk:
             parameter.data = view
 
     def check_kinds(self) -> None:
-        """Raise BindingError, naming the parameter, for one that cannot lie in the chunk as it is now."""
+        """Raise BindingError, naming the parameter, for a parameter whose dtype, device or size no longer
+        fits the chunk.
+        """
         for name, parameter, slot in zip(self.names, self.parameters, self.chunk.slots, strict=True):
             alike = parameter.dtype == self.flat.dtype and parameter.device == self.flat.device
             if not alike or parameter.numel() != slot.numel:

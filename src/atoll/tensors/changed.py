@@ -1,4 +1,4 @@
-"""Which parameters of a chunk new values change."""
+"""Find the parameters of a chunk that new values change."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _HEAD = 64  # elements
 
 
 class ChangedParameters:
-    """Compares new values of a chunk with the former ones, parameter by parameter and bit by bit.
+    """Compares new values of a chunk with the former values, parameter by parameter and bit by bit.
 
-    A step leaves a parameter without a gradient alone, and what autograd has saved of it stays valid then:
-    only the version of a parameter that has changed may be counted up. Nearly all change, in nearly all
-    elements, so one look at each parameter's first element spares most of the comparing.
+    A step leaves a parameter without a gradient alone, and tensors that autograd saved of this parameter stay
+    valid. So only the versions of changed parameters may be raised. Nearly all parameters change in nearly
+    all elements, so a look at each parameter's first element spares most of the comparison.
     """
 
     def __init__(self, bound: BoundChunk) -> None:
@@ -27,7 +27,9 @@ class ChangedParameters:
         self._first = torch.tensor([begin for begin, _, _ in self._slots], dtype=torch.int64)
 
     def between(self, former: Tensor | None, new: Tensor) -> list[nn.Parameter]:
-        """Those whose values differ in `new`, 1-D, from `former`; None: all of them."""
+        """Return the parameters whose values in `new`, 1-D, differ from `former`. None as `former` returns
+        all.
+        """
         if former is None or former.numel() != new.numel():
             return [parameter for _, _, parameter in self._slots]
         inside = self._first[self._first < new.numel()]
@@ -40,7 +42,7 @@ class ChangedParameters:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether these hold the same bits; both are 1-D and contiguous."""
+    """True where two 1-D contiguous tensors hold equal bits."""
     one, other = one.view(torch.uint8), other.view(torch.uint8)
     if not torch.equal(one[:_HEAD], other[:_HEAD]):
         return False

@@ -1,13 +1,12 @@
-"""Whether an optimizer is element-wise, found by trying it.
+"""Test whether an optimizer is element-wise, by trial.
 
 Chunks may be stepped whole, in parts, or on different machines only if the update of one element depends on
 no other (S4, "Data-parallel training"). A list of names would miss subclasses and other libraries'
-optimizers; so a probe is stepped twice, once as a matrix and once as flat pieces, and must come out the
-same.
+optimizers. So a probe is stepped twice, once as a matrix and once as flat pieces, and the two results must
+agree.
 
 Some optimizers are element-wise for small parameters only: 8-bit ones quantise the state of larger ones in
-blocks (from 4,096 elements on, in blocks of 256 or 2,048). So there are larger probes too, cut at places that
-are no block's end.
+blocks (from 4,096 elements on, in blocks of 256 or 2,048). So there are larger probes too, cut inside blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +24,11 @@ _LEAST_RATE = 0.01  # of learning: with a smaller one (0, at the start of a warm
 
 @dataclass(frozen=True)
 class _Probe:
-    """A parameter's shape, and the sizes of the flat pieces that are stepped in its place. What another
-    result means is `why`; two results closer than `tolerance`, relative and absolute, are one."""
+    """A trial: a parameter's shape, and the sizes of the flat pieces that are stepped in its place.
+
+    `why` is the reason to report if the results differ. Results within `tolerance`, (relative, absolute), are
+    equal.
+    """
 
     shape: tuple[int, ...]
     pieces: tuple[int, ...]
@@ -42,7 +44,7 @@ _PROBES = (
     _Probe(
         (4, 6), (12, 12), 3, torch.float64, _EXACT, "a matrix and its two flattened halves came out different"
     ),
-    # Of one block or two, by most libraries' sizes, and of several; also in the dtype they are written for.
+    # One or two blocks by most libraries' block sizes, then several blocks, in the dtype of these optimizers.
     _Probe((64, 64), (1000, 3096), 2, torch.float64, _EXACT, _BY_BLOCKS),
     _Probe((4, 32, 128), (5001, 11383), 2, torch.float32, _ROUNDED, _BY_BLOCKS),
 )
@@ -51,10 +53,11 @@ _PROBES = (
 def elementwise_state_keys(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
 ) -> set[str]:
-    """The state that `optimizer` keeps for each element (`exp_avg`), as against for each parameter (`step`).
+    """Return the keys of the state that `optimizer` keeps for each element (`exp_avg`), not for each
+    parameter (`step`).
 
-    `group` is one of its param groups, whose hyperparameters are used. Raises NotElementwiseError when the
-    optimizer cannot be shown to be element-wise.
+    `group` is a param group of the optimizer, and gives the hyperparameters. Raises NotElementwiseError if
+    the trial does not show that the optimizer is element-wise.
     """
     group = {**group, **_fast_enough(group)}
     keys = [_keys_found(probe, optimizer, group, device) for probe in _PROBES]
@@ -62,7 +65,10 @@ def elementwise_state_keys(
 
 
 def tried_alike(group: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Equal for two param groups that differ in the learning rate alone: one trial tells of both."""
+    """Return a key that is equal for param groups that one trial can stand for.
+
+    Param groups that differ only in the learning rate share a trial.
+    """
     left_out = ("params", "param_names", "name", "lr", "initial_lr")
     return [
         (key, value.tolist() if isinstance(value, Tensor) else value)
@@ -72,7 +78,7 @@ def tried_alike(group: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _fast_enough(group: dict[str, Any]) -> dict[str, Any]:
-    """A learning rate that shows, where the group's own does not."""
+    """Return a learning rate large enough to show an update, where the group's own is too small."""
     rate = group.get("lr")
     if isinstance(rate, Tensor) and rate.numel() == 1 and abs(rate.item()) < _LEAST_RATE:
         return {"lr": torch.full_like(rate, _LEAST_RATE)}
@@ -84,7 +90,10 @@ def _fast_enough(group: dict[str, Any]) -> dict[str, Any]:
 def _keys_found(
     probe: _Probe, optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
 ) -> set[str]:
-    """What is kept for each element of the probe; raises NotElementwiseError where it comes out different."""
+    """Return the keys of the state that is kept for each element of the probe.
+
+    Raises NotElementwiseError where the pieces' results differ from the matrix's.
+    """
     values, gradients = _numbers(probe)
     try:
         (whole,), (state,) = _try(optimizer, group, [values], [[g] for g in gradients], device)
@@ -110,14 +119,14 @@ def _keys_found(
 
 @cache
 def _numbers(probe: _Probe) -> tuple[Tensor, Tensor]:
-    """Values, and the gradients of each step."""
+    """Return the probe's initial values, and its gradients of each step."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(probe.shape, generator=generator, dtype=probe.dtype)
     return values, torch.randn(probe.steps, *probe.shape, generator=generator, dtype=probe.dtype)
 
 
 def _alike(whole: Tensor, pieces: list[Tensor], probe: _Probe) -> bool:
-    """Whether the pieces, one after another, are what `whole` is."""
+    """True where the pieces, joined in order, equal `whole`."""
     flat, joined = whole.reshape(-1), torch.cat([piece.reshape(-1) for piece in pieces])
     if flat.dtype != joined.dtype:
         return False
@@ -128,7 +137,7 @@ def _alike(whole: Tensor, pieces: list[Tensor], probe: _Probe) -> bool:
 
 
 class NotElementwiseError(Exception):
-    """Why the probe failed."""
+    """The optimizer is not shown to be element-wise; the message says why."""
 
 
 def _try(
@@ -138,7 +147,7 @@ def _try(
     gradients: list[list[Tensor]],
     device: torch.device,
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Step a copy of `optimizer` on parameters of its own; returns them and their states."""
+    """Step a copy of `optimizer` on fresh parameters; returns the parameters and their states."""
     parameters = [nn.Parameter(value.clone().to(device)) for value in values]
     probe = copy_for(optimizer, group, parameters)
     step, places = type(optimizer).step, [parameter.data_ptr() for parameter in parameters]
@@ -154,8 +163,11 @@ def _try(
 def copy_for(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer like this one, without its hooks and its state, that steps `parameters` by the
-    hyperparameters of `group`; step it as `type(optimizer).step(copy)`, past what wraps the method."""
+    """Return a copy of the optimizer without hooks and state, which steps `parameters`.
+
+    `group` gives the hyperparameters. Step the copy by `type(optimizer).step(copy)`, which bypasses wrappers
+    of the method.
+    """
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

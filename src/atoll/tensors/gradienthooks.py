@@ -1,8 +1,8 @@
-"""A hook that runs when a parameter's gradient is all that this backward, and the script, make of it.
+"""A hook that runs once a parameter's gradient is final in a backward, after the script's own hooks.
 
 A script's post-accumulate hooks may change `p.grad`, and may be registered at any time. torch runs them
-inside the node that accumulates the gradient, so a hook on that node comes after all of them, as that of
-DistributedDataParallel does (docs/notes/gradients.md, "After the script's own hooks").
+inside the node that accumulates the gradient, so a hook on that node runs after all of them.
+DistributedDataParallel uses such a hook (docs/notes/gradients.md, "After the script's own hooks").
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 def after_gradient(accumulator: Any, hook: Callable[[], None]) -> RemovableHandle:
     """Call `hook()` whenever the parameter has accumulated a gradient, after the script's own hooks.
 
-    `accumulator` is the node of the parameter's `GradientEdge`. Whoever registers a hook keeps the node:
-    autograd itself makes a new one, without hooks, when nobody has the old one.
+    `accumulator` is the node of the parameter's `GradientEdge`. The caller must keep the node: autograd makes
+    a new one, without hooks, when nothing refers to the old one.
     """
 
     def after(_inputs: Any, _outputs: Any) -> None:

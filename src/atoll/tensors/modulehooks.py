@@ -1,4 +1,4 @@
-"""A module hook that a copied or saved module leaves behind."""
+"""Module hooks that are not copied or pickled with their module."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 
 class LeftBehind:
-    """Calls `function`. A copy of the module, and what is pickled of it, has a hook there that does nothing:
-    what `function` belongs to is not copied with it."""
+    """A hook that calls `function`, and does nothing in a copied or unpickled module.
+
+    So the owner of `function` is not copied with the module.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

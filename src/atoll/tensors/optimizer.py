@@ -1,16 +1,16 @@
 """The user's optimizer, stepping chunk by chunk.
 
 The optimizer object stays the user's own. Just before its `step` runs, its parameters are exchanged for
-**segments**, flat runs of chunk memory whose parameters step alike; just after, they are exchanged
-back. So its own code computes the update, by the implementation that it would choose (fused, foreach or
-loop), on few large tensors in place of many small ones, and every optimizer whose update is
-element-wise works.
+**segments**, flat runs of chunk memory whose parameters step alike. Just after, they are exchanged back. So
+the optimizer's own code computes the update, by the implementation that it would choose (fused, foreach or
+loop), on few large tensors in place of many small ones. Every element-wise optimizer works.
 
-A segment never spans parameters that differ in what their update depends on: the param group, whether there
-is a gradient, and the step count. So a parameter whose gradient is None is skipped, as torch skips it.
+A segment never spans parameters that differ in an input of their update: the param group, whether there is a
+gradient, and the step count. So a parameter whose gradient is None is skipped, as torch skips it.
 
-A segment has one tensor for what each of its parameters has as a whole (`step`). The script sees one of its
-own for each parameter, as in torch: a plain optimizer that goes on from the state counts each once.
+A segment has one tensor for each value that its parameters have as a whole (`step`). The script sees a
+separate tensor for each parameter, as in torch: a plain optimizer that goes on from the state counts each
+parameter once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Segment:
         self.parameter = nn.Parameter(chunk.flat[self.start : self.end])
         self._memory = chunk.flat
         self.state: State = {}
-        # By key of what is no element's: (slots, ...), each slot's own, where there are several.
+        # For each per-parameter key, [slots, ...]: each slot's own tensor, where there are several slots.
         self.own: dict[str, Tensor] = {}
         self._gradient: tuple[Tensor, Tensor] | None = None  # the chunk's gradients, and its part of them
 
@@ -73,7 +73,9 @@ class Segment:
         return self.start == 0 and self.end == self.chunk.chunk.extent
 
     def own_of(self, key: str, value: Tensor) -> list[Tensor]:
-        """For each slot a tensor of its own that is what `value`, the segment's, is, and follows it."""
+        """Return, for each slot, a tensor of its own with the segment's `value`. `show` updates these tensors
+        later.
+        """
         count = self.last + 1 - self.first
         if count == 1:
             return [value]
@@ -83,7 +85,7 @@ class Segment:
         return [carve(flat, slot * like.numel(), like) for slot in range(count)]
 
     def show(self) -> None:
-        """Let each slot's own tensors be what the segment's are now."""
+        """Copy the segment's present values into each slot's own tensors."""
         for key, own in self.own.items():
             own.copy_(self.state[key])
 
@@ -149,14 +151,15 @@ class ChunkState:
         return segment
 
     def dissolve(self) -> None:
-        """Let each slot have what its segment has, so that the next segments may differ."""
+        """Copy each segment's values into its slots and drop the segments: new segments may differ."""
         for segment in self.segments:
             segment.show()
         self.segments, self.present = [], None
 
     def is_edited(self) -> bool:
-        """Whether the script has put other values into a slot's state since they were shown, or has written
-        into a tensor that follows the segment's."""
+        """True where the script has replaced values in a slot's state, or written into a tensor that shows a
+        segment's.
+        """
         if any(tensor._version for tensor in self._shown_own):
             return True
         return any(
@@ -165,7 +168,7 @@ class ChunkState:
         )
 
     def note_shown(self) -> None:
-        """What the slots now hold is what the script has been shown."""
+        """Remember the slots' present values as the ones that the script sees."""
         self._shown = [tuple(slot.values()) for slot in self.slots]
         self._shown_own = [
             self.slots[slot][key]
@@ -267,8 +270,10 @@ class ChunkState:
         self.note_shown()
 
     def _be_again(self, before: State, states: Sequence[State], following: Collection[str]) -> None:
-        """Give `states`, a segment's and its slots', what is no element's of `before`. What is `following`
-        is the segment's to set."""
+        """Restore per-parameter values from `before` into `states`: a segment's state and its slots'.
+
+        Values for each element are restored elsewhere. Keys in `following` are set from the segment.
+        """
         for key in list(states[0]):
             value = copied(before.get(key))
             for state in states:
@@ -370,18 +375,20 @@ class ParameterOptimizer:
 
 
 class RemoteOptimizer(ParameterOptimizer):
-    """An optimizer whose steps are made elsewhere: its own code runs on no parameter.
+    """An optimizer whose steps are made elsewhere: its own code steps no parameter.
 
-    `make(accepted)` makes a step, after the pre-hooks and before `hooks.after`. `fetch()` gives the state of
-    each parameter when the script asks for the optimizer's state_dict. `home` says where it lives: a
-    load_state_dict raises UserError with it, but for the session's own (`loading`), since nothing would bring
-    there what a script loads. Where an optimizer that `keeps_state` is used after a `close` without
-    `give_back`, a line says that it begins anew.
+    `make(accepted)` makes a step, after the pre-hooks and before `hooks.after`. `fetch()` returns the state
+    of each parameter when the script asks for the optimizer's state_dict.
 
-    A GradScaler leaves it to a fused optimizer's kernel to divide the gradients and to leave out a step with
-    infinities (`optimizer.grad_scale`, `optimizer.found_inf`). No kernel runs here, so both are done before
-    `make`. With `counts_skips` a GradScaler leaves them to any optimizer: a step that it leaves out is made,
-    as one that is not accepted, where others wait for it.
+    `home` says where the state lives. A load_state_dict by the script raises UserError with `home`, since the
+    loaded state would not get there; the session's own loads are allowed (`loading`). A warning is given
+    where an optimizer that `keeps_state` is used after a `close` without `give_back`: it begins with an empty
+    state.
+
+    A GradScaler lets a fused optimizer's kernel divide the gradients and skip a step with infinities
+    (`optimizer.grad_scale`, `optimizer.found_inf`). No kernel runs here, so both are done before `make`. With
+    `counts_skips` a GradScaler leaves both to any optimizer. A skipped step is still made, as one that is not
+    accepted, where other workers wait for it.
     """
 
     def __init__(
@@ -432,7 +439,7 @@ class RemoteOptimizer(ParameterOptimizer):
         )
 
     def give_back(self) -> None:
-        """Have the state here: the script may go on with a plain optimizer."""
+        """Bring the optimizer's state here, so that the script may go on with a plain optimizer."""
         self._show()
         self._is_back = True
 
@@ -463,12 +470,12 @@ class RemoteOptimizer(ParameterOptimizer):
         return args, kwargs
 
     def _found_infinity(self) -> bool:
-        """Whether a GradScaler that leaves the step to the optimizer has found some."""
+        """True where a GradScaler that leaves the check to the optimizer has found an infinity."""
         found = getattr(self.optimizer, "found_inf", None)
         return found is not None and bool(found)
 
     def _divide_by_scale(self) -> None:
-        """Divide gradients that a GradScaler has left to the optimizer to divide."""
+        """Divide gradients whose division a GradScaler has left to the optimizer."""
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is None:
             return
@@ -492,7 +499,7 @@ class RemoteOptimizer(ParameterOptimizer):
 
 
 def _tell_of_lost_state(optimizer: torch.optim.Optimizer, home: str) -> None:
-    """Once, where a script goes on with an optimizer without its state, and has loaded none."""
+    """Warn once where a script uses an optimizer after its session without its state, and has loaded none."""
     handles: list[Handle] = []
 
     def forget() -> None:
@@ -663,8 +670,9 @@ class ChunkOptimizer:
         self._hooks.after()
 
     def _state_was_replaced(self) -> bool:
-        """Whether the script has cleared the optimizer's state, or put other entries there, or has written
-        where only we do."""
+        """True where the script has cleared the optimizer's state, replaced entries, or written into Atoll's
+        tensors.
+        """
         state = self.optimizer.state
         return any(chunk_state.is_edited() for chunk_state in self._states) or any(
             state.get(parameter) is not slot
@@ -741,8 +749,11 @@ def call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, .
 
 
 def own_tensors(states: Iterable[State]) -> None:
-    """Let each parameter's state have tensors of its own, as torch makes them: a state that was loaded may
-    have one for several, of which a plain optimizer would count each parameter's steps."""
+    """Give each parameter's state tensors of its own, as torch makes them.
+
+    A loaded state may share one tensor among several parameters; a plain optimizer would then count each
+    parameter's steps in it.
+    """
     seen: set[object] = set()
     for state in states:
         for key, value in state.items():

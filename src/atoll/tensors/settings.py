@@ -16,9 +16,13 @@ Settings = list[dict[str, Any]]
 
 
 def settings_of(optimizer: torch.optim.Optimizer, *, scheduled: bool = True) -> Settings:
-    """The hyperparameters of each param group: those that the optimizer's class has, without what only says
-    how it computes. Tensors become numbers, or lists of them. Not `scheduled`: without what a scheduler may
-    set, where one is attached. The first group's have by what a GradScaler divides the gradients, if any."""
+    """Return the hyperparameters of each param group, with tensors as numbers or lists of numbers.
+
+    Only hyperparameters of the optimizer's class are included, without those that select an implementation
+    ("fused"). With `scheduled` False, hyperparameters that an attached scheduler may set are left out too.
+    The first group also holds the factor by which a GradScaler divides the gradients, unless that factor is
+    1.
+    """
     keys = [key for key in optimizer.defaults if key not in IMPLEMENTATION]
     if not scheduled and any("initial_lr" in group for group in optimizer.param_groups):
         keys = [key for key in keys if key not in SCHEDULED]
@@ -30,14 +34,14 @@ def settings_of(optimizer: torch.optim.Optimizer, *, scheduled: bool = True) -> 
 
 
 class SettingsCode:
-    """A checksum of settings, which is computed anew only where they have changed."""
+    """A checksum of hyperparameters, computed again only where they have changed."""
 
     def __init__(self) -> None:
         self.settings: Settings = []
         self.code = 0
 
     def see(self, settings: Settings) -> int:
-        """The checksum of `settings`, 32 bits."""
+        """Return the 32-bit checksum of `settings`."""
         if not self.code or settings != self.settings:
             self.settings = settings
             self.code = zlib.crc32(msgspec.msgpack.encode(settings))

@@ -252,14 +252,15 @@ class _HeldChunk:
 
 
 class ShardOptimizer:
-    """The chunks `held` (ids) of a layout, at one shard or one peer, and their optimizers.
+    """The chunks `held` (ids) of a layout at one shard or one peer, and their optimizers.
 
-    `hyperparameters` are the param groups, in order, as wire.messages.plain_hyperparameters makes them. All
-    tensors given and taken are flat, of a chunk's extent and on the CPU. `fused`: where a param group leaves
-    the implementation to torch (fused=None) and torch has a fused one, use it; it is faster, and in single
-    precision it rounds otherwise than the loop that torch would choose. SGD steps half precision without
-    it, also where a script asks for it, whose device may have other kernels. Raises UserError for an
-    optimizer that cannot be run there.
+    `hyperparameters` are the param groups, in order, in the form of wire.messages.plain_hyperparameters. All
+    tensors given and returned are flat, of a chunk's extent and on the CPU.
+
+    With `fused`, a param group that leaves the implementation to torch (fused=None) uses torch's fused one
+    where there is one. It is faster, and in single precision rounds differently from the loop that torch
+    would choose. SGD never steps half precision by a fused kernel, even where a script asks for one: the
+    script's device may have other kernels. Raises UserError for an optimizer that cannot run here.
     """
 
     def __init__(
@@ -639,7 +640,11 @@ def _unfuse_mixed(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) ->
 
 
 def _unfuse(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """torch's fused SGD for CPUs (2.13) changes of half precision only the elements that fill no vector."""
+    """Switch off the fused kernel: torch's fused SGD for CPUs (2.13) steps only part of half-precision
+    tensors.
+
+    It changes only the elements behind the last full vector.
+    """
     (group,) = optimizer.param_groups
     if group.get("fused"):
         group["fused"] = False

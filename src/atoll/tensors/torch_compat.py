@@ -1,17 +1,17 @@
-"""What is private in torch, used in one place.
+"""Private parts of torch that Atoll relies on.
 
 `SCALES`: an optimizer with this attribute has kernels that divide gradients by `optimizer.grad_scale` and
-leave out a step where `optimizer.found_inf` says so; a GradScaler then sets these two and calls `step` in
-any case. torch sets it for fused optimizers (2.13). There is no public way to ask for that.
+skip a step where `optimizer.found_inf` is set. A GradScaler then sets these two and always calls `step`.
+torch sets the attribute for fused optimizers (2.13). There is no public way to ask for it.
 
 `count_unscaling`: a GradScaler divides gradients by `torch._amp_foreach_non_finite_check_and_unscale_`, which
 does not raise their version counters, unlike other functions that write into their arguments (2.13). Atoll
-tells by these counters what a script has changed in gradients since they were reduced or lent out. There is
-no public way to hear of an unscaling. Once torch raises the counters, this can go.
+detects by these counters which gradients a script has changed since they were reduced or lent out. There is
+no public way to hear of an unscaling. Once torch raises the counters, this function can go.
 
-`scale_of`: by what a GradScaler divides an optimizer's gradients. `GradScaler._unscale_grads_` is given both;
-a step that a GradScaler leaves to a fused kernel has it as `optimizer.grad_scale` (2.13). A scaler's public
-`get_scale` does not say which optimizer's gradients were divided, or when.
+`scale_of`: the factor by which a GradScaler divides an optimizer's gradients. `GradScaler._unscale_grads_`
+gets the optimizer and the factor; a fused kernel reads the factor as `optimizer.grad_scale` (2.13). A
+scaler's public `get_scale` does not say which optimizer's gradients were divided, or when.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _torchs: Any = getattr(torch, _UNSCALE, None)
 _UNSCALE_OF = "_unscale_grads_"
 _scalers: Any = getattr(torch.amp.GradScaler, _UNSCALE_OF, None)
-# What each optimizer's gradients were multiplied by, until `forget_scale`.
+# The factor by which each optimizer's gradients were multiplied, until `forget_scale`.
 _INVERSES: WeakKeyDictionary[torch.optim.Optimizer, Tensor] = WeakKeyDictionary()
 
 
 def count_unscaling() -> None:
-    """From now on let a GradScaler's unscaling raise the version counters of what it writes into, and be
-    noted for `scale_of`."""
+    """Patch torch so that a GradScaler's unscaling raises version counters and is recorded for `scale_of`."""
     if _torchs is not None and getattr(torch, _UNSCALE) is _torchs:
         setattr(torch, _UNSCALE, unscale)
     if _scalers is not None and getattr(torch.amp.GradScaler, _UNSCALE_OF) is _scalers:
@@ -46,7 +45,7 @@ def count_unscaling() -> None:
 def _unscale_of(
     scaler: object, optimizer: torch.optim.Optimizer, inverse_scale: Tensor, *more: Any, **named: Any
 ) -> Any:
-    """Unscale the gradients of an optimizer, as its GradScaler does."""
+    """Unscale an optimizer's gradients by the original method of GradScaler, and record the scale."""
     found = _scalers(scaler, optimizer, inverse_scale, *more, **named)
     if isinstance(optimizer, torch.optim.Optimizer):  # a script's wrapper around one is not what steps
         note_scale(optimizer, inverse_scale)
@@ -54,18 +53,20 @@ def _unscale_of(
 
 
 def note_scale(optimizer: torch.optim.Optimizer, inverse_scale: Tensor) -> None:
-    """An optimizer's gradients were multiplied by `inverse_scale`."""
+    """Record that an optimizer's gradients were multiplied by `inverse_scale`."""
     _INVERSES[optimizer] = inverse_scale
 
 
 def forget_scale(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer has new gradients."""
+    """Forget the recorded scale: the optimizer has new gradients."""
     _INVERSES.pop(optimizer, None)
 
 
 def scale_of(optimizer: torch.optim.Optimizer) -> float:
-    """By what a GradScaler has divided an optimizer's gradients, or leaves it to the step to divide them;
-    1 without a GradScaler."""
+    """Return the factor by which a GradScaler divides an optimizer's gradients; 1 without a GradScaler.
+
+    The gradients are divided already, or the scaler leaves the division to the step.
+    """
     scale = getattr(optimizer, "grad_scale", None)
     if isinstance(scale, Tensor):
         return _readable(inverse_of(scale))
@@ -74,27 +75,31 @@ def scale_of(optimizer: torch.optim.Optimizer) -> float:
 
 
 def inverse_of(scale: Tensor) -> Tensor:
-    """What gradients of a `scale` are multiplied by, as GradScaler.unscale_ has it."""
+    """Return the factor that undoes `scale`, rounded as GradScaler.unscale_ rounds it."""
     return scale.double().reciprocal().float()
 
 
 def _readable(inverse_scale: Tensor) -> float:
-    """The scale, without the digits that its inverse has rounded."""
+    """Return the scale of a rounded inverse, without the digits that the rounding added."""
     inverse = float(inverse_scale)
     return float(f"{1 / inverse:.7g}") if inverse else 0.0
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch's, or the one that stands in for it since `count_unscaling`: what tensors with a
-    `__torch_function__` are given is always torch's."""
+    """Return the function that replaces a torch function since `count_unscaling`, or the function itself.
+
+    A `__torch_function__` is always given torch's original function.
+    """
     return unscale if function is _torchs else function
 
 
 @functools.wraps(_torchs or count_unscaling)
 def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Multiply gradients of one device and dtype by `inverse_scale`, in place, and set `found_inf` to 1 where
-    any is not finite."""
+    """Multiply gradients of one device and dtype by `inverse_scale`, in place; raises their version counters.
+
+    Sets `found_inf` to 1 where any gradient is not finite.
+    """
     _torchs(gradients, found_inf, inverse_scale)
-    # With 1 it only looks for infinities; to read that from a GPU would be to wait for it.
+    # A factor of 1 only searches for infinities. On a GPU the factor is not read, because reading waits.
     if inverse_scale.device.type != "cpu" or inverse_scale.item() != 1.0:
         torch.autograd.graph.increment_version(gradients)

@@ -31,7 +31,7 @@ class Encoder:
     """Turns one tree into JSON values, and collects its tensors under names that say where they were."""
 
     def __init__(self, *, only_checks: bool = False) -> None:
-        """With `only_checks` nothing is copied, and places are written as Python's ("state['step']")."""
+        """With `only_checks`, copy nothing, and write places in Python's form ("state['step']")."""
         self._only_checks = only_checks
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[object, str] = {}  # storage keys: a tensor that occurs twice is stored once
@@ -108,7 +108,9 @@ class Encoder:
 
 
 def check_encodable(value: object, where: str) -> None:
-    """Raise CheckpointError, with the place, for what `Encoder.encode` would refuse; nothing is copied."""
+    """Raise CheckpointError, with the place, for a value that `Encoder.encode` would refuse. Nothing is
+    copied.
+    """
     Encoder(only_checks=True).encode(value, where)
 
 

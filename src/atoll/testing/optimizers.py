@@ -23,9 +23,12 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 
 
 class BlockwiseSGD(torch.optim.Optimizer):
-    """SGD with a momentum that is quantised in blocks, as 8-bit optimizers have it: an int8 code for each
-    element and a scale for each block, for parameters of `least` elements and more. `whole_blocks`: only
-    where blocks fill them (torchao); else the last block may be shorter (bitsandbytes)."""
+    """SGD with a momentum quantised in blocks, like 8-bit optimizers: an int8 code for each element, a scale
+    for each block.
+
+    Only parameters of `least` elements or more are quantised. With `whole_blocks`, only parameters that fill
+    their blocks are (torchao); else the last block may be shorter (bitsandbytes).
+    """
 
     def __init__(
         self,

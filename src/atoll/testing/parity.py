@@ -1,8 +1,9 @@
-"""The same few steps by Atoll's session and by plain PyTorch, and where the two part.
+"""Train some steps by Atoll's session and by plain PyTorch, and find where the two differ.
 
 `train_plain` is the reference: one process computes each worker's share in turn, takes the mean of the
-gradients weighted by samples, and steps a plain optimizer. `train_atoll` is what a user writes. `differences`
-compares them after every step."""
+gradients weighted by samples, and steps a plain optimizer. `train_atoll` is the code of a user. `differences`
+compares the two after every step.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +204,7 @@ def _train(
 
 
 def own_buffers(_step: int, share: int) -> int:
-    """For `train_plain`: where each worker has its own, until the workers meet."""
+    """A `buffers_of` for `train_plain`: each worker keeps its own buffers until the workers meet."""
     return share
 
 
@@ -215,11 +216,15 @@ def train_plain(
     edit: Callable[[nn.Module], None] | None = None,
     buffers_of: Callable[[int, int], int] = lambda _step, _share: 0,
 ) -> Trajectory:
-    """The reference, by plain PyTorch in this process.
+    """Train the reference by plain PyTorch in this process.
 
-    `model` stands for the case's own (compiled, say); `set_to_none` is how the script zeroes gradients;
-    `edit` may change them before each step. After each step, a share has the buffers of share
-    `buffers_of(step, share)`: as in a ring, all have those of share 0, unless it says otherwise.
+    Args:
+        case: the model, optimizer and data.
+        model: replaces the case's own model (a compiled one, say).
+        set_to_none: how the script zeroes gradients.
+        edit: may change the gradients before each step.
+        buffers_of: after each step, `share` takes the buffers of share `buffers_of(step, share)`. In a ring
+            all take those of share 0.
     """
     tiny, seen = case.tiny, Trajectory()
     model = tiny.build(case.dtype) if model is None else model

@@ -1,10 +1,10 @@
-"""One script at every strategy and store: what a user writes once must do the same everywhere.
+"""Run one script under every strategy and store: one script must give one result everywhere.
 
     seen = run_at(pool, "server", train, 0.5, world=2)
 
-calls `train(session, 0.5)` on each of two workers of a parameter server, and gives what each returned. Hub
-and shards run on threads of the calling process. `model()` is large enough to lie in tiers under the budgets
-of the kinds in `IN_TIERS`.
+calls `train(session, 0.5)` on each of two workers of a parameter server, and returns each worker's result.
+Hub and shards run on threads of the calling process. `model()` is large enough to lie in tiers under the
+budgets of the kinds in `IN_TIERS`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _config(strategy: str, **options: Any) -> Config:
     return Config(run=Run(strategy=strategy, **run), sync=sync, **options)  # type: ignore[arg-type]
 
 
-# What a run of each kind is configured as: every strategy and store. A run by torchrun is "ring".
+# The configuration of each kind of run: every strategy and store. A run by torchrun is "ring".
 KINDS: dict[str, Config] = {
     "ring": _config("ring"),
     "hierarchical": _config("hierarchical", groups=Groups(count=1)),
@@ -54,7 +54,7 @@ KINDS: dict[str, Config] = {
     "peers tiers": _config("peers", sync={"stale_max": 0}, memory=_BUDGET),
 }
 IN_TIERS = frozenset(kind for kind in KINDS if kind.endswith("tiers"))
-# Kinds beside these in which workers may be apart.
+# Further kinds, in which workers may be at different iterations.
 PACES: dict[str, Config] = {
     "ssp": _config("server", sync={"consistency": "ssp"}),
     "ps-hra asp": _config("ps-hra", sync={"consistency": "asp"}),
@@ -73,10 +73,10 @@ def run_at(
     world: int = 2,
     sync: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """What `script(session, *arguments)` returned on each of `world` workers of a run of this kind, by rank.
+    """Run `script(session, *arguments)` on each of `world` workers; returns the results by rank.
 
-    `script` and the arguments are pickled. `sync` are keys of the configuration's table of that name. Raises
-    JobFailedError if any of them raised.
+    `kind` selects a strategy and store from KINDS or PACES. `script` and the arguments are pickled. `sync`
+    has keys of the configuration's table of that name. Raises JobFailedError if any worker raised.
     """
     config = {**KINDS, **PACES}[kind]
     config = msgspec.structs.replace(config, sync=msgspec.structs.replace(config.sync, **(sync or {})))
@@ -87,13 +87,13 @@ def run_at(
 
 
 def alone(script: Callable[..., Any], *arguments: Any, tiers: bool = False) -> Any:
-    """What the script returns on a worker that is alone, in this process."""
+    """Run the script on a single worker in this process; returns its result."""
     config = _config("ring", memory=_BUDGET) if tiers else _config("ring")
     return _train(config, Place(), script, arguments)
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Six layers, 32 features to 4, of 42 KiB in float64."""
+    """Return a model of six linear layers, 32 features to 4, 42 KiB in float64."""
     torch.manual_seed(seed)
     layers = [layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(32, 4)).to(dtype)

@@ -1,9 +1,8 @@
-"""What the members of a ring make of the mean that all of them have: each must make the same of it.
+"""Check that all members of a ring treat a mean alike before they step.
 
-Every worker steps its own copy of the model. One that clips where another does not, as one might that has no
-batch, or that steps with another learning rate, would go on with other parameters, and nothing would show it.
-So each says with the agreement on an iteration, and before it is saved or the run ends, what it made of the
-mean of the one before.
+Every worker steps its own copy of the model. If one worker clips and another does not, or their learning
+rates differ, the copies diverge in silence. So each worker reports how it treated the last mean: in the
+agreement on each iteration, before a save, and before the run ends.
 """
 
 from __future__ import annotations
@@ -23,8 +22,11 @@ SAID = 3 + _BITS  # values
 
 
 class Treatment(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker made of an iteration's mean: before its step it clipped it, each time to which norm of
-    which type, and `edited` it otherwise; it stepped with the hyperparameters `settings`."""
+    """One worker's treatment of an iteration's mean before its step.
+
+    `clips` has (max_norm, norm_type) of each clipping. `edited` is True where the script changed the mean
+    otherwise. `settings` are the hyperparameters of the step.
+    """
 
     iteration: int
     clips: tuple[tuple[float, float], ...]
@@ -44,7 +46,7 @@ class Treatments:
     before; None where that is told, or where it was not there."""
 
     def __init__(self, settings: Callable[[], Settings] = list) -> None:
-        """`settings()` gives the hyperparameters that the optimizer has now."""
+        """`settings()` returns the optimizer's present hyperparameters."""
         self._ask_settings, self._settings = settings, SettingsCode()
         self._clips: list[tuple[float, float]] = []
         self.edited = False
@@ -54,7 +56,7 @@ class Treatments:
         self._clips.append((float(max_norm), float(norm_type)))
 
     def steps(self) -> None:
-        """The step of the iteration under way begins."""
+        """Record the hyperparameters with which the optimizer is about to step."""
         self._settings.see(self._ask_settings())
 
     def stepped(self, iteration: int) -> None:
@@ -63,8 +65,10 @@ class Treatments:
         self._clips, self.edited = [], False
 
     def said(self, epoch: int = -1) -> list[float]:
-        """What this worker says to the others: SAID values of 0 and 1, whose sums are exact in any dtype.
-        `epoch` is that of the batch on which it trains now."""
+        """Encode this worker's latest treatment: SAID values of 0 and 1, whose sums are exact in any dtype.
+
+        `epoch` is the epoch of the batch on which this worker trains now.
+        """
         if self.latest is None:
             return [0.0] * SAID
         made = (self.latest.iteration, self.latest.clips, self.latest.edited, self._settings.code, epoch)
@@ -74,25 +78,28 @@ class Treatments:
 
 
 def are_alike(summed: Sequence[float]) -> bool:
-    """Whether all who know made the same of the mean, by the sums of what they said: of each bit, all or none
-    have it. Two that differ in a norm or a hyperparameter alone pass with odds of 2^-14 in each iteration;
-    two of which one clips never do."""
+    """True where all workers that report a treatment report equal ones, judged by their summed bits.
+
+    Each bit must be set on all of them or on none. Treatments that differ only in a norm or a hyperparameter
+    pass with odds of 2^-14 in each iteration. A worker that clips and one that does not never pass.
+    """
     known, *counts = summed
     return all(count in (0, known) for count in counts)
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker tells of itself where what all said was not alike: what it made of the mean before, and
-    where it stands in its script."""
+    """One worker's treatment of the last mean, and its place in its script. Sent where treatments differ."""
 
     made: Treatment | None
     stand: Stand | None = None
 
 
 def refuse_unlike(words: Sequence[Word], names: Sequence[str]) -> None:
-    """Raise MismatchError where workers train on batches of different epochs, and UserError where one made
-    something else of the mean than the first that knows. Words that differ only in an epoch that is not known
-    are alike."""
+    """Raise the error for workers whose treatments or epochs differ.
+
+    Raises MismatchError where workers train on batches of different epochs, and UserError where a treatment
+    differs from the first known one. An unknown epoch equals any epoch.
+    """
     stands = {name: word.stand for name, word in zip(names, words, strict=True) if word.stand is not None}
     if not are_in_one_epoch(stands.values()):
         raise MismatchError(describe_mismatch(stands))

@@ -75,8 +75,12 @@ class BackwardEnd:
             reducer.reduce()
 
     def reduce_before_step(self, reducer: Reducer) -> None:
-        """Reduce what no backward has reduced before `reducer`'s step: this worker has no batch, say. With
-        several models the others ask at the end of their backward which have new gradients: so does this."""
+        """Reduce gradients that no backward has reduced before `reducer`'s step, as on a worker without a
+        batch.
+
+        With several models, the other workers ask at the end of their backward which models have new
+        gradients. This worker joins that collective.
+        """
         due = [reducer]
         if self._ring is not None and len(self._reducers) > 1:
             due = self._due(self._ring, self._reducers, also=reducer)
@@ -84,7 +88,7 @@ class BackwardEnd:
             each.reduce()
 
     def _due(self, ring: Ring, reducers: Sequence[Reducer], also: Reducer | None = None) -> list[Reducer]:
-        """Those for which any worker has new gradients; `also` this one. A collective."""
+        """Return the reducers for which any worker has new gradients, and `also`. A collective."""
         due = self._ask(ring, reducers, also)
         if any(reducer.admit() for reducer in due):
             due = self._ask(ring, reducers, also)  # newcomers have not said theirs
@@ -92,7 +96,7 @@ class BackwardEnd:
 
     @staticmethod
     def _ask(ring: Ring, reducers: Sequence[Reducer], also: Reducer | None) -> list[Reducer]:
-        """Those of which any worker says that it has new gradients, or that it is `also` due."""
+        """Return the reducers for which any worker reports new gradients, or names the reducer as `also`."""
 
         def where() -> Stand:
             return gradients(reducers[0].steps, waiting_line())

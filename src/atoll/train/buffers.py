@@ -1,9 +1,8 @@
-"""A model's buffers, as BatchNorm's running statistics: which of them training has changed, and how all
-workers come to have those of one.
+"""Buffers of a model, such as BatchNorm's running statistics, kept equal on all workers.
 
-The rule is in docs/from-ddp.md, "Evaluation": in a ring all take them after each iteration that has changed
-any, as under DistributedDataParallel with broadcast_buffers; elsewhere at barriers, saves and the session's
-end.
+A ring broadcasts buffers after each iteration that changed any, like DistributedDataParallel with
+broadcast_buffers. Other strategies broadcast them at barriers, saves and the session's end. The rule is in
+docs/from-ddp.md, "Evaluation".
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-# Values are compared, since BatchNorm and `buffer.data` write past the version counter: all of a buffer up to
-# so many elements, and of a larger one a sample, whatever its size.
+# Values are compared, because BatchNorm and `buffer.data` write past the version counter. A buffer of
+# more than _COMPARED elements is compared by a sample of _SAMPLED.
 _COMPARED, _SAMPLED = 2**16, 2**12
-_ODD = 4096.0  # what is said of a buffer that is not of its first shape; no ring has as many workers
+_ODD = 4096.0  # stands for a buffer whose shape or dtype has changed; no ring has as many workers
 
 
 class ModelBuffers:
-    """The buffers that `module` has now, the same on all workers; those that it gets later are not among
-    them.
+    """The buffers that `module` has at construction, equal on all workers. Later buffers are ignored.
 
-    A buffer of which a worker has changed shape or dtype since is its own, as the state of a recurrent model
-    for its batch.
+    A buffer whose shape or dtype has changed on a worker stays that worker's own. A recurrent model keeps
+    such state for its batch.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -50,12 +48,14 @@ class ModelBuffers:
         return [held.get(key) for held, key in self._places]
 
     def settle(self) -> None:
-        """All workers have the same now."""
+        """Remember the buffers as they are now. All workers hold equal buffers at this point."""
         self._seen = [(now, -1 if now is None else now._version, _copy_of(now)) for now in self._now()]
 
     def said(self) -> list[float]:
-        """One value for each buffer, whose sums over the workers `to_take` reads: whether this worker has
-        changed it since `settle`."""
+        """Return one value for each buffer: whether this worker has changed it since `settle`.
+
+        `to_take` reads the sums of these values over the workers.
+        """
         now = self._now()
         differ = [_differs(each, seen) for each, seen in zip(now, self._seen, strict=True)]
         if not self.changed and any(differ):
@@ -64,7 +64,7 @@ class ModelBuffers:
         return [float(changed) if self._is_usual(index, each) else _ODD for index, (each, changed) in pairs]
 
     def named(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """Return the buffers that exist now, by name."""
         return {n: each for n, each in zip(self.names, self._now(), strict=True) if each is not None}
 
     def _is_usual(self, index: int, now: Tensor | None) -> bool:
@@ -72,19 +72,21 @@ class ModelBuffers:
 
     @staticmethod
     def to_take(summed: Sequence[float]) -> list[int]:
-        """The buffers, by index, that any worker has changed and that are of one shape on all."""
+        """Return the indices of buffers that some worker changed, and whose shape and dtype all kept."""
         return [index for index, value in enumerate(summed) if 0 < value < _ODD]
 
     def packed(self, indices: Sequence[int]) -> Tensor:
-        """These buffers' bytes, (bytes,), on the CPU: a copy."""
+        """Return the bytes of these buffers, [bytes], copied to the CPU."""
         now = self._now()
         parts = [_bytes_of(tensor) for index in indices if (tensor := now[index]) is not None]
         return torch.cat([part.to("cpu") for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def take(self, indices: Sequence[int], packed: Tensor) -> None:
-        """Let these be as another worker's `packed` has them. One that is equal already is not written to, so
-        that a graph that holds it stays usable."""
+        """Copy another worker's `packed` buffers into these.
+
+        A buffer that is equal already is not written to, so a graph that saved it stays usable.
+        """
         now, start = self._now(), 0
         for index in indices:
             tensor = now[index]
@@ -107,7 +109,9 @@ def _copy_of(buffer: Tensor | None) -> Tensor | None:
 
 
 def _compared(buffer: Tensor) -> Tensor:
-    """What of a buffer is compared: all of it, or elements drawn at random, always the same ones."""
+    """Return the elements of a buffer that are compared: all of a small one, a fixed random sample of a large
+    one.
+    """
     buffer = buffer.detach()
     if buffer.numel() <= _COMPARED:
         return buffer

@@ -96,12 +96,15 @@ class Channel:
         return ProcessGroupGloo(self._store, place.rank, place.world, gloo)
 
     def _connecting(self) -> str:
-        """What is waited for while the group connects, and where this worker is to be reached."""
+        """Describe the wait for the group to connect, with the address at which this worker listens."""
         host = self.host
         return f"the other workers to connect{f' (this one listens at {host})' if host else ''}"
 
     def _make_in_time(self) -> None:
-        """On a thread: c10d waits for one member after another to connect, each for the whole deadline."""
+        """Connect on a thread, within one deadline.
+
+        c10d waits for one member after another to connect, each for the whole deadline.
+        """
         made: list[Any] = []
 
         def make() -> None:
@@ -144,8 +147,11 @@ class Channel:
             self.place.watch()
 
     def look_while_waiting(self) -> None:
-        """Raises as `look`, and where the workers' scripts wait for one another in vain. For the thread that
-        is in a collective."""
+        """Raise the errors of `look`, and MismatchError where the workers' scripts wait for each other in
+        vain.
+
+        Only the thread inside a collective may call this.
+        """
         self.look()
         if self.place.standing is not None:
             self.place.standing.look()
@@ -199,8 +205,9 @@ class Channel:
     def wait(self, work: Pending, what: str) -> float:
         """Wait for `work`; returns the seconds that it took.
 
-        Raises DeadlineError with the workers that did not come, PeerLostError when one is gone, or
-        MismatchError where another stands elsewhere in its script. `what` ends the sentence "waited for ...".
+        Raises DeadlineError with the workers that did not come, PeerLostError when one is gone, and
+        MismatchError where another stands elsewhere in its script. `what` completes the sentence "waited for
+        ...".
         """
         start = time.perf_counter()
         with self._explained(what):
@@ -248,7 +255,9 @@ class Channel:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the workers wait for one another in vain, and so the group's end would wait for them."""
+        """True where the workers wait for each other in vain, so that closing the group would wait for them
+        too.
+        """
         return self.place.standing is not None and self.place.standing.mismatch is not None
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""Threads that are inside C++ code as the process ends: one that is would end the process by SIGABRT."""
+"""Wait for threads inside C++ code at the end of the process: such a thread would cause a SIGABRT."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def _wait_for_ends() -> None:
 
 
 def see_off(thread: threading.Thread, seconds: float) -> None:
-    """Wait up to `seconds` for a thread that uses c10d to end, and at the end of the process for longer."""
+    """Wait up to `seconds` for a thread that uses c10d to end, and longer at the end of the process."""
     thread.join(seconds)
     _ending[:] = [each for each in (*_ending, thread) if each.is_alive()]

@@ -36,13 +36,13 @@ class Entrance(Protocol):
 
 
 class ServedEntrance:
-    """A worker's part in who comes and goes.
+    """A worker's part in who joins and leaves the run.
 
-    `entered()` fetches the parameters once this one takes part, and gives the iteration that it makes next.
-    `told_members(n)` is told how many live, and `told_unlike(line)` of another worker that steps with other
-    hyperparameters. `elastic`: all make the same iterations (`bsp`, without sites), and data is dealt anew
-    among them. `fixed`: they do, and it is not (`bsp` between sites): who comes takes a lost worker's rank,
-    and its part of the data.
+    `entered()` fetches the parameters once this worker takes part, and returns the worker's next iteration.
+    `told_members(n)` hears the number of live workers. `told_unlike(line)` hears of another worker with
+    different hyperparameters. `elastic`: all workers make the same iterations (`bsp`, without sites), and
+    data is dealt anew among them. `fixed`: all make the same iterations without a new deal (`bsp` between
+    sites); a newcomer takes a lost worker's rank, and that worker's part of the data.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class NewParameters:
         self.clock = 0  # of the latest answer: a worker that joins late begins there
         self.staleness = 0.0  # the same answer's
         self.consumed = 0.0  # the most samples that an answer to the latest question has counted
-        # Told of the samples that an answer has counted, those of all workers:
+        # Called with the number of samples of all workers that an answer has counted:
         self.told_consumed: Callable[[float], None] = lambda _: None
         self._versions = self._seen()
         connection.shards.on(Parameters, self._handle)
@@ -298,7 +298,7 @@ class Exchange(Reducer):
         return NewParameters(self._chunks, connection)
 
     def _hear_consumed(self, consumed: float) -> None:
-        """The shards have counted so many samples."""
+        """Record the number of samples that the shards have counted."""
         self.consumed = max(self.consumed, consumed)
 
     def before_use(self, *_: object) -> None:
@@ -347,7 +347,7 @@ class Exchange(Reducer):
         self._weighed_by(message)
 
     def _weighed_by(self, counted: Committed) -> None:
-        """How contributions weigh, as the log says."""
+        """Record how contributions weigh, by the log's answer, and pass on a warning about counts."""
         self.count_alike = counted.alike
         if counted.counts:
             self._calls.counts_unlike(counted.counts)
@@ -403,7 +403,9 @@ class Exchange(Reducer):
         behind: int = 0,
         stand: WorkerStand | None = None,
     ) -> None:
-        """Have this iteration's contribution count. `stand` is where the script waits for the others'."""
+        """Commit this iteration's contribution to the log. `stand` is the place where the script waits for
+        the others.
+        """
         self.connection.shards.send(
             LOG,
             Commit(
@@ -422,7 +424,7 @@ class Exchange(Reducer):
         )
 
     def _stand(self) -> WorkerStand:
-        """This worker's place in its script: at the gradients of this iteration."""
+        """Return this worker's place in its script: at the gradients of this iteration."""
         return WorkerStand(
             self.connection.shards.worker, gradients_in(self.steps, waiting_line(), self._calls.epoch())
         )

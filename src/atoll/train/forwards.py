@@ -13,12 +13,12 @@ from atoll.train.samples import Seen, seen_in, tensors_in
 
 
 class ForwardHooks:
-    """Watches the forwards of `model` that autograd records; recomputations inside a backward are passed
-    over.
+    """Watches the forwards of `model` that autograd records. Recomputations inside a backward are ignored.
 
-    `before()` runs before each. When backward reaches what a forward gave, and will leave gradients in the
-    model's parameters (`accumulates()`; torch.autograd.grad does not), `reached(seen)` is called with what
-    the forward shows of its number of samples; None where a backward before has reached the forward already.
+    `before()` runs before each forward. When backward reaches a forward's output and will leave gradients in
+    the model's parameters, `reached(seen)` is called with the number of samples that the forward shows. It is
+    called with None where an earlier backward has reached the forward. `accumulates()` says whether a
+    backward leaves gradients; torch.autograd.grad does not.
     """
 
     def __init__(
@@ -60,8 +60,7 @@ class ForwardHooks:
 
 
 class _Reached:
-    """A gradient hook that calls `then(seen)` the first time that `condition()` holds, and `then(None)` from
-    then on."""
+    """A gradient hook that calls `then(seen)` when `condition()` is first True, `then(None)` afterwards."""
 
     def __init__(
         self, condition: Callable[[], bool], then: Callable[[Seen | None], None], seen: Seen

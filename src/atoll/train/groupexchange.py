@@ -107,9 +107,16 @@ class GroupReducer(RingReducer, Exchange):
         settings: Callable[[], Settings],
         pipeline: int = 0,
     ) -> None:
-        """`grouping` gives the hub's latest that this worker knows of; `told(grouping)` is called after a
-        step that was told to move to that one. `uplink` is sync.uplink, `pipeline` sync.pipeline;
-        `hyperparameters` gives the optimizer's, and `settings` those that members must have alike."""
+        """Connect a group's exchange.
+
+        Args:
+            grouping: returns the hub's latest grouping that this worker knows.
+            told: called with a grouping after a step that was told to move to it.
+            uplink: the configuration's sync.uplink.
+            pipeline: the configuration's sync.pipeline.
+            hyperparameters: returns the optimizer's hyperparameters.
+            settings: returns the hyperparameters that must be equal on all members.
+        """
         super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls, settings=settings)
         self._connect(connection, lazy=False)
         self.parameters.told_lost = self.lossy.answered
@@ -168,7 +175,9 @@ class GroupReducer(RingReducer, Exchange):
             self._move(told)
 
     def _weighed_by(self, counted: Committed) -> None:
-        """Only one member hears it from the log; `_take_word` tells all. Within the group the ring weighs."""
+        """Ignore the log's answer: only one member hears it, and `_take_word` tells all. The ring weighs
+        within the group.
+        """
 
     def join(self, contributor: int, what: str) -> None:
         """Take part in a new group's iterations, with the parameters that its leader is given for it."""
@@ -178,7 +187,7 @@ class GroupReducer(RingReducer, Exchange):
         self._joined(self._take_parameters(0, what).clock)
 
     def _take_parameters(self, clock: int, what: str, *, newest: bool = False) -> Answer:
-        """Take parameters as `NewParameters.pull` asks for them, on all members; `what` is waited for."""
+        """Take parameters on all members, asked for as in `NewParameters.pull`. `what` describes the wait."""
 
         def act() -> tuple[Answer, dict[int, Tensor]]:
             role = self.uplink.role(clock)

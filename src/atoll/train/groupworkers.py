@@ -20,8 +20,9 @@ _Parts = dict[int, bytes]  # by rank in the run
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
-    """What a member brings to its group: the number of its call, in words what that is, and the member's
-    place in its script."""
+    """A member's message to its group: the number of its call, the call in words, and the member's place in
+    its script.
+    """
 
     number: int
     what: str
@@ -53,8 +54,11 @@ class GroupWorkers(ServedWorkers):
         return self._group.world == 1 and self.is_called()
 
     def part(self) -> None:
-        """The log knows groups, which go on without a member that has ended; the others of the group find
-        where it has, and whether they may go on without it is for their next call to say."""
+        """Record this member's end in its group's store.
+
+        The log knows only groups, which go on without a member that has ended. The group's other members find
+        the record, and decide at their next call whether they may go on.
+        """
         if self._group.world == 1:
             super().part()
         else:
@@ -64,8 +68,11 @@ class GroupWorkers(ServedWorkers):
         """An iteration's word names groups, and not workers: those of the latest call stand."""
 
     def gather_group(self) -> None:
-        """Within a call, before it changes anything: returns when the whole group has come. Its first meeting
-        needs not wait for that again: all calls then take part in equally many collectives of the ring."""
+        """Wait, inside a call and before it changes anything, until the whole group has come.
+
+        The call's first meeting then skips this wait, so that all calls take part in equally many collectives
+        of the ring.
+        """
         self.gather_members()
         self._has_come = True
 
@@ -78,8 +85,10 @@ class GroupWorkers(ServedWorkers):
         self._ranks = [rank for rank in self._ranks if rank not in ranks] or [self.place.rank]
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Each live worker's bytes, in order of rank. Raises MismatchError where members of the group stand
-        elsewhere, or have ended."""
+        """Gather each live worker's bytes, in order of rank.
+
+        Raises MismatchError where members of the group stand at other places, or have ended.
+        """
         self.check_open()
         if self.late:
             return [payload]
@@ -123,14 +132,16 @@ class GroupWorkers(ServedWorkers):
         return first, msgspec.msgpack.decode(broadcast_bytes(channel, word, what, root), type=_Parts)
 
     def _judge_ended(self) -> MismatchError | None:
-        """Who stands where, if this worker is in a call, and members of a group with it have ended."""
+        """Return the error for a call of this worker that misses members of its group that have ended; else
+        None.
+        """
         ended, stand = self._group.ended, self._stand
         if not ended or stand is None or stand.kind != CALL or self._was_called_away:
             return None
         return MismatchError(describe_mismatch(dict(sorted({**ended, self.place.rank: stand}.items()))))
 
     def _tell_mismatch(self, mismatch: MismatchError) -> None:
-        """So that the other groups hear of it."""
+        """Send the mismatch to the log, which tells the other groups."""
         self._shards.send(LOG, Mismatch(line=str(mismatch)))
 
     def _check_same(self, said: Sequence[_Part]) -> None:

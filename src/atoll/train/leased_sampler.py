@@ -147,7 +147,7 @@ class LeasedSampler(Sampler[int]):
         return samples - filled
 
     def next_sizes(self) -> set[float]:
-        """As DealtSampler's."""
+        """Return the possible sizes of the next batch; see DealtSampler."""
         return self._sizes_seen.next(self.given - self._consumed)
 
     def _filled_among(self, first: int, count: int) -> int:

@@ -1,5 +1,7 @@
-"""Whether all workers draw the same random numbers in their forwards, and so the same dropout masks: each
-worker should have its own."""
+"""Detect workers that draw equal random numbers in their forwards, and so equal dropout masks.
+
+Each worker should draw its own masks.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ ALIKE = (
 
 
 def has_random_layers(modules: Iterable[nn.Module], *, training: bool = False) -> bool:
-    """Whether any module drops values at random: by its name (`nn.Dropout`), or by an attribute (`dropout` of
-    attention and recurrent layers, `drop_prob` of a DropPath). `training`: and is in training mode."""
+    """True where a module drops values at random.
+
+    A layer counts by its class name (`nn.Dropout`) or by an attribute (`dropout` of attention and recurrent
+    layers, `drop_prob` of a DropPath). With `training`, only modules in training mode count.
+    """
     return any(_is_random(module) for module in modules if module.training or not training)
 
 
@@ -31,8 +36,10 @@ def _is_random(module: nn.Module) -> bool:
 
 
 def digest_of_generators(device: torch.device) -> int:
-    """32 bits that tell whether two workers' generators of torch, on the CPU and on `device`, will draw alike
-    and have drawn alike."""
+    """Return a 32-bit digest of the states of torch's generators on the CPU and on `device`.
+
+    Two workers with equal digests have drawn equal numbers and will draw equal numbers.
+    """
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))

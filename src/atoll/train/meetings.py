@@ -14,7 +14,7 @@ from atoll.core.stands import call
 from atoll.train.workers import Reduction, Workers
 from atoll.wire.messages import WorkerStand
 
-# The call that a meeting belongs to where it is in none of the session's that all make, by what it is for.
+# The call that a meeting belongs to, by its purpose, for meetings outside the session's collective calls.
 _CALLS = {
     "the other workers' models": "session.prepare",
     "worker 0's parameters": "session.prepare",
@@ -54,7 +54,7 @@ class MeetingWorkers(Workers):
         put_bytes(held, memoryview(bytearray(first)))
 
     def _standing_for(self, what: str) -> WorkerStand:
-        """This worker's place in its script, which has come to a meeting for `what`."""
+        """Return this worker's place in its script, as it comes to a meeting for `what`."""
         name = next((name for start, name in _CALLS.items() if what.startswith(start)), what)
         return WorkerStand(self.place.rank, self._stand or call(name, waiting_line()))
 

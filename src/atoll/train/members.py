@@ -55,7 +55,7 @@ class WorkerMembers:
         replicas: Groups = (),
         ring: Ring | None = None,
     ) -> None:
-        """`number` is the model's, among those of a session, whose workers form `ring`."""
+        """`number` is the model's number in its session. `ring` are the workers that hold the model."""
         self._ring = ring
         self.rank, self.count, self.replicas = place.rank, place.world, replicas
         self.fetched = self.sent = 0  # bytes: of payloads fetched, and sent in collectives

@@ -117,7 +117,7 @@ class Tiers:
         of_group: str = "",
         ring: Ring | None = None,
     ) -> None:
-        """`of_group`: as `_of_group`; `ring` is the members', if there are any."""
+        """`of_group` names the group whose workers are the members. `ring` is the members' ring, if any."""
         self._memory, self._connect, self._of_group, self.ring = memory, connect, of_group, ring
         self._members: WorkerMembers | None = None
         self._plan: MemoryPlan | None = None  # where there are members

@@ -152,7 +152,7 @@ class Message:
             chunk.again()
 
     def take_anew(self) -> None:
-        """Its gradients are to be scaled otherwise."""
+        """Mark the message's gradients to be scaled again, by another factor."""
         for chunk in self.chunks:
             chunk.taken = 0
 
@@ -174,8 +174,10 @@ class Message:
 
 
 def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> list[Message]:
-    """Messages of neighbouring chunks of one dtype, each of `at_least` bytes where there are so many; with
-    room for an agreement that has `more` values beside its HEAD and those for messages and parameters."""
+    """Group neighbouring chunks of one dtype into messages of `at_least` bytes where possible.
+
+    Each message has room for an agreement: HEAD values, one for each message and parameter, and `more`.
+    """
     groups: list[list[BoundChunk]] = []
     for bound in chunks:
         small = groups and sum(member.chunk.nbytes for member in groups[-1]) < at_least

@@ -1,8 +1,8 @@
-"""What tells a session's models apart after a restart: models of equal shapes could load each other's values.
+"""Tell a session's models apart after a restart: models of equal shapes could load each other's values.
 
-A module has no name of its own. So a checkpoint records of each model the name that the script gave it
-(`session.prepare(name=...)`), and what a restarted script can be compared with: the variables that hold the
-model, its class, the script's line, and a digest of its initial values.
+A module has no name of its own. So a checkpoint records the name that the script gave each model
+(`session.prepare(name=...)`), and further signs to compare a restarted script with: the variables that hold
+the model, its class, the script's line, and a digest of the model's initial values.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ _SAMPLED = 16  # values of each parameter that the digest is of
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where a model comes from. `held_as`: the variables, attributes and keys by which the script reaches
-    it; `values`: a digest of its values at `session.prepare`, empty where they are not in memory."""
+    """The signs by which a model is recognized after a restart.
+
+    `held_as` are the variables, attributes and keys by which the script reaches the model. `kind` is the
+    model's class and `line` the script's line. `values` is a digest of the values at `session.prepare`, empty
+    where they are not in memory.
+    """
 
     name: str
     held_as: list[str]
@@ -36,7 +40,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def origin_of(model: nn.Module, name: str) -> Origin:
-    """The origin of a model that the script is about to prepare."""
+    """Return the origin of a model that the script is about to prepare."""
     module: nn.Module = getattr(model, "_orig_mod", model)
     held_as = sorted(
         {held for each in {id(model): model, id(module): module}.values() for held in _names(each)}
@@ -48,11 +52,12 @@ def origin_of(model: nn.Module, name: str) -> Origin:
 def positions_of(
     saved: Sequence[Origin], present: Sequence[Origin], is_alike: Callable[[int, int], bool], where: str
 ) -> list[int]:
-    """For each model of the session its number in the checkpoint: by name where both have names, else by
-    order. `is_alike(first, second)`: whether two of the session's models could load each other's values.
+    """Return each session model's number in the checkpoint: by name where both have names, else by order.
 
-    Raises CheckpointError, which begins with `where`, for names that are not the same, and where two models
-    that are alike stand in each other's place.
+    `is_alike(first, second)` says whether two of the session's models could load each other's values.
+
+    Raises CheckpointError, whose message begins with `where`, if the names differ, or if two models that are
+    alike were prepared in another order.
     """
     by_name = {origin.name: index for index, origin in enumerate(saved) if origin.name}
     named = [origin.name for origin in present if origin.name]
@@ -84,8 +89,9 @@ _Pair = tuple[Origin, Origin]
 
 
 def _exchange(saved: _Pair, present: _Pair) -> str:
-    """In words, how two models stand in each other's place, by the first sign that tells the two apart; empty
-    where they do not."""
+    """Describe how two models have changed places, by the first sign that tells them apart; empty if they
+    have not.
+    """
     for what, sign in (("variables", _variables), ("classes", _class), ("initial values", _values)):
         (was_first, was_second), (first, second) = sign(*saved), sign(*present)
         straight = bool(was_first & first) and bool(was_second & second)
@@ -119,8 +125,11 @@ def _values(one: Origin, other: Origin) -> _Sign:
 
 
 def _names(model: nn.Module) -> Iterator[str]:
-    """What the script calls `model`: variables in the frames of its code on this thread's stack, and entries
-    and attributes of what these hold."""
+    """Yield the script's names for `model`.
+
+    These are variables in the frames of the script on this thread's stack, and keys and attributes of their
+    values.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_script(frame.f_code.co_filename):
@@ -133,8 +142,10 @@ def _names(model: nn.Module) -> Iterator[str]:
 
 
 def _inside(holder: object, model: nn.Module) -> Iterator[str]:
-    """The keys and attributes by which `holder` has the model. A place in a list is no name: it is the order
-    that a name is to tell."""
+    """Yield the keys and attributes by which `holder` holds the model.
+
+    An index in a list is no name: names are there to check the order.
+    """
     if type(holder) is dict:
         if len(holder) <= _MOST_ENTRIES:
             yield from (f"[{key!r}]" for key, value in holder.items() if value is model and type(key) is str)

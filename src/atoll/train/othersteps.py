@@ -1,7 +1,7 @@
-"""Steps of prepared parameters by optimizers that `session.prepare` was not given.
+"""Detect steps on prepared parameters by optimizers that `session.prepare` was not given.
 
-An optimizer in backward (a hook that steps and zeroes its parameter's gradient as it comes) steps with this
-worker's own gradient, so the workers' models part without a word. The same is true of a second optimizer
+An optimizer in backward (a hook that steps each parameter as its gradient comes, then zeroes the gradient)
+uses this worker's own gradient, so the workers' models diverge in silence. A second optimizer does the same
 wherever `p.grad` is not the mean, or the steps are made elsewhere.
 """
 
@@ -19,10 +19,10 @@ from atoll.core.scriptline import at_script_line, script_line
 
 
 class OtherSteps:
-    """Refuses, until `close`, a step of one of `parameters` (by name) by another optimizer than `optimizer`.
+    """Refuses steps on the named `parameters` by any optimizer except `optimizer`, until `close`.
 
-    While `shows_mean()` holds, every worker's `p.grad` is the mean and such a step is the same everywhere: it
-    is refused only within a backward, and otherwise said once, by `warn_once(subject, line)`.
+    While `shows_mean()` is True, `p.grad` is the mean on every worker, and every worker makes an equal step.
+    Such a step is refused only inside a backward; otherwise `warn_once(subject, line)` warns of it once.
     """
 
     def __init__(

@@ -21,14 +21,15 @@ _joins = itertools.count()
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place in its group. `store` is where the group meets; None: alone, with no group at all.
+    """A worker's place in its group.
 
-    `host` is the IP address by which the others reach this worker;
-    empty: c10d finds one itself.
+    `store` is where the group meets; None: this worker is alone, without a group.
 
-    `watch` raises where this group is known to be broken; None: a group that loses a member ends. Where
-    groups go on without members, `names` are the ranks that the members had at first, by which messages call
-    them. `standing` finds out where the others stand in their scripts, in a group that has a Ring.
+    `host` is the IP address by which the others reach this worker; empty: c10d finds one.
+
+    `watch` raises where this group is known to be broken; None: the group ends with its first loss. Where
+    groups go on without lost members, `names` are the members' first ranks, by which messages call them.
+    `standing` compares the members' places in their scripts, in a group with a Ring.
     """
 
     rank: int = 0
@@ -51,10 +52,10 @@ class Place:
 
     @staticmethod
     def from_environment(timeout: float, environment: Mapping[str, str] | None = None) -> Place:
-        """The place that torchrun's variables describe; alone when there are none.
+        """Return the place that torchrun's variables describe; alone without such variables.
 
-        `timeout` is in seconds. Raises ConfigError when they are incomplete or contradict each other,
-        DeadlineError when the other workers do not come, UserError where they could not reach one another.
+        `timeout` is in seconds. Raises ConfigError for incomplete or contradictory variables, DeadlineError
+        where the other workers do not come, and UserError where they could not reach each other.
         """
         environment = os.environ if environment is None else environment
         if "WORLD_SIZE" not in environment and "RANK" not in environment:

@@ -56,15 +56,18 @@ _EDITED = (
 
 
 class Prepared:
-    """What `session.prepare` makes of one (model, optimizer) pair.
+    """One (model, optimizer) pair that `session.prepare` has prepared.
 
-    With `tiers`, the model lies in chunks there, by a strategy of theirs in place of `strategy`; where that
-    is None, it is as without. `backward` is the session's. `epoch_of(self)` is that
-    of its batch. `counted(self, seen)` is called when backward
-    reaches a batch, and says how many samples count (None: that is not known) and how certain that is;
-    `counts_unlike(line)` as a reducer's Calls have it; `whole(self)` when an iteration is;
-    `begins_step(self)` before each optimizer step and `stepped(self)` after it, and `skipped(reason)` when
-    the policy on NaN and infinities left one out. `warn_once(subject, line)` tells people a line once."""
+    With `tiers`, the model's chunks lie in these tiers, and a strategy of the tiers replaces `strategy`.
+    Without that strategy, the model trains as if without tiers. `backward` is the session's. `epoch_of(self)`
+    is the epoch of the present batch.
+
+    `counted(self, seen)` is called when backward reaches a batch. It returns the number of samples (None:
+    unknown) and how certain that number is. `counts_unlike(line)` is that of a reducer's Calls. `whole(self)`
+    is called when an iteration is whole, `begins_step(self)` before each optimizer step, and `stepped(self)`
+    after it. `skipped(reason)` is called when the policy on NaN and infinities has skipped a step.
+    `warn_once(subject, line)` prints a line once.
+    """
 
     def __init__(
         self,
@@ -220,8 +223,10 @@ class Prepared:
         return self.stepper.loading() if isinstance(self.stepper, RemoteOptimizer) else nullcontext()
 
     def give_back(self) -> None:
-        """Have the optimizer's state here, where it lives elsewhere and the worker holds that much: after the
-        session a plain optimizer goes on from it."""
+        """Bring the optimizer's state here from elsewhere, where this worker can hold it.
+
+        After the session a plain optimizer goes on from the state.
+        """
         if isinstance(self.stepper, RemoteOptimizer) and not self._in_tiers:
             self.stepper.give_back()
 
@@ -306,8 +311,10 @@ class Prepared:
         self._backward.before_forward()
 
     def _check_homes(self) -> None:
-        """Raise BindingError where the module has other parameters; not within torch.func.functional_call,
-        which puts other tensors in their place for its length."""
+        """Raise BindingError where a parameter of the module was replaced.
+
+        torch.func.functional_call replaces parameters for its duration, and is allowed.
+        """
         for held, attribute, parameter, name in self._homes:
             if held.get(attribute) is not parameter and not _is_within_functional_call():
                 raise BindingError(
@@ -326,7 +333,7 @@ class Prepared:
             self._backward.arm()
 
     def _gradient_came(self) -> None:
-        """Autograd hands over a gradient."""
+        """Note that autograd has delivered a gradient, and arm the reduction."""
         if self._came_in != self._backward.number:
             self._came_in = self._backward.number
             if self._reached_in != self._came_in:
@@ -362,7 +369,7 @@ class Prepared:
             finite = self.tiers.fitted.are_finite() or _all_finite(gradients)
         else:
             finite = self.norm.says_finite() or _all_finite(gradients)
-        # What a GradScaler finds it has left out, here by a fused optimizer. It may have looked before the
+        # A GradScaler has skipped the step, here by a fused optimizer. It may have looked before the
         # script wrote a NaN.
         found = getattr(self.optimizer, "found_inf", None)
         if finite or (found is not None and bool(found)):

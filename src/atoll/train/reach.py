@@ -1,7 +1,7 @@
-"""At which of its addresses a worker that torchrun started is reached by workers on other machines.
+"""Choose the address at which workers on other machines reach a worker that torchrun started.
 
-Gloo listens where the machine's own name leads to. On many systems that is 127.0.1.1, where only this machine
-finds it: workers on other machines would try that address until the deadline, and then the next.
+Gloo listens at the address of the machine's own name. On many systems that address is 127.0.1.1, which only
+this machine reaches. Workers on other machines would try it until the deadline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Short = Annotated[str, Meta(max_length=256)]
 
 
 class Whereabouts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The machine that a worker is on, by an id and by its name, and the address at which it would listen."""
+    """A worker's machine, by id and by name, and the address at which the worker would listen."""
 
     machine: _Short
     name: _Short
@@ -34,7 +34,7 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def is_hidden(self) -> bool:
-        """Whether no other machine reaches it there."""
+        """True where no other machine reaches the address."""
         try:
             return ipaddress.ip_address(self.address).is_loopback
         except ValueError:  # none is known, or an interface was chosen
@@ -42,7 +42,7 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 def whereabouts() -> Whereabouts:
-    """This process's, as c10d would have it listen."""
+    """Return this process's machine, and the address that c10d would choose."""
     name = socket.gethostname()
     return Whereabouts(_machine() or name, name, "" if os.environ.get(INTERFACE_VARIABLE) else _default(name))
 
@@ -55,11 +55,13 @@ def host_among(
     timeout: float,
     route: Callable[[str], str] = lambda address: own_address(f"tcp://{address}:1"),
 ) -> str:
-    """The address at which this worker is to listen; empty where c10d's own choice will do. A collective of
-    all workers, over `store`. `route(address)` is this machine's own address on the way to another.
+    """Return the address at which this worker must listen; empty where c10d's own choice will do.
 
-    Raises DeadlineError where not all come within `timeout` seconds, and UserError where a worker could not
-    be reached by those on another machine.
+    A collective of all workers, over `store`. `route(address)` is this machine's own address on the way to
+    another.
+
+    Raises DeadlineError where a worker does not come within `timeout` seconds, and UserError where workers on
+    another machine cannot reach a worker.
     """
     store = PrefixStore("reach", store)
     seen = _exchange(store, "first", rank, world, own, timeout)
@@ -87,7 +89,7 @@ _decoder = msgspec.msgpack.Decoder(Whereabouts)
 def _exchange(
     store: Store, what: str, rank: int, world: int, own: Whereabouts, timeout: float
 ) -> list[Whereabouts]:
-    """What all workers say, by rank."""
+    """Exchange `own` with all workers; returns every worker's entry, by rank."""
     keys = [f"{what}/{each}" for each in range(world)]
     store.set(keys[rank], msgspec.msgpack.encode(own))  # type: ignore[arg-type]
     try:
@@ -110,8 +112,7 @@ def _missing(store: Store, keys: Sequence[str]) -> str:
 
 
 def _machine() -> str:
-    """What is the same for processes that reach each other by the loopback interface; empty where the system
-    does not say."""
+    """Identify the network namespace in which processes share a loopback interface; empty where unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
@@ -120,7 +121,7 @@ def _machine() -> str:
 
 
 def _default(name: str) -> str:
-    """The first address of this name at which this machine can listen, as c10d looks for it."""
+    """Return the first address of this name at which this machine can listen. c10d makes this choice too."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:

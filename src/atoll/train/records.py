@@ -113,10 +113,10 @@ class Records:
         self.emit(events.Warned, message=line)
 
     def warn_once(self, subject: str, line: str) -> None:
-        """Tell people `line` unless this worker has warned of `subject` before, from any thread.
+        """Print `line` unless this worker has warned of `subject` before, from any thread.
 
-        Workers that must all be heard include their number in the line; where one word is enough, the first
-        worker (`Workers.is_first`) calls this alone.
+        Where each worker's warning matters, the line includes the worker's number. Where one warning is
+        enough, only the first worker (`Workers.is_first`) calls this.
         """
         if subject not in self._warned_of:
             self._warned_of.add(subject)

@@ -29,18 +29,19 @@ from atoll.train.samples import Contribution
 
 @dataclass(frozen=True)
 class Calls:
-    """What a reducer asks and tells.
+    """The services that a reducer asks for and the events that it reports.
 
-    `arm()` as gradients come, so that `reduce` is called when their backward ends;
-    `contribution(has_gradient)` once for each reduction; `committed(own, samples)` with this worker's
-    contribution and the group's samples when the iteration is whole; `leaving()` before gradients leave;
-    `dropped()` where hooks of the script's have left none of the gradients of a backward; `edited()` where
-    the script has changed all gradients between two backwards that come before one reduction;
-    `reduce(reducer)` before a step whose gradients no backward has reduced.
-    `counts_unlike(line)` where workers count alike in a mean that would be another one by their counts: what
-    people are to be told of it. `epoch()` is that of the batch which this worker trains on; below 0: not
-    known. `unscaled()` is by what a GradScaler divides the gradients of the step under way; 1 without one.
-    `buffers` are the model's; None: nobody takes any.
+    `arm()` is called as gradients come, so that `reduce` runs when their backward ends.
+    `contribution(has_gradient)` is called once for each reduction. `committed(own, samples)` reports this
+    worker's contribution and the group's samples when the iteration is whole. `leaving()` is called before
+    gradients leave. `dropped()` reports that hooks of the script have left no gradient of a backward.
+    `edited()` reports that the script has changed all gradients between two backwards that come before one
+    reduction. `reduce(reducer)` is called before a step whose gradients no backward has reduced.
+
+    `counts_unlike(line)` is called with a warning where workers count alike in a mean that their counts would
+    change. `epoch()` is the epoch of the batch on which this worker trains; below 0: unknown. `unscaled()` is
+    the factor by which a GradScaler divides the gradients of the step under way; 1 without one. `buffers` are
+    the model's; None: no worker takes any.
     """
 
     arm: Callable[[], None]
@@ -57,9 +58,9 @@ class Calls:
 
 
 class Reducer:
-    """The gradients of one model's trainable chunks, where there is nobody to reduce them with.
+    """The gradients of one model's trainable chunks, on a worker without others to reduce with.
 
-    `consumed` counts the samples of all workers in the run so far, as far as this worker has heard of them.
+    `consumed` counts the samples of all workers in the run so far, as far as this worker knows.
     """
 
     sums_samples = True  # each iteration's samples are those of all; else `consumed` is told in another way
@@ -80,7 +81,7 @@ class Reducer:
 
     @property
     def is_within(self) -> bool:
-        """Whether an iteration's gradients are reduced, and its step is not made."""
+        """True between reduction and optimizer step."""
         return self._reduced
 
     def close(self) -> None:
@@ -90,12 +91,16 @@ class Reducer:
 
     @property
     def shows_mean(self) -> bool:
-        """Whether every worker's `p.grad` is the mean over all, with which each steps its own copy."""
+        """True where every worker's `p.grad` is the mean over all, and each worker steps its own copy with
+        the mean.
+        """
         return False
 
     def check_bound(self, closely: bool = True) -> None:
-        """Raise BindingError if a parameter's dtype or device is another than its chunk's. `closely`: look at
-        each one, and take in the values of those that have left their chunk."""
+        """Raise BindingError where a parameter's dtype or device differs from its chunk's.
+
+        With `closely`, check each parameter, and accept the values of parameters that have left their chunk.
+        """
         for bound in self._chunks:
             if closely:
                 bound.check()
@@ -133,7 +138,7 @@ class Reducer:
 
     def _contribute(self) -> Contribution:
         if self._own is None:
-            # Where hooks of the script's have dropped all of them, zeros take part in the mean.
+            # Where the script's hooks have dropped all gradients, zeros take part in the mean.
             has_gradient = self.unsent or self._has_gradients()
             self._own = self._calls.contribution(has_gradient)
         return self._own
@@ -142,17 +147,20 @@ class Reducer:
         return any(parameter.grad is not None for parameter in self._trained())
 
     def look(self) -> None:
-        """A backward has ended: see whether anything is left of the gradients that came."""
+        """Check at the end of a backward whether the script's hooks have dropped all gradients."""
         if self.unsent and not self._has_gradients():
             self._calls.dropped()
 
     def note_edits(self) -> None:
-        """A backward under no_sync has ended: see the gradients as they are now."""
+        """Remember the gradients' versions at the end of a backward under no_sync."""
         self._edits_seen = self._edits()
 
     def look_for_edits(self) -> None:
-        """More gradients are to come, or the reduction: see whether the script has changed all of them since,
-        as torch.nn.utils.clip_grad_norm_ does. Zeros are those of `zero_grad`."""
+        """Detect edits before more gradients come or the reduction begins.
+
+        Edits are reported where the script has changed all gradients since `note_edits`, as
+        torch.nn.utils.clip_grad_norm_ does. Zeros do not count: `zero_grad` writes them.
+        """
         seen, self._edits_seen = self._edits_seen, []
         if not seen:
             return
@@ -165,7 +173,7 @@ class Reducer:
         return (parameter for bound in self._chunks for parameter in bound.parameters)
 
     def _edits(self) -> list[int | None]:
-        """How often each gradient was written into; None where there is none."""
+        """Return how often each gradient was written into; None for a parameter without a gradient."""
         gradients = (parameter.grad for parameter in self._trained())
         return [None if gradient is None else edits_of(gradient) for gradient in gradients]
 
@@ -231,7 +239,7 @@ class Reducer:
         return [f"{name!r} on worker {rank}" for name in names[:1]]
 
     def refuse(self) -> None:
-        """The policy on NaN and infinities leaves this iteration out."""
+        """Leave this iteration out, by the policy on NaN and infinities."""
 
     def clipped(self, max_norm: float, norm_type: float) -> None:
         """The script has clipped this iteration's gradients."""

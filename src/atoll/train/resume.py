@@ -47,10 +47,10 @@ class Stateful(Protocol):
 
 
 def state_of(name: str, stateful: Stateful) -> Any:
-    """The state of what was registered under `name`.
+    """Return the state of the object registered under `name`.
 
-    Raises CheckpointError, by that name and the key, for what a checkpoint cannot hold, or where the object's
-    own `state_dict` raises.
+    Raises CheckpointError, with the name and the key, where a checkpoint cannot hold the state, or where the
+    object's own `state_dict` raises.
     """
     try:
         state = stateful.state_dict()
@@ -63,13 +63,13 @@ def state_of(name: str, stateful: Stateful) -> Any:
 
 
 def check_state(name: str, stateful: Stateful) -> None:
-    """Raise UserError where the state of what is registered under `name` can be in no checkpoint.
+    """Raise UserError where no checkpoint can hold the state of the object registered under `name`.
 
-    An object whose `state_dict` raises may have a state later, and is let pass.
+    An object whose `state_dict` raises passes, because it may have a state later.
     """
     try:
         state = stateful.state_dict()
-    except Exception:
+    except Exception:  # the object's own code: `state_of` reports this error when a checkpoint is written
         return
     try:
         check_encodable(state, f"registered {name!r}: state")
@@ -106,9 +106,11 @@ class TrainingState:
             tiers.sync(what)
 
     def unify(self, what: str, *, registered: bool = False) -> None:
-        """Let all workers have the first one's buffers, and the tensors of modules that are `registered`,
-        where they differ. A collective; tensors that are not of one shape on all workers stay each worker's
-        own."""
+        """Give all workers the first worker's buffers where they differ; with `registered`, also tensors of
+        registered modules.
+
+        A collective. A tensor whose shape differs between workers stays each worker's own.
+        """
         named = self._of_each_worker(registered)
         if not named or self._workers.alone:
             return
@@ -128,7 +130,7 @@ class TrainingState:
             prepared.buffers.settle()
 
     def _of_each_worker(self, registered: bool) -> dict[str, Tensor]:
-        """What workers may have each of its own, by name: see `unify`."""
+        """Return, by name, the tensors of which each worker may have its own; see `unify`."""
         named = {
             f"{index} {name}": tensor
             for index, prepared in enumerate(self.prepared)
@@ -142,8 +144,11 @@ class TrainingState:
         return named
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """The first worker writes. Raises on every worker CheckpointError if it cannot, and UserError if
-        workers give different folders."""
+        """Write a checkpoint on the first worker.
+
+        Raises CheckpointError on every worker if the write fails, and UserError if workers give different
+        folders.
+        """
         failure, own = "", dict[str, Any]()
         try:
             own = self._own_state()
@@ -189,8 +194,11 @@ class TrainingState:
     def _in_own_order(
         self, model: dict[str, Any], trees: dict[str, Any], where: str
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The same, with the models in this session's order. Raises CheckpointError where names differ, and
-        where models that are alike were prepared in another order."""
+        """Return `model` and `trees` with the models in this session's order.
+
+        Raises CheckpointError where names differ, or where models that are alike were prepared in another
+        order.
+        """
         order = self._positions(trees, where)
         if order == list(range(len(self.prepared))):
             return model, trees
@@ -208,7 +216,7 @@ class TrainingState:
         }, ordered
 
     def _positions(self, trees: Mapping[str, Any], where: str) -> list[int]:
-        """For each of this session's models its number in what was saved."""
+        """Return, for each of this session's models, its number in the checkpoint."""
         saved = trees["state"].get("models")
         if saved is None or len(saved) != len(self.prepared):  # an older checkpoint; or refused later
             return list(range(len(self.prepared)))
@@ -220,7 +228,7 @@ class TrainingState:
         return positions_of(origins, own, self._are_alike, where)
 
     def _are_alike(self, first: int, second: int) -> bool:
-        """Whether two of the models could load each other's values."""
+        """True where two models could load each other's values."""
         one, other = self.prepared[first], self.prepared[second]
         shapes = [{n: tuple(p.shape) for n, p in each.parameters.items()} for each in (one, other)]
         return shapes[0] == shapes[1] and type(one.optimizer) is type(other.optimizer)
@@ -264,8 +272,11 @@ class TrainingState:
         self._put_back_schedules(state)
 
     def _put_back_schedules(self, state: Mapping[str, Any]) -> None:
-        """How many samples were consumed, and the schedules that go by them, whose schedulers are put back.
-        A checkpoint of an Atoll that did not count them has the schedulers' places alone."""
+        """Restore the number of consumed samples, and the schedules that follow it. Their schedulers are
+        loaded before.
+
+        A checkpoint from an older Atoll has no such number; then the schedulers' positions give it.
+        """
         saved = list(state.get("schedules", ()))
         for number, schedule in enumerate(self.schedules):
             schedule.loaded(saved[number] if number < len(saved) else None)
@@ -283,8 +294,10 @@ class TrainingState:
                 schedule.follow(prepared.reducer.consumed)
 
     def check_givable(self) -> None:
-        """Raise CheckpointError for what no newcomer could be given and no checkpoint hold, by name; tensors
-        are not copied."""
+        """Raise CheckpointError, by name, for a state that no checkpoint can hold and no newcomer be given.
+
+        Tensors are not copied.
+        """
         for prepared in self.prepared:
             optimizer, name = prepared.optimizer, type(prepared.optimizer).__name__
             for number, group in enumerate(optimizer.param_groups):
@@ -422,7 +435,7 @@ class TrainingState:
         self.rank, self.world = rank, world
 
     def _collect(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """What differs between workers, and what is found only with the others."""
+        """Collect the parts of a checkpoint that differ between workers or need a collective."""
         given = [os.fsdecode(path), str(Path(os.fsdecode(path)).resolve())]
         everyone = self._workers.gather([given, self.places()], "session.save (the workers' samplers)")
         _check_one_folder(self._workers.ranks, [each for each, _ in everyone])
@@ -527,8 +540,10 @@ def _check_alike(ranks: Sequence[int], everyone: Sequence[tuple[int, str, str]])
 
 
 def _check_one_folder(ranks: Sequence[int], given: Sequence[tuple[str, str]]) -> None:
-    """Raise UserError unless all workers name one folder: each gives a path, as it stands and absolute. A
-    relative path is one name also where the workers' working directories differ."""
+    """Raise UserError unless all workers name one folder, each by its path as given and as absolute path.
+
+    A relative path counts as one folder even where the workers' working directories differ.
+    """
     path, absolute = given[0]
     for rank, (other, its_absolute) in zip(ranks, given, strict=True):
         if os.path.normpath(other) != os.path.normpath(path) and its_absolute != absolute:

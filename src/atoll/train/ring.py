@@ -35,7 +35,7 @@ from atoll.train.ringbytes import gather_bytes
 from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
 
-# A sum of float16 gradients over their mean is between these: else it might overflow, or lose small ones.
+# Bounds on (sum / mean) of float16 gradients: beyond them the sum may overflow or lose small values.
 _HALF_RANGE = (1 / 16, 2.0)
 _STEPS = 4096  # steps are compared by their remainder, which a float32 holds for any number of workers
 
@@ -69,8 +69,10 @@ class RingReducer(SendingReducer):
         boundary: Boundary | None = None,
         settings: Callable[[], Settings] = list,
     ) -> None:
-        """It is for model `number` of the session; all of them share a `boundary`. `settings()` gives the
-        hyperparameters of its optimizer, which members must have alike."""
+        """Reduce over `ring` for model `number` of the session; all models share a `boundary`.
+
+        `settings()` returns the optimizer's hyperparameters, which must be equal on all members.
+        """
         self._buffers = calls.buffers
         super().__init__(chunks, calls, message_bytes)
         self._ring, self._number = ring, number
@@ -78,7 +80,7 @@ class RingReducer(SendingReducer):
         self._order_is_measured = False
         self._generation = ring.generation  # of the ring that this iteration's messages leave in
         self._reference = 1.0  # the last iteration's sum of weights, or number of workers if they count alike
-        # By which this iteration's gradients are scaled, until the agreement shows what is right:
+        # The scale of this iteration's gradients, until the agreement gives the right one:
         self._scaled_alike, self._scaled_by = False, 1.0
         self._has_half = any(chunk.dtype == torch.float16 for chunk in chunks)
         self._counts_told = False  # the line on counts that differ; alike on all members
@@ -120,7 +122,7 @@ class RingReducer(SendingReducer):
         return True
 
     def _scale_as_before(self, own: Contribution) -> None:
-        """Scale gradients as turned out to be right in the iteration before."""
+        """Scale gradients by the factor that was right in the last iteration."""
         if self._ring.world == 1 and own.weight > 0:  # a mean over one is what it was, to the bit
             self._reference = own.counts_alike if self.count_alike else own.weight
         self._scaled_alike, self._scaled_by = self.count_alike, self._reference
@@ -160,7 +162,7 @@ class RingReducer(SendingReducer):
         self._ring_is_whole(own, agreed)
 
     def _where(self) -> Stand:
-        """This worker's place in its script, while it reduces."""
+        """Return this worker's place in its script while it reduces."""
         model = "" if self.sends_early else f"model {self._number + 1}"  # of several
         return gradients(self.steps, waiting_line(), model=model)
 
@@ -200,8 +202,12 @@ class RingReducer(SendingReducer):
         return agreed, self._measured_order()
 
     def _is_scaled_wrongly(self, agreed: Agreement) -> bool:
-        """Whether gradients were scaled for another mean than the one that is right, and not the same one; or
-        so that float16 may not hold their sum, as in the first iteration."""
+        """True where gradients were scaled for another mean than the right one, or where float16 may not hold
+        their sum.
+
+        The latter happens in the first iteration, for example. A scale for another mean is right where both
+        means are equal.
+        """
         if self._scaled_alike == agreed.certainty.certain and not agreed.certainty.equal:
             return True
         part = agreed.workers_or_weight(self._scaled_alike) / self._scaled_by
@@ -222,7 +228,7 @@ class RingReducer(SendingReducer):
         )
 
     def _take_over(self, agreed: Agreement) -> None:
-        """What comes with the iteration beside gradients."""
+        """Apply the data that came with the iteration besides gradients."""
         self.count_alike = not agreed.certainty.certain
         told = take_beside(agreed.beside, self._buffers, self.steps, self._calls.counts_unlike)
         self._counts_told = self._counts_told or told
@@ -340,7 +346,7 @@ class RingReducer(SendingReducer):
         return agreement
 
     def _refuse_other_steps(self) -> NoReturn:
-        """The workers' gradients are of different steps: raise, with the line of who stands where."""
+        """Raise the error for workers whose gradients are of different steps, with each worker's place."""
         ring, own = self._ring, encode_stand(self._where())
         said = gather_bytes(ring.agreement, own, "the places of all workers")
         stands = {ring.place.name_of(rank): decode_stand(raw) for rank, raw in enumerate(said)}
@@ -364,8 +370,9 @@ class RingReducer(SendingReducer):
         return {**super().state_dict(), "reference": self._reference, "count_alike": self.count_alike}
 
     def member_state(self) -> dict[str, Any]:
-        """And the order in which messages leave, where it is measured; whether the loop begins here; and
-        whether people were told of counts."""
+        """Add the measured order of messages, whether the loop begins with this model, and whether counts
+        were reported.
+        """
         order = [message.id for message in self._order] if self._order_is_measured else []
         begins = self._boundary.begins_with == self._number
         told = self._counts_told
@@ -402,8 +409,10 @@ class RingReducer(SendingReducer):
 
 
 def refuse_unlike_members(ring: Ring, own: Word, what: str) -> None:
-    """Raise where members made unlike things of a mean, as `refuse_unlike`, by each one's `own` word. A
-    collective."""
+    """Raise where members treated a mean differently, by each member's `own` word; see `refuse_unlike`.
+
+    A collective.
+    """
     said = gather_bytes(ring.agreement, msgspec.msgpack.encode(own), what)
     names = [str(ring.place.name_of(rank)) for rank in range(ring.world)]
     refuse_unlike([msgspec.msgpack.decode(one, type=Word) for one in said], names)
@@ -411,8 +420,11 @@ def refuse_unlike_members(ring: Ring, own: Word, what: str) -> None:
 
 @dataclass(frozen=True)
 class Beside:
-    """What comes with an iteration where there is any: what each worker has `counted`, by its name, where the
-    counts differ and are not certain; and the buffers to be taken over, by index, with their bytes."""
+    """Optional data that comes with an iteration.
+
+    `counted` has each worker's count of samples in words, by name, where counts differ and are not certain.
+    `buffers` has the indices of buffers to take over, and their bytes.
+    """
 
     counted: dict[int, str]
     buffers: tuple[list[int], Tensor] | None = None
@@ -428,9 +440,20 @@ def tell_beside(
     steps: int,
     tells: bool,
 ) -> Beside:
-    """Tell one another what an agreement has no room for. `summed` is what all said of their `buffers`;
-    `tells`: people are to be told what was counted. The buffers are those of the first worker that has a
-    batch. A collective, of which all members know alike which parts it has."""
+    """Exchange data that has no room in an agreement.
+
+    The buffers are those of the first worker with a batch. A collective: all members decide alike which data
+    it carries.
+
+    Args:
+        ring: the ring of members.
+        own: this worker's contribution.
+        certainty: how certain the members' weights are.
+        buffers: the model's buffers, or None.
+        summed: the summed `said` values of the members' buffers.
+        steps: the number of the iteration.
+        tells: True where a warning is to say what was counted.
+    """
     channel = ring.agreement
     words: dict[int, str] = {}
     if tells and not certainty.certain and not certainty.equal:
@@ -454,7 +477,7 @@ def tell_beside(
 def take_beside(
     beside: Beside, buffers: ModelBuffers | None, steps: int, counts_unlike_told: Callable[[str], None]
 ) -> bool:
-    """Do what `tell_beside` has brought; whether people were told of counts."""
+    """Apply the data of `tell_beside`; returns whether a warning on counts was given."""
     if beside.counted:
         counts_unlike_told(counts_unlike(f"iteration {steps}", beside.counted))
     if buffers is not None:
@@ -472,9 +495,11 @@ def head_of(
     treatments: Treatments,
     epoch: int = -1,
 ) -> list[float]:
-    """The first HEAD values of what a worker says in an agreement: its contribution, its number of steps,
-    whether it has gradients, whether newcomers wait, what it made of the mean before, and the `epoch` of its
-    batch."""
+    """Encode the first HEAD values of a worker's part in an agreement.
+
+    They are the contribution, the number of steps, whether the worker has gradients, whether newcomers wait,
+    the treatment of the last mean, and the `epoch` of the batch.
+    """
     head = [own.weight, own.samples, float(steps % _STEPS), float(has_gradient), float(awaited)]
     head += own.said() + treatments.said(epoch)
     assert len(head) == HEAD
@@ -482,9 +507,12 @@ def head_of(
 
 
 class Agreement:
-    """The workers' sums for one iteration: weight, samples, steps, how many have gradients, how many know of
-    newcomers, how certain weights are, what each made of the mean before, dirty messages, the presence of
-    each gradient, chunk by chunk (of `slots` parameters each), and which buffers have changed."""
+    """The workers' sums for one iteration.
+
+    The sums are: weight, samples, steps, workers with gradients, workers that know of newcomers, certainty of
+    weights, treatments of the last mean, dirty messages, presence of each gradient by chunk (of `slots`
+    parameters each), and changed buffers.
+    """
 
     def __init__(self, summed: list[float], messages: int, slots: list[int]) -> None:
         self.weight, self.samples, self.steps, self.with_gradients, newcomers = summed[:5]
@@ -503,7 +531,7 @@ class Agreement:
 
     @property
     def total(self) -> float:
-        """What the mean is over: the weights, or the workers, where they count alike."""
+        """The divisor of the mean: the sum of weights, or the number of workers where they count alike."""
         return self.workers_or_weight(not self.certainty.certain)
 
     def workers_or_weight(self, alike: bool) -> float:
@@ -511,7 +539,7 @@ class Agreement:
 
     @property
     def contribution(self) -> Contribution:
-        """What all of them are together, where they speak as one."""
+        """The joint contribution of all workers of the ring."""
         basis = KNOWN if self.certainty.certain else GUESSED
         return Contribution(self.weight, self.samples, basis, self.certainty.workers)
 

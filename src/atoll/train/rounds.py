@@ -219,10 +219,17 @@ class Ring:
         iteration: int = -1,
         where: Callable[[], Stand | None] | None = None,
     ) -> _Result:
-        """Make a collective, `act`, and return its result; what it calls is part of it. On a ring that goes
-        on, `act` is called again where the ring broke before all held the result: so it may change nothing
-        that it reads, and gives collectives new memory each time. `iteration`, where it is of one. `where`
-        gives this worker's place in its script, as it waits; unless given, it is the ring's `stand`."""
+        """Run a collective, `act`, and return its result. Collectives inside `act` belong to it.
+
+        On a ring that goes on after losses, `act` is called again if the ring broke before all members had
+        the result. So `act` must not change its inputs, and must give collectives new memory each time.
+
+        Args:
+            what: the collective in words, for errors.
+            act: the collective.
+            iteration: the iteration's number, where the collective belongs to one.
+            where: returns this worker's place in its script as it waits; by default the ring's `stand`.
+        """
         if self.outside or self._inside:
             return act()
         where = where or self._where
@@ -254,7 +261,7 @@ class Ring:
             return result
 
     def _round_once(self, act: Callable[[], _Result], where: Callable[[], Stand | None]) -> _Result:
-        """A round of a ring that ends with its first loss."""
+        """Run a collective once, on a ring that ends with its first loss."""
         self._inside = True
         self._number += 1
         self._begin(where)
@@ -281,20 +288,22 @@ class Ring:
             self.place.standing.end()
 
     def leave(self, stand: Stand) -> None:
-        """This worker's script ends at `stand`; the other members' may go on."""
+        """Record that this worker's script ends at `stand`; the other members may go on."""
         if self.place.standing is not None:
             self.place.standing.leave(stand)
 
     def check_ended(self) -> None:
-        """Raises MismatchError where this worker waits for a member that has ended."""
+        """Raise MismatchError where this worker waits for a member that has ended."""
         mismatch = self.judge_ended()
         if mismatch is not None:
             self._end_with(mismatch)
             raise mismatch
 
     def _raise_mismatch(self) -> None:
-        """Raises where the ring has broken because the others have ended over where they stand, or where one
-        has ended as it may not."""
+        """Raise MismatchError where a mismatch broke the ring.
+
+        The others have ended with a mismatch, or a member has ended while this worker still needs it.
+        """
         standing = self.place.standing
         if standing is None:
             return
@@ -309,7 +318,7 @@ class Ring:
             self.check_ended()
 
     def _end_with(self, mismatch: MismatchError) -> None:
-        """The workers have met for the last time: nothing of this ring is waited for any more."""
+        """End the ring with a mismatch: no later round waits for a member."""
         if self._mismatch is None:
             self.told_mismatch(mismatch)
         self._mismatch = mismatch
@@ -324,7 +333,7 @@ class Ring:
     def sum(
         self, values: Sequence[float], what: str, where: Callable[[], Stand | None] | None = None
     ) -> list[float]:
-        """The sums of the workers' `values`; `where` as in `round`."""
+        """Return the sums of the workers' `values`; see `round` for `where`."""
 
         def act() -> list[float]:
             summed = torch.tensor(values)
@@ -476,7 +485,7 @@ class Ring:
         self.state.deal_anew(places, self.rank, self.world)
 
     def _hand_over(self, state: State, newcomers: int) -> None:
-        """The first member gives its state to those who have none, or says why it cannot."""
+        """Send the first member's state to newcomers, or the reason why it cannot be captured."""
         fresh = self.rank >= self.world - newcomers
         raw, is_refused = b"", False
         if self.rank == 0:

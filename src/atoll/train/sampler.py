@@ -134,8 +134,11 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         return samples
 
     def next_sizes(self) -> set[float]:
-        """What the next batch's number of samples may be, as far as this sampler knows: all that is given and
-        not trained on; or what a loader that fetches ahead has asked for at a time."""
+        """Return the possible sizes of the next batch, as far as this sampler knows.
+
+        They are the number of indices given and not trained on, or the number that a prefetching loader asks
+        for at a time.
+        """
         return self._sizes_seen.next(self.given - self.consumed)
 
     def state_dict(self, consumed: int | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -458,22 +461,24 @@ class BatchesSampler(DealtSampler[list[int]]):
 
 
 class SizesSeen:
-    """The sizes of batches that a loader makes of single indices, by how many it has asked for between two
-    batches that were trained on: with workers of its own it fetches ahead, and asks for one batch each
-    time."""
+    """The batch sizes of a loader that makes batches of single indices.
+
+    A size is the number of indices that the loader asks for between two trained batches. A loader with
+    workers of its own fetches ahead, and asks for one batch each time.
+    """
 
     def __init__(self) -> None:
         self._given = self._asked = self._usual = 0
 
     def counted(self, given: int) -> None:
-        """A batch is trained on, and `given` indices were given since the iteration began."""
+        """Note that a batch was trained on, after `given` indices since the iteration began."""
         asked = given - self._given if given >= self._given else given
         if asked and asked == self._asked:
             self._usual = asked
         self._given, self._asked = given, asked or self._asked
 
     def next(self, left: int) -> set[float]:
-        """The sizes that the next batch may have, of which `left` indices are given and not trained on."""
+        """Return the possible sizes of the next batch. `left` indices are given and not trained on."""
         return {float(size) for size in (left, self._usual) if 0 < size <= left}
 
 

@@ -1,5 +1,6 @@
-"""How much a worker's batch weighs in an iteration: what `session.weight` says, else the samples that it
-holds. Source: core/weighing.py, which says when samples are certain enough to weigh by.
+"""The weight of a worker's batch in an iteration: from `session.weight`, else the batch's number of samples.
+
+core/weighing.py decides whether numbers of samples are certain enough to weigh by.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from atoll.core.weighing import KNOWN, NONE, said, worst
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a worker, or a group of them, puts into an iteration.
+    """The contribution of a worker, or of a group of workers, to an iteration.
 
-    `weight` is its part in a mean by samples, and `alike` in a mean in which all workers count alike: the
-    workers behind it. `samples` are for the records. `basis` says how far `weight` is certain
-    (core/weighing.py).
+    `weight` is the weight in a mean by samples. `basis` says how certain `weight` is (core/weighing.py).
+    `alike` is the weight where all workers count alike: the number of workers behind the contribution.
+    `samples` go into the records.
     """
 
     weight: float
@@ -30,7 +31,7 @@ class Contribution:
 
     @property
     def counts_alike(self) -> float:
-        """Its weight where all workers count alike: nothing, where it has none by samples."""
+        """Return the weight where all workers count alike; 0 for a contribution without weight by samples."""
         return self.alike if self.weight > 0 else 0.0
 
     @property
@@ -38,7 +39,7 @@ class Contribution:
         return self.basis == KNOWN or self.weight <= 0
 
     def said(self) -> list[float]:
-        """What it says of its weight beside the weight itself (core/weighing.py)."""
+        """Encode this weight for an agreement (core/weighing.py). The weight itself travels beside it."""
         return said(self.weight, self.counts_alike, self.is_certain)
 
 
@@ -65,7 +66,7 @@ class SampleCount:
         self.latest = self._counted if self._given is None else self._given
 
     def missed(self) -> None:
-        """Gradients have come of a backward in which nothing was counted."""
+        """Note that a backward left gradients without a counted batch."""
         if not self._used:
             self._basis = NONE
 
@@ -85,19 +86,19 @@ class SampleCount:
         return Contribution(weight, samples, basis)
 
     def _samples(self) -> float:
-        """For the records: what was counted, unless the script knows better."""
+        """Return the samples for the records: a certain count, else the script's weight, else a guess."""
         if self._counted is None or self._basis != KNOWN:
             return self._given if self._given is not None else self._counted or 0.0
         return self._counted
 
     def use(self, alike: bool = False) -> None:
-        """A reduction is done with them; `alike`: all workers counted alike in it."""
+        """Note that a reduction has used these samples. `alike`: all workers counted alike in the mean."""
         self._used = True
         if alike and self.latest > 0:
             self.latest = 1.0
 
     def reset(self) -> None:
-        """The iteration is over."""
+        """Forget the samples: the iteration has ended."""
         self._counted, self._given, self._basis, self._used = None, None, KNOWN, False
 
     def _forget_used(self) -> None:
@@ -107,9 +108,12 @@ class SampleCount:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a forward shows of its number of samples: `samples`, the first dimension of the first tensor that
-    has one (None: there is none), whether the output `confirms` it, and `instead`, the first dimensions of
-    the output's tensors where none of these is that number."""
+    """The number of samples that a forward's arguments and output show.
+
+    `samples` is the first dimension of the first tensor that has a dimension; None without such a tensor.
+    `confirms` is True where the output agrees. `instead` has the first dimensions of the output's tensors
+    where none of them equals `samples`.
+    """
 
     samples: float | None
     confirms: bool = False
@@ -117,11 +121,11 @@ class Seen:
 
 
 def seen_in(inputs: Any, output: Any) -> Seen:
-    """What a forward's arguments and its output show.
+    """Read a forward's number of samples from its arguments and its output.
 
-    An output's tensor confirms the count if its first dimension is equal to it. It does not where the first
-    two dimensions of input and output agree, as with tokens (L, N) and logits (L, N, V): either may be the
-    batch. Vectors (N, F) to vectors (N, F), and images (N, C, H, W) to images, have the batch first.
+    An output tensor confirms the number if its first dimension equals it. There is one exception. Where the
+    first two dimensions of input and output agree, as in tokens (L, N) and logits (L, N, V), either may be
+    the batch. Vectors (N, F) to vectors (N, F), and images (N, C, H, W) to images, have the batch first.
     """
     first = next((tensor for tensor in tensors_in(inputs) if tensor.dim()), None)
     if first is None:
@@ -135,14 +139,14 @@ def seen_in(inputs: Any, output: Any) -> Seen:
 
 
 def _is_ambiguous(first: Tensor, output: Tensor) -> bool:
-    """Whether either of the first two dimensions may be the batch."""
+    """True where either of the first two dimensions may be the batch."""
     both = first.dim() > 1 and output.dim() > 1 and first.shape[1] == output.shape[1] != first.shape[0]
     has_features = first.is_floating_point() and first.dim() == output.dim() and first.dim() in (2, 4)
     return both and not has_features
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested dicts, lists, tuples and dataclasses, in order."""
+    """Yield every tensor in nested dicts, lists, tuples and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,5 +1,9 @@
-"""Schedules: a torch scheduler driven by the samples that all workers have consumed (`session.schedule`), and
-the lines for schedulers that a script drives itself and that run away from the run."""
+"""Learning-rate schedules: one driven by the samples of all workers, and a watch on those that a script
+steps.
+
+`SampleSchedule` serves `session.schedule`. `ScheduleWatch` warns where a scheduler that the script steps
+departs from the progress of the run.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,10 @@ _PAST = 1.01  # of a schedule's samples, from which training past its end is tol
 
 
 def length_of(scheduler: LRScheduler) -> int | None:
-    """After how many steps a scheduler is at its end; None where it has no end, or its end is that of a
-    warm-up only (LinearLR and ConstantLR that do not decline)."""
+    """Return the number of steps after which a scheduler is at its end, or None without such an end.
+
+    A warm-up (LinearLR or ConstantLR that does not decline) has no end: training goes on after it.
+    """
     if isinstance(scheduler, CosineAnnealingLR):
         return int(scheduler.T_max)
     if isinstance(scheduler, OneCycleLR):
@@ -63,23 +69,26 @@ def length_of(scheduler: LRScheduler) -> int | None:
 
 
 def position_of(scheduler: LRScheduler) -> int:
-    """How many steps a scheduler has made."""
+    """Return the number of steps that a scheduler has made."""
     if isinstance(scheduler, ChainedScheduler):
         return position_of(scheduler._schedulers[-1])
     return int(scheduler.last_epoch)
 
 
 def _computes_by_function(scheduler: LRScheduler) -> bool:
-    """Whether its rates come from functions of the script's, which no checkpoint holds."""
+    """True where the rates come from functions of the script, which no checkpoint holds."""
     parts = getattr(scheduler, "_schedulers", ())
     return isinstance(scheduler, (LambdaLR, MultiplicativeLR)) or any(map(_computes_by_function, parts))
 
 
 class SampleSchedule:
-    """Steps `scheduler` so that it has made floor(steps * consumed / total) steps, and `steps` at most, when
-    the workers have consumed `consumed` of `total` samples between them.
+    """Steps a torch scheduler by the samples that all workers have consumed.
 
-    Raises UserError for what cannot be driven so, and in `follow` where the script steps it too.
+    After `consumed` of `total` samples the scheduler has made floor(steps * consumed / total) steps, `steps`
+    at most.
+
+    Raises UserError for a scheduler that samples cannot drive. `follow` raises UserError where the script has
+    stepped the scheduler too.
     """
 
     def __init__(self, scheduler: Any, optimizer: Optimizer, total: float, steps: int | None) -> None:
@@ -110,19 +119,19 @@ class SampleSchedule:
 
     @property
     def per_step(self) -> float:
-        """The samples of one of its steps."""
+        """Samples in one step of the schedule."""
         return self.total / self.steps
 
     @property
     def samples_made(self) -> float:
-        """The samples that its steps so far stand for."""
+        """Samples that the steps made so far stand for."""
         return self._made * self.per_step
 
     def describe(self) -> str:
         return f"{self.name}: {self.steps} steps over {self.total:g} samples"
 
     def follow(self, consumed: float) -> None:
-        """All workers have consumed so many samples: make the steps that are due."""
+        """Make the steps that are due once all workers have consumed `consumed` samples."""
         if position_of(self.scheduler) != self._made:
             raise UserError(
                 f"{at_script_line(f'the script has stepped its {self.name}', script_line())}, which "
@@ -134,8 +143,10 @@ class SampleSchedule:
         self._made = max(self._made, due)
 
     def passed(self, consumed: float) -> str:
-        """In a line, that training goes on past its end; empty where it does not. What fills up the last
-        batches is not meant."""
+        """Return a warning where training goes on past the schedule's end, else an empty string.
+
+        A small excess is tolerated, because the last batches of an epoch may be filled up.
+        """
         if consumed <= _PAST * self.total:
             return ""
         return (
@@ -145,14 +156,15 @@ class SampleSchedule:
         )
 
     def state(self) -> dict[str, int]:
-        """For a checkpoint, beside the scheduler's own state."""
+        """Return this schedule's own part of a checkpoint. The scheduler's state is saved beside it."""
         return {"steps": self.steps}
 
     def loaded(self, state: Mapping[str, int] | None) -> None:
-        """The scheduler's state was loaded; `state` is what was saved with it, None where nothing was.
+        """Continue from a scheduler whose state was just loaded.
 
-        What is loaded counts in the saved run's steps, which may be more or fewer where that run had another
-        number of workers; only functions of the script's count in this run's.
+        `state` is the schedule's part of the checkpoint, or None in a checkpoint without one. The loaded
+        scheduler counts in steps of the saved run, whose number of workers may have been another. A scheduler
+        whose rates come from functions of the script counts in steps of this run.
         """
         self._made = position_of(self.scheduler)
         if state is not None and not _computes_by_function(self.scheduler):
@@ -160,10 +172,13 @@ class SampleSchedule:
 
 
 class ScheduleWatch:
-    """Looks at the schedulers that a script steps itself, on one optimizer, and tells what goes wrong.
+    """Watches the schedulers that a script itself steps on one optimizer, and warns of mistakes.
 
-    `find(optimizer)` gives the schedulers that drive it, which takes time; `tell(subject, line)` tells people
-    a line once. `worker` is this one's name.
+    Args:
+        optimizer: the watched optimizer.
+        worker: this worker's name.
+        find: returns the schedulers that drive an optimizer; slow.
+        tell: `tell(subject, line)` prints a line once for each subject.
     """
 
     def __init__(
@@ -180,8 +195,14 @@ class ScheduleWatch:
         self._own, self._own_steps, self._base = 0.0, 0, -1.0
 
     def stepped(self, samples: float, consumed: float, workers: int, together: bool) -> None:
-        """An optimizer step is made: this worker's `samples`; `consumed` by all `workers` so far, which step
-        `together` or each at its own pace."""
+        """Check the schedulers after an optimizer step.
+
+        Args:
+            samples: this worker's samples in the step.
+            consumed: the samples of all workers so far.
+            workers: the number of workers.
+            together: True where all workers make each step together, False where each goes at its own pace.
+        """
         if self._watched is None:
             if not any("initial_lr" in group for group in self._optimizer.param_groups):
                 return
@@ -204,7 +225,7 @@ class ScheduleWatch:
             self._see_rate(there[0], samples, consumed, workers)
 
     def let_go(self, scheduler: Any) -> None:
-        """`session.schedule` drives it."""
+        """Stop watching a scheduler that `session.schedule` drives."""
         self._driven.append(scheduler)
         if self._watched is not None:
             self._watched = [each for each in self._watched if each() is not scheduler]

@@ -1,7 +1,8 @@
-"""Which learning-rate schedulers drive an optimizer, in the order in which the script made them.
+"""Find the learning-rate schedulers that drive an optimizer, in the order in which the script made them.
 
 torch keeps no list of an optimizer's schedulers, and no scheduler knows when it was made. So the garbage
-collector is asked who refers to the optimizer, and `LRScheduler.__init__` is wrapped to count.
+collector finds the objects that refer to the optimizer, and a wrapper of `LRScheduler.__init__` counts
+schedulers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # schedulers that were
 
 
 def _count_made(kind: type[Any]) -> None:
-    """Number each scheduler whose `__init__` comes to that of `kind`; the number is no part of its state."""
+    """Number each scheduler that `kind.__init__` initialises. The number is not part of the scheduler's
+    state.
+    """
     plain = kind.__init__
 
     @functools.wraps(plain)
@@ -39,9 +42,9 @@ for _kind in (LRScheduler, ReduceLROnPlateau):  # the latter does not call the f
 
 
 def schedulers_of(optimizer: Optimizer) -> list[Any]:
-    """The learning-rate schedulers that drive `optimizer`, leaving out those that another one holds.
+    """Return the learning-rate schedulers that drive `optimizer`, except those that another scheduler holds.
 
-    Asking the garbage collector takes some ten milliseconds, at a save or a load.
+    The search by the garbage collector takes some ten milliseconds, at each save or load.
     """
     found = _drivers_of(optimizer)
     if len(found) > 1:  # one that the script has let go of, in a cycle of its own making, must not count
@@ -53,7 +56,9 @@ def schedulers_of(optimizer: Optimizer) -> list[Any]:
 
 
 def _drivers_of(optimizer: Optimizer) -> list[Any]:
-    """All schedulers whose `optimizer` this is, those among them that nobody holds any more."""
+    """Return all schedulers with this `optimizer`, including ones that only the garbage collector still
+    knows.
+    """
     kinds = (LRScheduler, ReduceLROnPlateau)
     referrers = gc.get_referrers(optimizer)
     attributes = [each for each in referrers if type(each) is dict]  # a scheduler's, perhaps
@@ -67,9 +72,9 @@ def _drivers_of(optimizer: Optimizer) -> list[Any]:
 
 
 def by_class(schedulers: list[Any]) -> dict[str, list[Any]]:
-    """Schedulers under their class's name, those of one class in the order in which they were made.
+    """Group schedulers by their class's name, each group in the order in which the schedulers were made.
 
-    Raises CheckpointError where that order is not known: a copy of a scheduler was never made.
+    Raises CheckpointError where the order is unknown: a copy of a scheduler has no number.
     """
     named: dict[str, list[Any]] = {}
     for scheduler in schedulers:
@@ -86,14 +91,16 @@ def by_class(schedulers: list[Any]) -> dict[str, list[Any]]:
 
 
 def states_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The states of the schedulers that drive `optimizer`, by class: one state, or a list of several."""
+    """Return the states of the optimizer's schedulers, by class: one state, or a list of several."""
     named = by_class(schedulers_of(optimizer))
     states = {name: [each.state_dict() for each in those] for name, those in named.items()}
     return {name: those if len(those) > 1 else those[0] for name, those in states.items()}
 
 
 def check_states(optimizer: Optimizer, saved: Mapping[str, Any], where: str, call: str) -> None:
-    """Raise CheckpointError where `saved`, of `states_of`, is not of these schedulers; `call` reads it."""
+    """Raise CheckpointError where `saved`, from `states_of`, belongs to other schedulers. `call` is the
+    reading call.
+    """
     named = by_class(schedulers_of(optimizer))
     for name, state in saved.items():
         count, present = len(_several(state)), len(named.get(name, ()))
@@ -110,7 +117,7 @@ def check_states(optimizer: Optimizer, saved: Mapping[str, Any], where: str, cal
 
 
 def put_back_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load what `states_of` gave, and `check_states` has let pass."""
+    """Load states that `states_of` returned and `check_states` accepted."""
     for name, those in by_class(schedulers_of(optimizer)).items():
         for scheduler, state in zip(those, _several(saved[name]) if name in saved else (), strict=False):
             scheduler.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""A session's schedules: those that it drives by samples, and a watch on those that the script steps."""
+"""A session's schedules: those driven by samples, and a watch on those that the script steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from atoll.train.workers import Workers
 
 
 class Schedules:
-    """Steps the schedulers of `Session.schedule` as samples are consumed, and warns of the others.
+    """Steps the schedulers of `Session.schedule` as samples are consumed, and warns of mistakes in the
+    others.
 
-    `together` says whether all workers make each step together. `workers()` counts the workers whose steps
-    are compared.
+    `together` is True where all workers make each step together. `workers()` returns the number of workers
+    whose steps are compared.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Schedules:
         self._watches[id(prepared)] = watch
 
     def add(self, scheduler: Any, total: float, steps: int | None) -> None:
-        """Drive a scheduler by samples, as `Session.schedule` documents."""
+        """Drive a scheduler by samples, as documented at `Session.schedule`."""
         optimizer = getattr(scheduler, "optimizer", None)
         prepared = next((each for each in self._state.prepared if each.optimizer is optimizer), None)
         if prepared is None:
@@ -58,7 +59,7 @@ class Schedules:
         self._records.decided("schedule", schedule.describe(), "session.schedule: by all workers' samples")
 
     def stepped(self, prepared: Prepared) -> None:
-        """Make the steps that are due after this model's optimizer step, and warn of what runs away."""
+        """Make the steps due after this model's optimizer step, and warn of schedulers off course."""
         self._state.follow_samples(prepared)
         consumed = prepared.reducer.consumed
         watch = self._watches[id(prepared)]
@@ -76,7 +77,7 @@ class Schedules:
             )
 
     def follow(self) -> None:
-        """Make the steps that others' samples have made due, where the script makes no optimizer step.
+        """Make the steps that are due by other workers' samples, where the script makes no optimizer step.
 
         Samples of an iteration whose optimizer step is yet to come do not count.
         """

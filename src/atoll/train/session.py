@@ -91,7 +91,7 @@ class Session:
         member: Service | HubRing | NodeWorker | None = None,
         given: Mapping[str, str] | None = None,
     ) -> None:
-        """`given` says where keys of `config` were given, for a warning of those that have no effect."""
+        """`given` maps configuration keys to their sources, for a warning about keys without effect."""
         self.config, self._first_place, self._member = config, place, member
         self._service = service = member if isinstance(member, Service) else None
         self._node = node = member if isinstance(member, NodeWorker) else None
@@ -236,19 +236,21 @@ class Session:
         *,
         name: str = "",
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Make `model` and `optimizer` train with the other workers; returns the same two objects, changed.
+        """Prepare `model` and `optimizer` to train with the other workers; returns these two objects,
+        changed.
 
-        The model moves to `session.device`; its parameters become views into chunks and take worker 0's
-        values, as do its buffers. Every worker calls it, with the same model. May be called again for
-        another pair. Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
+        The model moves to `session.device`. Its parameters become views into chunks and take worker 0's
+        values, as do its buffers. Every worker calls this method, with equal models. It may be called again
+        for another pair. Raises PrepareError, naming the parameter and the remedy, for a model that cannot be
+        trained.
 
         With `name`, a checkpoint's values go to the model of that name, in whatever order a script prepares
-        several. Without it they go by that order.
+        several models. Without names the order decides.
 
-        With `memory`, or `[memory]` in the configuration, they train within budgets, as by
-        `atoll.memory.fit`: alone, sharded over the workers under strategy `ring` or over those of each group
-        under `hierarchical`, or lent by each node's CPU side under `peers`. The budgets may differ between
-        workers.
+        With `memory`, or `[memory]` in the configuration, the pair trains within memory budgets, as by
+        `atoll.memory.fit`. One worker keeps the model alone. Under `ring` all workers shard the model, and
+        under `hierarchical` the workers of each group do. Under `peers` each node's CPU side lends memory.
+        The budgets may differ between workers.
         """
         self._workers.check_open()
         _check_pair(model, optimizer)
@@ -319,14 +321,13 @@ class Session:
         return prepared.clip(max_norm, norm_type, error_if_nonfinite)
 
     def weight(self, samples: float, model: nn.Module | None = None) -> None:
-        """Say how much the batch of this iteration weighs in the global mean, in place of its number of
-        samples.
+        """Set the weight of this iteration's batch in the global mean, in place of its number of samples.
 
-        Unless called, a batch weighs the first dimension of the first tensor given to the model's forward, if
-        this session's sampler or the model's output agree with that number on every worker that has
-        gradients. Else all workers count alike, and one line says what was counted where their numbers differ
-        (docs/from-ddp.md, "How batches are weighted"). Call it on every worker, before the batch's backward.
-        Under accumulation the weights of an iteration's batches add up.
+        By default a batch weighs the first dimension of the first tensor given to the model's forward. For
+        this, the session's sampler or the model's output must agree with that number on every worker that has
+        gradients. Otherwise all workers count alike, and one line reports the counts where they differ
+        (docs/from-ddp.md, "How batches are weighted"). Call this on every worker, before the batch's
+        backward. Under accumulation the weights of an iteration's batches add up.
         """
         if not 0 <= samples < math.inf:
             raise UserError(f"session.weight({samples}): a weight is a number of at least 0")
@@ -434,28 +435,34 @@ class Session:
         return sampler
 
     def schedule(self, scheduler: Any, total: float, steps: int | None = None) -> None:
-        """Drive a scheduler of torch's by the samples that all workers consume; the script leaves out
-        `scheduler.step()`.
+        """Drive a torch scheduler by the samples that all workers consume; leave out `scheduler.step()` in
+        the script.
 
-        Call it once, after `prepare` and before `resume` or `load`. After each `optimizer.step()` Atoll steps
-        the scheduler so that it has made floor(steps * consumed / total) steps. `total` is how many samples
-        the run consumes in all, such as `epochs * len(dataset)`. `steps` is how many steps the scheduler
-        makes in the whole run, by default its own length (`T_max`, `total_steps`, ...). With `steps` =
-        `total` / (samples of an iteration) that is one step an iteration, as in plain PyTorch; and workers
-        of unlike speeds, and those who are left when one is lost, still end where the schedule does. A worker
-        that goes at its own pace knows of others' samples what it has heard with its latest parameters. The
-        count is saved and loaded with the session's checkpoints. Raises UserError for a scheduler without a
-        length where `steps` is not given, for ReduceLROnPlateau, and for one of another optimizer.
+        Call this once, after `prepare` and before `resume` or `load`. After each `optimizer.step()` Atoll
+        steps the scheduler so that it has made floor(steps * consumed / total) steps. With `steps` = `total`
+        / (samples of an iteration) the scheduler makes one step an iteration, as in plain PyTorch. Workers of
+        unequal speeds, and workers that remain after a loss, still end at the schedule's end. A worker at its
+        own pace knows only the samples of others that came with its latest parameters. Checkpoints of the
+        session save and load the count.
+
+        Args:
+            scheduler: a scheduler of a prepared optimizer.
+            total: the samples that all workers consume in the whole run, such as `epochs * len(dataset)`.
+            steps: the steps that the scheduler makes in the whole run; by default its own length (`T_max`,
+                `total_steps`, ...).
+
+        Raises UserError for a scheduler without a length where `steps` is not given, for ReduceLROnPlateau,
+        and for a scheduler of an unprepared optimizer.
         """
         self._schedules.add(scheduler, total, steps)
 
     # Telling
 
     def log(self, **values: float | Tensor) -> None:
-        """Record values of this iteration (numbers or tensors of one element): their mean over workers,
-        weighted as the gradients' mean is.
+        """Record values of this iteration (numbers or tensors of one element): their mean over workers.
 
-        A GPU's tensors are copied at once but read later, so that it is not waited for.
+        The mean is weighted like the mean of gradients. Tensors on a GPU are copied at once but read later,
+        so that no call waits for the GPU.
         """
         self._records.log(values)
 
@@ -465,11 +472,12 @@ class Session:
         self._records.emit(events.Expected, steps=int(steps))
 
     def barrier(self) -> None:
-        """Return when every worker has called it.
+        """Return when every worker has called this method.
 
-        All workers then have worker 0's buffers and, where they go at their own pace (`ssp`, `asp`), the
-        newest parameters: call it before an evaluation. Of a model that is sharded over the workers, each
-        sees what the others' scripts have written into it."""
+        All workers then have worker 0's buffers. Workers at their own pace (`ssp`, `asp`) also get the newest
+        parameters, so call this before an evaluation. Of a model that is sharded over the workers, each
+        worker then sees the values that the others' scripts have written.
+        """
         with self._in_call("session.barrier"):
             self._settle()
             self._workers.barrier()
@@ -503,8 +511,7 @@ class Session:
     def register(self, **objects: Stateful) -> None:
         """Save and load these objects too, under these names (a GradScaler, an average of the weights).
 
-        Raises UserError, with the name and the key, where an object's state_dict holds what a checkpoint
-        cannot.
+        Raises UserError, with the name and the key, where no checkpoint can hold an object's state_dict.
         """
         for name, stateful in objects.items():
             if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
@@ -519,10 +526,10 @@ class Session:
         """Write a checkpoint to the folder `path`: model, optimizer, schedulers, samplers, random state,
         iteration.
 
-        Every worker calls it; worker 0 writes. Buffers, and modules that are registered, become worker 0's on
-        all workers first. It loads at any number of workers, and its model in plain
-        torch (safetensors). It replaces an older checkpoint there at once or not at all. Raises
-        CheckpointError on every worker if it cannot be written.
+        Every worker calls this; worker 0 writes. Before, all workers take worker 0's buffers and registered
+        modules. The checkpoint loads at any number of workers, and its model loads in plain torch
+        (safetensors). It replaces an older checkpoint in the folder at once or not at all. Raises
+        CheckpointError on every worker if the write fails.
         """
         self._require_prepared("session.save")
         with self._in_call("session.save"):
@@ -662,7 +669,7 @@ class Session:
             self._leave()
 
     def _give_back(self) -> None:
-        """Have what the script goes on with: the state of optimizers whose steps were made elsewhere."""
+        """Bring the state of optimizers that stepped elsewhere to this worker, for the script's use."""
         if self._entrance is None or not self._entrance.late:
             for prepared in self._state.prepared:
                 prepared.give_back()
@@ -688,7 +695,7 @@ class Session:
     # Inside
 
     def _in_call(self, name: str, asks: str = "") -> contextlib.AbstractContextManager[None]:
-        """Within it this worker is in a call that all workers make; see `Workers.standing`."""
+        """Mark this worker as inside a call that all workers make; see `Workers.standing`."""
         return self._workers.standing(call(name, script_line(), asks=asks, step=self.iteration))
 
     def _settle(self) -> None:
@@ -826,8 +833,7 @@ class Session:
         return f"{'gloo' if self.device.type == 'cpu' else 'nccl'} over {self.world} workers"
 
     def _check_new(self, model: nn.Module, name: str) -> None:
-        """Raise unless the model and its parameters belong to no model prepared before, nor has one its
-        `name`."""
+        """Raise if the model, one of its parameters or its `name` belongs to a model prepared before."""
         module = getattr(model, "_orig_mod", model)
         for prepared in self._state.prepared:
             if name and prepared.origin.name == name:
@@ -858,7 +864,7 @@ class Session:
             raise UserError(f"{what} needs a model; call session.prepare(model, optimizer) first")
 
     def _count_samples(self, prepared: Prepared, seen: Seen) -> tuple[float | None, str]:
-        """How many samples a forward's batch has, and how certain that is."""
+        """Return the number of samples of a forward's batch, and how certain that number is."""
         samples, certain = seen.samples, seen.confirms
         if samples is None:
             return None, NONE
@@ -877,7 +883,9 @@ class Session:
             self._records.warn_once("weights", line)
 
     def _tell_skipped(self, reason: str) -> None:
-        """The policy on NaN and infinities has left out this iteration, or this worker's part in it."""
+        """Record that the policy on NaN and infinities has skipped this iteration, or this worker's part of
+        it.
+        """
         left_out = ""
         if not self._strategy.skips_together:
             left_out = self._contributor
@@ -885,7 +893,7 @@ class Session:
 
     @property
     def _contributor(self) -> str:
-        """Who contributes as one with this worker, in words."""
+        """Name the workers that contribute as one with this worker."""
         names = [str(self._workers.place.name)]
         if self._group_ring is not None:
             names = [str(self._group_ring.place.name_of(rank)) for rank in range(self._group_ring.world)]
@@ -894,8 +902,10 @@ class Session:
         return f"worker{'s' * (len(names) > 1)} {' and '.join(names)}"
 
     def _epoch_of(self, prepared: Prepared) -> int:
-        """The epoch of the batch that the first model trains on; -1 where no sampler of this session's tells,
-        or each worker leases its own data."""
+        """Return the epoch of the batch on which the first model trains; -1 where unknown.
+
+        The epoch is unknown without a sampler of this session, or where each worker leases its own data.
+        """
         sampler = self._trains_on
         known = sampler is not None and not isinstance(sampler, LeasedSampler)
         return sampler.epoch if sampler is not None and known and prepared is self._state.prepared[0] else -1
@@ -940,8 +950,10 @@ class Session:
             self._records.stepped(taken, prepared.own_samples, figures, staleness)
 
     def _compare_masks(self) -> None:
-        """Tell, once, where dropout masks are alike on all workers. All make this call in the same iteration;
-        a worker that comes late, in a later one, does not."""
+        """Warn once where dropout masks are equal on all workers.
+
+        All workers make this call in one iteration. A worker that joins later does not make it.
+        """
         modules = [module for each in self._state.prepared for module in each.module.modules()]
         if self.world == 1 or not has_random_layers(modules):
             return
@@ -953,13 +965,17 @@ class Session:
             self._records.warn_once("masks", ALIKE)
 
     def _begin_step(self, prepared: Prepared) -> None:
-        """An optimizer step begins: others' samples may have become known since the last one. Where this
-        iteration's own are counted already, they are not behind this step's parameters."""
+        """Step the schedules before an optimizer step, by samples of others that have become known since the
+        last step.
+
+        Where this iteration's own samples are counted already, do nothing: this step's parameters do not
+        include them yet.
+        """
         if not prepared.reducer.sums_samples:
             self._state.follow_samples(prepared)
 
     def _look_at_buffers(self, prepared: Prepared) -> None:
-        """Say once that each worker keeps its own buffers, where that is so."""
+        """Warn once that each worker keeps its own buffers, under a strategy that does not share them."""
         buffers = prepared.buffers
         if self._strategy.shares_buffers or self._told_of_buffers or not self.is_main or self.world == 1:
             return
@@ -987,7 +1003,7 @@ def _part_of(whole: int, rank: int, members: int) -> int:
 
 
 def _check_pair(model: object, optimizer: object) -> None:
-    """Raise PrepareError for what is no model, or no optimizer."""
+    """Raise PrepareError where `model` is no module, or `optimizer` no optimizer."""
     if not isinstance(model, nn.Module):
         raise PrepareError(
             f"session.prepare takes one nn.Module as its model, and was given a {type(model).__name__}; put "

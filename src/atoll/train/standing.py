@@ -1,14 +1,14 @@
-"""How workers that wait for one another find out that their scripts stand at places that do not go together.
+"""Detect workers of a ring whose scripts wait for each other at inconsistent places.
 
-The collectives of a ring are numbered, by each worker for itself. A worker that has waited for half a second
-writes the number of its collective and its place in the script (`core/stands.py`) to the store in which the
-ring has met, and reads what the others have written. Two workers in the collective of one number whose places
-are not consistent will wait for each other for ever: whoever sees that writes who stands where to the store,
-and all workers end with that line. A worker that is only slow is at a lower number.
+Each worker numbers the ring's collectives for itself. A worker that has waited for half a second writes the
+number of its collective and its place in the script (`core/stands.py`) to the store in which the ring has
+met. Then it reads the places of the others. Two workers in one collective whose places are inconsistent would
+wait for ever. The worker that detects them writes a line with all places to the store, and all workers end
+with that line. A slow worker is still at a lower number, so it never matches.
 
-A worker whose script ends, while others' go on, leaves where it ended in the store (`leave`).
+A worker whose script ends while others go on records its place in the store (`leave`).
 
-The store is asked on a thread: a store that is gone must not hold up a ring that needs it no more.
+A thread talks to the store, because a lost store must not hold up a ring that no longer needs it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOST_LINE = 2**14  # bytes
 
 
 class _Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """What a worker writes: the number of its collective, and its encoded Stand."""
+    """The record that a worker writes: the number of its collective, and its encoded Stand."""
 
     number: Annotated[int, Meta(ge=0, lt=2**53)]
     stand: Annotated[bytes, Meta(max_length=MOST_BYTES)]
@@ -54,10 +54,15 @@ _decoder = msgspec.msgpack.Decoder(_Word)
 
 
 class Standing:
-    """This worker's place among those of one ring, which have met in `store`; `names` are the workers' names
-    by rank, `timeout` the deadline of a wait in seconds.
+    """One worker's place in its script, compared with the other members of its ring.
 
-    Around each collective are `begin` and `end`; while it waits, it calls `look`.
+    The caller brackets each collective with `begin` and `end`, and calls `look` while the collective waits.
+
+    Args:
+        store: the store in which the ring has met.
+        rank: this worker's rank in the ring.
+        names: the workers' names, by rank.
+        timeout: the deadline of a wait, in seconds.
     """
 
     def __init__(self, store: Store, rank: int, names: tuple[int, ...], timeout: float) -> None:
@@ -71,18 +76,18 @@ class Standing:
         self.ended: dict[int, Stand] = {}  # whose scripts had ended, by name, when `known` was called last
 
     def begin(self, number: int, where: Callable[[], Stand | None]) -> None:
-        """A collective begins. `where` is called on the thread that waits, once that has waited for long."""
+        """Begin a collective. The waiting thread calls `where` once the collective has waited for long."""
         self._number, self._where, self._since = number, where, time.monotonic()
 
     def end(self) -> None:
-        """The collective is over, or has failed."""
+        """End the collective, finished or failed."""
         self._where = None
         if self._inquiry is not None:
             self._inquiry.stop()
             self._inquiry = None
 
     def look(self) -> None:
-        """Raises MismatchError where this worker waits in vain."""
+        """Raise MismatchError where this worker waits in vain."""
         if self._where is None:
             return
         if self._inquiry is None:
@@ -96,8 +101,11 @@ class Standing:
             raise self.mismatch
 
     def known(self) -> MismatchError | None:
-        """After another worker was lost: the line with which it ended, if it was such a line. Learns too who
-        has `ended`."""
+        """Return the mismatch with which the ring ended, if a mismatch ended it; else None.
+
+        Call this after the loss of another worker. Also fills `ended` with the places of workers that have
+        ended.
+        """
         if self.mismatch is None:
             inquiry = self._ask(0, None)
             inquiry.looked.wait(_LOST_SECONDS)
@@ -108,8 +116,9 @@ class Standing:
         return self.mismatch
 
     def leave(self, stand: Stand) -> None:
-        """This worker's script ends at `stand`, and the others' may go on: they find it when they miss this
-        worker."""
+        """Record that this worker's script ends at `stand`. Others read the record when they miss this
+        worker.
+        """
 
         def write() -> None:
             with contextlib.suppress(RuntimeError, AtollError):  # the store is gone: nobody reads there
@@ -125,9 +134,11 @@ class Standing:
 
 
 class _Inquiry:
-    """Writes where this worker stands, if it gives a Stand, and reads of the others, on a thread, until
-    `stop`. `line` says who stands where, once that is known; `looked` is set after the first look for it,
-    and, without a Stand, for who has `ended`."""
+    """A thread that writes this worker's place to the store and reads the others' places, until `stop`.
+
+    Without a Stand the thread writes nothing, and reads `ended` once. `line` names all places once a mismatch
+    is known. `looked` is set after the first reading.
+    """
 
     def __init__(
         self, store: Store, rank: int, names: tuple[int, ...], number: int, stand: Stand | None
@@ -144,7 +155,7 @@ class _Inquiry:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its thread has not ended."""
+        """True until the thread has ended."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
@@ -187,7 +198,7 @@ class _Inquiry:
                 return
 
     def _stands(self, own: Stand) -> dict[int, Stand]:
-        """Where those stand that are in this worker's collective, by name."""
+        """Return the places of the workers in this worker's collective, by name."""
         found = {self._names[self._rank]: own}
         for rank, name in enumerate(self._names):
             raw = b"" if rank == self._rank else self._read(f"at/{rank}")
@@ -202,7 +213,7 @@ class _Inquiry:
         return found
 
     def _read_ended(self) -> dict[int, Stand]:
-        """Where those stand whose scripts have ended, by name."""
+        """Return the places of workers whose scripts have ended, by name."""
         found = {}
         for rank, name in enumerate(self._names):
             raw = b"" if rank == self._rank else self._read(f"ended/{rank}")
@@ -215,7 +226,7 @@ class _Inquiry:
         return self._store.get(key) if self._store.check([key]) else b""
 
     def _wait_for_all(self) -> None:
-        """Until all have read the line: the store may go with the worker that holds it."""
+        """Wait until all workers have read the line: the store may vanish with the worker that holds it."""
         until = time.monotonic() + _HEARD_SECONDS
         heard = self._store.add("heard", 1)
         while heard < len(self._names) and time.monotonic() < until and not self._over.wait(0.02):

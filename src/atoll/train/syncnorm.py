@@ -1,4 +1,4 @@
-"""nn.SyncBatchNorm under a session: it works over a torch.distributed group, which Atoll does not make."""
+"""Check nn.SyncBatchNorm layers: they need a torch.distributed group, which Atoll does not make."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from atoll.core.errors import PrepareError
 
 
 def check_sync_batch_norm(module: nn.Module, device: torch.device, workers: int) -> None:
-    """Raise PrepareError for a layer that would take the statistics of this worker's batch alone.
+    """Raise PrepareError for a layer that would use the statistics of this worker's batch alone.
 
-    On a GPU the layer works where the script has made a process group of all `workers`. Without one torch
-    runs it as plain BatchNorm, and on a CPU torch has no implementation of it.
+    On a GPU the layer works if the script has made a process group of all `workers`. Without a group torch
+    runs the layer as plain BatchNorm. On a CPU torch has no implementation.
     """
     for name, part in module.named_modules():
         if not isinstance(part, nn.SyncBatchNorm):

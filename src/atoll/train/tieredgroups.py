@@ -164,7 +164,7 @@ class TieredRing(RingReducer):
         return agreed, []
 
     def _sum_all(self, scale: float) -> None:
-        """Sum all chunks; this member's own gradients stay as they are."""
+        """Sum all chunks over the members. This member's own gradients stay unchanged."""
         held = self._held()
         channel = self._ring.agreement  # in host memory, where the tiers are, whatever the device
         for message in self._order:

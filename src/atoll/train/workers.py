@@ -87,8 +87,10 @@ class Workers:
         not its own to count."""
 
     def part(self) -> None:
-        """Where workers end one before the other: tell the others that this one makes no call any more.
-        Raises MismatchError if another waits for it in one."""
+        """Tell the others that this worker makes no further call, where workers may end one before another.
+
+        Raises MismatchError if another worker waits for this one in a call.
+        """
 
     def check_open(self) -> None:
         """Raise UserError once closed."""
@@ -106,10 +108,10 @@ class Workers:
 
     @contextmanager
     def standing(self, stand: Stand) -> Iterator[None]:
-        """Within it this worker is in a call of its session, which all workers make. A call inside another
-        is a part of that one.
+        """Mark this worker, inside the context, as in a call of its session that all workers make.
 
-        Raises MismatchError where the others are in calls that do not go together with this one.
+        A call inside another call is part of the outer call. Raises MismatchError where the others are in
+        calls that are inconsistent with this one.
         """
         if self._stand is not None:
             yield
@@ -128,7 +130,9 @@ class Workers:
             self._ring.stand = stand
 
     def _compare(self, stand: Stand) -> None:
-        """Begin a call: all workers say in a few bytes, as many whatever the call is, where they stand."""
+        """Compare all workers' places at the beginning of a call. The message has one size whatever the call
+        is.
+        """
         if self._ring is None:
             return
         said = self._round(str(stand), lambda: self._gather_stands(stand))
@@ -136,7 +140,7 @@ class Workers:
             raise MismatchError(describe_mismatch(said))
 
     def _gather_stands(self, stand: Stand) -> dict[int, Stand]:
-        """Where all stand, by the workers' names, unless all stand alike."""
+        """Return all workers' places by name; empty where all places are equal."""
         channel, what = self.channel, str(stand)
         if channel is None:
             return {}
@@ -160,12 +164,11 @@ class Workers:
     def reduce(
         self, value: Value, op: Reduction = "mean", weight: float | None = None, what: str = "reduce"
     ) -> Value:
-        """`value` combined over workers: a number gives a float, a tensor a new tensor of its shape and
-        dtype.
+        """Combine `value` over workers: a number gives a float, a tensor a new tensor of its shape and dtype.
 
-        `mean` weighs each worker's value by `weight` (1 each unless given). Complex values have sums and
-        means. Raises UserError for an unknown `op`, for the extremes of complex values, for a weight with
-        another op than `mean`, and for weights that sum to 0.
+        `mean` weighs each worker's value by `weight` (1 by default). Complex values have sums and means only.
+        Raises UserError for an unknown `op`, for the extremes of complex values, for a weight with another op
+        than `mean`, and for weights that sum to 0.
         """
         if op not in _OPS:
             raise UserError(f"reduce: no op {op!r}; it is one of {', '.join(_OPS)}")
@@ -267,7 +270,7 @@ class Workers:
 
 
 def asked_of_reduce(value: object, op: str) -> str:
-    """What a call of `session.reduce` asks for: "mean of a float32 tensor of shape (3,)"."""
+    """Describe what a call of `session.reduce` asks for: "mean of a float32 tensor of shape (3,)"."""
     if not isinstance(value, Tensor):
         return f"{op} of a {'complex number' if _is_complex(value) else 'number'}"
     return f"{op} of a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
@@ -284,7 +287,9 @@ def _tensor_of(number: float | complex) -> Tensor:
 
 
 def asked_of_gather(value: object) -> str:
-    """What a call of `session.gather` asks for. Tensors may differ in shape and dtype."""
+    """Describe what a call of `session.gather` asks for. Shapes and dtypes of tensors may differ between
+    workers.
+    """
     return "a tensor" if isinstance(value, Tensor) else "a value"
 
 

@@ -97,16 +97,18 @@ class Introduce(Message, frozen=True):
 
 
 class SetUp(Message, frozen=True):
-    """What is trained. With it come the file descriptor of the shared memory, whose buffer 0 holds the
-    initial parameters, and where they come from a checkpoint (`packed`) one of its optimizer's state
-    (node/memory.py says how it is packed). It comes again, with the next `number` and all nodes between the
-    same two iterations, when a checkpoint is loaded into a run that goes on. The worker counts its own: the
-    CPU side of one that came late adds what the members made before.
+    """The description of the training. The file descriptor of the shared memory comes with it.
+
+    Buffer 0 of the shared memory holds the initial parameters. Where these come from a checkpoint (`packed`),
+    another buffer holds its optimizer's state (node/memory.py says how it is packed). When a checkpoint is
+    loaded into a running training, SetUp comes again, with the next `number` and all nodes between the same
+    two iterations. The worker counts its own SetUps: the CPU side of a late worker adds those that the
+    members made before.
 
     `layout` is a chunks.ChunkMap as MessagePack, `optimizer` the class's full name. `digest` names the model,
-    the optimizer, the configuration and the processor's instruction set: nodes with another are refused.
-    `iteration`: made before, by the checkpoint, of `consumed` samples. For one that comes late the initial
-    parameters count for nothing. `slots` and `buffers` are the shared memory's.
+    the optimizer, the configuration and the processor's instruction set: nodes with another digest are
+    refused. `iteration` is the number of iterations that the checkpoint had made, of `consumed` samples. A
+    late worker's initial parameters are ignored. `slots` and `buffers` are the shared memory's.
     """
 
     number: Count
@@ -138,15 +140,16 @@ class Ready(Message, frozen=True):
 
 
 class Contribute(Message, frozen=True):
-    """The gradients of `iteration` lie whole in slot `iteration` % slots. The slot stays as it is until Freed
-    says otherwise.
+    """The gradients of `iteration` lie complete in slot `iteration` % slots. The slot stays unchanged until
+    Freed.
 
-    `taken` is the global iteration that the parameters stood at with which they were computed. `present`: for
-    each trainable chunk in order, one byte a slot, whether it has a gradient; zeros stand where not. `weight`
-    is 0 for gradients that are to be left out (NaN, policy "skip"); `refused`: and no node is to make the
-    iteration's step, with whatever contributions. `basis` says how certain the weight is (core/weighing.py),
-    and `alike` is the node's weight where all devices count alike. `note` (how long it took, say) goes to all
-    nodes as it is, and comes back with Applied."""
+    `taken` is the global iteration of the parameters with which the gradients were computed. `present` has,
+    for each trainable chunk in order, one byte a slot: whether the slot has a gradient. Missing gradients are
+    zeros. `weight` is 0 for gradients to leave out (NaN, policy "skip"). `refused`: also, no node makes the
+    iteration's step, whatever others contribute. `basis` says how certain the weight is (core/weighing.py),
+    and `alike` is the node's weight where all devices count alike. `note` (the time to compute, say) goes
+    unchanged to all nodes, and comes back with Applied.
+    """
 
     iteration: Count
     taken: Count
@@ -168,9 +171,12 @@ class Freed(Message, frozen=True):
 
 
 class Applied(Message, frozen=True):
-    """`iteration` is in the global parameters, made of `parts` in order of node; comes before any Published
-    that has it. `skipped`: the step was left out, and why. `unlike`: nodes stepped with hyperparameters that
-    must be equal and are not, and which. `consumed`: the samples of all iterations up to this one."""
+    """`iteration` is in the global parameters, made of `parts` in order of node. Precedes any Published that
+    has it.
+
+    `skipped` is the reason why the step was left out. `unlike` names hyperparameters that must be equal and
+    differ between nodes. `consumed` counts the samples of all iterations up to this one.
+    """
 
     iteration: Count
     parts: list[Part]

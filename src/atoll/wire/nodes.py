@@ -125,10 +125,14 @@ class Lacks(Message, frozen=True):
 
 
 class Takeover(Message, frozen=True):
-    """The payload is what lies from byte `start` of the state, of `total` bytes (train/node/state.py), at
-    global iteration `iteration`. The script counts each iteration `shift` higher, or lower: it may have begun
-    from a checkpoint. The first piece says what the latest of those iterations were made of (`applied`).
-    `consumed` counts the samples of all of them, and of the checkpoint."""
+    """A piece of a node's state for a newcomer. The payload is the state from byte `start` on, of `total`
+    bytes.
+
+    See train/node/state.py for the state, which is that of global iteration `iteration`. The script counts
+    each iteration `shift` higher, or lower: it may have begun from a checkpoint. The first piece has the
+    composition of the latest of those iterations (`applied`). `consumed` counts the samples of all
+    iterations, and of the checkpoint.
+    """
 
     iteration: Count
     start: Count

@@ -37,8 +37,11 @@ class RoundId(msgspec.Struct, frozen=True, array_like=True, order=True, forbid_u
 
 
 class ScriptWaits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A node's script stands at `stand` and waits: in its `meeting`-th meeting, at iteration `at` (as in
-    wire/device.py: Meet); or for the global iteration to be `least`."""
+    """A node's script waits at `stand`: in its `meeting`-th meeting, at iteration `at`, or for global
+    iteration `least`.
+
+    See Meet in wire/device.py for `at`.
+    """
 
     stand: WorkerStand
     meeting: Count | None = None
@@ -47,10 +50,13 @@ class ScriptWaits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class NodeReport(Message, frozen=True):
-    """Where a node is: sent when an iteration has become whole, and at least each heartbeat. Reports ride on
-    all messages and acknowledge what is held; who takes part in a change of the view repeats the `held` of
-    before. `finished`: its script has ended, and it makes no other iteration. Not `whole`: a newcomer that
-    has no state yet. `waits`: what its script waits for; None: it computes."""
+    """A node's progress, sent when an iteration has become whole, and at least each heartbeat.
+
+    Reports ride on all messages, and acknowledge held contributions. A node that takes part in a change of
+    the view repeats its former `held`. `finished`: the node's script has ended and makes no further
+    iteration. Not `whole`: the node is a newcomer without a state yet. `waits` says for what the script
+    waits; None: it computes.
+    """
 
     report: Report
     finished: bool = False
@@ -59,8 +65,7 @@ class NodeReport(Message, frozen=True):
 
 
 class ScriptsDiffer(Message, frozen=True):
-    """The members' scripts stand at places that do not go together, and the run ends: `line` says who stands
-    where."""
+    """The members' scripts stand at inconsistent places, and the run ends: `line` names the places."""
 
     report: Report
     line: Text

@@ -14,14 +14,14 @@ from atoll.wire.workerstand import WorkerStand
 
 
 class Setup(Message, frozen=True):
-    """The first worker describes what to train: one for each shard. Its chunks' values follow as SetChunk.
+    """The first worker describes the model to train, once for each shard. The values of the chunks follow as
+    SetChunk.
 
     `layout` is a chunks.ChunkMap as MessagePack, `chunks` the ids that this shard holds, `optimizer` the
-    class's full name.
-    `digest` names layout and optimizer: a worker with another one is refused. At a site every worker sends
-    it, and `first` is the worker that brings the values, of this site or another. `number` counts this
-    worker's set-ups, from 1: what it sends again is of the same one (0: of its next). `consumed` counts the
-    samples of all workers that are in the values.
+    class's full name. `digest` names layout and optimizer: a worker with another digest is refused. At a site
+    every worker sends a Setup, and `first` is the worker that brings the values, of this site or another.
+    `number` counts this worker's set-ups, from 1: messages sent again belong to that set-up (0: to the next).
+    `consumed` counts the samples of all workers that are in the values.
     """
 
     digest: Name
@@ -105,12 +105,15 @@ class Commit(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """The contribution is in the log. `workers`, in order: BSP, whose contributions the iteration has; else,
-    who lives. BSP: `entering` are those who come new with the next iteration; all who have made this one are
-    told the same. `grouping`: the contributor, under BSP each of them, knows of that one: they move to it.
-    `unlike`: another live contributor steps with other hyperparameters than this one, and no schedule says
-    why: a line on it. `alike`: all workers count alike in the mean; `counts` tells people so, where what they
-    have counted differs."""
+    """The contribution is in the log.
+
+    `workers`, in order, are the workers whose contributions the iteration has (BSP), or else the live
+    workers. BSP: `entering` are newcomers from the next iteration on; all workers that made this iteration
+    hear of the same ones. `grouping`: the contributor knows of this grouping, under BSP every contributor
+    does, and they move to it. `unlike` is a warning: another live contributor steps with other
+    hyperparameters, and no schedule explains them. `alike`: all workers count alike in the mean. `counts` is
+    a warning about this where their counts differ.
+    """
 
     iteration: Count
     workers: Annotated[list[Count], Meta(max_length=4096)] = []
@@ -122,10 +125,11 @@ class Committed(Message, frozen=True):
 
 
 class Step(Message, frozen=True):
-    """BSP, to the log: step with the mean of `iteration` times `scale`. All members must say the same.
+    """BSP, to the log: step with the mean of `iteration` times `scale`. All members must send equal values.
 
     `edited` are chunks whose gradients the script changed otherwise; the live member of the lowest rank has
-    sent them as Replace before. `unscaled`: by what a GradScaler has divided the gradients."""
+    sent them as Replace before. `unscaled` is the factor by which a GradScaler has divided the gradients.
+    """
 
     incarnation: Count
     iteration: Count
@@ -188,12 +192,13 @@ class Pull(Message, frozen=True):
 
 
 class Parameters(Message, frozen=True):
-    """The payload is a chunk's parameters; `version` counts its updates, `staleness` is how many global
-    iterations the worker's own contribution was behind when it was applied (asynchronous modes).
+    """The payload is a chunk's parameters; `version` counts the chunk's updates.
 
-    `asked` is the clock that the pull named; `clock` may be past that. In these modes `lost` is what was lost
-    of the asker's own contribution to iteration `asked` - 1, of this run; None: nothing. `consumed` counts
-    the samples of all workers that the log had counted by then, in this run and before it.
+    `staleness` is the number of global iterations by which the worker's own contribution was late when
+    applied (asynchronous modes). `asked` is the clock that the pull named; `clock` may be later. In these
+    modes `lost` is the lost part of the asker's own contribution to iteration `asked` - 1, of this run; None:
+    nothing. `consumed` counts the samples of all workers that the log had counted by then, in this run and
+    before it.
     """
 
     clock: Count
@@ -252,21 +257,25 @@ class Met(Message, frozen=True):
 
 
 class Ends(Message, frozen=True):
-    """To the log: this worker's script has left its session, and comes to no meeting any more. Answered by
-    Ended, or by Mismatch where another worker waits for it in a call."""
+    """To the log: this worker's script has left its session and comes to no further meeting.
+
+    The answer is Ended, or Mismatch where another worker waits for this one in a call.
+    """
 
     incarnation: Count
     stand: WorkerStand
 
 
 class Ended(Message, frozen=True):
-    """Nobody waits for the worker that said Ends."""
+    """Answer to Ends: no worker waits for the sender."""
 
 
 class Mismatch(Message, frozen=True):
-    """From the log, to all workers: their scripts stand at places that do not go together, and the run ends.
-    `line` says who stands where. `of_contributors`: it names those who contribute to this log, which between
-    sites are the sites, by their index."""
+    """From the log, to all workers: their scripts stand at inconsistent places, and the run ends.
+
+    `line` names the places. `of_contributors`: the line names contributors of this log, which between sites
+    are sites, by index.
+    """
 
     line: Text
     of_contributors: bool = False

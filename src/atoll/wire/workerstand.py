@@ -1,4 +1,4 @@
-"""Where a worker's script stands, as it travels beside what the worker brings."""
+"""A worker's place in its script, as sent beside other data of the worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WorkerStand(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 def unreadable(told: WorkerStand | None) -> str:
-    """Why a place from outside must not be put into a line; empty where it may be."""
+    """Return the reason why a received place must not be put into a message; empty where it may be."""
     if told is None:
         return ""
     for text in (told.stand.name, told.stand.asks, told.stand.line):

@@ -48,8 +48,10 @@ FRESH_SHARE = 0.5  # of an iteration's computing, that may go into the wait for 
 
 
 class Said(msgspec.Struct):
-    """What a node says of a contribution to all others: seconds that a sample took to compute (0: not known),
-    which the dealing of data goes by, and where its script stands."""
+    """A node's note on its contribution, sent to all nodes.
+
+    It has the seconds to compute a sample (0: unknown), by which data is dealt, and the script's place.
+    """
 
     pace: float = 0.0
     stand: Stand | None = None
@@ -281,7 +283,7 @@ class PeerExchange(Reducer):
             self._take_newest()
 
     def _stand(self, iteration: int) -> Stand:
-        """This worker's place in its script, which waits before `iteration`."""
+        """Return this worker's place in its script while it waits before `iteration`."""
         return self._worker.call or gradients(max(0, iteration - 1), waiting_line())
 
     @property

@@ -37,12 +37,13 @@ Whose: TypeAlias = tuple[tuple[int, int], ...]  # contributions to an iteration:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What node `node` adds to an iteration: gradients [chunk.extent] of every trainable chunk, by id, and
-    for each of them in which slots there is one (a byte each; zeros stand where there is none).
+    """Node `node`'s contribution to an iteration: gradients [chunk.extent] of every trainable chunk, by id.
 
-    `weight` is its part in the mean; 0: it is left out (NaN, under "skip"). `basis` says how certain that is,
-    and `alike` is its part where all devices count alike (core/weighing.py). `refused`: no step is made of
-    the iteration, whatever others contribute. The gradients are only read."""
+    Each chunk also has one byte a slot, which says whether the slot has a gradient; missing gradients are
+    zeros. `weight` is the weight in the mean; 0: the contribution is left out (NaN, under "skip"). `basis`
+    says how certain `weight` is, and `alike` is the weight where all devices count alike (core/weighing.py).
+    `refused`: no node makes a step of the iteration, whatever others contribute. The gradients are read-only.
+    """
 
     node: int
     incarnation: int
@@ -59,13 +60,16 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an iteration: whether a step was made (not where all contributions were left out, or
-    one was refused),
-    `norm` of the mean before clipping, where it was asked for, and the digest of the parameters after it.
+    """The outcome of an iteration.
 
-    `unlike`: of each node whose hyperparameters, or wish to clip, were not those of node `first`, which
-    counted: what was another, in words. `wrong`: of nodes whose contributions no step takes, why; they were
-    left out. `parted`: of each node of `unlike` with other hyperparameters, the first of them.
+    It says whether a step was made: none is made where all contributions were left out, or one was refused.
+    `norm` is the norm of the mean before clipping, where asked for. The digest is of the parameters after the
+    iteration.
+
+    `first` is the node whose hyperparameters counted. `unlike` describes, for each node with other
+    hyperparameters or another wish to clip, the difference. `parted` has, for each node of `unlike` with
+    other hyperparameters, the first difference. `wrong` has the reasons why contributions of nodes were left
+    out as invalid.
     """
 
     iteration: int
@@ -232,8 +236,11 @@ class GlobalParameters:
 
     @torch.no_grad()
     def prepare(self, iteration: int, contributions: Sequence[Contribution]) -> Step | None:
-        """What it takes to step with those of an iteration's contributions that are there, in order of node;
-        None where none of them counts, or one is refused. A norm is found once for the same ones."""
+        """Prepare the step of an iteration from its contributions, in order of node.
+
+        Returns None where no contribution counts or one is refused. The norm of one set of contributions is
+        computed once.
+        """
         wrong = self._wrong(contributions)
         contributions = [each for each in contributions if each.node not in wrong]
         counted = [each for each in contributions if each.weight > 0]
@@ -353,7 +360,7 @@ def _unlike(contributions: Sequence[Contribution]) -> dict[int, str]:
 
 
 def _parted(contributions: Sequence[Contribution]) -> dict[int, Difference]:
-    """Of each node with other hyperparameters than the one that counted, the first that differs."""
+    """Return, for each node whose hyperparameters differ from the counting node's, the first difference."""
     if not contributions:
         return {}
     first = _first(contributions).hyperparameters

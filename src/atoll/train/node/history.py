@@ -86,8 +86,11 @@ class History:
         self._digests.pop(iteration - _DIGESTS, None)
 
     def _parted(self, iteration: int, outcome: Outcome) -> str:
-        """In a line, which hyperparameter two nodes have differently that all must have alike; empty: none.
-        What a scheduler sets may differ where nodes may be at different iterations."""
+        """Name the first hyperparameter that must be equal but differs between two nodes, in one line; empty:
+        none.
+
+        Where nodes may be at different iterations, hyperparameters that a scheduler sets may differ.
+        """
         for node, found in outcome.parted.items():
             if self._stale_max == 0 or found.key not in SCHEDULED:
                 return difference_line(f"node {outcome.first}", f"node {node}", iteration, found)

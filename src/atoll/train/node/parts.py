@@ -31,7 +31,7 @@ class MeetingParts:
         return key in self._parts
 
     def keep(self, key: Key, what: str, payload: bytes, since: int, stand: WorkerStand | None = None) -> None:
-        """Keep a node's part; `stand` is where its script stands."""
+        """Keep a node's part of a meeting; `stand` is the place of the node's script."""
         self._parts[key] = _Part(what, payload, since, stand)
 
     def message(self, key: Key) -> tuple[MeetingPart, bytes]:
@@ -41,8 +41,10 @@ class MeetingParts:
         return message, part.payload
 
     def meet(self, number: int, keys: Sequence[Key]) -> Met:
-        """The meeting of these parts, in order of node. Raises MismatchError where they meet on different
-        things: their scripts do not do the same."""
+        """Assemble the meeting of these parts, in order of node.
+
+        Raises MismatchError where nodes meet for different reasons: their scripts make different calls.
+        """
         stands = [part.stand for key in keys if (part := self._parts[key]).stand is not None]
         if not are_consistent(each.stand for each in stands):
             raise MismatchError(describe_mismatch({each.worker: each.stand for each in stands}))

@@ -695,8 +695,11 @@ class CpuSideProcess:
     # -- what the decisions say ---------------------------------------------------------------------------
 
     def _do(self, outputs: Sequence[out.Output]) -> None:
-        """Raises MismatchError where scripts stand at different places, once all else is done: without what
-        is said after that, the others would wait for a majority until they give up, and not learn why."""
+        """Carry out outputs. Raises MismatchError for inconsistent scripts, after all outputs are done.
+
+        The remaining outputs must go out first: without them the other nodes would wait for a majority until
+        they give up, and not learn the cause.
+        """
         unlike: MismatchError | None = None
         for output in outputs:
             try:
@@ -709,7 +712,7 @@ class CpuSideProcess:
             raise unlike
 
     def _tell_differ(self, error: MismatchError) -> None:
-        """The others may not have all parts of a meeting from which this node sees that scripts differ."""
+        """Send the mismatch to the other nodes, which may lack parts of the meeting that shows it."""
         for output in self._node_.handle_differ(str(error)) if self._node_ is not None else []:
             if isinstance(output, out.Send):
                 self._do_send(output)

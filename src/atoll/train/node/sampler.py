@@ -1,5 +1,8 @@
-"""How the nodes of strategy `peers` share out a dataset: in even parts (`PeerSampler`), or in batches of one
-size over all nodes, each node's part in proportion to its speed (`PeerBatches`)."""
+"""Share a dataset among the nodes of strategy `peers`.
+
+`PeerSampler` deals even parts. `PeerBatches` makes batches of one size over all nodes, with each node's part
+in proportion to its speed.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ from atoll.train.sampler import (
 
 
 class PeerSampler(ShardedSampler):
-    """One worker's indices of a dataset. Each epoch is dealt in even parts to the workers that take part when
-    it begins.
+    """One worker's indices of a dataset. Each epoch is dealt in even parts to the workers present at its
+    beginning.
 
-    What was dealt to a worker that is lost is not trained on in that epoch. From the next epoch on the others
-    get its part, until it is back. A worker that comes back within an epoch that was dealt without it has no
-    part in that epoch: it gets fills, which weigh nothing in the mean.
+    A lost worker's part of an epoch is not trained on in that epoch. From the next epoch on the others get
+    the part, until the worker returns. A worker that returns within an epoch that was dealt without it has no
+    part in that epoch. It gets fills, which weigh nothing in the mean.
     """
 
     def __init__(
@@ -42,9 +45,16 @@ class PeerSampler(ShardedSampler):
         present: Callable[[], Sequence[int]],
         **options: Any,
     ) -> None:
-        """`worker` is this one's rank in the run. `met()` gives the ranks that took part in the latest
-        collective; `present()` those that take part in the iteration under way, as all workers know them at
-        that iteration; empty: not known, and the members stay. `options` as in DealtSampler."""
+        """Deal `dataset` to the workers that are present.
+
+        Args:
+            dataset: the dataset, or its length.
+            worker: this worker's rank in the run.
+            met: returns the ranks that took part in the latest collective.
+            present: returns the ranks that take part in the iteration under way, equal on all workers at that
+                iteration. Empty: unknown, and the members stay.
+            options: options of DealtSampler.
+        """
         self._worker, self._met, self._present = worker, met, present
         self._members = sorted({*met(), worker})
         self._in_hand = 0  # samples that count though the epoch is dealt without this worker
@@ -53,12 +63,12 @@ class PeerSampler(ShardedSampler):
 
     @property
     def members(self) -> list[int]:
-        """The ranks of the workers to whom the epoch is dealt."""
+        """Ranks of the workers to which the epoch is dealt."""
         return list(self._members)
 
     @property
     def takes_part(self) -> bool:
-        """Whether this worker has a part of the epoch."""
+        """True where this worker has a part of the epoch."""
         return self._worker in self._members
 
     def __iter__(self) -> Iterator[int]:
@@ -80,7 +90,7 @@ class PeerSampler(ShardedSampler):
         return super().state_dict(consumed)
 
     def lockstep_state(self) -> dict[str, Any]:
-        """With the members to whom the epoch is dealt, for a worker that comes back in it."""
+        """Return the state with the epoch's members, for a worker that returns within the epoch."""
         return {**super().lockstep_state(), "members": self.members}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -105,7 +115,9 @@ class PeerSampler(ShardedSampler):
         super()._turn_to(epoch)
 
     def _take_present(self) -> bool:
-        """Let the next deal be to those who take part now; whether they are others than before."""
+        """Deal the next epoch to the workers present now; returns whether they differ from the former
+        members.
+        """
         before = self._members
         self._deal_to(self._present() or before)
         return self._members != before
@@ -239,7 +251,7 @@ class PeerBatches(Sampler[list[int]]):
         self._deal.applied(iteration, paces)
 
     def next_sizes(self) -> set[float]:
-        """As DealtSampler's."""
+        """Return the possible sizes of the next batch; see DealtSampler."""
         used = self._used()
         return {float(max(1, self._sizes[used]))} if used < len(self._sizes) else set()
 

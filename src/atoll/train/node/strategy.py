@@ -112,7 +112,9 @@ class Peers:
         return batches
 
     def sampler(self, dataset: Sized, **options: Any) -> PeerSampler:
-        """This worker's indices of a dataset that all nodes share; `options` as in DealtSampler."""
+        """Return this worker's sampler of a dataset that all nodes share; `options` are those of
+        DealtSampler.
+        """
         introduction = self._worker.introduction
         everyone = range(sum(introduction.devices))
         return PeerSampler(
@@ -124,11 +126,10 @@ class Peers:
         )
 
     def _present(self) -> list[int]:
-        """The ranks of the workers that take part, as every node knows them that makes the iteration under
-        way; empty where that is not known.
+        """Return the ranks of workers that take part in the iteration under way; empty where unknown.
 
-        Nodes notice a loss at different times. So it goes by who contributed to the last iteration that all
-        have applied before they begin this one: `stale_max` before the last.
+        Nodes notice a loss at different times, but must agree here. So the answer is the contributors to the
+        latest iteration that all nodes have applied before this one, which is `stale_max` before the last.
         """
         known = -1 if self.exchange is None else self.exchange.steps - self._stale_max - 1
         nodes: Iterable[int] = next((paces for iteration, paces in self._facts if iteration == known), ())
@@ -162,8 +163,10 @@ class Peers:
             each.applied(message.iteration, paces)
 
     def _check_epochs(self, stands: Mapping[int, Stand]) -> None:
-        """Raise MismatchError where contributions to one iteration were of batches of different epochs. All
-        nodes see the same ones."""
+        """Raise MismatchError where contributions to one iteration come from batches of different epochs.
+
+        All nodes see the same contributions.
+        """
         if not are_in_one_epoch(stands.values()):
             workers_of = self._worker.introduction.workers_of
             raise MismatchError(

@@ -42,8 +42,10 @@ def give(
     applied: Sequence[Applied],
     consumed: float,
 ) -> None:
-    """Send a state, which nobody changes any more, to a node, and what its latest iterations were made of;
-    `consumed` samples are in it."""
+    """Send a state, with the composition of its latest iterations, to a node.
+
+    Nothing may change the state while it is sent. `consumed` is the number of samples behind the state.
+    """
     for start, piece in pieces_of(raw):
         made_of = list(applied) if start == 0 else []
         told = Takeover(

@@ -264,7 +264,7 @@ class LentPeerModel(PeerModel):
 
     @torch.no_grad()
     def _take_from_first(self) -> None:
-        """A chunk's parameters at a time: all may not be in memory at once."""
+        """Receive the first worker's parameters, one chunk at a time: all together may not fit in memory."""
         for bound in self._training.chunks:
             self._workers.take_from_first(bound.parameters, "node 0's parameters")
 
@@ -408,7 +408,7 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
         """What all devices say of the iteration, as on a ring (train/ring.py)."""
         rows = [[p.grad is not None for p in bound.parameters] for bound in self._chunks]
         here = [float(each and own.weight > 0) for row in rows for each in row]
-        # Of the mean before, the scale alone: the leader's wish to clip counts, and no device steps.
+        # Of the last mean compare the scale only: the leader's wish to clip counts, and no device steps.
         has_gradient = any(any(row) for row in rows)
         head = head_of(own, self.steps, has_gradient, awaited=False, treatments=self._treatments)
         buffers = [] if self._buffers is None else self._buffers.said()
@@ -428,8 +428,10 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
         return agreed
 
     def _sum(self, bound: BoundChunk, present: list[bool], scale: float, then: float) -> None:
-        """Let a chunk's gradients become the mean over the devices, scaled before the sum and after it as
-        on a ring, to the bit."""
+        """Reduce a chunk's gradients to their mean over the devices, in place.
+
+        The gradients are scaled before and after the sum, so that the result equals a ring's to the bit.
+        """
         assert self.fitted is not None
         gradients = self.fitted.gradients
         if not any(present):
