@@ -474,9 +474,9 @@ class Session:
     def barrier(self) -> None:
         """Return when every worker has called this method.
 
-        All workers then have worker 0's buffers. Workers at their own pace (`ssp`, `asp`) also get the newest
-        parameters, so call this before an evaluation. Of a model that is sharded over the workers, each
-        worker then sees the values that the others' scripts have written.
+        Call this before an evaluation. All workers then have worker 0's buffers, and workers at their own
+        pace (`ssp`, `asp`) the newest parameters. Of a model that is sharded over the workers, each worker
+        then sees the values that the others' scripts have written.
         """
         with self._in_call("session.barrier"):
             self._settle()
