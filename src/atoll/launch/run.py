@@ -255,7 +255,7 @@ class _Watch:
             if self._stop.count > 1:
                 return
             if until is not None and now > until:
-                if stopping is not None and isinstance(launcher, ServedLaunch):
+                if self._stop.signum == signal.SIGTERM and isinstance(launcher, ServedLaunch):
                     self._killed = launcher.unfinished()
                 return
             time.sleep(POLL_SECONDS)
