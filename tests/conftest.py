@@ -31,6 +31,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _gradients_stay_on() -> Iterator[None]:
+    """The test that leaves gradients switched off fails, and not every one after it."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail("this test left gradients switched off")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """One set of worker processes for the whole test run: importing torch costs seconds, a job does not."""
