@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Containers set it: hundreds of processes of the tests would each compile all of Atoll anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test soak bench lint clean
+.PHONY: train test check soak bench lint clean
 
 train: $(READY)
 	$(BIN)/atoll run --workers 4 --strategy ps-hra --set groups.count=2 --set sync.consistency=asp \
@@ -21,7 +21,11 @@ train: $(READY)
 
 # Three at a time on two cores: much of a test is waiting for others. Who is done first takes half of what the other has left.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not (check or soak)"
+
+# What needs processes, sockets, kills or seconds. A test that fails runs once more alone, and is named at the end.
+check: $(READY)
+	$(BIN)/python tests/check.py -n 3 --dist worksteal
 
 # What must be survived is survived over both transports.
 soak: $(READY)

@@ -6,6 +6,7 @@ import gc
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +21,16 @@ settings.load_profile("atoll")
 
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would every process of theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+CHECKED = ("processes", "lab")  # the folders whose tests `make check` runs
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`make check` runs the tests of these folders, but for those that are marked as quick."""
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    if folder in CHECKED and item.get_closest_marker("quick") is None:
+        item.add_marker(pytest.mark.check)
 
 
 def pytest_collection_finish() -> None:

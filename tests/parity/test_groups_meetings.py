@@ -17,6 +17,8 @@ from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
 
+pytestmark = pytest.mark.check
+
 WORKERS, STEPS, EVERY = 4, 40, 10
 SECONDS = 0.002  # that a step of the fastest takes; worker r's takes r times as long more
 

@@ -31,6 +31,8 @@ from atoll.train.groupexchange import GroupReducer
 from atoll.train.place import Place
 from atoll.train.uplink import Wanted
 
+pytestmark = pytest.mark.check
+
 STEPS, MOST = 4, 200  # that are compared; until the group is alone
 # bsp: once alone and once in groups, what the script makes of a mean; and a step that it leaves out.
 EDITED, LEFT_OUT = (1, ALONE + 3), ALONE + 2

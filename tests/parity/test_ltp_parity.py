@@ -13,6 +13,8 @@ from atoll.testing.parity import Case, Trajectory, train_grouped, train_served
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun
 
+pytestmark = pytest.mark.check
+
 SMALL = "2KiB"  # chunks, so that a model takes several
 CASES = [
     Case("gpt", "adamw", 2, clip=True),

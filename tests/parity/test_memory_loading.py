@@ -255,6 +255,7 @@ print(sum(f.stat().st_size for f in pathlib.Path(folder, "checkpoint").iterdir()
 """
 
 
+@pytest.mark.check
 def test_checkpoints_and_weights_hold_a_tensor_or_two_beside_the_budgets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

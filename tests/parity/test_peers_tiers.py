@@ -24,6 +24,8 @@ from atoll.testing.families import batch, build, loss_of
 from atoll.testing.pool import WorkerPool
 from atoll.train.place import Place
 
+pytestmark = pytest.mark.check
+
 FEW = ("tied", "experts", "lstm", "lora")
 ALL = ("gpt", "resnet", "thrice", *FEW)
 CHUNK, STEPS, MICRO = 4096, 3, 2

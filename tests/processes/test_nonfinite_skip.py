@@ -14,6 +14,8 @@ from atoll.observe.progress import describe_event
 from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import EVERYWHERE, TOGETHER, run_at
 
+pytestmark = pytest.mark.quick
+
 BAD = 3  # the iteration, on worker 1
 
 

@@ -21,6 +21,8 @@ from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.train.place import Place
 from atoll.train.session import Session
 
+pytestmark = pytest.mark.quick
+
 SMALL = Chunks(size="2KiB")  # several chunks for a tiny model
 
 

@@ -46,6 +46,7 @@ SERVED_RUN = {
 }
 
 
+@pytest.mark.quick
 def test_a_whole_run(command: Command) -> None:
     """A served run that the shell takes part in is no business of a ring; with ATOLL_HUB alone a worker would
     join that run (docs/several-machines.md)."""

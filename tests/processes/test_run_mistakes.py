@@ -9,6 +9,8 @@ import pytest
 
 from atoll.cli.app import main
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

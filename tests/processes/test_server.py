@@ -36,6 +36,8 @@ from atoll.tensors.shardoptimizer import ShardOptimizer, full_name
 from atoll.wire import messages as m
 from atoll.wire.messages import decode_untrusted, encode
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(("shards", "workers"), [(1, 1), (1, 3), (2, 1), (3, 2)])
 def test_bsp_equals_plain_torch(start: Callable[..., Run], shards: int, workers: int) -> None:

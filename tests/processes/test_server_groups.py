@@ -21,6 +21,8 @@ from atoll.server.recovery import CONTRIBUTION, encode_image, find
 from atoll.server.shard import Shard
 from atoll.wire import messages as m
 
+pytestmark = pytest.mark.quick
+
 
 def settings(run: Run, consistency: str) -> dict[str, Any]:
     return {} if consistency == "bsp" else {"hyperparameters": run.model.hyperparameters()}

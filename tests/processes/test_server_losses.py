@@ -24,6 +24,8 @@ from atoll.wire import messages as m
 from atoll.wire.lost import spans_of
 from atoll.wire.messages import LostBlocks, run_of
 
+pytestmark = pytest.mark.quick
+
 WEIGHTS = (1.0, 3.0, 2.0)
 
 

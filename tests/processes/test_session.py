@@ -20,6 +20,8 @@ from atoll.testing.parity import Case, Trajectory, differences, train_plain
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.train.place import Place
 
+pytestmark = pytest.mark.quick
+
 CONFIG = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s"))
 STEPS = 6
 

@@ -22,6 +22,8 @@ from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
 from atoll.train.session import Session
 
+pytestmark = pytest.mark.quick
+
 WIDTH = 32
 CHUNKS = Chunks(size="2KiB")
 TIERS = Memory(device="48KiB", chunk="8448", step="host")  # of 90 KB of parameters in ten layers

@@ -71,6 +71,7 @@ def test_what_must_always_hold(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("start", range(0, 2000, 200))
+@pytest.mark.check
 def test_what_must_always_hold_over_many_small_schedules(start: int) -> None:
     for seed in range(start, start + 200):
         run(drawn(seed))

@@ -387,6 +387,7 @@ def test_between_the_two_renames_the_new_one_is_read_and_the_next_writer_finishe
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.check
 def test_writing_holds_no_second_copy_of_the_model(tmp_path: Path) -> None:
     """64 MiB in 16 tensors: a copy of all would show in the peak of the process."""
     code = """
@@ -404,6 +405,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(done.stdout) < 16 * 1024  # KiB
 
 
+@pytest.mark.check
 def test_a_writer_that_is_killed_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     """kill -9 before every operation on files, and at random moments; see checkpoint_killer.py."""
     (tmp_path / "every").mkdir()

@@ -17,6 +17,8 @@ from atoll.sim import LinkModel
 from atoll.testing.ltp import Pair
 from atoll.wire.datagrams import payload_bytes
 
+pytestmark = pytest.mark.check
+
 ROUND_TRIP = 0.04
 WARM = 10
 

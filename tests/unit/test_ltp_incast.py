@@ -3,6 +3,7 @@ benchmarks/incast.py."""
 
 from __future__ import annotations
 
+import pytest
 from ltp_incast import DELAY, RATE, Incast
 
 SIZE = 500_000
@@ -17,6 +18,7 @@ def slowest(incast: Incast, rounds: int) -> list[float]:
     return found
 
 
+@pytest.mark.check
 def test_eight_answers_share_the_link_without_loss_once_they_know_their_share():
     incast = Incast(SIZE)
     incast.pause(0.2)

@@ -30,6 +30,8 @@ from atoll.testing.ltp import (
 from atoll.wire.datagrams import ACK, HEADER, SEAL_BYTES, SLICE, Bytes, Kind, payload_bytes, records_of
 from atoll.wire.linkcontrol import Closed, decode_untrusted
 
+pytestmark = pytest.mark.check
+
 SMALL = Settings(datagram_bytes=256)  # so that a few kilobytes are a transfer of many datagrams
 BLOCK = payload_bytes(256) // 4  # elements
 LINK = LinkModel(rate=12.5e6, delay=0.02)  # 100 Mbit/s

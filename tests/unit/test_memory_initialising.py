@@ -427,6 +427,7 @@ assert 0.0199 < float(model[31].weight.std()) < 0.0201
 """
 
 
+@pytest.mark.check
 def test_the_peak_of_a_process_is_the_budget_and_not_the_model(tmp_path: Path) -> None:
     """128 MiB of parameters under 32 MiB: that, an eighth that is not given back yet, and a layer."""
     command = [sys.executable, "-c", _BUILD, str(tmp_path)]

@@ -34,8 +34,9 @@ SWITCHING = ("torch/_dynamo/decorators.py", "torch/autograd/grad_mode.py")  # to
 class Interrupt:
     """Raises SIGINT at the `at`th moment at which Python looks for signals; `count`: how many there were.
 
-    In plain torch too, an interrupt within torch's own switching of gradients leaves them switched off (the end
-    of `optimizer.step` is Python: `_use_grad_for_differentiable`). Such a moment is passed over for the next.
+    In plain torch too, an interrupt within torch's own switching of gradients leaves them switched off (the
+    end of `optimizer.step` is Python: `_use_grad_for_differentiable`). Such a moment is passed over for the
+    next.
     """
 
     def __init__(self, at: int) -> None:
@@ -90,6 +91,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Any, steps: 
         optimizer.step()
 
 
+@pytest.mark.check
 def test_after_ctrl_c_at_any_moment_training_goes_on(tmp_path: Path) -> None:
     model, optimizer, moving = fitted(tmp_path)
 
@@ -118,6 +120,7 @@ def test_after_ctrl_c_at_any_moment_training_goes_on(tmp_path: Path) -> None:
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+@pytest.mark.check
 def test_after_ctrl_c_while_chunks_are_stepped_early_training_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

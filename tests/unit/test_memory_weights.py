@@ -403,6 +403,7 @@ assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameter
 """
 
 
+@pytest.mark.check
 def test_saving_and_loading_hold_one_tensor_beside_the_budget(tmp_path: Path) -> None:
     """Two models of 64 MiB under budgets of 16 MiB together: that, an eighth, and a layer twice.
 

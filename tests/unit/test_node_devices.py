@@ -426,6 +426,7 @@ def led(place: Place) -> list[Any]:
     return found
 
 
+@pytest.mark.check
 def test_a_leader_tells_all_or_is_waited_for_no_longer_than_its_time(pool: WorkerPool) -> None:
     leader, other = pool.run(led, world=2)
     for each in (leader, other):
