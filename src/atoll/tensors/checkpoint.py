@@ -8,6 +8,9 @@
 A checkpoint is written beside its place, as `.NAME.writing`, brought to the disk, and renamed. An older one
 at that place is first renamed to `.NAME.old`, and removed when the new one stands. Whenever the writer
 dies, one of the three folders is whole, and reading finds it.
+
+A folder may hold anything, since others write there too. Only regular files are read. Only files that a
+checkpoint can have are removed, and only from folders that are checkpoints; anything else is refused.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from atoll.tensors.tensorfile import (
     check_tensor,
     checksum_of,
     flush,
+    kind_of,
+    open_regular,
     parse_tensors,
     put_tensors,
     read_tensors,
@@ -46,6 +51,9 @@ _EXTRA = "extra"  # the tree of what a state_dict holds beside tensors
 _SUFFIX = ".safetensors"
 _STATE, _MANIFEST = "state.json", "manifest.json"
 _LENGTH = 8  # bytes
+_LONGEST_MANIFEST = 2**20  # bytes; a checkpoint has a handful of files
+_LONGEST_NAME = 255  # bytes, of a file: what file systems allow
+_SHOWN = 40  # characters of a file's own text that a message repeats
 
 
 @dataclass(frozen=True)
@@ -72,36 +80,41 @@ def write_checkpoint(
     text or int), lists and tuples of numbers, text, bytes, None, tensors and NumPy arrays. Files that
     others put into the folder stay in it.
 
-    Raises CheckpointError, naming the place in the tree, for anything else; and where the disk says no:
-    then an older checkpoint is as it was.
+    Raises CheckpointError, naming the place in the tree, for anything else; and where the disk says no, or
+    something that is no checkpoint lies at the place or beside it: then an older checkpoint is as it was.
     """
     for name in trees:
         if not name.isidentifier() or name in (MODEL, _EXTRA):
             raise CheckpointError(f"a checkpoint's part cannot be called {name!r}; use a plain word")
-    place = Path(os.path.realpath(path))  # a link to a folder stays a link
-    writing = _beside(place, "writing")
+    place = _place_of(path)
+    writing, is_ours = _beside(place, "writing"), False
     try:
         _check_replaceable(place)
+        _check_leftovers(place)
         place.parent.mkdir(parents=True, exist_ok=True)
         _recover(place)
         writing.mkdir()
+        is_ours = True
         _write_files(writing, model, trees)
         _move_into_place(place)
-    except OSError as error:
-        shutil.rmtree(writing, ignore_errors=True)
+    except (OSError, CheckpointError) as error:
+        if is_ours:
+            shutil.rmtree(writing, ignore_errors=True)
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{path}: cannot write the checkpoint: {error.strerror or error}") from None
-    except CheckpointError:
-        shutil.rmtree(writing, ignore_errors=True)
-        raise
 
 
 def is_checkpoint_there(path: str | os.PathLike[str]) -> bool:
     """Whether something is at `path` that `read_checkpoint` would read, or say what is wrong with it: more
     than an empty folder."""
-    place = Path(os.path.realpath(path))
-    if place.is_dir():
-        return any(place.iterdir())
-    return place.exists() or any(_is_whole(_beside(place, what)) for what in ("writing", "old"))
+    place = _place_of(path)
+    try:
+        if place.is_dir():
+            return any(place.iterdir())
+        return place.exists() or any(_is_whole(_beside(place, what)) for what in ("writing", "old"))
+    except OSError:  # it may not be looked into
+        return True
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> Checkpoint:
@@ -110,19 +123,23 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> Ch
     `lazily`: its tensors are `LazyTensor`s, each read when it is used, for a model that does not fit. Raises
     CheckpointError, one line that names the file, where there is none, or it is damaged.
     """
-    place = Path(os.path.realpath(path))
-    if not place.exists():
-        # The writer died between its two renames: the new one is whole, and so is the old one.
-        for candidate in (_beside(place, "writing"), _beside(place, "old")):
-            if _is_whole(candidate):
-                place = candidate
-                break
-        else:
-            raise CheckpointError(f"{path}: there is no checkpoint here")
-    elif not place.is_dir():
-        raise CheckpointError(f"{path}: is a file; a checkpoint is the folder that holds {_MANIFEST}")
-    manifest = _verified(place)
-    return _read_files(place, manifest, read_lazily if lazily else read_tensors)
+    place = _place_of(path)
+    try:
+        if not place.exists():
+            # The writer died between its two renames: the new one is whole, and so is the old one.
+            for candidate in (_beside(place, "writing"), _beside(place, "old")):
+                if not candidate.is_symlink() and _is_whole(candidate):
+                    place = candidate
+                    break
+            else:
+                raise CheckpointError(f"{path}: there is no checkpoint here")
+        elif not place.is_dir():
+            kind = kind_of(place.stat().st_mode)
+            raise CheckpointError(f"{path}: is {kind}; a checkpoint is the folder that holds {_MANIFEST}")
+        manifest = _verified(place)
+        return _read_files(place, manifest, read_lazily if lazily else read_tensors)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def pack(*, model: Mapping[str, Any], trees: Mapping[str, object]) -> bytes:
@@ -247,7 +264,8 @@ def _read_files(
         for name in manifest["files"]
         if name.endswith(_SUFFIX)
     }
-    model, trees = _decoded(state_file.read_bytes(), tensors, str(state_file))
+    with open_regular(state_file) as file:
+        model, trees = _decoded(file.read(), tensors, str(state_file))
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     return Checkpoint(model, trees, folder, digest)
 
@@ -263,20 +281,21 @@ def _decoded(
         for name in state["complex"]:
             held[name] = as_complex(held[name])
         return {name: held[name] for name in state["names"]}, trees
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+    except Exception as error:  # of json, NumPy and torch, for values that no checkpoint has
         # The checksum is right, so this is what was written: by a program that is not this one.
-        raise CheckpointError(f"{what}: not the state of a checkpoint: {error!r}") from None
+        raise CheckpointError(f"{what}: not the state of a checkpoint: {_short(error)}") from None
 
 
 def _verified(folder: Path) -> dict[str, Any]:
     """The folder's manifest, once all that it names is there as written; raises CheckpointError."""
     path = folder / _MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = _read_manifest(folder)
         kind, version, files = manifest["format"], manifest["version"], manifest["files"]
-        expected = {str(name): (int(f["bytes"]), int(f["crc32"])) for name, f in files.items()}
-        if not {MODEL + _SUFFIX, _STATE} <= expected.keys():
-            raise ValueError("names too few files")
+        if kind == FORMAT and version == VERSION:
+            expected = {name: (_count(f["bytes"]), _count(f["crc32"])) for name, f in files.items()}
+            if not {MODEL + _SUFFIX, _STATE} <= expected.keys():
+                raise ValueError("names too few files")
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: not a whole checkpoint: there is no {_MANIFEST}, which is written last"
@@ -286,18 +305,49 @@ def _verified(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path}: damaged; take another checkpoint") from None
     if kind != FORMAT or version != VERSION:
-        raise CheckpointError(f"{path}: format {kind!r} {version!r}; this Atoll reads {FORMAT!r} {VERSION}")
+        raise CheckpointError(
+            f"{path}: format {_short(kind)} {_short(version)}; this Atoll reads {FORMAT!r} {VERSION}"
+        )
     for name, (size, checksum) in expected.items():
         _verify(folder, name, size, checksum)
     return {"files": expected}
 
 
+def _read_manifest(folder: Path) -> Any:
+    """The JSON of the folder's manifest. Raises OSError or ValueError."""
+    with open_regular(folder / _MANIFEST) as file:
+        raw = file.read(_LONGEST_MANIFEST + 1)
+    if len(raw) > _LONGEST_MANIFEST:
+        raise ValueError("longer than a manifest")
+    return json.loads(raw)
+
+
+def _count(value: object) -> int:
+    """`value`, where it is a size or a checksum: JSON may say 1e400, NaN or true instead."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError("not a size")
+    return value
+
+
+def _short(value: object) -> str:
+    """The beginning of `value` in one line, for a message: a file may hold any text of any length."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _may_be_ours(name: str) -> bool:
+    """Whether a checkpoint can have a file of this name."""
+    is_tensors = name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX).isidentifier()
+    return name in (_MANIFEST, _STATE) or (is_tensors and len(os.fsencode(name)) <= _LONGEST_NAME)
+
+
 def _verify(folder: Path, name: str, size: int, checksum: int) -> None:
     path = folder / name
-    if Path(name).name != name:
-        raise CheckpointError(f"{folder / _MANIFEST}: names {name!r}, which is not a file of this folder")
+    if not _may_be_ours(name):
+        raise CheckpointError(f"{folder / _MANIFEST}: names {_short(name)}, which is no file of a checkpoint")
     try:
-        found = path.stat().st_size
+        with open_regular(path) as file:
+            found = os.fstat(file.fileno()).st_size
         if found != size:
             raise CheckpointError(
                 f"{path}: damaged: {found} bytes, and {size} were written; take another checkpoint"
@@ -318,16 +368,76 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
+def _place_of(path: str | os.PathLike[str]) -> Path:
+    """The folder that `path` means: a link to a folder stays a link. Raises CheckpointError for a path that
+    no folder can have."""
+    try:
+        place = Path(os.path.realpath(os.fsdecode(path)))
+        os.fsencode(place)
+    except (OSError, ValueError) as error:  # a null byte, a lone surrogate
+        raise CheckpointError(f"{_short(path)}: no path of a folder: {error}") from None
+    if not place.name:
+        raise CheckpointError(
+            f"{path}: the root of a file system cannot be a checkpoint; name a folder in it"
+        )
+    return place
+
+
 def _beside(place: Path, what: str) -> Path:
     return place.with_name(f".{place.name}.{what}")
 
 
 def _check_replaceable(place: Path) -> None:
-    """What a new checkpoint takes the place of is a checkpoint, or empty."""
-    if place.is_dir() and ((place / _MANIFEST).exists() or not any(place.iterdir())):
+    """Raise CheckpointError unless what a new checkpoint takes the place of is a checkpoint, or empty."""
+    if not place.exists():
         return
-    if place.exists():
+    if not place.is_dir() or (any(place.iterdir()) and not _is_checkpoint(place)):
         raise CheckpointError(f"{place}: exists and is not a checkpoint; name a folder that is new or one")
+    _check_names(place)
+
+
+def _check_leftovers(place: Path) -> None:
+    """Raise CheckpointError unless what lies where a writer works is what a writer has left there."""
+    for beside in (_beside(place, "writing"), _beside(place, "old")):
+        if not os.path.lexists(beside):
+            continue
+        kind = kind_of(beside.lstat().st_mode)
+        what = "" if kind == "a folder" else f"is {kind}, and no folder of an unfinished checkpoint"
+        if not what:
+            _check_names(beside)
+            # What others had put into an old checkpoint moves on to the new one.
+            is_old = beside.name.endswith(".old") and _is_checkpoint(beside)
+            foreign = [name for name in _names_in(beside) if not _may_be_ours(name)]
+            if foreign and not is_old:
+                what = f"holds {_short(foreign[0])}, which is no file of a checkpoint"
+        if what:
+            raise CheckpointError(
+                f"{beside}: {what}: Atoll saves {place.name} by way of it; move it away and save again"
+            )
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether the folder's manifest is a checkpoint's, or a damaged one beside a checkpoint's other files."""
+    try:
+        manifest = _read_manifest(folder)
+        return bool(manifest["format"] == FORMAT)
+    except OSError:
+        return False
+    except (ValueError, RecursionError):
+        return (folder / _STATE).is_file() or (folder / (MODEL + _SUFFIX)).is_file()
+    except (KeyError, TypeError):  # another program's
+        return False
+
+
+def _check_names(folder: Path) -> None:
+    """Raise CheckpointError where something else than a file has the name of a checkpoint's file."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _may_be_ours(entry.name) and not (entry.is_symlink() or entry.is_file()):
+                kind = kind_of(entry.stat(follow_symlinks=False).st_mode)
+                raise CheckpointError(
+                    f"{folder / entry.name}: is {kind}, and no file of a checkpoint; move it away"
+                )
 
 
 def _recover(place: Path) -> None:
@@ -354,21 +464,42 @@ def _move_into_place(place: Path) -> None:
         _retire(place, old)
 
 
+def _names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
 def _retire(place: Path, old: Path) -> None:
-    """Remove an old checkpoint; what else lay in its folder moves to the new one."""
-    ours = {_MANIFEST, _STATE, MODEL + _SUFFIX} | _named_in_manifest(old)
+    """Remove an old checkpoint; what else lay in its folder moves to the new one.
+
+    The manifest goes last: until then the folder can be told from one that is not Atoll's.
+    """
+    ours = _files_of(old, place)
     for entry in old.iterdir():
-        if entry.name not in ours and not (place / entry.name).exists():
+        if entry.name not in ours and not os.path.lexists(place / entry.name):
             entry.rename(place / entry.name)
-    shutil.rmtree(old)
+    for name in ours - {_MANIFEST}:
+        (old / name).unlink(missing_ok=True)
+    for left in _names_in(old) - {_MANIFEST}:
+        raise CheckpointError(
+            f"{old}: holds {_short(left)}, which is not Atoll's, and {place} has one, too; move one of them "
+            "away"
+        )
+    (old / _MANIFEST).unlink(missing_ok=True)
+    old.rmdir()
 
 
-def _named_in_manifest(folder: Path) -> set[str]:
-    """The files that a folder's manifest speaks of; none where it cannot be read."""
+def _files_of(old: Path, place: Path) -> set[str]:
+    """The files in an old checkpoint's folder that are the checkpoint's own.
+
+    They are those that its manifest names, and those whose names the checkpoint in `place` uses, too; all
+    that may be, where the manifest is damaged.
+    """
+    there = {name for name in _names_in(old) if _may_be_ours(name)}
     try:
-        return set(json.loads((folder / _MANIFEST).read_bytes())["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
+        named = {name for name in _read_manifest(old)["files"] if _may_be_ours(name)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return there
+    return there & ({_MANIFEST, _STATE, MODEL + _SUFFIX} | named | _names_in(place))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,8 +7,10 @@ holds more than one.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,7 +116,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path)
     except Exception as error:  # the library's errors share no narrower base class over its versions
-        raise CheckpointError(f"{path}: not a file of tensors: {error}") from None
+        raise CheckpointError(f"{path}: not a file of tensors: {_first_line(error)}") from None
 
 
 def parse_tensors(raw: bytes, what: str) -> dict[str, Tensor]:
@@ -123,7 +125,12 @@ def parse_tensors(raw: bytes, what: str) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(raw)
     except Exception as error:
-        raise CheckpointError(f"{what}: not tensors: {error}") from None
+        raise CheckpointError(f"{what}: not tensors: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    """What an error of torch's says, without the stack of C++ that may follow."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def as_complex(tensor: Tensor) -> Tensor:
@@ -137,12 +144,48 @@ def flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
+def open_regular(path: str | os.PathLike[str], *, buffering: int = -1) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading.
+
+    Raises OSError for everything else. Opening a named pipe would wait without end, and a device may have no
+    end.
+    """
+    _require_regular(Path(path).stat())
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _require_regular(os.fstat(descriptor))  # nothing else has taken its place meanwhile
+        return os.fdopen(descriptor, "rb", buffering)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def kind_of(mode: int) -> str:
+    """What a person calls the thing that has this `st_mode`."""
+    kinds = {
+        stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link",
+        stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }  # fmt: skip
+    return kinds.get(stat.S_IFMT(mode), "no file")
+
+
+def _require_regular(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, f"it is {kind_of(found.st_mode)}, and not a file")
+
+
 def checksum_of(path: Path) -> int:
-    """The CRC-32 of a file. (SHA-256 is several times slower; damage, not malice, is what it is to find.)"""
+    """The CRC-32 of a file. (SHA-256 is several times slower; damage, not malice, is what it is to find.)
+
+    Raises OSError for anything but a regular file. A file that grows meanwhile is read to its first length.
+    """
     checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
+    with open_regular(path) as file:
+        left = os.fstat(file.fileno()).st_size
+        while left > 0 and (block := file.read(min(_BLOCK, left))):
             checksum = zlib.crc32(block, checksum)
+            left -= len(block)
     return checksum
 
 

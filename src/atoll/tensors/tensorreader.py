@@ -20,11 +20,12 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointError
 from atoll.tensors.lazy import LazyTensor
-from atoll.tensors.tensorfile import CHECKSUM, DTYPES, checksum_place
+from atoll.tensors.tensorfile import CHECKSUM, DTYPES, checksum_place, open_regular
 
 _LENGTH = 8  # bytes before the header, which say how long it is
 _LONGEST_HEADER = 100_000_000  # bytes, as the library has it
 _BLOCK = 2**22  # bytes
+_MOST_BYTES = 2**62  # of a shape: torch counts strides and bytes in 64 bits
 _KNOWN = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -46,7 +47,7 @@ class TensorFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            self._file = self.path.open("rb", buffering=0)
+            self._file = open_regular(self.path, buffering=0)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
         try:
@@ -156,6 +157,8 @@ def _entry(fields: Any, start: int) -> Entry:
         raise ValueError("sizes and places are whole numbers")
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{shape} of {fields['dtype']} in {end - begin} bytes")
+    if math.prod(max(1, size) for size in shape) * dtype.itemsize > _MOST_BYTES:  # also beside a size of 0
+        raise ValueError("a shape of more bytes than any machine has")
     return Entry(dtype, tuple(shape), start + begin, start + end)
 
 

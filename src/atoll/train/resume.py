@@ -178,9 +178,15 @@ class TrainingState:
             model = self._of_own_groups(model, trees, str(path))
             for sampler, saved in zip(self.samplers, trees["state"]["samplers"], strict=True):
                 sampler.check_state(saved)
-            found = (trees["state"]["iteration"], checkpoint.digest, str(path))
+            iteration = trees["state"]["iteration"]
+            if type(iteration) is not int or not 0 <= iteration < 2**63:
+                raise CheckpointError(f"{path}: its iteration is no number of an iteration")
+            found = (iteration, checkpoint.digest, str(path))
         except CheckpointError as error:
             failure = str(error)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            # Its checksums are right: another program has written it.
+            failure = f"{path}: not the state of a session: {error!r}"
         everyone = self._raise_together(failure, "session.load (the other workers to read)", found)
         _check_alike(self._workers.ranks, everyone)
         self._put_back(model, trees)
@@ -436,7 +442,10 @@ class TrainingState:
 
     def _collect(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Collect the parts of a checkpoint that differ between workers or need a collective."""
-        given = [os.fsdecode(path), str(Path(os.fsdecode(path)).resolve())]
+        try:
+            given = [os.fsdecode(path), str(Path(os.fsdecode(path)).resolve())]
+        except (OSError, ValueError, RuntimeError) as error:  # a null byte, links in a circle
+            raise CheckpointError(f"{path!r}: no path of a folder: {error}") from None
         everyone = self._workers.gather([given, self.places()], "session.save (the workers' samplers)")
         _check_one_folder(self._workers.ranks, [each for each, _ in everyone])
         places = [each for _, each in everyone]
