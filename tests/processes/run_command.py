@@ -32,7 +32,10 @@ class Command:
         workers: int = 2,
         environment: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
+        output: int = subprocess.PIPE,
+        errors: int = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
+        """`output` and `errors` are descriptors."""
         path = self.directory / "train.py"
         path.write_text(script)
         options = ["--workers", str(workers), "--set", "run.directory=run", *options]
@@ -41,8 +44,8 @@ class Command:
             [sys.executable, "-c", code, "run", *options, "train.py", *arguments],
             cwd=self.directory,
             env={**os.environ, "ATOLL_TEST_MARK": self._mark, "OMP_NUM_THREADS": "1", **(environment or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
             text=True,
         )
         self.started.append(process)

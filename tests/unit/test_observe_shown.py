@@ -18,6 +18,7 @@ from atoll.launch.run import closing_lines
 from atoll.observe import progress
 from atoll.observe.journal import Journal
 from atoll.observe.metrics import Line
+from atoll.observe.outlet import Screen
 from atoll.observe.progress import LiveProgress, PlainProgress, make_progress, plain_line
 from atoll.observe.recorder import Recorder, Status
 from atoll.observe.report import draw, redraw
@@ -84,12 +85,12 @@ def test_plain_lines_come_now_and_then_and_only_for_new_steps(monkeypatch: pytes
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     output, errors = io.StringIO(), io.StringIO()
-    display = make_progress("gpt.py", output, errors)
+    display = make_progress("gpt.py", Screen(output, errors))
     assert isinstance(display, PlainProgress)
     for moment, iteration in ((100, 0), (101, 1), (102, 2), (110, 3), (112, 4), (130, 4), (131, 5)):
         now[0] = float(moment)
         display.update(Status(workers=1, iteration=iteration))
-    display.line("from the script")
+    display.lines(["from the script"])
     display.event(Saved(time=0.0, worker=0, iteration=4, path="here"))
     display.close()
     said = errors.getvalue().splitlines()
@@ -100,12 +101,13 @@ def test_plain_lines_come_now_and_then_and_only_for_new_steps(monkeypatch: pytes
 def live(width: int = 100) -> tuple[LiveProgress, Console, io.StringIO]:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width, highlight=False, color_system=None)
-    return LiveProgress("gpt.py · ring · 2 workers", console, screen), console, screen
+    return LiveProgress("gpt.py · ring · 2 workers", console, Screen(screen, screen)), console, screen
 
 
 def text_of(display: LiveProgress, console: Console) -> str:
-    with console.capture() as captured:
-        console.print(display.render())
+    paper = Console(file=io.StringIO(), width=console.width, highlight=False)  # no live display
+    with paper.capture() as captured:
+        paper.print(display.render())
     return captured.get()
 
 

@@ -31,7 +31,9 @@ from atoll.core.events import Decided, Failed, Warned
 from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.checks import check_run
 from atoll.launch.launcher import launcher_command, read_ends
+from atoll.launch.output import Output
 from atoll.launch.peers import PeerLaunch
+from atoll.launch.picture import draw_picture
 from atoll.launch.processes import (
     GRACE_VARIABLE,
     PARENT_VARIABLE,
@@ -41,13 +43,12 @@ from atoll.launch.processes import (
 )
 from atoll.launch.rings import RingLaunch
 from atoll.launch.served import SERVICE, ServedLaunch
-from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
-from atoll.observe import report
 from atoll.observe.groups import group_lines
 from atoll.observe.links import link_lines
 from atoll.observe.memory import memory_lines
 from atoll.observe.nodes import node_lines
+from atoll.observe.outlet import Screen
 from atoll.observe.progress import Progress, format_values, make_progress
 from atoll.observe.recorder import Recorder, Writer
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
@@ -59,6 +60,8 @@ Launch: TypeAlias = subprocess.Popen[bytes] | ServedLaunch
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0  # from Ctrl-C to the end of every process, by force if need be
 _TOGETHER_SECONDS = 1.0  # signals that come so close are one: `timeout` sends SIGTERM to the group as well
+READER_SECONDS = 60.0  # that a reader of the command's output may take nothing, once all has ended
+_STOPPED_READER_SECONDS = 1.0  # the same after Ctrl-C
 FAILED_SECONDS = 30.0  # from a worker's error to the end of the launcher, by force if need be
 
 
@@ -87,12 +90,19 @@ def run(
     directory.require_unused()
     directory.create()
     directory.config.write_text(to_toml(config), encoding="utf-8")
-    with _Stop() as stop:
-        watch = _Watch(directory, config, stop, hub_module, warnings)
-        verdict = watch.run(script, arguments)
-    if summary is not None:
-        write_summary(watch.summary, summary)
-    _close(watch.summary, watch.losses, directory, verdict)
+    screen = Screen(sys.stdout, sys.stderr)
+    try:
+        with _Stop() as stop:
+            watch = _Watch(directory, config, stop, screen, hub_module, warnings)
+            verdict = watch.run(script, arguments)
+        if summary is not None:
+            write_summary(watch.summary, summary)
+        screen.say(*_close(watch.summary, watch.losses, directory, verdict))
+        with _Stop() as ended:
+            screen.close(_STOPPED_READER_SECONDS if stop.count else READER_SECONDS, lambda: ended.count > 0)
+    except BaseException:
+        screen.close(_STOPPED_READER_SECONDS)
+        raise
     return verdict.status
 
 
@@ -157,13 +167,18 @@ class _Watch:
     losses: Sequence[str] = ()  # what is told at the end of who was lost, and came back
 
     def __init__(
-        self, directory: RunDirectory, config: Config, stop: _Stop, hub_module: str, warnings: Sequence[str]
+        self,
+        directory: RunDirectory,
+        config: Config,
+        stop: _Stop,
+        screen: Screen,
+        hub_module: str,
+        warnings: Sequence[str],
     ) -> None:
-        self._directory, self._config, self._stop = directory, config, stop
+        self._directory, self._config, self._stop, self._screen = directory, config, stop, screen
         self._hub_module, self._warnings = hub_module, warnings
         self._killed: Sequence[str] = ()  # the workers that had not ended when run.grace was over
         self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
-        self._tail = Tail(directory.log(0))
 
     def run(self, script: str, arguments: Sequence[str]) -> Verdict:
         """Run to the end; the summary is in `summary` then."""
@@ -172,11 +187,13 @@ class _Watch:
         adopt_orphans()
         with contextlib.ExitStack() as shown:
             with self._launcher(script, arguments, spared) as launcher:
-                progress = make_progress(f"{Path(script).name} · {strategy} · {_count(workers)}")
+                title = f"{Path(script).name} · {strategy} · {_count(workers)}"
+                progress = make_progress(title, self._screen)
                 shown.callback(progress.close)
                 recorder = Recorder(self._directory, workers, strategy, _writers(self._directory, progress))
                 for line in self._warnings:
                     recorder.warn(line)
+                self._output = Output(0, self._directory.log(0), progress, recorder.warn)
                 self._follow(launcher, recorder, progress)
             self._look(launcher, recorder, progress, last=True)
             self.summary = recorder.close()
@@ -210,7 +227,7 @@ class _Watch:
             with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: named below
                 launcher.wait(STOP_SECONDS)
             if stuck := kill_descendants(spared):
-                print(f"atoll: these processes could not be killed: {stuck}", file=sys.stderr)
+                self._screen.say(f"atoll: these processes could not be killed: {stuck}")
 
     def _torchrun(self, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         """torchrun's launcher, started."""
@@ -275,30 +292,33 @@ class _Watch:
 
     def _look(self, launcher: Launch, recorder: Recorder, progress: Progress, last: bool = False) -> None:
         """Take in and show what is new."""
-        for line in self._tail.read(last):
-            progress.line(line)
+        if last:
+            self._output.finish(lambda: self._stop.count > 0)
+        else:
+            self._output.look()
         if isinstance(launcher, ServedLaunch):
             for event in launcher.news():
                 recorder.note(event)
             for link in launcher.links():
                 recorder.links.take(link)
             if launcher.first != self._shown:
-                self._show(launcher.first, recorder, progress)
+                self._show(launcher.first, recorder)
             elif launcher.life_of(self._shown) != self._life:
-                self._tail.go_on()
+                self._output.go_on()
             self._life = launcher.life_of(self._shown)
+        for trouble in self._screen.troubles():
+            recorder.warn(f"{trouble}; the run goes on, and what workers print is in {self._directory.logs}")
         for event in recorder.poll():
             progress.event(event)
         progress.update(recorder.status())
 
-    def _show(self, worker: int, recorder: Recorder, progress: Progress) -> None:
+    def _show(self, worker: int, recorder: Recorder) -> None:
         """Pass on another worker's output from here on, and say so."""
-        for line in self._tail.read(last=True):
-            progress.line(line)
+        self._output.follow(worker, self._directory.log(worker))
         reason = f"worker {self._shown} was lost; what each one printed is in {self._directory.logs}"
         choice = f"worker {worker}'s follows"
         recorder.note(Decided(time=time.time(), worker=-1, what="output", choice=choice, reason=reason))
-        self._shown, self._tail = worker, Tail(self._directory.log(worker), from_end=True)
+        self._shown = worker
 
 
 def _kind(strategy: str) -> type[ServedLaunch]:
@@ -329,26 +349,18 @@ def _count(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
 
 
-def _close(summary: Summary, losses: Sequence[str], directory: RunDirectory, verdict: Verdict) -> None:
-    """Draw the picture and say how it went, the failure last, where the eye falls."""
+def _close(summary: Summary, losses: Sequence[str], directory: RunDirectory, verdict: Verdict) -> list[str]:
+    """Draw the picture; returns how it went, the failure last, where the eye falls."""
     lines = [f"atoll: {line}" for line in losses]
     if summary.steps:
-        drawn = _draw(directory)
-        lines = closing_lines(summary, directory, drawn, losses)
+        why = draw_picture(directory)
+        lines = [f"atoll: {directory.picture} was not drawn: {why}"] if why else []
+        lines += closing_lines(summary, directory, directory.picture.exists(), losses)
     if verdict.detail:
         lines.append(verdict.detail)
     if verdict.line:
         lines.append(f"atoll: {verdict.line}")
-    if lines:
-        print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def _draw(directory: RunDirectory) -> bool:
-    try:
-        report.draw(directory)
-    except ImportError:  # said at the start
-        return False
-    return True
+    return lines
 
 
 def closing_lines(

@@ -1,44 +1,88 @@
-"""Follows a worker's log while it grows."""
+"""Follows a worker's log while it grows.
+
+A log may grow faster than anybody reads, in lines of any length. What is not read yet stays in the file, so a
+Tail holds one block and the beginning of one line at most.
+"""
 
 from __future__ import annotations
 
 import re
-from collections import deque
 from pathlib import Path
 
 from atoll.launch.worker import END_OF_OUTPUT
 
-# Colours ("\x1b[...m") may pass; sequences that move the cursor would tear a live display.
-_MOVES = re.compile(r"\x1b\[[0-9;?]*[A-LN-Za-ln-z]")
+BLOCK = 64 << 10  # bytes that one `read` takes from the file
+LONGEST = 64 << 10  # bytes of a line that are shown
+_ENDING = 1 << 20  # bytes before a gap in which END_OF_OUTPUT is looked for
+_END_LINE = f"\n{END_OF_OUTPUT}\n".encode()
+# Colours ("\x1b[...m") may pass. What else moves the cursor, or sets a terminal up, would tear a display.
+_MOVES = re.compile(
+    r"\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # a title, a link
+    r"|\x1b\[[0-?]*[ -/]*[@-ln-~]"
+    r"|\x1b(?!\[[0-9;:]*m)"
+)
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
 class Tail:
     """The new lines of a log, up to the point where the worker says that it ends with an error."""
 
     def __init__(self, path: Path, from_end: bool = False) -> None:
-        """`from_end`: what is there already is passed over, but for a line that is not finished."""
+        """`from_end`: pass over what is there already, but for a line that is not finished."""
         self._path = path
         self._offset = _last_line(path) if from_end else 0
-        self._rest = b""
+        self._line = _Line()
         self._ended = False
 
+    @property
+    def behind(self) -> int:
+        """The bytes of the log that were not read yet."""
+        return max(0, _size(self._path) - self._offset)
+
     def read(self, last: bool = False) -> list[str]:
-        """The lines written since the last call; with `last`, an unfinished one too."""
+        """Read the next block, and return the lines that end in it.
+
+        With `last`, an unfinished line at the end of the file is returned too. A line longer than `LONGEST`
+        is cut, and says so.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(BLOCK)
         except FileNotFoundError:
             return []
         self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if last and self._rest:
-            lines.append(self._rest)
-            self._rest = b""
-        return self._until_end([shown(line) for line in lines])
+        first, *others = data.split(b"\n")
+        self._line.add(first)
+        lines: list[str] = []
+        if others:
+            lines = [self._line.take(), *_all_shown(others[:-1])]
+            self._line.add(others[-1])
+        if last and self._line and not self.behind:
+            lines.append(self._line.take())
+        return self._until_end(lines)
+
+    def skip(self, keep: int) -> int:
+        """Pass over all but the last `keep` bytes of the log, and over a line that begins before these.
+
+        Returns the bytes that were passed over, or 0 where nothing that would be shown was.
+        """
+        start = self._offset + self.behind - keep
+        if start <= self._offset:
+            return 0
+        left_out = 0 if self._ended else start - self._offset + self._line.length
+        with self._path.open("rb") as file:
+            before = max(self._offset, start - _ENDING)
+            file.seek(before)
+            self._ended |= _END_LINE in file.read(start - before + len(_END_LINE))
+            file.seek(start)
+            torn, newline, _ = file.read(keep).partition(b"\n")
+        rest = len(torn) + len(newline) if newline else 0
+        self._offset, self._line = start + rest, _Line()
+        return left_out + rest if left_out else 0
 
     def go_on(self) -> None:
-        """The worker was started again: what it writes from now on counts again."""
+        """Show what is written from now on again: the worker was started again."""
         self._ended = False
 
     def _until_end(self, lines: list[str]) -> list[str]:
@@ -50,23 +94,90 @@ class Tail:
         return lines
 
 
-def _last_line(path: Path) -> int:
-    """Where the last line begins in the file, or will."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        return sum(len(line) for line in file if line.endswith(b"\n"))
+class _Line:
+    """A line whose end has not come: what a terminal would show of it now, and at most LONGEST bytes."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+        self._returns = 0  # carriage returns since; more text overwrites what is kept
+        self.length = 0  # bytes, with those that are not kept
+
+    def __bool__(self) -> bool:
+        return self.length + self._returns > 0
+
+    def add(self, piece: bytes) -> None:
+        """Append bytes without a newline."""
+        text = piece.rstrip(b"\r")
+        if text:
+            _, overwrites, state = text.rpartition(b"\r")
+            if overwrites or self._returns:
+                self._kept, self.length = b"", 0
+            self._kept += state[: LONGEST - len(self._kept)]
+            self.length += len(state)
+            self._returns = 0
+        self._returns += len(piece) - len(text)
+
+    def take(self) -> str:
+        """The line, which ends here; begins a new one."""
+        line = _cut(_text(self._kept), self.length - len(self._kept))
+        self._kept, self._returns, self.length = b"", 0, 0
+        return line
 
 
 def shown(line: bytes) -> str:
     """A log's line as a terminal would leave it: of a progress bar that rewrote its line, the last state."""
-    text = line.decode("utf-8", errors="replace").rstrip("\r")
-    return _MOVES.sub("", text.rpartition("\r")[2])
+    if b"\r" in line:
+        line = line.rstrip(b"\r").rpartition(b"\r")[2]
+    return _cut(_text(line[:LONGEST]), len(line) - LONGEST)
+
+
+def _all_shown(lines: list[bytes]) -> list[str]:
+    """`shown` of each line, at a small cost for each."""
+    whole = b"\n".join(lines)
+    if b"\r" in whole or any(len(line) > LONGEST for line in lines):
+        return [shown(line) for line in lines]
+    return _text(whole).split("\n") if lines else []
+
+
+def _text(line: bytes) -> str:
+    text = line.decode("utf-8", errors="replace")
+    if _CONTROLS.search(text):
+        text = _CONTROLS.sub("", text) if "\x1b" not in text else _CONTROLS.sub("", _MOVES.sub("", text))
+    elif "\x1b" in text:
+        text = _MOVES.sub("", text)
+    return text
+
+
+def _cut(text: str, more: int) -> str:
+    return f"{text} ... ({more:,} more bytes of this line are in the log)" if more > 0 else text
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _last_line(path: Path) -> int:
+    """Where the last line begins in the file, or will; a long line without an end counts from LONGEST on."""
+    size = _size(path)
+    if not size:
+        return 0
+    start = max(0, size - LONGEST)
+    with path.open("rb") as file:
+        file.seek(start)
+        return start + file.read(size - start).rfind(b"\n") + 1
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last `count` lines that are not empty; none when there is no log."""
-    if not path.exists():
+    """The last `count` lines that are not empty, of the log's last block; none when there is no log."""
+    size = _size(path)
+    if not size:
         return []
     with path.open("rb") as file:
-        return list(deque((shown(line.rstrip(b"\n")) for line in file if line.strip()), maxlen=count))
+        file.seek(max(0, size - BLOCK))
+        data = file.read(BLOCK)
+    _torn, newline, rest = data.partition(b"\n")
+    lines = (rest if size > BLOCK and newline and rest else data).split(b"\n")
+    return [shown(line) for line in lines if line.strip()][-count:]

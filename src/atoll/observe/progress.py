@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import sys
+import re
 import time
-from typing import IO, Protocol
+from collections.abc import Iterator, Sequence
+from typing import IO, Protocol, cast
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from atoll.core.events import AnyEvent, Decided, Saved, Skipped, Warned
 from atoll.core.units import format_bytes, format_seconds
+from atoll.observe.outlet import Outlet, Screen
 from atoll.observe.recorder import Status
 
 LINE_SECONDS = 10.0  # between two plain lines
 REFRESHES_PER_SECOND = 4
 _WIDEST = 110  # columns; a longer bar tells no more
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 class Progress(Protocol):
-    """What shows a run. All of it is called from one thread."""
+    """What shows a run. All of it is called from one thread, and nothing waits for whoever reads."""
+
+    @property
+    def lines_to(self) -> Outlet:
+        """Where `lines` goes."""
 
     def update(self, status: Status) -> None:
         """Show how the run stands."""
 
-    def line(self, text: str) -> None:
-        """Show a line that the script wrote."""
+    def lines(self, texts: Sequence[str]) -> None:
+        """Show lines that the script wrote."""
 
     def event(self, event: AnyEvent) -> None:
         """Show something that a person should know."""
@@ -38,13 +46,13 @@ class Progress(Protocol):
         """Leave the terminal as it was, with the last state on it."""
 
 
-def make_progress(title: str, output: IO[str] | None = None, errors: IO[str] | None = None) -> Progress:
-    """The display that fits the terminal: the script's lines go to `output`, all else to `errors`."""
-    output, errors = output or sys.stdout, errors or sys.stderr
-    console = Console(file=errors, highlight=False)
+def make_progress(title: str, screen: Screen) -> Progress:
+    """The display that fits the terminal: the script's lines go to the screen's output, all else to its
+    errors."""
+    console = Console(file=cast(IO[str], screen.errors), highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveProgress(title, console, output)
-    return PlainProgress(output, errors)
+        return LiveProgress(title, console, screen)
+    return PlainProgress(screen)
 
 
 def format_value(value: float | None) -> str:
@@ -78,8 +86,8 @@ def describe_event(event: AnyEvent) -> str:
 class PlainProgress:
     """Lines for logs and pipes, one about every `LINE_SECONDS` in which a step was done."""
 
-    def __init__(self, output: IO[str], errors: IO[str]) -> None:
-        self._output, self._errors = output, errors
+    def __init__(self, screen: Screen) -> None:
+        self._screen, self.lines_to = screen, screen.output
         self._due = 0.0
         self._iteration = 0
 
@@ -89,9 +97,8 @@ class PlainProgress:
             self._iteration, self._due = status.iteration, now + LINE_SECONDS
             self._say(plain_line(status))
 
-    def line(self, text: str) -> None:
-        self._output.write(text + "\n")
-        self._output.flush()
+    def lines(self, texts: Sequence[str]) -> None:
+        self.lines_to.write("\n".join([*texts, ""]))
 
     def event(self, event: AnyEvent) -> None:
         if text := describe_event(event):
@@ -101,8 +108,7 @@ class PlainProgress:
         """Nothing to put back."""
 
     def _say(self, text: str) -> None:
-        self._errors.write(f"atoll: {text}\n")
-        self._errors.flush()
+        self._screen.say(f"atoll: {text}")
 
 
 def plain_line(status: Status) -> str:
@@ -127,32 +133,55 @@ def _rates(status: Status) -> list[str]:
     return rates
 
 
-class LiveProgress:
-    """A few lines at the foot of the terminal, drawn anew a few times a second."""
+class _Verbatim:
+    """Lines as they are. rich would take seconds to lay out a thousand."""
 
-    def __init__(self, title: str, console: Console, output: IO[str]) -> None:
-        self._title, self._console, self._output = title, console, output
-        self._began = time.monotonic()
-        self._spinner = Spinner("dots", style="cyan")
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._lines = lines
+
+    def __rich_console__(self, console: Console, _options: ConsoleOptions) -> Iterator[Segment]:
+        lines = list(self._lines)
+        if any("\x1b" in line for line in lines):
+            plain = console.no_color or console.color_system is None
+            # A colour that the script has left on would be the display's too.
+            lines = [
+                _COLOUR.sub("", line) if plain else f"{line}\x1b[0m" if "\x1b" in line else line
+                for line in lines
+            ]
+        yield Segment("\n".join([*lines, ""]))
+
+
+class LiveProgress:
+    """A few lines at the foot of the terminal, drawn anew a few times a second, as far as the terminal keeps
+    up."""
+
+    def __init__(self, title: str, console: Console, screen: Screen) -> None:
+        self._title, self._console, self._screen = title, console, screen
+        self.lines_to = screen.errors if screen.output.isatty() else screen.output
+        self._began = self._drawn = time.monotonic()
+        self._spinner = Spinner("line" if _is_ascii(console) else "dots", style="cyan")
         self._status: Status | None = None
         self._live = Live(
             get_renderable=self.render,
             console=console,
-            refresh_per_second=REFRESHES_PER_SECOND,
+            auto_refresh=False,  # a thread of rich's would wait for the terminal, and hold what others need
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._live.start()
+        self._live.start(refresh=True)
 
     def update(self, status: Status) -> None:
         self._status = status
+        now = time.monotonic()
+        if now - self._drawn >= 1 / REFRESHES_PER_SECOND and self._screen.errors.idle:
+            self._drawn = now
+            self._live.refresh()
 
-    def line(self, text: str) -> None:
-        if self._output.isatty():
-            self._console.print(Text.from_ansi(text), soft_wrap=True)
+    def lines(self, texts: Sequence[str]) -> None:
+        if self.lines_to is self._screen.errors:
+            self._console.print(_Verbatim(texts), soft_wrap=True)
         else:
-            self._output.write(text + "\n")
-            self._output.flush()
+            self.lines_to.write("\n".join([*texts, ""]))
 
     def event(self, event: AnyEvent) -> None:
         if text := describe_event(event):
@@ -200,6 +229,10 @@ class LiveProgress:
         row.add_column(no_wrap=True)
         row.add_row(*cells, clock)
         return row
+
+
+def _is_ascii(console: Console) -> bool:
+    return not console.encoding.lower().startswith("utf")
 
 
 def _time(status: Status, elapsed: float) -> str:

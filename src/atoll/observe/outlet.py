@@ -1,0 +1,246 @@
+"""A way out for text, such as standard output, whose reader may be slow, stopped or gone.
+
+A thread writes. Whoever hands over text never waits, whatever the reader does.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import IO
+
+ROOM = 256 << 10  # bytes that may wait for the reader before `room` is 0
+STALLED_SECONDS = 5.0  # without a byte taken: then it is said
+_MOST = 4 * ROOM  # bytes that may wait at all; beyond that, text is dropped
+_PIECE = 16 << 10  # bytes of one write: a terminal that takes a few is seen to live
+_LOOK_SECONDS = 0.02  # between two looks whether everything was written
+_ERRORS = "atoll.shown"  # the error handler of encodings, registered below
+_PLAIN = {"·": "-", "…": "...", "—": "-", "×": "x", "µ": "u", "±": "+-", "→": "->"}
+
+
+def _in_place_of(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Replace a character that the encoding lacks: a plain one that looks like it, or its escaped code.
+
+    Python keeps a byte of a file name that is not UTF-8 as a lone surrogate; `\\xff` stands for the byte.
+    """
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found = error.object[error.start : error.end]
+    shown = [
+        _PLAIN.get(each)
+        or (f"\\x{ord(each) - 0xDC00:02x}" if 0xDC80 <= ord(each) <= 0xDCFF else None)
+        or each.encode("ascii", "backslashreplace").decode("ascii")
+        for each in found
+    ]
+    return "".join(shown), error.end
+
+
+codecs.register_error(_ERRORS, _in_place_of)
+
+
+def encoded(text: str, encoding: str = "utf-8") -> bytes:
+    """Encode `text` for a person. A character that the encoding lacks never raises."""
+    return text.encode(encoding, _ERRORS)
+
+
+class Outlet:
+    """Writes to `file` from a thread of its own. It is a file itself, as far as rich needs one.
+
+    A file without a descriptor, such as io.StringIO, is written at once and without a thread. `file` is None
+    where the process was started with this stream closed: text is dropped then.
+
+    All methods are called from one thread. None of them waits, except `drain`, and none raises for what the
+    reader does.
+    """
+
+    def __init__(self, file: IO[str] | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._clock = file, clock
+        self._descriptor = _descriptor_of(file)
+        self.encoding = (getattr(file, "encoding", None) or "utf-8") if file is not None else "utf-8"
+        self.gone = "it was closed at the start" if file is None else ""  # why nothing is written any more
+        self.dropped = 0  # bytes
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0  # that wait, with those that the thread is writing
+        self._progress = clock()  # when bytes were last written, or the queue was last empty
+        self._changed = threading.Condition()
+        self._ends = False
+        self._thread: threading.Thread | None = None
+
+    def write(self, text: str) -> int:
+        """Hand over `text`. It is dropped where the reader is gone, or as much waits as may."""
+        if self._descriptor is None:
+            self._write_at_once(text)
+            return len(text)
+        data = encoded(text, self.encoding)
+        with self._changed:
+            if self.gone or self._bytes + len(data) > _MOST:
+                self.dropped += len(data)
+                return len(text)
+            if not self._bytes:
+                self._progress = self._clock()
+            self._waiting.append(data)
+            self._bytes += len(data)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="outlet", daemon=True)
+            self._thread.start()
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: the thread writes as fast as the reader reads."""
+
+    def isatty(self) -> bool:
+        """True for a terminal."""
+        return self._file is not None and self._file.isatty()
+
+    @property
+    def room(self) -> int:
+        """The bytes that may be handed over now; 0 while the reader has yet to read what waits."""
+        return 0 if self.gone else max(0, ROOM - self._bytes)
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing waits to be written."""
+        return not self._bytes
+
+    @property
+    def stalled(self) -> float:
+        """For how many seconds text has waited without a byte being taken."""
+        with self._changed:
+            return self._clock() - self._progress if self._bytes and not self.gone else 0.0
+
+    def drain(self, patience: float, hurried: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all is written, or nothing was taken for `patience` seconds, or `hurried` is true.
+
+        Returns True when all is written, or the reader is gone and nothing ever will be.
+        """
+        while not self.idle and not self.gone:
+            if self.stalled > patience or hurried():
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    def close(self) -> None:
+        """End the thread when it has written what waits. The file stays open."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+
+    def _write_at_once(self, text: str) -> None:
+        if self._file is None or self.gone:
+            self.dropped += len(text)
+            return
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except (OSError, ValueError) as error:
+            self.gone = _reason(error)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._ends:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                data = self._waiting.popleft()
+            try:
+                for start in range(0, len(data), _PIECE):
+                    self._write_piece(data[start : start + _PIECE])
+            except OSError as error:
+                with self._changed:
+                    self.gone = _reason(error)
+                    self.dropped += self._bytes
+                    self._waiting.clear()
+                    self._bytes = 0
+                return
+
+    def _write_piece(self, piece: bytes) -> None:
+        assert self._descriptor is not None
+        while piece:
+            try:
+                written = os.write(self._descriptor, piece)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
+                    raise
+                # Another process that shares the file has made it non-blocking.
+                select.select([], [self._descriptor], [], 1.0)
+                continue
+            piece = piece[written:]
+            with self._changed:
+                self._bytes -= written
+                self._progress = self._clock()
+
+
+class Screen:
+    """Where a command writes: `output` for the lines of the script, `errors` for all else.
+
+    Both are one Outlet where one terminal, pipe or file takes both, so that the order is kept.
+    """
+
+    def __init__(self, output: IO[str] | None, errors: IO[str] | None) -> None:
+        self.output, self.errors = Outlet(output), Outlet(errors)
+        if same_reader(self.output, self.errors):
+            self.output = self.errors
+        self._told: set[Outlet] = set()
+
+    def say(self, *lines: str) -> None:
+        """Write lines of the command's own."""
+        for line in lines:
+            self.errors.write(line + "\n")
+
+    def troubles(self) -> list[str]:
+        """What is new about readers that are gone, or have taken nothing for a while: one line for each."""
+        found = []
+        for outlet in dict.fromkeys((self.output, self.errors)):
+            said = f"cannot be written ({outlet.gone})" if outlet.gone else ""
+            if not said and outlet.stalled > STALLED_SECONDS:
+                said = f"has not been read for {STALLED_SECONDS:g} s"
+            if said and outlet not in self._told:
+                self._told.add(outlet)
+                found.append(f"{self._name(outlet)} {said}")
+        return found
+
+    def close(self, patience: float, hurried: Callable[[], bool] = lambda: False) -> None:
+        """Wait until all is written, as `Outlet.drain` does, and end the threads."""
+        for outlet in dict.fromkeys((self.output, self.errors)):
+            outlet.drain(patience, hurried)
+            outlet.close()
+
+    def _name(self, outlet: Outlet) -> str:
+        if self.output is self.errors:
+            return "the terminal" if outlet.isatty() else "the standard output"
+        return "the standard output" if outlet is self.output else "the standard error"
+
+
+def same_reader(one: Outlet, other: Outlet) -> bool:
+    """True where both write to one terminal, pipe or file."""
+    if one._descriptor is None or other._descriptor is None:
+        return one._file is other._file
+    try:
+        first, second = os.fstat(one._descriptor), os.fstat(other._descriptor)
+    except OSError:
+        return False
+    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+
+
+def _descriptor_of(file: IO[str] | None) -> int | None:
+    if file is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # io.UnsupportedOperation is both
+        file.flush()  # what was printed before comes first
+        return file.fileno()
+    return None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, BrokenPipeError):
+        return "its reader has ended"
+    return str(getattr(error, "strerror", None) or error)

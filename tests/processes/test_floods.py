@@ -1,0 +1,135 @@
+"""`atoll run` under floods of output, with readers that are slow, stopped and gone.
+
+The workers are launches of their own and import no torch: what is tested is the command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import IO, cast
+
+from run_command import DEADLINE, Command, wait_for
+
+from atoll.observe.outlet import STALLED_SECONDS
+
+MOST_MEMORY = 100 << 20
+ALONE = ["--set", "run.elastic=true"]  # a launch for each worker, without torchrun
+PREAMBLE = """
+import os, sys, time
+from pathlib import Path
+from atoll.core.events import Finished, Started, StepDone
+from atoll.observe.journal import Journal
+from atoll.observe.rundir import RunDirectory
+RANK = int(os.environ["RANK"])
+journal = Journal(RunDirectory.from_environment().journal(RANK))
+def say(kind, **fields):
+    journal(kind(time=time.time(), worker=RANK, **fields))
+    journal.flush()
+def step(i):
+    say(StepDone, iteration=i, samples=4, seconds=0.01, waiting=0.001, bytes_sent=100)
+say(Started, workers=2, strategy="ring", device="cpu", pid=os.getpid())
+def wait_for(path):
+    while not Path(path).exists(): time.sleep(0.02)
+"""
+EACH = 12 << 20  # bytes of each kind
+FLOOD = f"""
+step(1)
+if RANK == 0:
+    print("the first line", flush=True)
+    for block in (
+        b"x" * 9 + b"\\n", b"\\n", b"\\r 45%|####      | 123/456 [00:01<00:03, 88it/s]", bytes(range(256)),
+        b"\\x1b[31mred\\n", b"x" * (10 << 20) + b"\\n", b"no end",
+    ):
+        block, left = block * max(1, 65536 // len(block)), {EACH}
+        while left: left -= os.write(1, block[:left])
+    Path("flooded").touch()
+"""
+
+
+def memory_of(process: subprocess.Popen[str]) -> int:
+    """The most memory that the process has ever held."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return int(found[1]) << 10 if found else 0  # it has just ended
+
+
+def test_ctrl_c_beside_a_terminal_that_stands_still(command: Command) -> None:
+    """As after Ctrl-S. The workers hear of Ctrl-C at once, and the logs have every byte."""
+    terminal, its_end = pty.openpty()
+    script = (
+        PREAMBLE
+        + FLOOD
+        + "try:\n    time.sleep(600)\n"
+        + "except KeyboardInterrupt:\n    Path(f'stopped-{RANK}').write_text(str(time.time()))\n    raise\n"
+    )
+    process = command.start(script, options=ALONE, output=its_end, errors=its_end)
+    os.close(its_end)
+    try:
+        wait_for((command.directory / "flooded").exists, "the flood's end")
+        assert memory_of(process) < MOST_MEMORY
+        asked = time.time()
+        process.send_signal(signal.SIGINT)
+        wait_for((command.directory / "stopped-0").exists, "the worker to hear of it")
+        assert float((command.directory / "stopped-0").read_text()) - asked < 1.0 + 4.0 * _load()
+        assert process.wait(DEADLINE) == 130
+    finally:
+        os.close(terminal)
+    log = command.directory / "run" / "logs" / "worker-0.log"
+    assert log.stat().st_size == 7 * EACH + len("the first line\n")
+    assert "steps" in command.summary()
+
+
+def test_a_reader_that_ends_after_the_first_line(command: Command) -> None:
+    """As `| head -1`."""
+    process = command.start(PREAMBLE + FLOOD + "say(Finished, iteration=1)\n", options=ALONE)
+    output = cast(IO[str], process.stdout)
+    assert output.readline() == "the first line\n"
+    output.close()
+    process.stdout = None
+    memory = 0
+
+    def over() -> bool:
+        nonlocal memory
+        if process.poll() is None:
+            memory = max(memory, memory_of(process))
+        return process.returncode is not None
+
+    wait_for(over, "the run's end")
+    said = cast(IO[str], process.stderr).read()
+    assert process.returncode == 0, said
+    told = "warning: the standard output cannot be written (its reader has ended); the run goes on, and what"
+    assert said.count(told) == 1
+    assert said.rstrip().splitlines()[-1].startswith("atoll: see run: summary.json")
+    assert any("cannot be written" in str(event) for event in command.summary()["events"])
+    assert 0 < memory < MOST_MEMORY
+
+
+def test_a_reader_that_pauses(command: Command) -> None:
+    """As `| (sleep 50; cat)`: the training goes on, and the reader gets the end of it."""
+    end = "wait_for('told')\nprint('\\nthe last words', flush=True)\nstep(2)\nsay(Finished, iteration=2)\n"
+    process = command.start(PREAMBLE + FLOOD + end, options=ALONE)
+    errors, said = cast(IO[str], process.stderr), ""
+    while f"the standard output has not been read for {STALLED_SECONDS:g} s; the run goes on" not in said:
+        line = errors.readline()
+        assert line, said
+        said += line
+    (command.directory / "told").touch()
+    out, rest = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, rest
+    assert out.splitlines()[0] == "the first line"
+    assert out.splitlines()[-1] == "the last words"
+    assert "left out here; see run/logs/worker-0.log" in out
+    assert (said + rest).count("has not been read for") == 1
+    assert json.loads((command.directory / "run" / "summary.json").read_text())["steps"] == 2
+
+
+def _load() -> float:
+    """Above 1 where other programs use the cores too."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
