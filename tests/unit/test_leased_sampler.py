@@ -220,11 +220,17 @@ def test_without_waiting_what_comes_back_is_dealt_in_the_next_epoch() -> None:
     office = Office()
     other = office.sampler(1, 8, lease_size=4)
     next(iter(other))
-    sampler = office.sampler(0, 8, lease_size=4)
+    told: list[str] = []
+    sampler = office.sampler(0, 8, lease_size=4, mixes=told.append)
     assert len(train(office, 0, sampler, 4)) == 4
+    assert told == []
     office.die(1)
     assert len(train(office, 0, sampler, 4)) == 12
     assert sampler.epoch == 1
+    assert set(told) == {told[0]}
+    assert told[0].startswith(
+        "session.sampler: samples of epoch 0 come at the beginning of epoch 1, where one"
+    )
     assert office.used == {0: Counter(range(8)), 1: Counter(range(8))}
     assert len(train(office, 0, sampler, 4)) == 8
 
@@ -267,7 +273,8 @@ def test_set_epoch_leaves_an_epoch_and_what_is_held_of_it() -> None:
 
 def test_a_tail_that_makes_no_batch_comes_in_the_next_epoch() -> None:
     office = Office()
-    sampler = office.sampler(0, 10)
+    told: list[str] = []
+    sampler = office.sampler(0, 10, mixes=told.append)
     indices = iter(sampler)
     for _ in range(2):
         assert len(list(itertools.islice(indices, 4))) == 4
@@ -275,9 +282,11 @@ def test_a_tail_that_makes_no_batch_comes_in_the_next_epoch() -> None:
         office.commit(0, sampler)
     tail = list(indices)  # a loader with drop_last takes it and gives no batch
     assert len(tail) == 2
+    assert told == []
     had = train(office, 0, sampler, 4)
     assert had[:2] == tail
     assert len(had) == 12
+    assert len(told) == 2
     assert office.used == {0: Counter(range(10)), 1: Counter(range(10))}
 
 

@@ -6,14 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from atoll.core.scriptline import at_script_line, script_line, waiting_line
+from atoll.core.scriptline import at_script_line, script_line, script_number, waiting_line
 
 
 def run_script(path: Path, text: str) -> dict[str, Any]:
     """Execute `text` as a user's script of this path, which may call `script_line`."""
-    names: dict[str, Any] = {"script_line": script_line, "torch": torch}
+    names: dict[str, Any] = {"script_line": script_line, "script_number": script_number, "torch": torch}
     exec(compile(text, str(path), "exec"), names)
     return names
 
@@ -51,3 +52,40 @@ def test_on_another_thread_the_line_is_that_of_the_main_thread() -> None:
         assert threads.submit(script_line).result(30.0) == ""
         line = threads.submit(waiting_line).result(30.0)
     assert line.startswith(f"{Path(__file__).name}:")
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("epoch = 3\nfound = script_number(['epoch'])\n", 3),
+        ("epoch = 3\ndef f():\n  return script_number(['epoch'])\nfound = f()\n", 3),
+        ("epoch = 3\ndef f(epoch):\n  return script_number(['epoch'])\nfound = f(4)\n", 4),
+        ("def f(epoch):\n  def g():\n    return script_number(['epoch'])\n  return g()\nfound = f(4)\n", 4),
+        (
+            "def f(epoch):\n  g = lambda: (epoch, script_number(['epoch']))\n  return g()[1]\nfound = f(4)\n",
+            4,
+        ),
+        ("def f():\n  if False:\n    epoch = 2\n  return script_number(['epoch'])\nfound = f()\n", None),
+        ("epoch = 1.0\nfound = script_number(['epoch'])\n", None),
+        ("epoch = True\nfound = script_number(['epoch'])\n", None),
+        ("epoch = -1\nfound = script_number(['epoch'])\n", None),
+        ("epoch = 1.0\nstep = 2\nfound = script_number(['epoch', 'step'])\n", 2),
+        ("found = script_number(['epoch'])\n", None),
+    ],
+)
+def test_a_number_of_the_script(tmp_path: Path, text: str, right: int | None) -> None:
+    assert run_script(tmp_path / "train.py", text)["found"] == right
+
+
+def test_who_looks_at_a_number_keeps_nothing_alive(tmp_path: Path) -> None:
+    text = (
+        "import weakref\n"
+        "def f(epoch):\n"
+        "  large = torch.ones(2)\n"
+        "  seen = weakref.ref(large)\n"
+        "  number = script_number(['epoch'])\n"
+        "  large = None\n"
+        "  return number, seen()\n"
+        "found = f(4)\n"
+    )
+    assert run_script(tmp_path / "train.py", text)["found"] == (4, None)

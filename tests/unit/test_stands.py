@@ -6,7 +6,11 @@ import msgspec
 import pytest
 
 from atoll.core.stands import (
+    LOOP,
     MOST_BYTES,
+    SAMPLER,
+    UNKNOWN,
+    Epoch,
     Stand,
     StandError,
     are_consistent,
@@ -16,6 +20,8 @@ from atoll.core.stands import (
     encode_stand,
     end,
     gradients,
+    gradients_in,
+    mixed_epochs,
 )
 
 AT_5 = gradients(5, "train.py:28")
@@ -182,3 +188,21 @@ def test_a_stand_survives_its_encoding(stand: Stand) -> None:
 def test_bytes_that_are_no_stand_are_refused(raw: bytes) -> None:
     with pytest.raises(StandError):
         decode_stand(raw)
+
+
+def test_epochs_that_scripts_show_are_compared_if_they_are_of_one_kind() -> None:
+    def line(*epochs: Epoch) -> str:
+        return mixed_epochs({n: gradients_in(7, "train.py:9", each) for n, each in enumerate(epochs)})
+
+    assert line() == line(UNKNOWN, UNKNOWN) == line(Epoch(0, LOOP), Epoch(0, LOOP), UNKNOWN) == ""
+    assert line(Epoch(0, LOOP), Epoch(1, SAMPLER)) == ""
+    assert line(Epoch(1, "train.py:4"), Epoch(2, "train.py:5")) == ""  # loops of several loaders
+    assert line(Epoch(1, "train.py:4"), Epoch(2, "train.py:4")).startswith(
+        "worker 0 is at the gradients of step 7 of pass 1 over the DataLoader of train.py:4 (train.py:9); "
+        "worker 1 is at the gradients of step 7 of pass 2 over the DataLoader of train.py:4 (train.py:9). "
+        "These batches are trained together"
+    )
+    many = line(*(Epoch(n, LOOP) for n in range(4000)))
+    assert "worker 3 is" in many
+    assert "worker 4 is" not in many
+    assert len(many) < 1024

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import sysconfig
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -39,6 +41,38 @@ def waiting_line() -> str:
     On a GPU a backward ends on a thread of autograd, while the main thread waits for it.
     """
     return script_line() or _line_of(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def script_number(names: Sequence[str]) -> int | None:
+    """Return the value of the innermost variable of these `names` in the user's own code on this stack.
+
+    Only integers of at least 0 count. On a thread that runs no code of the user, the main thread's stack
+    counts. Returns None without such a variable.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    if not _line_of(frame):
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        code = frame.f_code
+        if is_script(code.co_filename):
+            is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
+            known = {*code.co_varnames, *code.co_cellvars, *code.co_freevars} if is_function else names
+            for name in names:
+                value = _variable(frame, name, is_function) if name in known else None
+                if type(value) is int and 0 <= value < 2**53:
+                    return value
+        frame = frame.f_back
+    return None
+
+
+def _variable(frame: FrameType, name: str, is_function: bool) -> object:
+    values = frame.f_locals
+    value = values.get(name)
+    if is_function and type(values) is dict:
+        # Before Python 3.13 a function's f_locals is a copy that the frame retains: the copy must not keep
+        # the script's tensors alive.
+        values.clear()
+    return value
 
 
 def _line_of(frame: FrameType | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -36,7 +36,15 @@ _EQUAL_EPOCHS = (
     "epoch (equal batch sizes and drop_last, no `break` on one worker alone), by session.batches or "
     "session.epoch_of"
 )
-_EPOCH = "epoch "  # what gradients are of, where the worker's epoch is known
+_EPOCH = "epoch "  # what gradients are of, where the session's sampler knows the worker's epoch
+_LOOP = "its epoch"  # by the script's own loop
+_PASS = "pass"  # over a DataLoader
+_MOST_PLACES = 4  # in a warning
+_MIXED = (
+    "these batches are trained together, and from here on so may others of different epochs: give every "
+    "worker equally many batches in an epoch (session.sampler deals equal shares; a worker without a batch "
+    "still calls optimizer.step()); endless loaders may go on as they are"
+)
 _SAME_ORDER = "all workers must make the same calls in the same order, also one without a batch"
 _ALIKE = {  # what a call asks for, where that must be equal
     "session.reduce": "be of the same operation, shape and dtype",
@@ -106,18 +114,67 @@ def gradients(step: int, line: str, *, model: str = "") -> Stand:
     return Stand(GRADIENTS, step=step, asks=_cut(model), line=_cut(line))
 
 
-def gradients_in(step: int, line: str, epoch: int) -> Stand:
-    """Return the place of a worker that reduces gradients of `step`, with the epoch of its batch.
+class Epoch(NamedTuple):
+    """The epoch of a worker's batch: its `number`, and `by` whom it is known.
 
-    An `epoch` below 0 is unknown.
+    `by` is SAMPLER, LOOP, or the script's line of a DataLoader's loop. A `number` below 0 is unknown.
     """
-    return gradients(step, line, model=f"{_EPOCH}{epoch}" if epoch >= 0 else "")
+
+    number: int = -1
+    by: str = ""
+
+    @property
+    def is_dealt(self) -> bool:
+        """True where the session's sampler has given the batch, so that the epoch is certain."""
+        return self.number >= 0 and self.by == SAMPLER
+
+    def __str__(self) -> str:
+        if self.number < 0:
+            return ""
+        if self.by == SAMPLER:
+            return f"{_EPOCH}{self.number}"
+        if self.by == LOOP:
+            return f"{_LOOP} {self.number}"
+        return f"{_PASS} {self.number} over " + (
+            f"the DataLoader of {self.by}" if self.by else "its DataLoader"
+        )
+
+
+SAMPLER = "sampler"  # of the session
+LOOP = "loop"  # a variable of the script
+UNKNOWN = Epoch()
+
+
+def gradients_in(step: int, line: str, epoch: Epoch) -> Stand:
+    """Return the place of a worker that reduces gradients of `step`, with the epoch of its batch."""
+    return gradients(step, line, model=str(epoch))
 
 
 def are_in_one_epoch(stands: Iterable[Stand]) -> bool:
-    """True where all gradients come from batches of one epoch. Places without a known epoch are ignored."""
+    """True where the session's sampler has dealt all batches from one epoch.
+
+    Places without such an epoch are ignored.
+    """
     epochs = {each.asks for each in stands if each.kind == GRADIENTS and each.asks.startswith(_EPOCH)}
     return len(epochs) <= 1
+
+
+def mixed_epochs(stands: Mapping[int, Stand], noun: str = "worker") -> str:
+    """Return the warning that scripts train batches of different epochs together; "" where they do not.
+
+    The epochs are those of the scripts' own loops, or passes over DataLoaders. Passes are compared where the
+    loops are at one line of the script.
+    """
+    numbers: dict[str, set[str]] = {}
+    for each in stands.values():
+        if each.kind == GRADIENTS and each.asks.startswith((_LOOP, _PASS)):
+            number = next((word for word in each.asks.split() if word.isdecimal()), "")
+            numbers.setdefault(each.asks.replace(number, "", 1), set()).add(number)
+    if all(len(each) == 1 for each in numbers.values()):
+        return ""
+    shown = list(dict.fromkeys(map(str, stands.values())))[:_MOST_PLACES]
+    named = {name: each for name, each in stands.items() if str(each) in shown}
+    return f"{_places(named, noun)}. {_capital(_MIXED.replace('worker', noun))}"
 
 
 def call(name: str, line: str, *, asks: str = "", step: int = 0) -> Stand:
@@ -172,11 +229,14 @@ def describe_mismatch(stands: Mapping[int, Stand] | Mapping[str, Stand], noun: s
         stands: the workers' places by name, in the order to print. Workers at one place are named together.
         noun: "worker", or "node" where users count nodes.
     """
+    return f"{_places(stands, noun)}. {_advice(list(stands.values()), noun)}"
+
+
+def _places(stands: Mapping[int, Stand] | Mapping[str, Stand], noun: str) -> str:
     places: dict[str, list[str]] = {}
     for name, stand in stands.items():
         places.setdefault(str(stand), []).append(str(name))
-    where = "; ".join(f"{_names(names, noun)} {place}" for place, names in places.items())
-    return f"{where}. {_advice(list(stands.values()), noun)}"
+    return "; ".join(f"{_names(names, noun)} {place}" for place, names in places.items())
 
 
 def _names(names: Sequence[str], noun: str) -> str:
@@ -189,8 +249,11 @@ def _names(names: Sequence[str], noun: str) -> str:
 
 
 def _advice(stands: Sequence[Stand], noun: str) -> str:
-    advice = _advice_to_worker(stands)
-    return advice.replace("worker", noun)[0].upper() + advice.replace("worker", noun)[1:]
+    return _capital(_advice_to_worker(stands).replace("worker", noun))
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _advice_to_worker(stands: Sequence[Stand]) -> str:

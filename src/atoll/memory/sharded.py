@@ -18,11 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
+from atoll.core.epochs import ComparedEpochs
 from atoll.core.errors import MismatchError, UserError
 from atoll.core.hyperparameters import difference_line, first_difference
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.core.scriptline import waiting_line
-from atoll.core.stands import are_in_one_epoch, decode_stand, describe_mismatch, encode_stand, gradients_in
+from atoll.core.stands import (
+    UNKNOWN,
+    Epoch,
+    are_in_one_epoch,
+    decode_stand,
+    describe_mismatch,
+    encode_stand,
+    gradients_in,
+    mixed_epochs,
+)
 from atoll.memory import interrupts
 from atoll.memory.fitted import Moving
 from atoll.memory.foreign import SharedStates, described
@@ -61,9 +71,10 @@ class Sharded(Moving):
         members: Members,
     ) -> None:
         self._members = members
-        self.epoch: Callable[[], int] = lambda: (
-            -1
-        )  # of the batch that this member trains on; below 0: unknown
+        # Of the batch that this member trains on, and what hears of batches of several epochs:
+        self.epoch: Callable[[], Epoch] = lambda: UNKNOWN
+        self.epochs_mixed: Callable[[str], None] = lambda _line: None
+        self._epochs = ComparedEpochs(lambda line: self.epochs_mixed(line))
         self._optimizer, self._settings = optimizer, SettingsCode()
         super().__init__(model, optimizer, budgets, plan, chunk_map)
         self._foreign = [chunk for chunk in self.engine.chunks if not self.sharing.holds_all(chunk)]
@@ -209,8 +220,8 @@ class Sharded(Moving):
         present = [[float(here) for here in self.gradients.present(chunk)] for chunk in trained]
         kinds = [grouping.kind(chunk) for chunk in trained]
         edited = "\n".join(self.gradients.edited)
-        epoch = self.epoch()
-        codes = [float(code_of(edited)), float(self._settings_now() % CODES), float((epoch + 1) % CODES)]
+        epoch = self._epochs.compared(self.epoch())
+        codes = [float(code_of(edited)), float(self._settings_now() % CODES), float(code_of(str(epoch)))]
         told = [each for code in codes for each in (code, code**2)]
         told += [place for each in zip(kinds, present, strict=True) for place in grouping.spread(*each)]
         heard = iter(self.sharing.agree(told, f"optimizer.step() {self.sharing.steps}"))
@@ -219,7 +230,7 @@ class Sharded(Moving):
         if next(heard) ** 2 != self._members.count * next(heard):
             raise UserError(self._unlike_settings())
         if next(heard) ** 2 != self._members.count * next(heard):
-            self._refuse_epochs(epoch)
+            self._compare_epochs(epoch)
         for kind, each in zip(kinds, self._trained, strict=True):
             counts = grouping.heard(kind, heard, len(each.names))
             for group, members in zip(counts, grouping.groups(kind), strict=True):
@@ -230,13 +241,14 @@ class Sharded(Moving):
                             "mean was taken: what a script does to p.grad, it must do on all members alike"
                         )
 
-    def _refuse_epochs(self, epoch: int) -> None:
-        """Raise MismatchError where members train on batches of different known epochs."""
+    def _compare_epochs(self, epoch: Epoch) -> None:
+        """Raise MismatchError where members train on batches of different dealt epochs; warn of others."""
         own = encode_stand(gradients_in(self.sharing.steps, waiting_line(), epoch))
         words = self._members.gather(own, "the epochs of all members")
         stands = {member: decode_stand(word) for member, word in enumerate(words)}
         if not are_in_one_epoch(stands.values()):
             raise MismatchError(describe_mismatch(stands))
+        self._epochs.looked(mixed_epochs(stands))
 
     def _settings_now(self) -> int:
         """Return the checksum of the hyperparameters with which this member is about to step."""

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from atoll.core.hyperparameters import GRADIENT_SCALE, Difference, difference_line, first_difference
-from atoll.core.stands import are_in_one_epoch
+from atoll.core.stands import are_in_one_epoch, mixed_epochs
 from atoll.core.weighing import are_certain, told_unlike, weight_of
 from atoll.store.entries import Combine, Joined, Member, Step
 from atoll.store.outcomes import Draft
@@ -245,10 +245,16 @@ class Rounds:
             counts=told_unlike(
                 f"iteration {self._iteration}", {worker: self._commits[worker] for worker in self._members}
             ),
+            epochs=self._mixed_epochs(),
         )
         for worker, incarnation in self._members.items():
             draft.reply(worker, incarnation, self._told)
         return True
+
+    def _mixed_epochs(self) -> str:
+        """Return the warning where members train batches of different epochs together."""
+        stands = (self._commits[worker].stand for worker in self._members)
+        return mixed_epochs({each.worker: each.stand for each in stands if each is not None})
 
     def _try_step(self, draft: Draft) -> bool:
         if self._silent():

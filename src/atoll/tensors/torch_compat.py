@@ -12,17 +12,22 @@ no public way to hear of an unscaling. Once torch raises the counters, this func
 `scale_of`: the factor by which a GradScaler divides an optimizer's gradients. `GradScaler._unscale_grads_`
 gets the optimizer and the factor; a fused kernel reads the factor as `optimizer.grad_scale` (2.13). A
 scaler's public `get_scale` does not say which optimizer's gradients were divided, or when.
+
+`watch_loaders`: the iterator of a DataLoader is a `torch.utils.data.dataloader._BaseDataLoaderIter`, whose
+`__next__` gives the batches; `DataLoader.__iter__` begins each loop, also with persistent workers (2.13).
+There is no public way to hear of a DataLoader's batches.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, dataloader
 
 SCALES = "_step_supports_amp_scaling"
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -103,3 +108,61 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tenso
     # A factor of 1 only searches for infinities. On a GPU the factor is not read, because reading waits.
     if inverse_scale.device.type != "cpu" or inverse_scale.item() != 1.0:
         torch.autograd.graph.increment_version(gradients)
+
+
+class LoaderWatcher(Protocol):
+    """Hears of the loops over DataLoaders. `iterator` is a loop's; a DataLoader may use one for all loops."""
+
+    def began(self, iterator: object) -> None: ...
+
+    def gave(self, iterator: object) -> None: ...
+
+    def ended(self, iterator: object) -> None: ...
+
+
+_watchers: list[LoaderWatcher] = []
+_ITERATOR: Any = getattr(dataloader, "_BaseDataLoaderIter", None)
+_begin: Any = DataLoader.__iter__
+_give: Any = getattr(_ITERATOR, "__next__", None)
+
+
+def watch_loaders(watcher: LoaderWatcher) -> Callable[[], None]:
+    """Tell `watcher` of all loops over DataLoaders in this process, until the returned function is called."""
+
+    def unwatch() -> None:
+        if watcher in _watchers:
+            _watchers.remove(watcher)
+        if not _watchers and _give is not None:
+            if DataLoader.__iter__ is _watched_begin:
+                DataLoader.__iter__ = _begin  # type: ignore[method-assign]
+            if _ITERATOR.__next__ is _watched_give:
+                _ITERATOR.__next__ = _give
+
+    _watchers.append(watcher)
+    if _give is not None:
+        if DataLoader.__iter__ is _begin:
+            DataLoader.__iter__ = _watched_begin  # type: ignore[method-assign]
+        if _ITERATOR.__next__ is _give:
+            _ITERATOR.__next__ = _watched_give
+    return unwatch
+
+
+@functools.wraps(_begin)
+def _watched_begin(loader: Any) -> Any:
+    iterator = _begin(loader)
+    for watcher in _watchers:
+        watcher.began(iterator)
+    return iterator
+
+
+@functools.wraps(_give or watch_loaders)
+def _watched_give(iterator: Any) -> Any:
+    try:
+        batch = _give(iterator)
+    except StopIteration:
+        for watcher in _watchers:
+            watcher.ended(iterator)
+        raise
+    for watcher in _watchers:
+        watcher.gave(iterator)
+    return batch

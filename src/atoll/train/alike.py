@@ -14,7 +14,7 @@ import msgspec
 
 from atoll.core.errors import MismatchError, UserError
 from atoll.core.hyperparameters import GRADIENT_SCALE, difference_line, first_difference
-from atoll.core.stands import Stand, are_in_one_epoch, describe_mismatch
+from atoll.core.stands import UNKNOWN, Epoch, Stand, are_in_one_epoch, describe_mismatch, mixed_epochs
 from atoll.tensors.settings import Settings, SettingsCode
 
 _BITS = 14  # of a checksum
@@ -64,14 +64,21 @@ class Treatments:
         self.latest = Treatment(iteration, tuple(self._clips), self.edited, self._settings.settings)
         self._clips, self.edited = [], False
 
-    def said(self, epoch: int = -1) -> list[float]:
+    def said(self, epoch: Epoch = UNKNOWN) -> list[float]:
         """Encode this worker's latest treatment: SAID values of 0 and 1, whose sums are exact in any dtype.
 
         `epoch` is the epoch of the batch on which this worker trains now.
         """
         if self.latest is None:
             return [0.0] * SAID
-        made = (self.latest.iteration, self.latest.clips, self.latest.edited, self._settings.code, epoch)
+        made = (
+            self.latest.iteration,
+            self.latest.clips,
+            self.latest.edited,
+            self._settings.code,
+            epoch.number,
+            epoch.by,
+        )
         checksum = zlib.crc32(msgspec.msgpack.encode(made))
         bits = [float(checksum >> bit & 1) for bit in range(_BITS)]
         return [1.0, float(bool(self.latest.clips)), float(self.latest.edited), *bits]
@@ -94,18 +101,20 @@ class Word(msgspec.Struct, frozen=True, array_like=True):
     stand: Stand | None = None
 
 
-def refuse_unlike(words: Sequence[Word], names: Sequence[str]) -> None:
-    """Raise the error for workers whose treatments or epochs differ.
+def refuse_unlike(words: Sequence[Word], names: Sequence[int]) -> str:
+    """Raise the error for workers whose treatments or dealt epochs differ.
 
-    Raises MismatchError where workers train on batches of different epochs, and UserError where a treatment
-    differs from the first known one. An unknown epoch equals any epoch.
+    Returns the warning of `mixed_epochs`; "" for none. Raises MismatchError where workers train on batches of
+    different dealt epochs, and UserError where a treatment differs from the first known one. An unknown epoch
+    equals any epoch.
     """
     stands = {name: word.stand for name, word in zip(names, words, strict=True) if word.stand is not None}
     if not are_in_one_epoch(stands.values()):
         raise MismatchError(describe_mismatch(stands))
     known = [word.made for word in words if word.made is not None]
     if any(one != known[0] for one in known):
-        raise UserError(difference([word.made for word in words], names))
+        raise UserError(difference([word.made for word in words], [str(name) for name in names]))
+    return mixed_epochs(stands)
 
 
 def difference(treatments: Sequence[Treatment | None], names: Sequence[str]) -> str:

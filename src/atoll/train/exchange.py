@@ -351,6 +351,8 @@ class Exchange(Reducer):
         self.count_alike = counted.alike
         if counted.counts:
             self._calls.counts_unlike(counted.counts)
+        if counted.epochs:
+            self._calls.epochs_mixed(counted.epochs)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -333,6 +333,8 @@ class GroupReducer(RingReducer, Exchange):
         self.connection.members.told(counted)
         if counted.counts:
             self._calls.counts_unlike(counted.counts)
+        if counted.epochs:
+            self._calls.epochs_mixed(counted.epochs)
         self.contributors = list(counted.workers) or self.contributors
         if counted.grouping > self._heard:
             self._told = self._heard = counted.grouping

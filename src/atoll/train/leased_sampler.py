@@ -33,6 +33,13 @@ class Lessor(Protocol):
     def __call__(self, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased: ...
 
 
+_LATE = (
+    "session.sampler: samples of epoch {} come at the beginning of epoch {}, where one batch may have samples "
+    "of both: they made no whole batch, or a worker that was lost had them; each sample counts once an "
+    "epoch, so leave it as it is"
+)
+
+
 class LeasedSampler(Sampler[int]):
     """One worker's indices of a dataset; the order of an epoch is ShardedSampler's, drawn from the seed.
 
@@ -60,17 +67,19 @@ class LeasedSampler(Sampler[int]):
         lease_size: int = 0,
         wait: float = 0.0,
         on_index: Callable[[LeasedSampler], None] | None = None,
+        mixes: Callable[[str], None] = lambda _line: None,
     ) -> None:
         """`number` is the sampler's among the session's, `workers` their expected number, for `len`.
 
         `lease_size` in samples; 0: two batches of the size that is seen. `wait` in seconds; more than the
         hub's patience, or a death that it waits for is noticed too late. `on_index` is called with the
-        sampler before each index. Raises UserError for a dataset without a length.
+        sampler before each index. `mixes(line)` is called with a warning where samples of an earlier epoch
+        come in the loop of a later one. Raises UserError for a dataset without a length.
         """
         self._plain = ShardedSampler(dataset, rank=0, world=1, seed=seed, shuffle=shuffle)
         self._length = len(self._plain)
         self._lease, self._number, self._workers = lease, number, max(1, workers)
-        self._lease_size, self._wait, self._on_index = lease_size, wait, on_index
+        self._lease_size, self._wait, self._on_index, self._mixes = lease_size, wait, on_index, mixes
         self.shuffle = shuffle
         self.given = 0  # indices given since the iteration started
         self._consumed = self._reported = 0  # of those given: trained on; named by `used`
@@ -311,6 +320,8 @@ class LeasedSampler(Sampler[int]):
                 self._queue.appendleft((epoch, place + 1, stop))
             self._hold((epoch, place, place + 1))
             self.given += 1
+            if 0 <= epoch < self._epoch:
+                self._mixes(_LATE.format(epoch, self._epoch))
             if self._on_index is not None:
                 self._on_index(self)
             yield 0 if epoch < 0 else int(self._order(epoch)[0][place])

@@ -17,6 +17,7 @@ from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
 from atoll.core.scriptline import script_line
+from atoll.core.stands import Epoch
 from atoll.memory.exchanged import Exchanged
 from atoll.memory.over import features_of, refuse_apart
 from atoll.memory.sharded import Sharded
@@ -60,7 +61,8 @@ class Prepared:
 
     With `tiers`, the model's chunks lie in these tiers, and a strategy of the tiers replaces `strategy`.
     Without that strategy, the model trains as if without tiers. `backward` is the session's. `epoch_of(self)`
-    is the epoch of the present batch.
+    is the epoch of the present batch. `epochs_mixed(line)` is that of a reducer's Calls. `forward()` is
+    called before each forward.
 
     `counted(self, seen)` is called when backward reaches a batch. It returns the number of samples (None:
     unknown) and how certain that number is. `counts_unlike(line)` is that of a reducer's Calls. `whole(self)`
@@ -83,7 +85,9 @@ class Prepared:
         backward: BackwardEnd,
         begins_step: Callable[[Prepared], None],
         counted: Callable[[Prepared, Seen], tuple[float | None, str]],
-        epoch_of: Callable[[Prepared], int],
+        epoch_of: Callable[[Prepared], Epoch],
+        epochs_mixed: Callable[[str], None],
+        forward: Callable[[], None],
         counts_unlike: Callable[[str], None],
         whole: Callable[[Prepared], None],
         stepped: Callable[[Prepared], None],
@@ -91,7 +95,7 @@ class Prepared:
         warn_once: Callable[[str, str], None],
     ) -> None:
         self.config, self._workers, self.optimizer = config, workers, optimizer
-        self._begins_step = begins_step
+        self._begins_step, self._forward = begins_step, forward
         self._backward, self._counted, self._stepped, self._skipped = backward, counted, stepped, skipped
         self._whole, self.origin, self._warn_once = whole, origin, warn_once
         self.module: nn.Module = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
@@ -165,6 +169,7 @@ class Prepared:
                     edited=self._tell_of_edits,
                     counts_unlike=counts_unlike,
                     epoch=lambda: epoch_of(self),
+                    epochs_mixed=epochs_mixed,
                     unscaled=lambda: scale_of(optimizer),
                     buffers=self.buffers if len(self.buffers) else None,
                 ),
@@ -177,6 +182,7 @@ class Prepared:
             tiers.fit(model, optimizer)
             if self._shared is not None:
                 self._shared.epoch = lambda: epoch_of(self)
+                self._shared.epochs_mixed = epochs_mixed
         backward.add(self.reducer)
         self._lazy_hooks = []
         lazy = isinstance(self.reducer, Exchange) and config.sync.lazy
@@ -309,6 +315,7 @@ class Prepared:
         self.reducer.check_bound(closely=False)
         self._check_homes()
         self._backward.before_forward()
+        self._forward()
 
     def _check_homes(self) -> None:
         """Raise BindingError where a parameter of the module was replaced.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.errors import RunError
+from atoll.core.stands import UNKNOWN, Epoch
 from atoll.memory.proxies import edits_of
 from atoll.tensors.binding import BoundChunk, check_usable
 from atoll.tensors.finite import is_finite
@@ -39,9 +40,10 @@ class Calls:
     reduction. `reduce(reducer)` is called before a step whose gradients no backward has reduced.
 
     `counts_unlike(line)` is called with a warning where workers count alike in a mean that their counts would
-    change. `epoch()` is the epoch of the batch on which this worker trains; below 0: unknown. `unscaled()` is
-    the factor by which a GradScaler divides the gradients of the step under way; 1 without one. `buffers` are
-    the model's; None: no worker takes any.
+    change. `epoch()` is the epoch of the batch on which this worker trains. `epochs_mixed(line)` is called
+    with a warning where workers train batches of different epochs together. `unscaled()` is the factor by
+    which a GradScaler divides the gradients of the step under way; 1 without one. `buffers` are the model's;
+    None: no worker takes any.
     """
 
     arm: Callable[[], None]
@@ -52,7 +54,8 @@ class Calls:
     edited: Callable[[], None] = lambda: None
     reduce: Callable[[Reducer], None] = lambda reducer: reducer.reduce()
     counts_unlike: Callable[[str], None] = lambda _line: None
-    epoch: Callable[[], int] = lambda: -1
+    epoch: Callable[[], Epoch] = lambda: UNKNOWN
+    epochs_mixed: Callable[[str], None] = lambda _line: None
     unscaled: Callable[[], float] = lambda: 1.0
     buffers: ModelBuffers | None = None
 

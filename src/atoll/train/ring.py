@@ -19,9 +19,19 @@ import torch
 from torch import Tensor
 
 from atoll.core import points
+from atoll.core.epochs import ComparedEpochs
 from atoll.core.errors import MismatchError, UserError
 from atoll.core.scriptline import waiting_line
-from atoll.core.stands import Stand, decode_stand, describe_mismatch, encode_stand, gradients, gradients_in
+from atoll.core.stands import (
+    UNKNOWN,
+    Epoch,
+    Stand,
+    decode_stand,
+    describe_mismatch,
+    encode_stand,
+    gradients,
+    gradients_in,
+)
 from atoll.core.weighing import GUESSED, KNOWN, Certainty, counted, counts_unlike
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
 from atoll.tensors.binding import BoundChunk
@@ -85,6 +95,7 @@ class RingReducer(SendingReducer):
         self._has_half = any(chunk.dtype == torch.float16 for chunk in chunks)
         self._counts_told = False  # the line on counts that differ; alike on all members
         self._treatments = Treatments(settings)
+        self._epochs = ComparedEpochs(calls.epochs_mixed)
         self._means_seen: list[tuple[Tensor | None, int]] = []  # the means, and at which versions
         self._agreement_rides = _agreement_rides(self._order)
         self.held_back = int(self._agreement_rides)  # with what is said at the end of backward
@@ -269,8 +280,8 @@ class RingReducer(SendingReducer):
             ring.round(what, lambda: self._refuse_unlike(what))
         self._treatments.latest = None
 
-    def _refuse_unlike(self, what: str, stand: Stand | None = None) -> None:
-        refuse_unlike_members(self._ring, Word(self._treatments.latest, stand), what)
+    def _refuse_unlike(self, what: str, stand: Stand | None = None) -> str:
+        return refuse_unlike_members(self._ring, Word(self._treatments.latest, stand), what)
 
     def after_step(self) -> None:
         self._treatments.stepped(self.steps)
@@ -319,7 +330,7 @@ class RingReducer(SendingReducer):
         rows = [[p.grad is not None for p in c.bound.parameters] for c in self._gradients_in_order()]
         present = [here and own.weight > 0 for row in rows for here in row]
         awaited = self._number == 0 and self._ring.is_awaited
-        has_gradient, epoch = any(any(row) for row in rows), self._calls.epoch()
+        has_gradient, epoch = any(any(row) for row in rows), self._epochs.compared(self._calls.epoch())
         head = head_of(own, self.steps, has_gradient, awaited, self._treatments, epoch)
         buffers = [] if self._buffers is None else self._buffers.said()
         dirty = [float(message.dirty) for message in self._order]
@@ -342,7 +353,8 @@ class RingReducer(SendingReducer):
             self._refuse_other_steps()
         if not agreement.alike:
             stand = gradients_in(self.steps, waiting_line(), self._calls.epoch())
-            self._refuse_unlike(f"what the workers made of the mean before iteration {self.steps}", stand)
+            what = f"what the workers made of the mean before iteration {self.steps}"
+            self._epochs.looked(self._refuse_unlike(what, stand))
         return agreement
 
     def _refuse_other_steps(self) -> NoReturn:
@@ -375,8 +387,9 @@ class RingReducer(SendingReducer):
         """
         order = [message.id for message in self._order] if self._order_is_measured else []
         begins = self._boundary.begins_with == self._number
-        told = self._counts_told
-        return {**super().member_state(), "order": order, "begins": begins, "counts_told": told}
+        told, looks = self._counts_told, self._epochs.looks
+        state = super().member_state()
+        return {**state, "order": order, "begins": begins, "counts_told": told, "looks": looks}
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
         super().check_member_state(state)
@@ -384,13 +397,15 @@ class RingReducer(SendingReducer):
             raise ValueError(f"messages leave in the order {state['order']!r}, which are not this model's")
         if type(state["counts_told"]) is not bool:
             raise ValueError(f"whether people were told of counts is {state['counts_told']!r}")
+        if type(state["looks"]) is not int:
+            raise ValueError(f"how often epochs are still compared is {state['looks']!r}")
         if type(state["begins"]) is not bool:
             raise ValueError(f"whether the loop begins with this model is {state['begins']!r}")
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         super().load_member_state(state)
         self._leave_in(state["order"])
-        self._counts_told = state["counts_told"]
+        self._counts_told, self._epochs.looks = state["counts_told"], state["looks"]
         if state["begins"]:
             self._boundary.begins_with = self._number
 
@@ -408,14 +423,14 @@ class RingReducer(SendingReducer):
         self._treatments.latest = None
 
 
-def refuse_unlike_members(ring: Ring, own: Word, what: str) -> None:
+def refuse_unlike_members(ring: Ring, own: Word, what: str) -> str:
     """Raise where members treated a mean differently, by each member's `own` word; see `refuse_unlike`.
 
     A collective.
     """
     said = gather_bytes(ring.agreement, msgspec.msgpack.encode(own), what)
-    names = [str(ring.place.name_of(rank)) for rank in range(ring.world)]
-    refuse_unlike([msgspec.msgpack.decode(one, type=Word) for one in said], names)
+    names = [ring.place.name_of(rank) for rank in range(ring.world)]
+    return refuse_unlike([msgspec.msgpack.decode(one, type=Word) for one in said], names)
 
 
 @dataclass(frozen=True)
@@ -493,7 +508,7 @@ def head_of(
     has_gradient: bool,
     awaited: bool,
     treatments: Treatments,
-    epoch: int = -1,
+    epoch: Epoch = UNKNOWN,
 ) -> list[float]:
     """Encode the first HEAD values of a worker's part in an agreement.
 

@@ -27,7 +27,7 @@ from atoll.core.errors import PrepareError, RunError, UserError
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
 from atoll.core.scriptline import script_line
-from atoll.core.stands import call, end
+from atoll.core.stands import SAMPLER, UNKNOWN, Epoch, call, end
 from atoll.core.weighing import GUESSED, KNOWN, NONE
 from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.backward import BackwardEnd
@@ -47,6 +47,7 @@ from atoll.train.node.tiers import PeersInTiers
 from atoll.train.node.worker import NodeWorker
 from atoll.train.origin import origin_of
 from atoll.train.pace import Pace
+from atoll.train.passes import Passes
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
 from atoll.train.records import Records
@@ -133,6 +134,7 @@ class Session:
             counted=lambda: self.world if together else self._service_members(),
         )
         self._backward = BackwardEnd(self._ring, self._stretch)
+        self._passes = Passes()
         self._records.open()
         if isinstance(self._entrance, ServedEntrance):
             self._entrance.begin()
@@ -272,6 +274,8 @@ class Session:
                 begins_step=self._begin_step,
                 counted=self._count_samples,
                 epoch_of=self._epoch_of,
+                epochs_mixed=self._epochs_mixed,
+                forward=self._passes.forward,
                 counts_unlike=self._counts_unlike,
                 whole=self._iteration_whole,
                 stepped=self._stepped,
@@ -429,6 +433,7 @@ class Session:
             if self.config.sync.consistency == "asp" and not self._service.site
             else 0.0,
             on_index=self._sampler_gives,
+            mixes=partial(self._records.warn_once, "late samples"),
         )
         self._state.samplers.append(sampler)
         self._service.samplers.append(sampler)
@@ -691,6 +696,7 @@ class Session:
             ends.callback(self._records.close)
             for prepared in self._state.prepared:
                 ends.callback(prepared.close)
+            ends.callback(self._passes.close)
 
     # Inside
 
@@ -866,6 +872,8 @@ class Session:
     def _count_samples(self, prepared: Prepared, seen: Seen) -> tuple[float | None, str]:
         """Return the number of samples of a forward's batch, and how certain that number is."""
         samples, certain = seen.samples, seen.confirms
+        if prepared is self._state.prepared[0]:
+            self._passes.trains()
         if samples is None:
             return None, NONE
         sampler = self._sampling if prepared is self._state.prepared[0] else None
@@ -901,14 +909,20 @@ class Session:
             names = [str(rank) for rank in self._node.introduction.workers_of(self._node.node)]
         return f"worker{'s' * (len(names) > 1)} {' and '.join(names)}"
 
-    def _epoch_of(self, prepared: Prepared) -> int:
-        """Return the epoch of the batch on which the first model trains; -1 where unknown.
+    def _epoch_of(self, prepared: Prepared) -> Epoch:
+        """Return the epoch of the batch on which the first model trains.
 
-        The epoch is unknown without a sampler of this session, or where each worker leases its own data.
+        Without a sampler of this session the epoch is what the script shows of its loop. The epoch is unknown
+        where each worker leases its own data.
         """
         sampler = self._trains_on
-        known = sampler is not None and not isinstance(sampler, LeasedSampler)
-        return sampler.epoch if sampler is not None and known and prepared is self._state.prepared[0] else -1
+        if prepared is not self._state.prepared[0] or isinstance(sampler, LeasedSampler):
+            return UNKNOWN
+        return self._passes.epoch() if sampler is None else Epoch(sampler.epoch, SAMPLER)
+
+    def _epochs_mixed(self, line: str) -> None:
+        if self.is_main or (self._service is not None and self._service.site):  # a site tells its own workers
+            self._records.warn_once("epochs", line)
 
     def _iteration_whole(self, prepared: Prepared) -> None:
         if self._sampling is not None and prepared is self._state.prepared[0]:

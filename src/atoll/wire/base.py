@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from atoll.core.errors import AtollError
 
-VERSION = 11  # of the protocol; both sides must have the same
+VERSION = 12  # of the protocol; both sides must have the same
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]

@@ -112,7 +112,8 @@ class Committed(Message, frozen=True):
     hear of the same ones. `grouping`: the contributor knows of this grouping, under BSP every contributor
     does, and they move to it. `unlike` is a warning: another live contributor steps with other
     hyperparameters, and no schedule explains them. `alike`: all workers count alike in the mean. `counts` is
-    a warning about this where their counts differ.
+    a warning about this where their counts differ. `epochs` is a warning: contributors train batches of
+    different epochs together.
     """
 
     iteration: Count
@@ -122,6 +123,7 @@ class Committed(Message, frozen=True):
     alike: bool = False
     counts: Text = ""
     unlike: Text = ""
+    epochs: Text = ""
 
 
 class Step(Message, frozen=True):

@@ -282,6 +282,10 @@ class PeerExchange(Reducer):
         if self._worker.returned is None:
             self._take_newest()
 
+    def epochs_mixed(self, line: str) -> None:
+        """Pass on a warning about batches of different epochs."""
+        self._calls.epochs_mixed(line)
+
     def _stand(self, iteration: int) -> Stand:
         """Return this worker's place in its script while it waits before `iteration`."""
         return self._worker.call or gradients(max(0, iteration - 1), waiting_line())

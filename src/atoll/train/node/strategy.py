@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import CheckpointError, GivenUpError, MismatchError, PrepareError, UserError
-from atoll.core.stands import Stand, are_in_one_epoch, describe_mismatch
+from atoll.core.stands import Stand, are_in_one_epoch, describe_mismatch, mixed_epochs
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.tensors.settings import settings_of
@@ -165,13 +165,15 @@ class Peers:
     def _check_epochs(self, stands: Mapping[int, Stand]) -> None:
         """Raise MismatchError where contributions to one iteration come from batches of different epochs.
 
-        All nodes see the same contributions.
+        Warn where the scripts' own loops are in different epochs. All nodes see the same contributions.
         """
+        workers_of = self._worker.introduction.workers_of
+        by_worker = {workers_of(node)[0]: each for node, each in stands.items()}
         if not are_in_one_epoch(stands.values()):
-            workers_of = self._worker.introduction.workers_of
-            raise MismatchError(
-                describe_mismatch({workers_of(node)[0]: each for node, each in stands.items()})
-            )
+            raise MismatchError(describe_mismatch(by_worker))
+        line = mixed_epochs(by_worker)
+        if line and self.exchange is not None:
+            self.exchange.epochs_mixed(line)
 
     def loaded(self) -> None:
         """A checkpoint was loaded into model and optimizer, on every node."""

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, itemsize, lay_out
 from atoll.core.config import Config
+from atoll.core.epochs import ComparedEpochs
 from atoll.core.errors import AtollError, ConfigError, RunError, UserError
 from atoll.core.hyperparameters import GRADIENT_SCALE
 from atoll.core.memory import Memory
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import gradients_in
 from atoll.core.units import format_bytes
 from atoll.memory.fit import borrow, plan
 from atoll.memory.lent import LentModel, Turns
@@ -364,6 +367,7 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
         self._ring, self._buffers = ring, calls.buffers
         self._reference = 1.0  # the last iteration's sum of weights, or number of devices if they count alike
         self._counts_told = False
+        self._epochs = ComparedEpochs(calls.epochs_mixed)
         self._treatments = Treatments(lambda: [{GRADIENT_SCALE: calls.unscaled()}])
 
     def before_step(self) -> None:
@@ -409,8 +413,8 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
         rows = [[p.grad is not None for p in bound.parameters] for bound in self._chunks]
         here = [float(each and own.weight > 0) for row in rows for each in row]
         # Of the last mean compare the scale only: the leader's wish to clip counts, and no device steps.
-        has_gradient = any(any(row) for row in rows)
-        head = head_of(own, self.steps, has_gradient, awaited=False, treatments=self._treatments)
+        has_gradient, epoch = any(any(row) for row in rows), self._epochs.compared(self._calls.epoch())
+        head = head_of(own, self.steps, has_gradient, awaited=False, treatments=self._treatments, epoch=epoch)
         buffers = [] if self._buffers is None else self._buffers.said()
         vector = torch.tensor([*head, *here, *buffers], dtype=torch.float64)
         self._over_ring(vector, f"the agreement on iteration {self.steps}")
@@ -423,7 +427,9 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
             )
         if not agreed.alike:
             what = f"what the devices made of the mean before iteration {self.steps}"
-            refuse_unlike_members(self._ring, Word(self._treatments.latest), what)
+            stand = gradients_in(self.steps, waiting_line(), self._calls.epoch())
+            word = Word(self._treatments.latest, stand)
+            self._epochs.looked(refuse_unlike_members(self._ring, word, what))
         self._treatments.latest = None
         return agreed
 

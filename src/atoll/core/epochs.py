@@ -1,0 +1,33 @@
+"""Decide how often workers that step together compare the epochs of their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from atoll.core.stands import UNKNOWN, Epoch
+
+_LOOKS = 16  # each costs a collective, also where workers train on different loaders, which is no mistake
+
+
+class ComparedEpochs:
+    """The epochs of the workers' batches, as far as scripts show them: compared until one warning is given.
+
+    All members keep equal `looks`: they look together.
+
+    Args:
+        mixed: called with the warning.
+    """
+
+    def __init__(self, mixed: Callable[[str], None]) -> None:
+        self._mixed = mixed
+        self.looks = _LOOKS  # at all members' epochs, that remain
+
+    def compared(self, epoch: Epoch) -> Epoch:
+        """Return the epoch that this worker tells the others. A dealt epoch is always told."""
+        return epoch if epoch.is_dealt or self.looks > 0 else UNKNOWN
+
+    def looked(self, line: str) -> None:
+        """Record that all members have looked at each other's epochs; `line` is the warning, or ""."""
+        self.looks = 0 if line else self.looks - 1
+        if line:
+            self._mixed(line)
