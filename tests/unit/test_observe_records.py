@@ -275,9 +275,9 @@ class TestRecorder:
         recorder = Recorder(run, 1, "ring")
         write(run, *(step(0, iteration, float(iteration)) for iteration in range(1, 10)))
         recorder.poll()
-        assert len(read_lines(run.metrics)) >= 7
+        assert len(list(read_lines(run.metrics))) >= 7
         recorder.close()
-        assert len(read_lines(run.metrics)) == 9
+        assert len(list(read_lines(run.metrics))) == 9
 
     def test_a_wall_clock_that_is_set_back_leaves_rates_right_and_small(self, run: RunDirectory) -> None:
         recorder = Recorder(run, 1, "ring")
@@ -285,7 +285,7 @@ class TestRecorder:
             write(run, *(step(0, begin + i, 7200.0 + jump + 0.1 * (begin + i)) for i in range(200)))
             recorder.poll()
         assert recorder.status().steps_per_second == pytest.approx(1.0)
-        assert len(recorder._rates[0]._steps) <= 10.0 / 0.1 + 2
+        assert len(recorder._rates[0]._bins) <= 22
         recorder.close()
 
     def test_events_are_bounded_and_the_failure_is_kept(self, run: RunDirectory) -> None:

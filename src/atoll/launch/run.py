@@ -308,7 +308,7 @@ class _Watch:
             self._life = launcher.life_of(self._shown)
         for trouble in self._screen.troubles():
             recorder.warn(f"{trouble}; the run goes on, and what workers print is in {self._directory.logs}")
-        for event in recorder.poll():
+        for event in recorder.poll(last):
             progress.event(event)
         progress.update(recorder.status())
 

@@ -29,6 +29,8 @@ from atoll.core.events import (
 )
 
 FLUSH_SECONDS = 0.5
+_PIECE = 2**18  # bytes of a journal that are read at once
+_LONGEST_LINE = 2**24  # bytes of one event
 _AT_ONCE = (Started, Expected, Decided, Regrouped, Skipped, Saved, Warned, Failed, Finished)
 
 
@@ -117,28 +119,42 @@ def _say(line: str) -> None:
 
 
 class JournalReader:
-    """Reads what is new in a journal that may still be growing, or not be there yet."""
+    """Reads what is new in a journal that may still be growing, or not be there yet, piece by piece: however
+    long the journal is, no more than a piece and a line of it are in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.unreadable = 0  # whole lines that hold no event
-        self._offset = 0
+        self.read_bytes = 0  # of the file, so far
         self._rest = b""
+        self._is_passing_over = False  # a line that is too long, up to its end
 
-    def read(self) -> Iterator[AnyEvent]:
-        """The events written since the last call. A last line without its end waits for the next call."""
+    def read(self, most: int | None = None) -> Iterator[AnyEvent]:
+        """The events written since the last call, of at most `most` bytes. A last line without its end waits
+        for the next call."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
+            file = self.path.open("rb")
+        except OSError:  # it is not there yet; or cannot be opened now, and is read later
             return
-        self._offset += len(data)
+        with file:
+            file.seek(self.read_bytes)
+            until = None if most is None else self.read_bytes + most
+            while data := file.read(_PIECE if until is None else min(_PIECE, until - self.read_bytes)):
+                self.read_bytes += len(data)
+                yield from self._events(data)
+
+    def _events(self, data: bytes) -> Iterator[AnyEvent]:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
+            is_end, self._is_passing_over = self._is_passing_over, False
+            if is_end:
+                continue
             try:
                 event = decode(line)
             except msgspec.DecodeError:
                 self.unreadable += 1
             else:
                 yield event
+        if len(self._rest) > _LONGEST_LINE:
+            self.unreadable += not self._is_passing_over
+            self._is_passing_over, self._rest = True, b""

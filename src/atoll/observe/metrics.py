@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,12 @@ import msgspec
 from atoll.core.events import AnyEvent, Logged, StepDone
 
 LATE_SECONDS = 0.5  # a session reads what it logged at the first step after so long
-MOST_PENDING = 10_000  # iterations held for a worker that is far behind; then the oldest is written as it is
+# What is held for a worker that is far behind, or will never come back: then the oldest is written as it is.
+MOST_PENDING = 10_000  # iterations
+MOST_NUMBERS = 100_000  # of their steps and logged values, each worker's and each name's
+_ROOM = 0.95  # of these is kept where there is more, so that not each new iteration sorts all
+_PIECE = 2**18  # bytes of metrics.jsonl that are read at once
+_LONGEST_LINE = 2**24  # bytes; a longer one is none of ours
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -36,6 +42,8 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
 class _Mean:
     """A weighted mean as it comes in; None once anything that is not finite came."""
 
+    __slots__ = ("finite", "total", "weight")
+
     def __init__(self) -> None:
         self.total, self.weight, self.finite = 0.0, 0.0, True
 
@@ -54,28 +62,52 @@ class _Mean:
 class _Entry:
     """An iteration whose line is not written yet."""
 
+    __slots__ = (
+        "bytes_sent",
+        "ends",
+        "phases",
+        "samples",
+        "seconds",
+        "time",
+        "values",
+        "waiting",
+        "waits_for",
+    )
+
     def __init__(self) -> None:
-        self.steps: dict[int, StepDone] = {}  # by worker
+        self.ends: dict[int, float] = {}  # worker -> when its step ended
+        self.samples, self.seconds, self.waiting, self.bytes_sent = 0.0, 0.0, 0.0, 0
+        self.phases: dict[str, float] = {}  # sums over the workers
         self.values: dict[str, _Mean] = {}
         self.time = 0.0  # of the last step; without one, of the last logged value
+        self.waits_for: int | None = None  # the first worker found that may have more to say of it
+
+    @property
+    def numbers(self) -> int:
+        return len(self.ends) + len(self.values)
+
+    def add(self, step: StepDone) -> None:
+        self.time = max(self.time, step.time) if self.ends else step.time
+        self.ends[step.worker] = step.time
+        self.samples += step.samples
+        self.seconds = max(self.seconds, step.seconds)
+        self.waiting += step.waiting
+        self.bytes_sent += step.bytes_sent
+        for name, seconds in step.phases.items():
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
 
     def line(self, iteration: int) -> Line:
-        steps = self.steps.values()
+        workers = max(1, len(self.ends))
         return Line(
             iteration=iteration,
             time=self.time,
-            samples=sum(step.samples for step in steps),
-            seconds=max((step.seconds for step in steps), default=0.0),
-            waiting=sum(step.waiting for step in steps) / max(1, len(steps)),
-            bytes_sent=sum(step.bytes_sent for step in steps),
+            samples=self.samples,
+            seconds=self.seconds,
+            waiting=self.waiting / workers,
+            bytes_sent=self.bytes_sent,
             values={name: mean.value for name, mean in self.values.items()},
-            phases=_phases([step.phases for step in steps]),
+            phases={name: total / workers for name, total in self.phases.items()},
         )
-
-
-def _phases(of: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for phases in of for name in phases)
-    return {name: sum(phases.get(name, 0.0) for phases in of) / len(of) for name in names}
 
 
 class Merger:
@@ -85,14 +117,23 @@ class Merger:
     the latest with the first step that ends `LATE_SECONDS` or more after it. An iteration is whole when every
     worker has gone on from such a step, or has ended. Iterations may start anywhere and may go back (a
     checkpoint was loaded): then the same number gets a second line.
+
+    A look (`whole`) costs what has come since the last one: an iteration that waits for one worker is looked
+    at again only when that worker, or the iteration, has news.
     """
 
     def __init__(self, workers: int) -> None:
         self._workers = set(range(workers))
-        self._latest: dict[int, StepDone] = {}  # each worker's latest step, and the time of the one before
-        self._before: dict[int, float] = {}
+        self._latest: dict[int, tuple[int, float]] = {}  # each worker's latest step: iteration, time
+        self._before: dict[int, float] = {}  # the time of the step before
         self._ended: set[int] = set()
         self._pending: dict[int, _Entry] = {}
+        self._numbers = 0  # in all of `_pending`
+        self._touched: set[int] = set()  # iterations with news since the last look
+        self._moved: set[int] = set()  # workers with news since the last look
+        self._waiting: dict[int, set[int]] = {}  # worker -> the iterations that wait for it
+        self._newest: dict[str, tuple[int, _Mean]] = {}  # the pending values of the latest iterations
+        self._names: dict[str, str] = {}  # one copy of each name that is pending or was before
 
     def add(self, event: AnyEvent) -> list[Line]:
         """Take a step or a logged value; other events are none of its business.
@@ -105,76 +146,136 @@ class Merger:
         again: list[Line] = []
         if isinstance(event, StepDone):
             pending = self._pending.get(event.iteration)
-            if pending is not None and event.worker in pending.steps:
-                again.append(self._pending.pop(event.iteration).line(event.iteration))
+            if pending is not None and event.worker in pending.ends:
+                again.append(self._take(event.iteration))
             self._step(event)
         else:
-            entry = self._entry(event.iteration)
-            for name, value in event.values.items():
-                entry.values.setdefault(name, _Mean()).add(value, event.weight)
-            if not entry.steps:
-                entry.time = max(entry.time, event.time)
+            self._log(event)
         return again
 
     def _step(self, event: StepDone) -> None:
         entry = self._entry(event.iteration)
-        entry.time = max(entry.time, event.time) if entry.steps else event.time
-        entry.steps[event.worker] = event
+        entry.add(event)
+        self._numbers += 1
         if event.worker in self._latest:
-            self._before[event.worker] = self._latest[event.worker].time
-        self._latest[event.worker] = event
+            self._before[event.worker] = self._latest[event.worker][1]
+        self._latest[event.worker] = event.iteration, event.time
+        self._moved.add(event.worker)
+        self._ended.discard(event.worker)  # it was started again
+
+    def _log(self, event: Logged) -> None:
+        entry = self._entry(event.iteration)
+        for name, value in event.values.items():
+            mean = entry.values.get(name)
+            if mean is None:
+                name = self._one_copy(name)
+                mean = entry.values[name] = _Mean()
+                self._numbers += 1
+                if name not in self._newest or self._newest[name][0] <= event.iteration:
+                    self._newest[name] = event.iteration, mean
+            mean.add(value, event.weight)
+        if not entry.ends:
+            entry.time = max(entry.time, event.time)
+
+    def _one_copy(self, name: str) -> str:
+        if len(self._names) > MOST_NUMBERS:  # names that never come again
+            self._names.clear()
+        return self._names.setdefault(name, name)
 
     def _entry(self, iteration: int) -> _Entry:
+        self._touched.add(iteration)
         return self._pending.setdefault(iteration, _Entry())
+
+    def _take(self, iteration: int) -> Line:
+        """Take out an iteration's line."""
+        entry = self._pending.pop(iteration)
+        self._numbers -= entry.numbers
+        if entry.waits_for is not None:
+            self._waiting[entry.waits_for].discard(iteration)
+        for name, mean in entry.values.items():
+            if name in self._newest and self._newest[name][1] is mean:
+                del self._newest[name]
+        return entry.line(iteration)
 
     def end(self, worker: int) -> None:
         """The worker will send no more."""
         self._ended.add(worker)
+        self._moved.add(worker)
 
     def newest(self) -> dict[str, float | None]:
         """The values of the iterations that are not whole yet, the newest of each name."""
-        values: dict[str, float | None] = {}
-        for iteration in sorted(self._pending):
-            values.update({name: mean.value for name, mean in self._pending[iteration].values.items()})
-        return values
+        return {name: mean.value for name, (_, mean) in self._newest.items()}
 
     def whole(self) -> Iterator[Line]:
-        """Take out the lines of the iterations that are whole, in order."""
-        for iteration in sorted(self._pending):
-            if len(self._pending) > MOST_PENDING or self._is_whole(iteration):
-                yield self._pending.pop(iteration).line(iteration)
+        """Take out the lines of the iterations that are whole, in order, and of the oldest where more wait
+        than are kept."""
+        looked = self._touched
+        for worker in self._moved:
+            looked |= self._waiting.pop(worker, set())
+        self._touched, self._moved = set(), set()
+        whole = {
+            iteration for iteration in looked if iteration in self._pending and self._is_whole(iteration)
+        }
+        for iteration in sorted(whole | self._overflow(whole)):
+            yield self._take(iteration)
 
     def _is_whole(self, iteration: int) -> bool:
         entry = self._pending[iteration]
-        return all(
-            worker in self._ended or self._is_past(worker, iteration, entry) for worker in self._workers
+        if entry.waits_for in self._waiting:
+            self._waiting[entry.waits_for].discard(iteration)
+        entry.waits_for = next(
+            (each for each in self._workers if not self._is_past(each, iteration, entry)), None
         )
+        if entry.waits_for is not None:
+            self._waiting.setdefault(entry.waits_for, set()).add(iteration)
+        return entry.waits_for is None
 
     def _is_past(self, worker: int, iteration: int, entry: _Entry) -> bool:
         """Whether everything that the worker had to say of the iteration has come."""
+        if worker in self._ended:
+            return True
         if worker not in self._before:
             return False
-        if worker not in entry.steps and self._latest[worker].iteration <= iteration:
+        if worker not in entry.ends and self._latest[worker][0] <= iteration:
             return False  # it is behind
-        done = entry.steps[worker].time if worker in entry.steps else entry.time
-        return self._before[worker] >= done + LATE_SECONDS
+        return self._before[worker] >= entry.ends.get(worker, entry.time) + LATE_SECONDS
+
+    def _overflow(self, whole: set[int]) -> set[int]:
+        """The oldest iterations beside those that are `whole`, where more wait than are kept."""
+        count = len(self._pending) - len(whole)
+        numbers = self._numbers - sum(self._pending[iteration].numbers for iteration in whole)
+        if count <= MOST_PENDING and numbers <= MOST_NUMBERS:
+            return set()
+        oldest: set[int] = set()
+        for iteration in sorted(self._pending.keys() - whole):
+            if count <= _ROOM * MOST_PENDING and numbers <= _ROOM * MOST_NUMBERS:
+                break
+            oldest.add(iteration)
+            count, numbers = count - 1, numbers - self._pending[iteration].numbers
+        return oldest
 
     def rest(self) -> Iterator[Line]:
         """Take out everything that is left, whole or not, in order."""
         for iteration in sorted(self._pending):
-            yield self._pending.pop(iteration).line(iteration)
+            yield self._take(iteration)
 
 
 _decoder = msgspec.json.Decoder(Line)
 
 
-def read_lines(path: Path) -> list[Line]:
-    """The lines of a metrics.jsonl; what is torn or not such a line is passed over."""
-    lines: list[Line] = []
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a metrics.jsonl, one by one; what is torn or not such a line is passed over."""
     if path.exists():
-        for raw in path.read_bytes().split(b"\n"):
-            try:
-                lines.append(_decoder.decode(raw))
-            except msgspec.DecodeError:
-                continue  # the last line of a run that was killed
-    return lines
+        with path.open("rb") as file:
+            rest = b""
+            while data := file.read(_PIECE):
+                *lines, rest = (rest + data).split(b"\n")
+                yield from _decoded(lines)
+                rest = rest if len(rest) <= _LONGEST_LINE else b""
+            yield from _decoded([rest])
+
+
+def _decoded(lines: list[bytes]) -> Iterator[Line]:
+    for raw in lines:
+        with contextlib.suppress(msgspec.DecodeError):  # the last line of a run that was killed
+            yield _decoder.decode(raw)

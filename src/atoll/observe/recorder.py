@@ -37,7 +37,11 @@ from atoll.observe.rundir import RunDirectory
 from atoll.observe.summary import Summary, WorkerTotals, write_summary
 
 MOST_EVENTS = 500  # kept in the summary, so that a run that skips each step does not fill the disk
+MOST_NAMES = 10_000  # whose last values are in the summary
 RATE_SECONDS = 10.0  # rates are of the last so many seconds
+_RATE_BINS = 20  # into which these are divided
+_LOOK_BYTES = 2**22  # of all journals that one look takes in; the next one goes on from there
+_LEAST_LOOK_BYTES = 2**16  # of each journal
 _KEPT = (Decided, Skipped, Warned, Failed, Saved)
 
 
@@ -74,25 +78,48 @@ class Status:
         return max(0, self.expected - self.iteration) / self.steps_per_second
 
 
+@dataclass
+class _Bin:
+    """The steps of a worker that ended within `RATE_SECONDS / _RATE_BINS` seconds from `begin` on."""
+
+    begin: float
+    steps: int = 0
+    seconds: float = 0.0
+    samples: float = 0.0
+    bytes_sent: int = 0
+    waiting: float = 0.0
+
+
 class _Rates:
-    """One worker's rates over the last `RATE_SECONDS` of its steps; the time between them does not count."""
+    """One worker's rates over the last `RATE_SECONDS` of its steps; the time between them does not count.
+
+    Steps are added up in bins, so that a fast worker's take no more memory, and no longer, than a slow one's.
+    """
 
     def __init__(self) -> None:
-        self._steps: deque[StepDone] = deque()
+        self._bins: deque[_Bin] = deque()
 
     def add(self, step: StepDone) -> None:
-        self._steps.append(step)
+        if not self._bins or not 0.0 <= step.time - self._bins[-1].begin < RATE_SECONDS / _RATE_BINS:
+            self._bins.append(_Bin(step.time))
+        last = self._bins[-1]
+        last.steps += 1
+        last.seconds += step.seconds
+        last.samples += step.samples
+        last.bytes_sent += step.bytes_sent
+        last.waiting += step.waiting
         # A wall clock that was set back must not let them grow until it is where it was.
-        while len(self._steps) > 2 and not 0.0 <= step.time - self._steps[0].time <= RATE_SECONDS:
-            self._steps.popleft()
+        while len(self._bins) > 2 and not 0.0 <= step.time - self._bins[0].begin <= RATE_SECONDS:
+            self._bins.popleft()
 
     def add_to(self, status: Status) -> None:
-        busy = sum(step.seconds for step in self._steps)
+        busy = sum(each.seconds for each in self._bins)
         if busy > 0:
-            status.samples_per_second += sum(step.samples for step in self._steps) / busy
-            status.bytes_per_second += sum(step.bytes_sent for step in self._steps) / busy
-            status.steps_per_second = max(status.steps_per_second, len(self._steps) / busy)
-            status.waiting_share += sum(step.waiting for step in self._steps) / busy / status.workers
+            status.samples_per_second += sum(each.samples for each in self._bins) / busy
+            status.bytes_per_second += sum(each.bytes_sent for each in self._bins) / busy
+            steps = sum(each.steps for each in self._bins)
+            status.steps_per_second = max(status.steps_per_second, steps / busy)
+            status.waiting_share += sum(each.waiting for each in self._bins) / busy / status.workers
 
 
 class _Lines:
@@ -157,15 +184,30 @@ class Recorder:
         self._started: set[int] = set()
         self._first, self._end = math.inf, -math.inf
         self._last: dict[str, float | None] = {}
+        self._has_more_names = False  # than are in `_last`
         self._events: list[AnyEvent] = []
         self._seen: set[bytes] = set()
         self._dropped = 0
         self._metrics = _Lines(run.metrics)
         self._told: list[AnyEvent] = []  # what went wrong here
+        self._has_read = False  # in the last look
 
-    def poll(self) -> list[AnyEvent]:
-        """Read what is new; returns the events to show a person, each once, however many workers sent it."""
-        fresh = [event for reader in self._readers.values() for event in reader.read()]
+    def poll(self, last: bool = False) -> list[AnyEvent]:
+        """Read what is new; returns the events to show a person, each once, however many workers sent it.
+
+        One look takes in at most `_LOOK_BYTES`, so that it neither holds more nor takes long; `last`: as many
+        looks as it takes.
+        """
+        news = self._look()
+        while last and self._has_read:
+            news += self._look()
+        return news
+
+    def _look(self) -> list[AnyEvent]:
+        most = max(_LEAST_LOOK_BYTES, _LOOK_BYTES // max(1, len(self._readers)))
+        before = self._bytes_read()
+        fresh = [event for reader in self._readers.values() for event in reader.read(most)]
+        self._has_read = self._bytes_read() > before
         news: list[AnyEvent] = []
         for event in sorted(fresh, key=lambda event: event.time):
             self._take(event)
@@ -177,6 +219,9 @@ class Recorder:
             self.warn(line_lost)
         told, self._told = self._told, []
         return news + told
+
+    def _bytes_read(self) -> int:
+        return sum(reader.read_bytes for reader in self._readers.values())
 
     def warn(self, message: str) -> None:
         """Put a warning that no worker gave into the summary's events; the next `poll` shows it."""
@@ -205,7 +250,7 @@ class Recorder:
 
     def close(self) -> Summary:
         """Take in what is left, write the last lines and summary.json, and close the writers."""
-        self.poll()
+        self.poll(last=True)
         for line in self._merger.rest():
             self._write(line)
         if lines_lost := self._metrics.close():
@@ -270,7 +315,15 @@ class Recorder:
 
     def _write(self, line: Line) -> None:
         self._metrics.add(msgspec.json.encode(line))
-        self._last.update(line.values)
+        for name, value in line.values.items():
+            if name in self._last or len(self._last) < MOST_NAMES:
+                self._last[name] = value
+            elif not self._has_more_names:
+                self._has_more_names = True
+                self.warn(
+                    f"more than {MOST_NAMES} names were logged: the summary has the first ones' last values; "
+                    f"{self.run.metrics} has all"
+                )
         for writer in list(self._writers):
             self._try(writer, partial(writer.write, line))
 

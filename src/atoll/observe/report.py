@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from atoll.core.config import load_config
 from atoll.core.errors import AtollError, UserError
 from atoll.core.units import format_bytes, format_rate, format_seconds
+from atoll.observe.curves import Curve, StepCurve, read_curves
 from atoll.observe.groups import STALENESS
 from atoll.observe.links import most_lossy
-from atoll.observe.metrics import Line, read_lines
 from atoll.observe.nodes import views_of
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import RunDirectory
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WORKING, WAITING, LOGGED, SMOOTH = "#2a9d8f", "#e9b44c", "#9fb8c8", "#14506b"
 PHASES = {"ring": "#e07a5f", "exchange": "#7d6b9e"}  # parts of the waiting, where a run tells them apart
 _GROUPS = ("#2b6ca3", "#b5651d", "#5a8f4a", "#8a5a9e", "#a33b4f", "#3f8f8f")
-_MOST_PANELS = 3  # logged values that get a panel each: the first logged
+_MOST_PANELS = 3  # logged values that get a panel each
 _MOST_GROUPS = 8  # that get a bar each: those in which most time was spent
 _MOST_LINKS = 12  # that get a row each: those that lost most
 _LINK_COLUMNS = (
@@ -35,7 +35,6 @@ _NODE_COLUMNS = (
     "node", "stale by", "95 %", "most", "exchange", "waiting", "applied", "rounds", "joined", "refused",
     "fetched", "sent",
 )  # fmt: skip
-_BINS = 120  # of the time axis, at most
 
 
 def draw(run: RunDirectory) -> Path:
@@ -47,11 +46,9 @@ def draw(run: RunDirectory) -> Path:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    summary, lines = read_summary(run.summary), read_lines(run.metrics)
-    names = _names(lines)
-    if summary.each_group:  # whose own panel has the staleness: it comes after what the script logs
-        names.sort(key=lambda name: name == STALENESS)
-    names = names[:_MOST_PANELS]
+    summary = read_summary(run.summary)
+    curves = read_curves(run.metrics, _MOST_PANELS, STALENESS if summary.each_group else "")
+    names = list(curves.values)
     workers = len(summary.each_worker)
     heights = [2.6] * len(names) + [1.9, 0.7 + 0.32 * workers]
     if summary.each_group:
@@ -68,10 +65,10 @@ def draw(run: RunDirectory) -> Path:
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     steps, each_worker, *more = panels[len(names) :]
     for panel, name in zip(panels, names, strict=False):
-        _draw_values(panel, name, lines)
+        _draw_values(panel, name, curves.values[name])
         panel.sharex(steps)
         panel.tick_params(labelbottom=False)
-    _draw_steps(steps, lines)
+    _draw_steps(steps, curves.steps)
     _draw_workers(each_worker, summary)
     if summary.each_group:
         _draw_membership(more[0], summary)
@@ -107,15 +104,6 @@ def _strategy(run: RunDirectory) -> str:
         return ""
 
 
-def _names(lines: list[Line]) -> list[str]:
-    """The logged names: those logged most often first, each kind in the order of its first coming."""
-    counts: dict[str, int] = {}
-    for line in lines:
-        for name in line.values:
-            counts[name] = counts.get(name, 0) + 1
-    return sorted(counts, key=lambda name: -counts[name])
-
-
 def _title(run: RunDirectory, summary: Summary) -> str:
     workers = "1 worker" if summary.workers == 1 else f"{summary.workers} workers"
     facts = [
@@ -136,22 +124,21 @@ def plain(panel: Axes) -> None:
     panel.tick_params(labelsize=9)
 
 
-def _draw_values(panel: Axes, name: str, lines: list[Line]) -> None:
+def _draw_values(panel: Axes, name: str, curve: Curve) -> None:
     """A logged value over the iterations: each one, and their running mean."""
-    points = [(line.iteration, value) for line in lines if (value := line.values.get(name)) is not None]
-    steps, values = [step for step, _ in points], [value for _, value in points]
-    few = len(points) <= 30
-    if few:
+    steps, values = [step for step, _ in curve.extremes], [value for _, value in curve.extremes]
+    if len(values) <= 30:
         panel.plot(steps, values, color=SMOOTH, linewidth=1.5, marker="o", markersize=4)
     else:
         panel.plot(steps, values, color=LOGGED, linewidth=0.9)
-        panel.plot(steps, running_mean(values), color=SMOOTH, linewidth=1.8)
+        middles = [min(one[0], other[0]) for one, other in zip(curve.least, curve.greatest, strict=True)]
+        panel.plot(middles, running_mean(curve.means), color=SMOOTH, linewidth=1.8)
     plain(panel)
     panel.set_ylabel(name, parse_math=False)
     if values:
         panel.annotate(
-            f"{values[-1]:.4g}",
-            (steps[-1], values[-1]),
+            f"{curve.last[1]:.4g}",
+            curve.last,
             xytext=(6, 0),
             textcoords="offset points",
             va="center",
@@ -163,28 +150,27 @@ def _draw_values(panel: Axes, name: str, lines: list[Line]) -> None:
 def running_mean(values: list[float]) -> list[float]:
     """The mean over about a thirtieth of the run round each point; the window shrinks towards the ends, so
     that the mean lags nowhere."""
-    sums = [0.0, *itertools.accumulate(values)]
+    base = values[0] if values else 0.0  # of a constant the mean is that constant, to the bit
+    sums = [0.0, *itertools.accumulate(value - base for value in values)]
     last, half = len(values) - 1, max(2, len(values) // 60)
     smooth = []
     for place in range(len(values)):
         reach = min(half, place, last - place)
-        smooth.append((sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1))
+        smooth.append(base + (sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1))
     return smooth
 
 
-def _draw_steps(panel: Axes, lines: list[Line]) -> None:
+def _draw_steps(panel: Axes, curve: StepCurve) -> None:
     """Milliseconds a step, stacked: own work and waiting, in bins of iterations."""
-    timed = [line for line in lines if line.seconds > 0]
-    size = max(1, -(-len(timed) // _BINS))
-    bins = [timed[start : start + size] for start in range(0, len(timed), size)]
-    steps = [part[len(part) // 2].iteration for part in bins]
-    whole = [1000 * sum(line.seconds for line in part) / len(part) for part in bins]
-    waiting = [1000 * sum(line.waiting for line in part) / len(part) for part in bins]
+    bins = curve.bins
+    steps = [part.iteration for part in bins]
+    whole = [1000 * part.seconds / part.count for part in bins]
+    waiting = [1000 * part.waiting / part.count for part in bins]
     working = [max(0.0, total - wait) for total, wait in zip(whole, waiting, strict=True)]
     phases = {
-        name: [1000 * sum(line.phases.get(name, 0.0) for line in part) / len(part) for part in bins]
+        name: [1000 * part.phases[name] / part.count for part in bins]
         for name in PHASES
-        if any(name in line.phases for line in timed)
+        if any(name in part.phases for part in bins)
     }
     rest = [max(0.0, wait - sum(told)) for wait, *told in zip(waiting, *phases.values(), strict=True)]
     layers = {"working": working, **phases, "waiting for others": rest}

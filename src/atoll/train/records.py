@@ -88,7 +88,6 @@ class Records:
             return
         run = self._config.run
         recorder = Recorder(RunDirectory(Path(run.directory)), self._state.world, run.strategy)
-        recorder.poll()
         recorder.close()
 
     # Events
