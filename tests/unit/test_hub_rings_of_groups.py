@@ -34,6 +34,7 @@ class Hub:
         self.sent.clear()
 
     def taken(self) -> list[tuple[bytes, Any]]:
+        self.rings.poll()  # members are told of what a turn has changed at its end
         sent, self.sent = self.sent, []
         return sent
 

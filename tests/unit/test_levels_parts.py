@@ -250,8 +250,8 @@ def test_workers_are_started_again_only_where_one_may_die_alone() -> None:
 def test_what_a_hub_or_a_shard_would_refuse_is_refused_before() -> None:
     with pytest.raises(UserError, match=r"server.optimizer: Lion: write it as module:Class"):
         check_run(Config(run=Run(strategy="server"), server=ServerKeys(optimizer="Lion")))
-    with pytest.raises(UserError, match="a run of 5000 workers: from 1 to 4096"):
-        check_run(Config(run=Run(workers=5000, elastic=True)))
+    with pytest.raises(UserError, match="a run of 200000 workers: from 1 to 131072"):
+        check_run(Config(run=Run(workers=200_000, elastic=True)))
 
 
 def test_a_site_s_shard_comes_back_with_its_directory_and_is_the_same() -> None:

@@ -71,8 +71,8 @@ def test_a_ring_that_does_not_fill_says_who_is_missing_when_the_time_is_over() -
     meeting.handle_gather(1.0, "c", 2, gather(2, seconds=9.0))
     assert meeting.next_deadline() == 5.0
     assert meeting.poll(4.9) == []
-    assert meeting.poll(5.0) == [("a", Gathered(group=0, missing=[1, 3]))]
-    assert meeting.poll(10.0) == [("c", Gathered(group=0, missing=[0, 1, 3]))]
+    assert meeting.poll(5.0) == [("a", Gathered(group=0, missing=[1, 3], there=2))]
+    assert meeting.poll(10.0) == [("c", Gathered(group=0, missing=[0, 1, 3], there=1))]
     assert meeting.next_deadline() is None
 
 

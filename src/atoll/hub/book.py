@@ -124,6 +124,7 @@ class Book:
         self.begun = self.over = False
         self.witness = Witness()
         self._site_of: dict[Key, str] = {}  # of every worker that has ever come
+        self._site_by_incarnation: dict[int, str] = {}
         self._dealt: dict[tuple[int, int], Counter[int]] = {}  # (sampler, epoch) under way -> rank -> samples
 
     def apply(self, record: AnyRecord) -> None:
@@ -186,7 +187,8 @@ class Book:
                 self.groups.joined(admission.worker, admission.incarnation, record.site)
             if record.role == "worker" and self.members.sites:
                 self._site_of[admission.worker, admission.incarnation] = record.site
-            self.begun = self.begun or len(self.members.live()) >= self.members.workers
+                self._site_by_incarnation[admission.incarnation] = record.site
+            self.begun = self.begun or self.members.live_count >= self.members.workers
         return admission
 
     def pair(self, record: Paired) -> bool:
@@ -218,7 +220,7 @@ class Book:
 
     def site_of(self, incarnation: int) -> str:
         """The site of a worker that has ever come; empty for anyone else."""
-        return next((site for (_, known), site in self._site_of.items() if known == incarnation), "")
+        return self._site_by_incarnation.get(incarnation, "")
 
     def _fence(self, rank: int, record: Left | Died) -> None:
         """The log that knows a worker is to take nothing from it."""
@@ -325,6 +327,7 @@ class Book:
         self.members.restore(now, state.members)
         self.leases.restore(state.leases)
         self._site_of = dict(state.site_of)
+        self._site_by_incarnation = {known: site for (_, known), site in self._site_of.items()}
         self.fences = {log: set(map(tuple, fences)) for log, fences in state.fences.items()}  # type: ignore[arg-type]
         self._dealt = {key: Counter(dealt) for key, dealt in state.dealt.items()}
         self.begun, self.over = state.begun, state.over

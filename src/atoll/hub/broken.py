@@ -8,6 +8,8 @@ the shard that keeps its log have both gone, and that makes none anew, is dead w
 
 from __future__ import annotations
 
+import heapq
+from collections import OrderedDict
 from collections.abc import Callable
 
 from atoll.net.endpoint import Server
@@ -25,26 +27,46 @@ class BrokenLinks:
 
     def __init__(self, members: Membership, server: Server, ask: Callable[[int, int], None]) -> None:
         self._members, self._server, self._ask = members, server, ask
-        self._beats: dict[int, bytes] = {}  # incarnation -> whose connection its heartbeats come over
-        self._asked: dict[int, float] = {}  # incarnation -> when the log was asked last
+        # Incarnation -> whose connection its heartbeats come over; who was heard last is the last.
+        self._beats: OrderedDict[int, bytes] = OrderedDict()
+        self._silent: dict[int, bytes] = {}  # those of them that have missed a heartbeat
+        self._next: list[tuple[float, int]] = []  # a heap: when to look at each of the silent again
+        self._asked: set[int] = set()  # incarnations that the log was asked about
 
     def beat(self, peer: bytes, incarnation: int) -> None:
         """A heartbeat has come."""
+        if not self._members.shards:
+            return
         self._beats[incarnation] = peer
-        self._asked.pop(incarnation, None)
+        self._beats.move_to_end(incarnation)
+        if self._silent.pop(incarnation, None) is not None:
+            self._asked.discard(incarnation)
 
     def poll(self, now: float) -> None:
-        """Ask the log about those whose connection to the hub is no more."""
-        if not self._members.shards:
-            return  # a ring's members tell of each other
-        for rank, incarnation in self._members.live().items():
-            if self._members.silence(now, incarnation) < _SILENT_BEATS * self._members.heartbeat:
-                continue
-            peer = self._beats.get(incarnation)
-            due = now >= self._asked.get(incarnation, -_ASK_SECONDS) + _ASK_SECONDS
-            if peer is not None and due and self._server.offer(peer, _PING) == "gone":
-                self._asked[incarnation] = now
+        """Ask the log about those whose connection to the hub is no more. Only who is silent costs time, and
+        a ring's members, which tell of each other, cost none."""
+        self._find_silent(now)
+        while self._next and self._next[0][0] <= now:
+            _, incarnation = heapq.heappop(self._next)
+            peer, rank = self._silent.get(incarnation), self._members.rank_of(incarnation)
+            if peer is None or rank is None:
+                self._silent.pop(incarnation, None)
+                continue  # it was heard again, is no more, or is no worker
+            if self._server.offer(peer, _PING) == "gone":
+                self._asked.add(incarnation)
                 self._ask(rank, incarnation)
+            heapq.heappush(self._next, (now + _ASK_SECONDS, incarnation))
+
+    def _find_silent(self, now: float) -> None:
+        while self._beats:
+            incarnation = next(iter(self._beats))
+            silence = self._members.silence_of(now, incarnation)
+            if silence is not None and silence < _SILENT_BEATS * self._members.heartbeat:
+                return  # whoever comes after was heard later
+            peer = self._beats.pop(incarnation)
+            if silence is not None:
+                self._silent[incarnation] = peer
+                heapq.heappush(self._next, (now, incarnation))
 
     def looked(self, message: Looked) -> None:
         """The log's answer."""
@@ -54,4 +76,5 @@ class BrokenLinks:
     def left(self, incarnation: int) -> None:
         """A member has left or died."""
         self._beats.pop(incarnation, None)
-        self._asked.pop(incarnation, None)
+        self._silent.pop(incarnation, None)
+        self._asked.discard(incarnation)

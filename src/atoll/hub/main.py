@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from atoll.core.descriptors import raise_descriptor_limit
 from atoll.core.errors import UserError
 from atoll.core.events import AnyEvent, Decided, EventBus
 from atoll.hub.book import Book
@@ -30,6 +31,8 @@ DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
 HEARTBEAT = 0.25  # seconds; the longest: a stop of 3 s must stay below the 3.5 s that are borne at least
 PATIENCE = 10.0  # seconds
 SHARDS = 4096  # the most
+_CONNECTIONS = 2  # that a worker makes: one to ask and one for heartbeats
+_FILES = 100  # descriptors for everything else
 
 
 def serve(
@@ -83,6 +86,7 @@ def serve(
     if grouping is not None:
         _check_groups(grouping, workers, shards, sites or {})
     keys = read_keys(keys_file) if keys_file else None
+    descriptors = raise_descriptor_limit()
     where = None if not folder else Path(folder)
     with contextlib.ExitStack() as stack:
         journal = HubJournal(where) if where is not None and (where / FILE).exists() else None
@@ -136,6 +140,13 @@ def serve(
             f"{_count(shards, 'shard') if shards else 'no shards'}{_held(shards, replicas)}, "
             + ("with keys" if keys else "without keys: only this machine can reach it"),
         )
+        if descriptors < workers * _CONNECTIONS + _FILES:
+            decisions.add(
+                "hub",
+                f"may open {descriptors} files and connections",
+                f"{_count(workers, 'worker')} make up to {workers * _CONNECTIONS} connections: raise the "
+                "hard limit (`ulimit -Hn`, as root), or some may not get in",
+            )
         if began is not None:
             lost = f"; {cut} bytes at its end, of what nobody was answered, are cut off" if cut else ""
             decisions.add("hub", f"goes on with {_there(book)}", f"its journal in {where} says so{lost}")

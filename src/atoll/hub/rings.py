@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -34,6 +36,8 @@ class _Asker(NamedTuple):
 
 
 _NOBODY = _Asker(b"", 0)  # to whom nothing is sent
+_NAMED = 16  # workers in a line of the record, which may be of thousands
+_LOOK_SECONDS = 0.05  # between looks at whom the others of a ring have lost
 _CHANGES = ("set", "add", "append", "compare_set", "delete")  # operations on keys that are journalled
 
 
@@ -47,7 +51,8 @@ class _State:
 class Rings:
     """Takes what workers say about rings; `now` gives the hub's seconds, `send` and `refuse` its answers.
     `give_up(incarnation, reason)` is called for a member that is dead by what the others say of it: it ends
-    in `left`. `keep` is told of each word that changes something, for the hub's journal.
+    in `left`. `heard_until(now)` gives up to when all that members said has been read, by which silences are
+    judged. `keep` is told of each word that changes something, for the hub's journal.
 
     A run without shards has one ring; where workers are put into groups each group has its own
     (`form_group`), and `grouping_of(incarnation)` is what its member is told of groupings.
@@ -67,16 +72,21 @@ class Rings:
         keep: Callable[[AnyMessage], None] = lambda _message: None,
         *,
         at_least: int = 1,
+        heard_until: Callable[[float], float] = lambda now: now,
     ) -> None:
+        self._heard_until = heard_until
         self._members, self._decisions = members, decisions
         self._clock, self._send, self._refuse, self._give_up = now, send, refuse, give_up
         self._keep = keep
         self._replayed_at: float | None = None  # while words from before a restart are taken again
         self._rendezvous = Rendezvous(members.workers)
         self._regroup = Regroup(self._rendezvous.form, at_least)  # the run's ring
-        self._of_groups: list[Regroup] = []
+        self._of_groups: dict[int, Regroup] = {}  # by the incarnation of each member
+        self._told: dict[Regroup, tuple[int, bool, int]] = {}  # how each stood when its members were told
+        self._stirred: dict[Regroup, None] = {}  # whose members are to be told, at the turn's end
         self.grouping_of: Callable[[int], int] | None = None
         self.wants_links: Callable[[int], bool] = lambda _incarnation: False
+        self._look_at = -math.inf  # when to look next at whom the others have lost
         self._beats: dict[int, bytes] = {}  # incarnation -> whose connection its heartbeats come over
 
     def _now(self) -> float:
@@ -97,7 +107,7 @@ class Rings:
                 self._reform(asker, rank, message)
             else:
                 self._regrouped(self._regroup, self._regroup.handle_enter(asker, rank, message))
-                self._tell_members(self._regroup)
+                self._stirred[self._regroup] = None
             if self._replayed_at is None and (
                 not isinstance(message, StoreCall) or message.operation in _CHANGES
             ):
@@ -112,33 +122,31 @@ class Rings:
         before = self._rendezvous.formed
         self._answer(self._rendezvous.handle_gather(self._now(), asker, rank, gather))
         if self._rendezvous.formed != before:
-            ranks = {incarnation: rank for rank, incarnation in self._members.live().items()}
+            ranks = self._members.ranks
             members = {each: ranks[each] for each in self._rendezvous.members() if each in ranks}
             self._regroup.handle_formed(self._rendezvous.formed, members)
             self._members.open = True
             self._decisions.add(
                 "ring",
                 f"ring {self._rendezvous.formed} of {len(members)} workers",
-                "all are there: "
-                + ", ".join(f"worker {rank}, incarnation {each}" for each, rank in members.items()),
+                f"all are there: {_who(members)}",
             )
 
     def _reform(self, asker: _Asker, rank: int, reform: Reform) -> None:
-        live = {incarnation: rank for rank, incarnation in self._members.live().items()}
         regroup = self._regroup_of(reform.incarnation)
         if self.grouping_of is not None and regroup is self._regroup:
             raise UserError(f"incarnation {reform.incarnation} is in no group, and so in no ring")
         quiet = not regroup.broken
-        self._regrouped(regroup, regroup.handle_reform(asker, reform, live))
+        self._regrouped(regroup, regroup.handle_reform(asker, reform, self._members.ranks))
         if regroup.broken and quiet:
             self._decisions.add(
                 "ring broken", f"ring {reform.group}", f"worker {rank} lost touch with another member"
             )
-            self._broken(regroup)
+            self._free_waiting(regroup)
 
     def _regroup_of(self, incarnation: int) -> Regroup:
         """The ring that a worker is in; the run's, if it is in none of a group."""
-        return next((each for each in self._of_groups if incarnation in each.members), self._regroup)
+        return self._of_groups.get(incarnation, self._regroup)
 
     def form_group(self, members: Mapping[int, int]) -> int:
         """A ring of these, incarnation -> rank in the run, in its order: they leave the rings that they are
@@ -148,7 +156,7 @@ class Rings:
         regroup = Regroup(self._rendezvous.form, of_group=True)
         number = self._rendezvous.form(list(members))
         regroup.handle_formed(number, members)
-        self._of_groups.append(regroup)
+        self._of_groups |= dict.fromkeys(members, regroup)
         return number
 
     def _regrouped(self, regroup: Regroup, answers: Sequence[tuple[object, Reformed]]) -> None:
@@ -159,23 +167,32 @@ class Rings:
         ring = answers[0][1]
         if regroup is self._regroup:
             self._members.open = regroup.under_way
-        gone = [f"worker {rank} died" for rank in ring.lost] + [f"worker {rank} left" for rank in ring.left]
-        entered = [f"worker {rank} entered" for rank in ring.workers[len(ring.workers) - ring.newcomers :]]
+        came = ring.workers[len(ring.workers) - ring.newcomers :]
+        told = ((ring.lost, "died"), (ring.left, "left"), (came, "entered"))
+        changes = [f"worker {rank} {how}" for ranks, how in told for rank in ranks[:_NAMED]]
+        changes += [f"{len(ranks) - _NAMED} others {how}" for ranks, how in told if len(ranks) > _NAMED]
         self._decisions.add(
             "ring",
             f"ring {ring.group} of {len(ring.workers)} workers" if ring.group else "no next ring",
             ring.reason
-            or f"{', '.join(gone + entered) or 'a connection broke'}; it goes on at its round {ring.round}",
+            or f"{', '.join(changes) or 'a connection broke'}; it goes on at its round {ring.round}",
         )
 
-    def _broken(self, regroup: Regroup) -> None:
-        """Free whoever waits for a member that is gone."""
+    def _free_waiting(self, regroup: Regroup) -> None:
+        """Free whoever waits for a member that is gone, and have all told at the turn's end: of many that die
+        at once each of the others is to hear once."""
         self._answer(self._rendezvous.handle_broken(regroup.group))
-        self._tell_members(regroup)
+        self._stirred[regroup] = None
 
-    def _tell_members(self, regroup: Regroup) -> None:
-        for member in regroup.members:
-            self.tell(member)
+    def _tell_stirred(self) -> None:
+        """Tell the members of rings that have changed in this turn."""
+        stirred, self._stirred = self._stirred, {}
+        for regroup in stirred:
+            if not regroup.members or self._told.get(regroup) == _stand(regroup):
+                continue  # another one has died since: they know that the ring is broken
+            self._told[regroup] = _stand(regroup)
+            for member in regroup.members:
+                self.tell(member)
 
     def tell(self, incarnation: int) -> None:
         """Tell a worker how its ring stands, and which grouping is meant for it, over the connection of its
@@ -218,15 +235,16 @@ class Rings:
     def _leave(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
         """A worker is in its ring no longer."""
         regroup = self._regroup_of(incarnation)
+        self._of_groups.pop(incarnation, None)
         was_member = incarnation in regroup.members
         # First who is in the next ring: while the last member of this one leaves, its keys go.
         answers = regroup.handle_left(incarnation, said_goodbye=said_goodbye, finished=finished)
         self._regrouped(regroup, answers)
         self._rendezvous.handle_left(incarnation)
         if was_member and regroup.broken:
-            self._broken(regroup)
-        if not regroup.members and regroup in self._of_groups:
-            self._of_groups.remove(regroup)
+            self._free_waiting(regroup)
+        if not regroup.members:
+            self._told.pop(regroup, None)
 
     def replay(self, now: float, message: AnyMessage) -> None:
         """Take a word that `keep` was told of before a restart: nobody is there yet who could be answered."""
@@ -237,7 +255,7 @@ class Rings:
 
     def state(self) -> bytes:
         """All that is known of rings, as MessagePack."""
-        of_groups = [regroup.state() for regroup in self._of_groups]
+        of_groups = [regroup.state() for regroup in self._groups()]
         return msgspec.msgpack.encode(_State(self._rendezvous.state(), self._regroup.state(), of_groups))
 
     def restore(self, now: float, state: bytes) -> None:
@@ -246,26 +264,38 @@ class Rings:
         found = msgspec.msgpack.decode(state, type=_State)
         self._rendezvous.restore(found.meeting, _NOBODY)
         self._regroup.restore(found.regroup, _NOBODY)
-        self._of_groups = [Regroup(self._rendezvous.form, of_group=True) for _ in found.of_groups]
-        for regroup, state_of_it in zip(self._of_groups, found.of_groups, strict=True):
+        self._of_groups = {}
+        for state_of_it in found.of_groups:
+            regroup = Regroup(self._rendezvous.form, of_group=True)
             regroup.restore(state_of_it, _NOBODY)
+            self._of_groups |= dict.fromkeys(regroup.members, regroup)
         self._members.open = self._regroup.under_way
 
     def poll(self) -> None:
         """Answer those whose time is over, and give up whom the others have lost."""
         now = self._now()
         self._answer(self._rendezvous.poll(now))
-        for regroup in [self._regroup, *self._of_groups]:
-            if regroup.broken:
-                self._give_up_silent(now, regroup)
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            for regroup in [self._regroup, *self._groups()]:
+                if regroup.broken:
+                    self._give_up_silent(now, regroup)
+        self._tell_stirred()
+
+    def _groups(self) -> list[Regroup]:
+        """The rings of groups."""
+        return list(dict.fromkeys(self._of_groups.values()))
 
     def _give_up_silent(self, now: float, regroup: Regroup) -> None:
         """Give up whom the others of its ring have lost, and nobody hears."""
         for member in regroup.awaited:
-            if member not in regroup.awaited:
+            if not regroup.awaits(member):
                 break  # with the one given up before, the next ring was formed
             if self._members.handle_suspect(now, member):
-                silence = self._members.silence(now, member)
+                heard_until = self._heard_until(now)
+                if not self._members.handle_suspect(heard_until, member):
+                    continue  # what it said may be unread yet
+                silence = self._members.silence(heard_until, member)
                 self._give_up(member, f"the others lost touch with it, and it was silent for {silence:.1f} s")
 
     def soon(self, seconds: float) -> float:
@@ -277,3 +307,14 @@ class Rings:
         for asker, message in answers:
             assert isinstance(asker, _Asker)
             self._send(asker.peer, msgspec.structs.replace(message, number=asker.number))
+
+
+def _who(members: Mapping[int, int]) -> str:
+    """The members of a ring, incarnation -> rank, in words."""
+    names = [f"worker {rank}, incarnation {each}" for each, rank in islice(members.items(), _NAMED)]
+    return ", ".join(names) + (f", and {len(members) - _NAMED} others" if len(members) > _NAMED else "")
+
+
+def _stand(regroup: Regroup) -> tuple[int, bool, int]:
+    """How a ring stands, as its members are told."""
+    return regroup.group, regroup.broken, regroup.waiting

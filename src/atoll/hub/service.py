@@ -19,6 +19,7 @@ from atoll.hub.book import GLOBAL, Book, Gone, Word
 from atoll.hub.broken import BrokenLinks
 from atoll.hub.decisions import Decisions
 from atoll.hub.groups import Groups
+from atoll.hub.hearing import Hearing
 from atoll.hub.journal import HubJournal
 from atoll.hub.loglink import LogLink
 from atoll.hub.pairs import HubParts, Pairs
@@ -47,6 +48,7 @@ from atoll.wire.messages import (
     Accept,
     Accepted,
     AnyMessage,
+    Echo,
     Enter,
     Fenced,
     Gather,
@@ -78,8 +80,9 @@ GUEST = "guest"  # the role of who only asks which run this is
 NODE = "node"  # the role of who only wants votes on views
 LIMIT = 2**21  # bytes of a message: the addresses of the most shards
 _LOOK_SECONDS = 0.25  # the longest wait for a message
-_MESSAGES = 256  # handled in one go, before deaths are looked for
-_WAITING = 4096  # peers that wait for an answer: no more are kept
+_MESSAGES = 64  # handled between looks at the time
+_READ_SECONDS = 0.1  # of messages handled in one go, before they are answered
+_WAITING = 2**15  # peers that wait for an answer: no more are kept
 _NODES = 4096  # connections for votes: of more, the oldest are forgotten
 _MISSING_SECONDS = 5.0  # that shards are waited for before people are told
 _RETRY_SECONDS = 5.0  # before a journal that could not be written is tried again
@@ -162,6 +165,7 @@ class Hub:
             lambda line: decisions.add("log", "not reached", line),
             looked=self._handle_looked,
         )
+        self._hearing = Hearing(server.address, keys, lambda choice, why: decisions.add("hub", choice, why))
         self._broken = BrokenLinks(self._members, server, self._ask_log)
         self._sites = Sites(list(self._members.sites), lambda site: self._link_to(site, keys))
         self._replayed_at: float | None = None  # while what is in the journal is gone through
@@ -175,6 +179,7 @@ class Hub:
             self._give_up,
             self._keep_word,
             at_least=at_least,
+            heard_until=self._heard_until,
         )
         book.rings = self._rings
         self._groups = (
@@ -191,10 +196,13 @@ class Hub:
             if grouping is not None
             else None
         )
+        self._judged = -math.inf  # as of when silences were judged last
         self._owners: dict[int, bytes] = {}  # incarnation -> whose connection it is
+        self._owned: dict[bytes, int] = {}  # the other way round
         self._pids: dict[int, int] = {}  # incarnation of a shard -> its process
         self._pairs = self._make_pairs()
-        self._parked: list[_Parked] = []
+        self._parked: dict[str, _Parked] = {}  # by token, or by connection; in the order of their ends
+        self._vacancies = 0  # of the members, when the parked were last looked at
         self._rivals: list[_Rival] = []
         self._asking: dict[bytes, str] = {}  # who waits for shards' addresses: of which site, or of all
         self._known_shards: list[str] | None = None
@@ -247,8 +255,20 @@ class Hub:
         return Pairs(self._book, self._decisions, parts)
 
     def _welcome_half(self, peer: bytes, incarnation: int) -> None:
-        self._owners[incarnation] = peer
+        self._own(incarnation, peer)
         self._welcome(peer, "shard", "", -1, incarnation)
+
+    def _own(self, incarnation: int, peer: bytes) -> None:
+        """This connection is the member's from now on."""
+        self._disown(incarnation)
+        self._owners[incarnation] = peer
+        self._owned[peer] = incarnation
+
+    def _disown(self, incarnation: int) -> None:
+        """The member is no more, or has another connection."""
+        peer = self._owners.pop(incarnation, b"")
+        if self._owned.get(peer) == incarnation:
+            del self._owned[peer]
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
         """Serve until `until`, which is looked at several times a second."""
@@ -262,11 +282,8 @@ class Hub:
             endpoints.append(self._log.client)
         endpoints += self._sites.clients
         poll(endpoints, self._soon(timeout))
-        for _ in range(_MESSAGES):
-            received = self._server.receive(0)
-            if received is None:
-                break
-            self._handle(received)
+        if self._read():
+            self._hearing.read_empty(self._clock.now())
         self._log.take()
         self._sites.take()
         self._broken.poll(self._clock.now())
@@ -280,12 +297,29 @@ class Hub:
             self._groups.poll()
         self._commit()
 
+    def _read(self) -> bool:
+        """Handle what is there, for a while; whether that is all."""
+        until = time.monotonic() + _READ_SECONDS
+        while time.monotonic() < until:
+            for _ in range(_MESSAGES):
+                received = self._server.receive(0)
+                if received is None:
+                    return True
+                self._handle(received)
+        return False
+
+    def _heard_until(self, now: float) -> float:
+        """Up to when all that members said has been read, for who is to judge somebody's silence `now`."""
+        self._hearing.ask(now)
+        return self._hearing.until
+
     def _soon(self, seconds: float) -> float:
         seconds = self._rings.soon(seconds)
         return self._groups.soon(seconds) if self._groups is not None else seconds
 
     def close(self) -> None:
-        """Close the connections to the logs; server and journal are the caller's."""
+        """Close the connections to the logs, and to itself; server and journal are the caller's."""
+        self._hearing.close()
         self._log.close()
         self._sites.close()
 
@@ -398,6 +432,8 @@ class Hub:
         elif isinstance(message, (Serves, InSync, LostTouch)):
             if self._owns(peer, message.incarnation):  # else it hears at its next heartbeat
                 self._pairs.handle(message)
+        elif isinstance(message, Echo):
+            self._hearing.take(message)
         else:
             name = type(message).__name__
             self._refuse(peer, f"the hub takes no {name}", name)
@@ -422,12 +458,12 @@ class Hub:
         known = self._members.rank_of(hello.incarnation) if hello.incarnation else None
         there = self._members.worker_of(hello.token) if hello.role == "worker" else None
         if known is not None:  # its connection was lost, and is a new one
-            self._owners[hello.incarnation] = peer
+            self._own(hello.incarnation, peer)
             self._welcome(peer, "worker", hello.site, known, hello.incarnation)
         elif hello.incarnation and hello.role != "shard":
             self._refuse(peer, self._given_up(hello.incarnation), "Hello")
         elif there is not None:  # our answer was lost
-            self._owners[there.incarnation] = peer
+            self._own(there.incarnation, peer)
             self._welcome(peer, "worker", hello.site, there.worker, there.incarnation)
         elif hello.role == "worker" and self._members.must_wait(hello.worker):
             self._park(peer, hello)
@@ -461,16 +497,16 @@ class Hub:
             token=hello.token,
             before=hello.incarnation if hello.role == "shard" else 0,
         )
-        known, site_before = self._members.incarnations(), self._members.site_address(hello.site)
+        newest, site_before = self._members.newest, self._members.site_address(hello.site)
         admission = self._book.come(came)
         if admission.refused:
             self._refuse(peer, admission.refused, "Hello")
             return
-        again = admission.incarnation in known  # a shard that says Hello once more
+        again = admission.incarnation <= newest  # a shard that says Hello once more
         moved = again and hello.role == "site" and site_before != hello.address
         if not again or moved:
             self._new.append(came)
-        self._owners[admission.incarnation] = peer
+        self._own(admission.incarnation, peer)
         self._welcome(peer, hello.role, hello.site, admission.worker, admission.incarnation)
         if hello.role == "site":
             self._reach_site(hello.site, hello.address)
@@ -503,19 +539,23 @@ class Hub:
 
     def _park(self, peer: bytes, hello: Hello) -> None:
         """A worker that was started again may come before its forerunner's death is known."""
-        self._parked = [each for each in self._parked if not hello.token or each.hello.token != hello.token]
-        if len(self._parked) >= _WAITING:
+        name = hello.token or peer.hex()
+        if self._parked.pop(name, None) is None and len(self._parked) >= _WAITING:
             self._refuse(peer, "too many workers wait for a rank", "Hello")
             return
         # A little longer than a death takes to be noticed, counted from now.
         until = self._clock.now() + self._members.patience + self._heartbeat
-        self._parked.append(_Parked(peer, hello, until))
+        self._parked[name] = _Parked(peer, hello, until)
 
     def _poll_parked(self) -> None:
-        now = self._clock.now()
-        for parked in list(self._parked):
+        now, vacancies = self._clock.now(), self._members.vacancies
+        is_over = bool(self._parked) and now >= next(iter(self._parked.values())).until
+        if vacancies == self._vacancies and not is_over:
+            return
+        self._vacancies = vacancies
+        for name, parked in list(self._parked.items()):
             if now >= parked.until or not self._members.must_wait(parked.hello.worker):
-                self._parked.remove(parked)
+                del self._parked[name]
                 self._admit(parked.peer, parked.hello)
 
     def _handle_heartbeat(self, peer: bytes, beat: Heartbeat) -> None:
@@ -544,8 +584,8 @@ class Hub:
     def _owns(self, peer: bytes, incarnation: int) -> bool:
         """Whether this connection is the member's: after a restart, of a member that is there, the first that
         names it."""
-        if incarnation not in self._owners and incarnation in self._members.incarnations():
-            self._owners[incarnation] = peer
+        if incarnation not in self._owners and self._members.is_there(incarnation):
+            self._own(incarnation, peer)
         return self._owners.get(incarnation) == peer
 
     def _handle_goodbye(self, peer: bytes, goodbye: Goodbye) -> None:
@@ -592,7 +632,7 @@ class Hub:
         if len(self._asking) >= _WAITING:
             self._refuse(peer, "too many wait for the shards", "WhereAreShards")
             return
-        incarnation = next((key for key, owner in self._owners.items() if owner == peer), 0)
+        incarnation = self._owned.get(peer, 0)
         if self._members.sites and not incarnation:  # where its shard is depends on who it is
             self._refuse(peer, "say Hello first", "WhereAreShards")
             return
@@ -609,7 +649,7 @@ class Hub:
             self._decisions.add(f"log of site {site!r}", "not reached", str(error))
 
     def _poll_shards(self) -> None:
-        for peer, site in list(self._asking.items()):
+        for peer, site in list(self._asking.items()) if self._members.sites else ():
             if site and (address := self._members.site_address(site)):
                 self._send(peer, Shards(addresses=[address]))
                 del self._asking[peer]
@@ -689,7 +729,7 @@ class Hub:
     def _is_done(self) -> bool:
         """With `until_done`: whether workers and shards have ended. The latter hear at their next heartbeat
         that the run is over. Sites' shards end by themselves; one that does not, hears so after a while."""
-        if not self._until_done or not self._book.begun or self._members.live() or self._parked:
+        if not self._until_done or not self._book.begun or self._members.live_count or self._parked:
             self._manned = self._clock.now()
             return False
         shards, sites = self._members.live_shards(), self._members.live_sites()
@@ -705,12 +745,17 @@ class Hub:
     # -- deaths -------------------------------------------------------------------------------------------
 
     def _poll_deaths(self) -> None:
-        for incarnation, reason in self._members.poll_deaths(self._clock.now()):
-            self._bury(incarnation, reason)
+        now, hearing = self._clock.now(), self._hearing
+        if hearing.waits or self._members.poll_deaths(now):
+            hearing.ask(now)
+        if hearing.until > self._judged:
+            self._judged = hearing.until
+            for incarnation, reason in self._members.poll_deaths(self._judged):
+                self._bury(incarnation, reason)
 
     def _give_up(self, incarnation: int, reason: str) -> None:
         """A worker is dead, by what the others of its ring say."""
-        if incarnation in self._members.incarnations():
+        if self._members.is_there(incarnation):
             self._bury(incarnation, reason)
 
     def _bury(self, incarnation: int, reason: str) -> None:
@@ -726,7 +771,7 @@ class Hub:
 
     def _see_off(self, incarnation: int, gone: Gone, how: str, reason: str) -> None:
         """Somebody has left or died."""
-        self._owners.pop(incarnation, None)
+        self._disown(incarnation)
         self._pids.pop(incarnation, None)
         self._broken.left(incarnation)
         if gone.worker is not None:

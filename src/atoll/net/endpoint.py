@@ -37,6 +37,7 @@ SERVER_OUTGOING = 4096  # messages that wait for one client; beyond, they are dr
 CLIENT_INCOMING = 64
 CLIENT_OUTGOING = 100_000  # messages, not copies: payloads lie where their owner has them
 CLOSING_SECONDS = 1.0  # how long a closed client still tries to send what it holds
+_BACKLOG = 4096  # connections that wait to be accepted: thousands may come at once
 _HANDSHAKE_SECONDS = 10.0
 _RECONNECT_SECONDS = (0.1, 1.0)  # first and longest pause
 SOON = (0.1, 0.2)  # the same, of a connection whose absence is noticed
@@ -177,6 +178,7 @@ class Server(Endpoint):
         door = self._socket
         _tune(door, self.address, limit, SERVER_INCOMING, SERVER_OUTGOING)
         door.linger = 0
+        door.backlog = _BACKLOG
         door.router_mandatory = True
         if keys is not None:
             door.zap_domain = self._domain

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from atoll.core.config import SITE_VARIABLE
 from atoll.store.replicas import Half, Pair, PairState
 from atoll.store.silence import Patience
 
-RANKS = 4096  # the most workers
+RANKS = 2**17  # the most workers
 FLOOR_SECONDS = 3.5  # of silence that is always borne: a process that was stopped for 3 s goes on
 # Times the patience: for a site's shard that may be started again to come back, or for a site's workers.
 RETURN_PATIENCES = 3.0
@@ -64,8 +67,14 @@ class MembershipState:
     pairs: dict[int, PairState] = field(default_factory=dict)
 
 
+_Kind: TypeAlias = Literal["worker", "shard", "half", "site"]
+_IN_ORDER: dict[_Kind, int] = {"worker": 0, "shard": 1, "half": 2, "site": 3}  # as deaths are told
+
+
 @dataclass
 class _Member:
+    kind: _Kind
+    place: int  # its rank, the index of its shard, or that of its site
     incarnation: int
     heard: float  # when it last gave a sign of life, in the caller's seconds
     patience: Patience  # for how long its silence is borne
@@ -74,6 +83,7 @@ class _Member:
     token: str = ""
     suspected: bool = False
     broken: bool = False  # its connections are
+    due: float = 0.0  # when its silence is to be looked at next
 
     def hear(self, now: float) -> None:
         """A sign of life."""
@@ -97,6 +107,9 @@ class Membership:
     any number may come.
     Incarnations come from one counter, from 1; who comes back has a higher one. Shards have them too, so that
     their heartbeats can be told apart.
+
+    A Hello, a heartbeat and a goodbye cost the same however many members there are, and `poll_deaths` costs
+    what has become due: no call that is made for each member looks at all of them.
     """
 
     def __init__(
@@ -121,10 +134,27 @@ class Membership:
         self._workers: dict[int, _Member] = {}
         self._shards: dict[int, _Member] = {}
         self.shards = shards
-        self.open = False  # a ring is under way, which late workers may enter: any rank is good then
+        self._open = False
+        self.vacancies = 0  # grows whenever a rank becomes free, or a ring opens for late workers
         self._incarnations = 0
+        self._known: dict[int, _Member] = {}  # everyone who is there, by incarnation
+        self._ranks: dict[int, int] = {}  # of workers, by incarnation
+        self._tokens: dict[str, _Member] = {}  # workers, by theirs
+        self._freed: list[int] = []  # a heap of ranks that were given back; some may be taken again
+        self._fresh = 0  # all ranks below are taken, or among the freed
+        self._due: list[tuple[float, int]] = []  # a heap: when to look at whose silence; some are outdated
         self.grouped = False  # workers may say at which site they are, though no site has a shard
         self.not_ranks: Collection[int] = ()  # numbers of groups: no worker may have one as its rank
+
+    @property
+    def open(self) -> bool:
+        """Whether a ring is under way, which late workers may enter: any rank is good then."""
+        return self._open
+
+    @open.setter
+    def open(self, is_open: bool) -> None:
+        self.vacancies += is_open and not self._open
+        self._open = is_open
 
     def handle_hello(
         self,
@@ -181,12 +211,12 @@ class Membership:
         moved = there is not None and there.address != address
         if there is not None and moved and not (token and there.token == token):
             return Admission(refused=f"site {site!r} has a shard already, at {there.address}")
+        index = list(self.sites).index(site)
         if there is None:
-            there = self._site_shards[site] = self._new(now, address=address, token=token)
+            there = self._site_shards[site] = self._new(now, "site", index, address=address, token=token)
             there.patience = self._patience_for_site(token)
         there.address = address
         there.hear(now)
-        index = list(self.sites).index(site)
         how = "was started again, and " if moved else ""
         return Admission(index, there.incarnation, reason=f"its shard {how}is at {address}")
 
@@ -199,25 +229,52 @@ class Membership:
         """Whether a site is no more: its shard does not come back."""
         return site in self._ended_sites
 
+    @property
+    def newest(self) -> int:
+        """The highest incarnation that anybody was ever given; 0: nobody was."""
+        return self._incarnations
+
     def new_incarnation(self) -> int:
         """One that nobody has: of a group of workers, that is to be told apart from others as workers are."""
         self._incarnations += 1
         return self._incarnations
 
-    def _new(self, now: float, address: str = "", token: str = "") -> _Member:
+    def _new(self, now: float, kind: _Kind, place: int, address: str = "", token: str = "") -> _Member:
         """With the next incarnation."""
-        self.new_incarnation()
-        return _Member(self._incarnations, now, self._fresh_patience(), address=address, token=token)
+        incarnation, patience = self.new_incarnation(), self._fresh_patience()
+        return self._enter(_Member(kind, place, incarnation, now, patience, address=address, token=token))
+
+    def _enter(self, member: _Member) -> _Member:
+        """It is there from now on."""
+        self._known[member.incarnation] = member
+        if member.kind == "worker":
+            self._ranks[member.incarnation] = member.place
+            if member.token:
+                self._tokens[member.token] = member
+        self._look_at(member, member.heard + member.patience.floor)
+        return member
+
+    def _remove(self, member: _Member) -> None:
+        """It is there no longer."""
+        self._known.pop(member.incarnation, None)
+        self._ranks.pop(member.incarnation, None)
+        if self._tokens.get(member.token) is member:
+            del self._tokens[member.token]
+
+    def _look_at(self, member: _Member, when: float) -> None:
+        """Look at its silence then, and not at the time that was meant before."""
+        member.due = when
+        heapq.heappush(self._due, (when, member.incarnation))
 
     def _fresh_patience(self) -> Patience:
         return Patience(max(self._least, 3 * self.heartbeat), self.patience)
 
     def worker_of(self, token: str) -> Admission | None:
         """The place of the worker that calls itself so, where it is there."""
-        for rank, member in self._workers.items():
-            if token and member.token == token:
-                return Admission(rank, member.incarnation, reason="it is there already")
-        return None
+        member = self._tokens.get(token)
+        if member is None:
+            return None
+        return Admission(member.place, member.incarnation, reason="it is there already")
 
     def _admit_worker(self, now: float, wish: int, token: str) -> Admission:
         there = self.worker_of(token)
@@ -227,15 +284,25 @@ class Membership:
             return Admission(refused=f"rank {wish} is taken: its worker lives")
         if wish in self.not_ranks:
             return Admission(refused=f"{wish} is the number of a group, and so no rank; wish for another one")
-        taken = {*self._workers, *self.not_ranks}
-        rank = wish if wish >= 0 else next(r for r in range(len(taken) + 1) if r not in taken)
+        rank = wish if wish >= 0 else self._lowest_free()
         if not self.shards and rank >= self.workers and not self.open:
             return Admission(refused=self._beyond(wish))
         if rank >= RANKS:
             return Admission(refused=f"rank {rank} is beyond {RANKS - 1}, the highest")
-        self._workers[rank] = self._new(now, token=token)
+        self._workers[rank] = self._new(now, "worker", rank, token=token)
         reason = "the rank it wished for" if wish >= 0 else "the lowest free rank"
         return Admission(rank, self._incarnations, reason=reason)
+
+    def _lowest_free(self) -> int:
+        """The lowest rank that is nobody's."""
+        while self._freed and self._freed[0] in self._workers:
+            heapq.heappop(self._freed)
+        while self._fresh in self._workers:
+            self._fresh += 1
+        lowest = min([*self._freed[:1], self._fresh])
+        while lowest in self._workers or lowest in self.not_ranks:
+            lowest += 1
+        return lowest
 
     def _beyond(self, wish: int) -> str:
         """Why a worker cannot be in the run's ring."""
@@ -269,7 +336,9 @@ class Membership:
         if there is not None and elsewhere and not again:
             return Admission(refused=f"shard {shard} is there already, at {there.address}")
         if there is None or again:
-            there = self._shards[shard] = self._new(now, address=address, token=token)
+            if there is not None:
+                self._remove(there)
+            there = self._shards[shard] = self._new(now, "shard", shard, address=address, token=token)
         there.hear(now)
         how = "was started again, and " if before or again else ""
         return Admission(incarnation=there.incarnation, reason=f"shard {shard} {how}is at {address}")
@@ -310,7 +379,7 @@ class Membership:
             )
         if pair.role_for(token, since, before > 0) == "third":
             return Admission(refused=f"shard {shard} has two processes already", waits=True)
-        member = self._new(now, address=address, token=token)
+        member = self._new(now, "half", shard, address=address, token=token)
         role = pair.come(Half(member.incarnation, life, token), since, before > 0)
         self._halves[member.incarnation] = member
         return Admission(incarnation=member.incarnation, reason=f"shard {shard}'s {role} is at {address}")
@@ -322,10 +391,8 @@ class Membership:
 
     def pair_of(self, incarnation: int) -> int | None:
         """The shard that this is a process of, where shards are held twice."""
-        for index, pair in self.pairs.items():
-            if any(half.incarnation == incarnation for half in pair.halves()):
-                return index
-        return None
+        there = self._halves.get(incarnation)
+        return there.place if there is not None else None
 
     def elsewhere(self, shard: int, address: str) -> int | None:
         """The incarnation of a shard that is there, at another address than this one."""
@@ -334,99 +401,127 @@ class Membership:
 
     def handle_heartbeat(self, now: float, incarnation: int, iteration: int = 0) -> bool:
         """A sign of life; False from one who is not there (any more)."""
-        for member in self._everyone():
-            if member.incarnation == incarnation:
-                member.hear(now)
-                member.iteration = max(iteration, member.iteration)
-                return True
-        return False
+        member = self._known.get(incarnation)
+        if member is None:
+            return False
+        member.hear(now)
+        member.iteration = max(iteration, member.iteration)
+        return True
 
     def handle_suspect(self, now: float, incarnation: int) -> bool:
         """Another member has lost touch with this one: if it is silent for `suspect_seconds` too, it counts
         as dead, without more patience. A sign of life clears it. Gives whether it counts as dead by now."""
-        for member in self._everyone():
-            if member.incarnation == incarnation:
-                member.suspected = True
-                return now - member.heard >= self._borne(member)
-        return False
+        member = self._known.get(incarnation)
+        if member is None:
+            return False
+        if not member.suspected:
+            member.suspected = True
+            self._hasten(member)
+        return now - member.heard >= self._borne(member)
 
     def handle_broken(self, incarnation: int, broken: bool) -> None:
         """Whether all of a member's connections have broken, as far as is known: then it counts as dead after
         `broken_seconds` of silence, without more patience. A sign of life says that they have not."""
-        for member in self._everyone():
-            if member.incarnation == incarnation:
-                member.broken = broken
+        member = self._known.get(incarnation)
+        if member is not None and member.broken != broken:
+            member.broken = broken
+            self._hasten(member)
+
+    def _hasten(self, member: _Member) -> None:
+        """Its silence is borne for less from now on, perhaps."""
+        end = member.heard + self._borne(member)
+        if end < member.due:
+            self._look_at(member, end)
 
     def silence_of(self, now: float, incarnation: int) -> float | None:
         """For how many seconds a member was not heard; None where it is not there."""
-        heard = [member.heard for member in self._everyone() if member.incarnation == incarnation]
-        return now - heard[0] if heard else None
+        member = self._known.get(incarnation)
+        return now - member.heard if member is not None else None
 
     def token_of(self, incarnation: int) -> str:
         """The token that a member came with; empty where it had none, or is not there."""
-        return next((each.token for each in self._everyone() if each.incarnation == incarnation), "")
+        member = self._known.get(incarnation)
+        return member.token if member is not None else ""
 
     def handle_return(self, now: float) -> None:
         """The caller was gone, and heard nobody: silence is counted from now on."""
         for member in self._everyone():
             member.heard, member.suspected, member.broken = now, False, False
 
-    def _everyone(self) -> list[_Member]:
-        shards = [*self._shards.values(), *self._halves.values()]
-        return [*self._workers.values(), *shards, *self._site_shards.values()]
+    def _everyone(self) -> Collection[_Member]:
+        return self._known.values()
 
     def handle_site_goodbye(self, incarnation: int) -> str:
         """All workers of a site have left; gives its name, or nothing where this is no site's shard."""
-        for site, member in self._site_shards.items():
-            if member.incarnation == incarnation:
-                self._end_site(site)
-                return site
-        return ""
-
-    def _end_site(self, site: str) -> None:
+        member = self._known.get(incarnation)
+        if member is None or member.kind != "site":
+            return ""
+        site = list(self.sites)[member.place]
         del self._site_shards[site]
+        self._remove(member)
         self._ended_sites.add(site)
+        return site
 
     def handle_goodbye(self, incarnation: int) -> int | None:
         """A worker leaves; gives its rank, which is free then, or None where it is not there."""
-        for rank, member in self._workers.items():
-            if member.incarnation == incarnation:
-                del self._workers[rank]
-                return rank
-        return None
+        member = self._known.get(incarnation)
+        if member is None or member.kind != "worker":
+            return None
+        del self._workers[member.place]
+        self._remove(member)
+        heapq.heappush(self._freed, member.place)
+        self.vacancies += 1
+        return member.place
 
     def handle_shard_goodbye(self, incarnation: int) -> int | None:
         """A shard ends, or one of its two processes; gives its index, or None where it is not there."""
-        index = self.pair_of(incarnation)
-        if index is not None:
-            self.pairs[index].die(incarnation)
+        member = self._known.get(incarnation)
+        if member is None or member.kind not in ("shard", "half"):
+            return None
+        if member.kind == "half":
+            self.pairs[member.place].die(incarnation)
             del self._halves[incarnation]
-            return index
-        for index, member in self._shards.items():
-            if member.incarnation == incarnation:
-                del self._shards[index]
-                return index
-        return None
+        else:
+            del self._shards[member.place]
+        self._remove(member)
+        return member.place
 
     def poll_deaths(self, now: float) -> list[tuple[int, str]]:
-        """(incarnation, reason) of those who were silent for too long; again until their goodbye is said."""
-        everyone = [(f"worker {rank}", member) for rank, member in sorted(self._workers.items())]
-        everyone += [
-            (f"shard {index} at {member.address}", member) for index, member in sorted(self._shards.items())
-        ]
-        everyone += [
-            (f"shard {index} at {self._halves[half.incarnation].address}", self._halves[half.incarnation])
-            for index, pair in self.pairs.items()
-            for half in pair.halves()
-        ]
-        everyone += [(f"its shard at {member.address}", member) for member in self._site_shards.values()]
+        """(incarnation, reason) of those who were silent for too long; again until their goodbye is said.
+        `now` may be earlier than it was in a call before: whoever was dead then and not by `now` is left out.
+
+        A member that is heard now is alive for its patience's floor at least, so it is looked at again no
+        earlier, and no later: its patience may become less with what is heard.
+        """
         dead = []
-        for name, member in everyone:
+        while self._due and self._due[0][0] <= now:
+            due, incarnation = heapq.heappop(self._due)
+            member = self._known.get(incarnation)
+            if member is None or member.due != due:
+                continue  # gone, or to be looked at at another time
             silence = self._fatal_silence(now, member)
             if silence:
-                had = f"; it had committed {member.iteration} iterations" if name.startswith("worker") else ""
-                dead.append((member.incarnation, f"{name} {silence}{had}"))
-        return dead
+                dead.append((member, silence))
+            else:
+                self._look_at(member, self._next_look(now, member))
+        dead.sort(key=lambda each: (_IN_ORDER[each[0].kind], each[0].place))
+        for member, _ in dead:
+            self._look_at(member, member.heard + self._borne(member))
+        return [(member.incarnation, self._word_on(member, silence)) for member, silence in dead]
+
+    def _next_look(self, now: float, member: _Member) -> float:
+        """When a member that lives now may be dead at the earliest."""
+        floor = member.patience.floor
+        if now - member.heard < floor and not member.suspected and not member.broken:
+            return member.heard + floor
+        return min(member.heard + self._borne(member), now + floor)
+
+    def _word_on(self, member: _Member, silence: str) -> str:
+        """Who is dead, and why."""
+        if member.kind == "worker":
+            return f"worker {member.place} {silence}; it had committed {member.iteration} iterations"
+        which = "its shard" if member.kind == "site" else f"shard {member.place}"
+        return f"{which} at {member.address} {silence}"
 
     def _fatal_silence(self, now: float, member: _Member) -> str:
         """In words, a silence for which the member counts as dead; empty where it is shorter."""
@@ -469,7 +564,16 @@ class Membership:
 
     def incarnations(self) -> set[int]:
         """Those of everyone who is there, shards too."""
-        return {member.incarnation for member in self._everyone()}
+        return set(self._known)
+
+    def is_there(self, incarnation: int) -> bool:
+        """Whether somebody of this incarnation is there: a worker, a shard or a site's shard."""
+        return incarnation in self._known
+
+    @property
+    def live_count(self) -> int:
+        """How many workers are there."""
+        return len(self._workers)
 
     def iterations(self) -> dict[int, int]:
         """How many iterations each has committed, by its last heartbeat."""
@@ -477,12 +581,21 @@ class Membership:
 
     def silence(self, now: float, incarnation: int) -> float:
         """For how many seconds a worker that is there was not heard."""
-        member = next(member for member in self._workers.values() if member.incarnation == incarnation)
-        return now - member.heard
+        return now - self._known[incarnation].heard
 
     def rank_of(self, incarnation: int) -> int | None:
         """The rank of a worker that is there."""
-        return next((r for r, member in self._workers.items() if member.incarnation == incarnation), None)
+        return self._ranks.get(incarnation)
+
+    @property
+    def ranks(self) -> Mapping[int, int]:
+        """The ranks of the workers that are there, by incarnation; a view of what changes."""
+        return MappingProxyType(self._ranks)
+
+    def incarnation_of(self, rank: int) -> int | None:
+        """Whose rank this is; None where it is nobody's."""
+        member = self._workers.get(rank)
+        return member.incarnation if member is not None else None
 
     def shard_addresses(self) -> list[str] | None:
         """All shards' addresses, by index, once all are there; where they are held twice, once each has had a
@@ -540,17 +653,24 @@ class Membership:
     def restore(self, now: float, state: MembershipState) -> None:
         """Be as `state` says; everyone in it counts as heard now."""
 
-        def alive(each: MemberState) -> _Member:
-            patience = self._fresh_patience()
-            return _Member(each.incarnation, now, patience, each.iteration, each.address, each.token)
+        self._known, self._ranks, self._tokens, self._due = {}, {}, {}, []
+        self._freed, self._fresh = [], 0
+
+        def alive(kind: _Kind, place: int, each: MemberState) -> _Member:
+            patience = self._patience_for_site(each.token) if kind == "site" else self._fresh_patience()
+            here = (each.incarnation, now, patience, each.iteration, each.address, each.token)
+            return self._enter(_Member(kind, place, *here))
 
         self._incarnations = state.incarnations
-        self._workers = {rank: alive(each) for rank, each in state.workers.items()}
-        self._shards = {index: alive(each) for index, each in state.shards.items()}
-        self._site_shards = {site: alive(each) for site, each in state.sites.items()}
-        for there in self._site_shards.values():
-            there.patience = self._patience_for_site(there.token)
+        self._workers = {rank: alive("worker", rank, each) for rank, each in state.workers.items()}
+        self._shards = {index: alive("shard", index, each) for index, each in state.shards.items()}
+        places = {site: index for index, site in enumerate(self.sites)}
+        self._site_shards = {site: alive("site", places[site], each) for site, each in state.sites.items()}
         self._ended_sites = set(state.ended)
-        self._halves = {incarnation: alive(each) for incarnation, each in state.halves.items()}
         if state.pairs:
             self.pairs = {index: Pair(pair) for index, pair in state.pairs.items()}
+        index_of = {half.incarnation: index for index, pair in self.pairs.items() for half in pair.halves()}
+        self._halves = {
+            incarnation: alive("half", index_of[incarnation], each)
+            for incarnation, each in state.halves.items()
+        }

@@ -66,7 +66,7 @@ class Regroup:
         self, form: Callable[[Sequence[int], int], int], at_least: int = 1, *, of_group: bool = False
     ) -> None:
         self.group = 0  # the current ring's number; 0: there was none
-        self.members: list[int] = []  # incarnations, in order of rank; the dead too, until the next ring
+        self.members: dict[int, None] = {}  # living incarnations, in order of rank
         self.broken = False
         self.over = False  # a member has come to the end of its session: nobody enters any more
         self._form, self._at_least, self._of_group = form, at_least, of_group
@@ -90,11 +90,15 @@ class Regroup:
     @property
     def awaited(self) -> list[int]:
         """The living members that have not yet said that they want the next ring, where others have."""
-        return [member for member in self.members if member not in self._reports] if self._reports else []
+        return [member for member in self.members if self.awaits(member)]
+
+    def awaits(self, member: int) -> bool:
+        """Whether others want the next ring, and this living member has not said so yet."""
+        return bool(self._reports) and member in self.members and member not in self._reports
 
     def handle_formed(self, group: int, workers: Mapping[int, int]) -> None:
         """A ring was formed from nothing: `workers` are incarnation -> rank in the run, in order of rank."""
-        self.group, self.members, self._workers = group, list(workers), dict(workers)
+        self.group, self.members, self._workers = group, dict.fromkeys(workers), dict(workers)
         self.broken = self.over = False
         self._reports.clear()
         self._lost, self._left = [], []
@@ -109,9 +113,9 @@ class Regroup:
         if told is not None:
             return told
         if not self.group:
-            self.handle_formed(
-                reform.group, {member: rank for member, rank in live.items() if member not in self._entering}
-            )
+            in_order = sorted(live.items(), key=lambda each: each[1])
+            there = {member: rank for member, rank in in_order if member not in self._entering}
+            self.handle_formed(reform.group, there)
         if reform.incarnation not in self.members:
             if reform.group < self.group:
                 raise UserError(f"ring {reform.group} has gone on, as ring {self.group}, without this member")
@@ -174,7 +178,7 @@ class Regroup:
         self._answered.pop(incarnation, None)
         if incarnation not in self.members:
             return []
-        self.members.remove(incarnation)
+        del self.members[incarnation]
         self._reports.pop(incarnation, None)
         (self._left if said_goodbye else self._lost).append(self._workers[incarnation])
         self.over = self.over or finished
@@ -185,7 +189,7 @@ class Regroup:
 
     def _go_on(self) -> list[Answer]:
         """Form the next ring where every living member wants it."""
-        if not self.members or self.awaited:
+        if len(self._reports) < len(self.members) or not self.members:  # only members' are kept
             return []
         if all(asked.message.fresh for asked in self._reports.values()):
             if not self._of_group:
@@ -209,7 +213,7 @@ class Regroup:
             lost=sorted(self._lost),
             left=sorted(self._left),
         )
-        self.group, self.members = answer.group, members
+        self.group, self.members = answer.group, dict.fromkeys(members)
         self.broken = False
         self._lost, self._left = [], []
         self._reports.clear()
@@ -218,7 +222,7 @@ class Regroup:
     def _end(self, reason: str) -> list[Answer]:
         asked: list[_Asked[Any]] = [*self._reports.values(), *self._entering.values()]
         answer = Reformed(group=0, reason=reason, lost=sorted(self._lost), left=sorted(self._left))
-        self.members, self.over = [], True
+        self.members, self.over = {}, True
         self._reports.clear()
         self._entering.clear()
         return self._answer(asked, answer)

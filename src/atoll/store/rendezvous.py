@@ -22,6 +22,7 @@ KEYS = 2**18  # the most, of all rings together
 TOTAL_BYTES = 2**28  # of all keys and values together
 VALUE_BYTES = 2**20  # of one value, however it grew
 WAITERS = 2**14  # the most calls that wait at a time
+MISSING = 16  # ranks that have not come, of which those who waited are told
 _LARGEST = 2**63  # an int64 is below
 _REMEMBERED = 64  # answers of each worker's that may have to be given again
 
@@ -64,6 +65,7 @@ class RendezvousState:
 class _Comer:
     """A rank that waits for the others."""
 
+    rank: int
     peer: Peer
     gather: Gather
     until: float
@@ -74,7 +76,9 @@ class _Ring:
     members: dict[int, int]  # incarnation -> the number of its wish; -1: it was in the ring before
     broken: bool = False  # a member is gone: nobody waits for keys any more
     keys: dict[str, bytes] = field(default_factory=dict)
-    waiters: dict[str, list[_Waiter]] = field(default_factory=dict)  # by a key that is not there
+    there: int = 0  # members that have not left
+    waiters: dict[str, dict[_Waiter, None]] = field(default_factory=dict)  # by a key that is not there
+    calls: dict[int, dict[_Waiter, None]] = field(default_factory=dict)  # who waits, by incarnation
 
 
 @dataclass(eq=False)
@@ -101,6 +105,8 @@ class Rendezvous:
         self._workers = workers
         self._most_keys, self._most_bytes, self._most_waiters = keys, total_bytes, waiters
         self._comers: dict[int, _Comer] = {}  # by rank
+        self._coming: dict[int, int] = {}  # incarnation -> its rank, of those
+        self._until: list[tuple[float, int, _Comer]] = []  # a heap; some of them wait no more
         self._rings: dict[int, _Ring] = {}
         self._ring_of: dict[int, int] = {}  # incarnation -> the latest ring that it is in
         self._deadlines: list[tuple[float, int, _Waiter]] = []  # a heap; the number only breaks ties
@@ -117,12 +123,22 @@ class Rendezvous:
         ring = self._ring_of.get(gather.incarnation)
         if ring is not None and self._rings[ring].members[gather.incarnation] == gather.number:
             return [(peer, Gathered(group=ring))]  # it asks again, for the answer was lost
-        self._comers[rank] = _Comer(peer, gather, now + gather.seconds)
+        self._wait_for_others(_Comer(rank, peer, gather, now + gather.seconds))
         return self._form() if len(self._comers) == self._workers else []
+
+    def _wait_for_others(self, comer: _Comer) -> None:
+        before = self._comers.get(comer.rank)
+        if before is not None:
+            self._coming.pop(before.gather.incarnation, None)
+        self._comers[comer.rank] = comer
+        self._coming[comer.gather.incarnation] = comer.rank
+        heapq.heappush(self._until, (comer.until, next(self._ties), comer))
 
     def _form(self) -> list[Answer]:
         comers = [self._comers[rank] for rank in sorted(self._comers)]
         self._comers.clear()
+        self._coming.clear()
+        self._until.clear()
         self._make({comer.gather.incarnation: comer.gather.number for comer in comers})
         return [(comer.peer, Gathered(group=self.formed)) for comer in comers]
 
@@ -137,7 +153,7 @@ class Rendezvous:
         for member in members:
             self._leave_ring(member)
             self._ring_of[member] = self.formed
-        self._rings[self.formed] = _Ring(members)
+        self._rings[self.formed] = _Ring(members, there=len(members))
 
     def members(self) -> list[int]:
         """The incarnations in the latest ring, in order of rank."""
@@ -150,9 +166,8 @@ class Rendezvous:
         if ring is None or ring.broken:
             return []
         ring.broken = True
-        waiters = {id(w): w for waiters in ring.waiters.values() for w in waiters}.values()
         answers: list[Answer] = []
-        for waiter in list(waiters):
+        for waiter in [waiter for waiters in ring.calls.values() for waiter in waiters]:
             self._end(ring, waiter)
             answers.append((waiter.peer, StoreAnswer(missing=sorted(waiter.missing))))
         return answers
@@ -160,9 +175,9 @@ class Rendezvous:
     def handle_left(self, incarnation: int) -> None:
         """A worker said goodbye or died: it waits for nothing any more. With a ring's last member its keys
         go."""
-        self._comers = {
-            rank: comer for rank, comer in self._comers.items() if comer.gather.incarnation != incarnation
-        }
+        rank = self._coming.pop(incarnation, None)
+        if rank is not None:
+            del self._comers[rank]
         self._counted.pop(incarnation, None)
         self._leave_ring(incarnation)
 
@@ -171,10 +186,10 @@ class Rendezvous:
         if number is None:
             return
         ring = self._rings[number]
-        for waiter in {id(w): w for waiters in ring.waiters.values() for w in waiters}.values():
-            if waiter.call.incarnation == incarnation:
-                self._end(ring, waiter)
-        if number not in self._ring_of.values():
+        for waiter in list(ring.calls.get(incarnation, ())):
+            self._end(ring, waiter)
+        ring.there -= 1
+        if not ring.there:
             self._drop(number)
 
     def _drop(self, number: int) -> None:
@@ -199,11 +214,15 @@ class Rendezvous:
     def restore(self, state: RendezvousState, peer: Peer) -> None:
         """Be as `state` says; `peer` stands for those who wait, until they ask again."""
         self.formed, self._ring_of = state.formed, dict(state.ring_of)
-        self._comers = {rank: _Comer(peer, gather, until) for rank, (gather, until) in state.comers.items()}
+        self._comers, self._coming, self._until = {}, {}, []
+        for rank, (gather, until) in state.comers.items():
+            self._wait_for_others(_Comer(rank, peer, gather, until))
         self._rings = {
             number: _Ring(dict(ring.members), ring.broken, dict(ring.keys))
             for number, ring in state.rings.items()
         }
+        for number in self._ring_of.values():
+            self._rings[number].there += 1
         self._counted = {incarnation: dict(gave) for incarnation, gave in state.counted.items()}
         self.keys_held = sum(len(ring.keys) for ring in self._rings.values())
         self.bytes_held = sum(
@@ -303,7 +322,8 @@ class Rendezvous:
             raise UserError(f"{self.waiting} calls wait for keys already, and no more may")
         waiter = _Waiter(peer, call, missing)
         for key in missing:
-            ring.waiters.setdefault(key, []).append(waiter)
+            ring.waiters.setdefault(key, {})[waiter] = None
+        ring.calls.setdefault(call.incarnation, {})[waiter] = None
         self.waiting += 1
         heapq.heappush(self._deadlines, (now + call.seconds, next(self._ties), waiter))
         return []
@@ -320,9 +340,13 @@ class Rendezvous:
 
     def _end(self, ring: _Ring, waiter: _Waiter) -> None:
         for key in waiter.missing:
-            ring.waiters[key].remove(waiter)
+            del ring.waiters[key][waiter]
             if not ring.waiters[key]:
                 del ring.waiters[key]
+        calls = ring.calls[waiter.call.incarnation]
+        del calls[waiter]
+        if not calls:
+            del ring.calls[waiter.call.incarnation]
         waiter.done = True
         self.waiting -= 1
 
@@ -334,17 +358,34 @@ class Rendezvous:
             if not waiter.done:
                 self._end(self._rings[waiter.call.group], waiter)
                 answers.append((waiter.peer, StoreAnswer(missing=sorted(waiter.missing))))
-        late = {rank for rank, comer in self._comers.items() if comer.until <= now}
-        missing = [rank for rank in range(self._workers) if rank not in self._comers]
-        for rank in sorted(late):
-            answers.append((self._comers.pop(rank).peer, Gathered(group=0, missing=missing)))
+        late = []
+        while self._until and (self._until[0][0] <= now or self._waits_no_more(self._until[0][2])):
+            comer = heapq.heappop(self._until)[2]
+            if not self._waits_no_more(comer):
+                late.append(comer)
+        if late:
+            missing = self._missing()
+            there = len(self._comers)
+        for comer in sorted(late, key=lambda each: each.rank):
+            del self._comers[comer.rank], self._coming[comer.gather.incarnation]
+            answers.append((comer.peer, Gathered(group=0, missing=missing, there=there)))
         return answers
+
+    def _waits_no_more(self, comer: _Comer) -> bool:
+        return self._comers.get(comer.rank) is not comer
+
+    def _missing(self) -> list[int]:
+        """The first ranks that have not come: each who waited is told, and there may be very many."""
+        absent = (rank for rank in range(self._workers) if rank not in self._comers)
+        return list(itertools.islice(absent, MISSING))
 
     def next_deadline(self) -> float | None:
         """When `poll` may next have answers."""
-        ends = [comer.until for comer in self._comers.values()]
-        ends += [until for until, _, _ in self._deadlines[:1]]
-        return min(ends, default=None)
+        while self._until and self._waits_no_more(self._until[0][2]):
+            heapq.heappop(self._until)
+        while self._deadlines and self._deadlines[0][2].done:
+            heapq.heappop(self._deadlines)
+        return min((each[0][0] for each in (self._until, self._deadlines) if each), default=None)
 
 
 def _found(ring: _Ring, call: StoreCall) -> StoreAnswer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from statistics import median
 
 WINDOW = 64  # gaps that are remembered
@@ -27,14 +27,28 @@ class Patience:
         if not (floor > 0 and ceiling > 0):
             raise ValueError(f"floor {floor:g} s and ceiling {ceiling:g} s must be more than 0")
         self.floor, self.ceiling = min(floor, ceiling), ceiling
-        self._gaps: deque[float] = deque(maxlen=WINDOW)
-        self.seconds = ceiling  # before anything is known of the member
+        self._gaps = array("d")
+        self._oldest = 0  # the place of the gap that the next one takes, once there are WINDOW
+        self._seconds: float | None = ceiling  # before anything is known of the member; None: not worked out
 
     def note(self, gap: float) -> None:
         """The member was heard, `gap` seconds after the last time; raises ValueError if negative."""
         if not gap >= 0:
             raise ValueError(f"a gap of {gap:g} s")
-        self._gaps.append(min(gap, self.ceiling))  # infinity too has a median
-        middle = median(self._gaps)
-        deviation = median(abs(each - middle) for each in self._gaps)
-        self.seconds = min(max(BEATS * middle + DEVIATIONS * deviation, self.floor), self.ceiling)
+        gap = min(gap, self.ceiling)  # infinity too has a median
+        if len(self._gaps) < WINDOW:
+            self._gaps.append(gap)
+        else:
+            self._gaps[self._oldest] = gap
+            self._oldest = (self._oldest + 1) % WINDOW
+        self._seconds = None
+
+    @property
+    def seconds(self) -> float:
+        """The silence that is borne, in seconds. It is worked out only where somebody asks: signs of life
+        come far more often than silences."""
+        if self._seconds is None:
+            middle = median(self._gaps)
+            deviation = median(abs(each - middle) for each in self._gaps)
+            self._seconds = min(max(BEATS * middle + DEVIATIONS * deviation, self.floor), self.ceiling)
+        return self._seconds

@@ -162,9 +162,12 @@ class HubClient:
         if not ring.group:
             rank, world = self.welcome.worker, self.welcome.workers
             who = " and ".join(f"worker {missing}" for missing in ring.missing)
+            absent = world - ring.there
+            if absent > len(ring.missing):
+                who += f" and {absent - len(ring.missing)} others"
             raise DeadlineError(
                 f"worker {rank} waited {self._timeout:.1f} s for {who} to join the ring at the hub at "
-                f"{self._address} (deadline sync.timeout, {self._timeout:g} s); {world - len(ring.missing)} "
+                f"{self._address} (deadline sync.timeout, {self._timeout:g} s); {ring.there} "
                 f"of {world} workers are there"
             )
         self.late = ring.late

@@ -9,6 +9,7 @@ from msgspec import Meta
 from atoll.wire.base import Count, Key, Message, Name, Seconds, Text, Used, Value, Weight
 
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
+Ranks: TypeAlias = Annotated[list[Count], Meta(max_length=2**17)]  # of workers: as many as a run may have
 LinkToken: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 
 
@@ -27,6 +28,14 @@ class Heartbeat(Message, frozen=True):
     pace: Seconds = 0.0
     size: Count = 0
     batch: Weight = 0.0
+
+
+class Echo(Message, frozen=True):
+    """The hub to itself, over a connection to its own door: by `token` it knows its own, and by `number` when
+    it was sent. What members have said until then has been read once it comes back."""
+
+    token: Name
+    number: Count
 
 
 class Goodbye(Message, frozen=True):
@@ -140,12 +149,14 @@ class Gather(Message, frozen=True):
 
 
 class Gathered(Message, frozen=True):
-    """The ring is formed: `group` is its number, and names its keys. 0: the `missing` ranks did not come.
+    """The ring is formed: `group` is its number, and names its keys. 0: not all came, but only `there` of
+    them; `missing` are the first ranks that did not.
     `late`: that ring is under way without this worker, which may enter it (Enter).
     `number` is the Gather's."""
 
     group: Count
     missing: Annotated[list[Count], Meta(max_length=4096)] = []
+    there: Count = 0
     late: bool = False
     number: Count = 0
 
@@ -185,11 +196,11 @@ class Reformed(Message, frozen=True):
     With `group` 0 there is no next ring: `reason`. `number` is the wish's."""
 
     group: Count
-    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    workers: Ranks = []
     newcomers: Count = 0
     round: Count = 0
-    lost: Annotated[list[Count], Meta(max_length=4096)] = []
-    left: Annotated[list[Count], Meta(max_length=4096)] = []
+    lost: Ranks = []
+    left: Ranks = []
     reason: Text = ""
     number: Count = 0
 
@@ -262,7 +273,7 @@ class Grouped(Message, frozen=True):
     group: Count
     contributor: Count = 0
     life: Count = 0
-    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    workers: Ranks = []
     newcomers: Count = 0
     reason: Text = ""
 

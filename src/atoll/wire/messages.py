@@ -32,6 +32,7 @@ from atoll.wire.base import (
 )
 from atoll.wire.hub import (
     Duty,
+    Echo,
     Enter,
     Fence,
     Fenced,
@@ -147,6 +148,7 @@ __all__ = [
     "CopyPart",
     "Count",
     "Duty",
+    "Echo",
     "EndRound",
     "Ended",
     "Ends",
@@ -246,7 +248,7 @@ __all__ = [
 AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, Over, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
     Look, Looked, Ping, Gather, Gathered, Reform, Enter, Reformed, RingNews, JoinGroup, Grouped, InGroup,
-    StoreCall, StoreAnswer, LinkPlace, MeasureLink, LinkMeasured,
+    StoreCall, StoreAnswer, LinkPlace, MeasureLink, LinkMeasured, Echo,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
     PullState, State, StateEnd, Meet, Met, Ends, Ended, Mismatch, Arrive, WantState, GiveState,
     WhoIsMissing, Missing,
