@@ -335,11 +335,11 @@ def test_two_threads_may_tell_one_journal(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_directory_with_a_run_in_it_is_refused(run: RunDirectory) -> None:
-    run.require_unused()
-    run.create()
+    run.claim().release()
+    run.claim().release()  # which has left nothing
     write(run, Warned(time=1.0, worker=0, message="m"))
-    with pytest.raises(UserError, match="holds a run already"):
-        run.require_unused()
+    with pytest.raises(UserError, match="holds a run already; remove it, or give another run.directory"):
+        run.claim()
 
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import msgspec
 
 from atoll.core.errors import UserError
 from atoll.core.events import Decided, EventBus
+from atoll.core.runclock import record_time
 
 FILE = "decisions.jsonl"  # in the run's directory
 HUB = -1  # the hub's number where an event names a worker
@@ -35,7 +35,7 @@ class Decisions:
         self,
         folder: Path | None = None,
         bus: EventBus | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = record_time,
     ) -> None:
         self._bus = bus or EventBus()
         self._clock = clock

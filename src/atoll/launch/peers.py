@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 import subprocess
-import time
 
 from atoll.core.config import FIRST_VARIABLE, HUB_VARIABLE, RANK_VARIABLE, Config
 from atoll.core.errors import GivenUpError
 from atoll.core.events import Failed, Warned
+from atoll.core.runclock import record_time
 from atoll.launch.launcher import WorkerEnd, launcher_command, read_ends
 from atoll.launch.rings import RingLaunch
 
@@ -105,5 +105,5 @@ class PeerLaunch(RingLaunch):
         self._left_halves.add("hub")
         often = f", {self._restarts['hub'] + 1} times by now" if self._restarts["hub"] else ""
         message = f"the hub ended with status {code}{often}; the nodes know one another, and go on without it"
-        self._write(0, Warned(time=time.time(), worker=0, message=message))
+        self._write(0, Warned(time=record_time(), worker=0, message=message))
         return ""

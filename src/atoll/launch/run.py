@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from atoll.core.config import (
 )
 from atoll.core.errors import UserError
 from atoll.core.events import Decided, Failed, Warned
+from atoll.core.runclock import CLOCK_VARIABLE, clock_setting, record_time
 from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.checks import check_run
 from atoll.launch.launcher import launcher_command, read_ends
@@ -51,7 +53,7 @@ from atoll.observe.nodes import node_lines
 from atoll.observe.outlet import Screen
 from atoll.observe.progress import Progress, format_values, make_progress
 from atoll.observe.recorder import Recorder, Writer
-from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
+from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory, UsedError
 from atoll.observe.summary import Summary, write_summary
 from atoll.observe.tensorboard import MISSING, TensorBoard
 
@@ -86,13 +88,12 @@ def run(
     """
     _check(script, summary)
     check_run(config)
-    directory = RunDirectory(_choose_directory(script, config))
-    directory.require_unused()
-    directory.create()
+    directory, claim = _claim_directory(script, config)
     directory.config.write_text(to_toml(config), encoding="utf-8")
     screen = Screen(sys.stdout, sys.stderr)
     try:
         with _Stop() as stop:
+            warnings = [*warnings, *filter(None, [claim.trouble])]
             watch = _Watch(directory, config, stop, screen, hub_module, warnings)
             verdict = watch.run(script, arguments)
         if summary is not None:
@@ -103,6 +104,8 @@ def run(
     except BaseException:
         screen.close(_STOPPED_READER_SECONDS)
         raise
+    finally:
+        claim.release()
     return verdict.status
 
 
@@ -119,16 +122,18 @@ def _check(script: str, summary: Path | None) -> None:
         raise UserError(f"--summary {summary}: give a file in a directory that is there")
 
 
-def _choose_directory(script: str, config: Config) -> Path:
-    """`run.directory`, or a new one under runs/ named after the script and the time."""
+def _claim_directory(script: str, config: Config) -> tuple[RunDirectory, Claim]:
+    """`run.directory`, or a new one under runs/ named after the script and the time; nobody else's then."""
     if config.run.directory:
-        return Path(config.run.directory)
+        directory = RunDirectory(Path(config.run.directory))
+        return directory, directory.claim()
     name = f"{Path(script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, count = Path("runs") / name, 1
-    while path.exists():
-        count += 1
-        path = Path("runs") / f"{name}-{count}"
-    return path
+    for count in itertools.count(1):
+        directory = RunDirectory(Path("runs") / (name if count == 1 else f"{name}-{count}"))
+        with contextlib.suppress(UsedError):  # of a run that began in the same second
+            if not directory.path.exists():
+                return directory, directory.claim()
+    raise AssertionError("there is no last name")
 
 
 @dataclass
@@ -137,7 +142,7 @@ class _Stop:
 
     signum: int = 0
     count: int = 0
-    at: float = 0.0  # of the first one; time.time()
+    at: float = 0.0  # of the first one; record_time()
     _first: float = 0.0  # monotonic
     _before: dict[int, object] = field(default_factory=dict)
 
@@ -154,7 +159,7 @@ class _Stop:
 
     def _ask(self, signum: int, _frame: FrameType | None) -> None:
         if self.count == 0:
-            self.signum, self.at, self._first = signum, time.time(), time.monotonic()
+            self.signum, self.at, self._first = signum, record_time(), time.monotonic()
         elif signum == self.signum == signal.SIGTERM and time.monotonic() - self._first < _TOGETHER_SECONDS:
             return
         self.count += 1
@@ -253,6 +258,7 @@ class _Watch:
             DIRECTORY_VARIABLE: str(self._directory.path.absolute()),
             PARENT_VARIABLE: str(os.getpid()),
             GRACE_VARIABLE: str(self._config.grace_seconds),
+            CLOCK_VARIABLE: clock_setting(),
             "PYTHONUNBUFFERED": "1",
         }
         environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // self._config.run.workers)))
@@ -317,7 +323,7 @@ class _Watch:
         self._output.follow(worker, self._directory.log(worker))
         reason = f"worker {self._shown} was lost; what each one printed is in {self._directory.logs}"
         choice = f"worker {worker}'s follows"
-        recorder.note(Decided(time=time.time(), worker=-1, what="output", choice=choice, reason=reason))
+        recorder.note(Decided(time=record_time(), worker=-1, what="output", choice=choice, reason=reason))
         self._shown = worker
 
 
@@ -336,7 +342,7 @@ def _writers(directory: RunDirectory, progress: Progress) -> list[Writer]:
     try:
         return [TensorBoard(directory.tensorboard)]
     except ImportError:
-        progress.event(Warned(time=time.time(), worker=-1, message=MISSING))
+        progress.event(Warned(time=record_time(), worker=-1, message=MISSING))
         return []
 
 

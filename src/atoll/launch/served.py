@@ -25,6 +25,7 @@ import msgspec
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SERVED, SITE_VARIABLE, Config
 from atoll.core.errors import GivenUpError, RunError, UserError
 from atoll.core.events import AnyEvent, Decided, Failed, LinkSeen, Started, StepDone, Warned
+from atoll.core.runclock import record_time
 from atoll.hub.decisions import HUB, DecisionReader
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
@@ -117,7 +118,7 @@ class ServedLaunch:
         self._given_up: set[int] = set()  # ranks whose worker the hub has given up, though its process lives
         self._excused: dict[
             int, float
-        ] = {}  # rank -> until when its failures are no end of the run; time.time
+        ] = {}  # rank -> until when its failures are no end of the run; record_time
         self._order = list(range(len(self._sites)))  # ranks, whose output counts first
         self._start()
 
@@ -444,7 +445,7 @@ class ServedLaunch:
         place = "first" if name.startswith("server-") else "second"
         who = f"the {place} process of shard {name.partition('-')[2]}"
         message = f"{who} {self._how_it_ended(name, code)}; the other one goes on alone"
-        self._write(0, Warned(time=time.time(), worker=0, message=message))
+        self._write(0, Warned(time=record_time(), worker=0, message=message))
         return True
 
     def _has_other_half(self, name: str) -> bool:
@@ -481,7 +482,7 @@ class ServedLaunch:
             self._order.remove(rank)
             self._order.append(rank)
         self._given_up.discard(rank)
-        self._excused[rank] = time.time()
+        self._excused[rank] = record_time()
         reader = self._entering[rank] = JournalReader(self._directory.journal(self._lead(rank)))
         for _ in reader.read():  # what its last life has left
             pass
@@ -499,7 +500,7 @@ class ServedLaunch:
         code = self._services[f"site-{site}"].returncode or 0
         how = f"was killed by {signal_name(-code)}" if code < 0 else "could not come back"
         message = f"the shard of site {site!r} {how}; the other sites go on without it"
-        self._write(ranks[0], Warned(time=time.time(), worker=ranks[0], message=message))
+        self._write(ranks[0], Warned(time=record_time(), worker=ranks[0], message=message))
 
     def _see_to_killed(self, rank: int, how: str) -> None:
         """Name a worker that the others go on without; before the run begins, they would wait for another."""
@@ -520,7 +521,7 @@ class ServedLaunch:
         return any(isinstance(event, Started) for event in said)
 
     def _warn(self, rank: int, message: str) -> None:
-        self._write(rank, Warned(time=time.time(), worker=self._lead(rank), message=message))
+        self._write(rank, Warned(time=record_time(), worker=self._lead(rank), message=message))
 
     def _said_by(self, worker: int) -> Iterator[AnyEvent]:
         journal = JournalReader(self._directory.journal(worker))
@@ -549,7 +550,7 @@ class ServedLaunch:
         self._write(
             worker,
             Failed(
-                time=time.time(),
+                time=record_time(),
                 worker=worker,
                 error="RunError",
                 message=message,

@@ -12,13 +12,13 @@ import os
 import runpy
 import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 
 from atoll.core.config import FIRST_VARIABLE
 from atoll.core.errors import AtollError, PeerLostError
 from atoll.core.events import Failed
+from atoll.core.runclock import record_time
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 from atoll.observe.journal import Journal
 from atoll.observe.rundir import RunDirectory
@@ -66,7 +66,7 @@ def _fail(run: RunDirectory, worker: int, script: str, error: Exception) -> int:
     with Journal(run.journal(worker)) as journal:
         journal(
             Failed(
-                time=time.time(),
+                time=record_time(),
                 worker=worker,
                 error=type(error).__name__,
                 message=str(error),

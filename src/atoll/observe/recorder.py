@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from atoll.core.events import (
     StepDone,
     Warned,
 )
+from atoll.core.runclock import record_time
 from atoll.observe.groups import GroupRecords
 from atoll.observe.journal import JournalReader
 from atoll.observe.links import LinkRecords
@@ -225,7 +225,7 @@ class Recorder:
 
     def warn(self, message: str) -> None:
         """Put a warning that no worker gave into the summary's events; the next `poll` shows it."""
-        self.note(Warned(time=time.time(), worker=-1, message=message))
+        self.note(Warned(time=record_time(), worker=-1, message=message))
 
     def note(self, event: AnyEvent) -> None:
         """Do so with any event that no worker gave, also where it happens again."""

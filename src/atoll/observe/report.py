@@ -84,13 +84,18 @@ def draw(run: RunDirectory) -> Path:
 def redraw(run: RunDirectory) -> Path:
     """Draw the picture of a finished run again. A run that was killed gets its metrics and summary first.
 
-    Raises UserError when the directory holds no run, or where matplotlib is missing.
+    Raises UserError when the directory holds no run, when its run is still under way, or where matplotlib is
+    missing.
     """
     if not run.summary.exists():
         journals = run.journals()
         if not journals:
             raise UserError(f"{run.path}: holds no run: neither summary.json nor workers/*.jsonl is there")
-        Recorder(run, max(journals) + 1, _strategy(run)).close()
+        claim = run.hold()
+        try:
+            Recorder(run, max(journals) + 1, _strategy(run)).close()
+        finally:
+            claim.release()
     try:
         return draw(run)
     except ModuleNotFoundError as error:

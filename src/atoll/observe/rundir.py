@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +12,27 @@ from pathlib import Path
 from atoll.core.errors import UserError
 
 DIRECTORY_VARIABLE = "ATOLL_RUN_DIRECTORY"  # set by `atoll run` for its workers
+
+
+class UsedError(UserError):
+    """The directory holds a run, or one is at work there."""
+
+
+class Claim:
+    """A run directory that is this process's, until `release` or the end of the process, however it ends.
+
+    `trouble` says why the directory could not be locked, where it could not: nothing then keeps another run
+    out of it.
+    """
+
+    def __init__(self, descriptor: int, trouble: str = "") -> None:
+        self._descriptor, self.trouble = descriptor, trouble
+
+    def release(self) -> None:
+        """Let others have the directory."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -82,10 +105,63 @@ class RunDirectory:
         found = {int(path.stem): path for path in self.workers.glob("*.jsonl") if path.stem.isdecimal()}
         return dict(sorted(found.items()))
 
-    def require_unused(self) -> None:
-        """Raise UserError when it holds a run already, whose records would be mixed with a new one's."""
-        if self.summary.exists() or self.journals():
-            raise UserError(f"{self.path}: holds a run already; remove it, or give another run.directory")
+    @property
+    def lock(self) -> Path:
+        """Locked while a run is at work here, by `atoll run` or by worker 0; holds the process's number."""
+        return self.path / "lock"
+
+    def claim(self) -> Claim:
+        """Make the directory, for a new run alone. Raises UsedError where another run has been or is at work
+        there, and UserError where it cannot be made."""
+        if self._is_used:
+            if self.lock.exists():
+                self.hold().release()  # raises where that run is still at work
+            raise self._used()
+        self.create()
+        claim = self.hold()
+        if self._is_used:  # by one that has ended meanwhile
+            claim.release()
+            raise self._used()
+        return claim
+
+    def hold(self) -> Claim:
+        """Keep other runs out of the directory. Raises UsedError where one is at work there."""
+        try:
+            descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
+                raise UserError(f"{self.path}: cannot write there: {error.strerror}") from None
+            return Claim(-1, self._not_locked(error))
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            process = f" (process {who})" if who.isdecimal() else ""
+            raise UsedError(
+                f"{self.path}: a run is at work there{process}; wait for its end, or give another "
+                "run.directory"
+            ) from None
+        except OSError as error:  # a file system without locks
+            os.close(descriptor)
+            return Claim(-1, self._not_locked(error))
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError:  # a full disk: it is locked all the same
+            pass
+        return Claim(descriptor)
+
+    def _not_locked(self, error: OSError) -> str:
+        return f"{self.lock}: {error.strerror}; nothing keeps a second run out of the run directory"
+
+    @property
+    def _is_used(self) -> bool:
+        """Whether it holds a run already, whose records would be mixed with a new one's."""
+        return self.summary.exists() or bool(self.journals())
+
+    def _used(self) -> UsedError:
+        return UsedError(f"{self.path}: holds a run already; remove it, or give another run.directory")
 
     def create(self) -> None:
         """Make the directory and those in it; those that are there are left as they are.

@@ -7,7 +7,6 @@ import os
 import platform
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 from atoll.core.config import LinkOptions
 from atoll.core.events import AnyEvent, Decided, Warned
 from atoll.core.heap import keep_freed_memory
+from atoll.core.runclock import record_time
 from atoll.net.keys import Keys, read_keys
 from atoll.net.tunnel import TunnelServer
 from atoll.observe.journal import Journal as Events
@@ -78,7 +78,7 @@ def serve(
         stopped = stack.enter_context(_told_to_stop(stop or threading.Event()))
         emit: Callable[[AnyEvent], None] = lambda _event: None  # noqa: E731
         snapshots, kept_in, found, journal = None, None, None, None
-        warn: Callable[[str], None] = lambda line: emit(Warned(time=time.time(), worker=-1, message=line))  # noqa: E731
+        warn: Callable[[str], None] = lambda line: emit(Warned(time=record_time(), worker=-1, message=line))  # noqa: E731
         if folder is not None:
             snapshots = Snapshots(Path(folder), run=run, shard=index, seconds=snapshot_seconds, failed=warn)
             kept_in = Folder(Path(folder), run, index)
@@ -159,7 +159,9 @@ def serve(
         if kept:
             reason = "chunks come and go; giving their memory back costs page faults"
             emit(
-                Decided(time=time.time(), worker=-1, what="heap", choice="keeps freed memory", reason=reason)
+                Decided(
+                    time=record_time(), worker=-1, what="heap", choice="keeps freed memory", reason=reason
+                )
             )
         if shard is not None:
             shard.run(until)

@@ -19,6 +19,7 @@ import msgspec
 from atoll.core.errors import CheckpointError, GivenUpError, UserError
 from atoll.core.events import AnyEvent, Decided, Warned
 from atoll.core.points import reach
+from atoll.core.runclock import record_time
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
 from atoll.server.durability import Durability
@@ -630,8 +631,8 @@ class Shard:
     # -- telling ------------------------------------------------------------------------------------------
 
     def _decide(self, what: str, choice: str, reason: str) -> None:
-        self._emit(Decided(time=time.time(), worker=-1, what=what, choice=choice, reason=reason))
+        self._emit(Decided(time=record_time(), worker=-1, what=what, choice=choice, reason=reason))
 
     def warn(self, line: str) -> None:
         """Tell people something that does not stop the run."""
-        self._emit(Warned(time=time.time(), worker=-1, message=line))
+        self._emit(Warned(time=record_time(), worker=-1, message=line))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from atoll.core.events import AnyEvent, LinkSeen
+from atoll.core.runclock import record_time
 from atoll.net.linkcounts import EVERY_SECONDS, LinkCounts
 from atoll.server.sitemodel import SiteModel
 from atoll.server.upstream import Upstream
@@ -31,7 +32,7 @@ class SiteReport:
             borne, filled, held = model.lost_to(shard) if model is not None else (0, 0, 0.0)
             self._emit(
                 LinkSeen(
-                    time=time.time(),
+                    time=record_time(),
                     worker=-1,
                     who=f"site {self._site}",
                     peer=f"shard {shard}",

@@ -17,11 +17,12 @@ from torch import Tensor
 from atoll.core import events
 from atoll.core.config import LAB_JOURNALS_VARIABLE, LAB_WORKER_VARIABLE, Config
 from atoll.core.errors import UserError
+from atoll.core.runclock import record_time
 from atoll.groups.grouping import show
 from atoll.observe.journal import Journal
 from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
-from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
+from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory
 from atoll.train.exchange import Exchange
 from atoll.train.hierarchy import Hierarchy
 from atoll.train.linkreport import LinkReport
@@ -51,6 +52,7 @@ class Records:
     ) -> None:
         self._config, self._workers, self._state, self._node = config, workers, state, node
         self._bus = events.EventBus()
+        self._claim: Claim | None = None  # of the run directory: worker 0's, without `atoll run`
         self._journal: Journal | None = None
         self._lab_journal: Journal | None = None
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
@@ -89,12 +91,14 @@ class Records:
         run = self._config.run
         recorder = Recorder(RunDirectory(Path(run.directory)), self._state.world, run.strategy)
         recorder.close()
+        if self._claim is not None:
+            self._claim.release()
 
     # Events
 
     def emit(self, kind: Any, **fields: Any) -> None:
         """Tell of an event of this kind (`core/events.py`), now and of this worker."""
-        self._bus.emit(kind(time=time.time(), worker=self._workers.place.name, **fields))
+        self._bus.emit(kind(time=record_time(), worker=self._workers.place.name, **fields))
 
     def decided(self, what: str, choice: str, reason: str) -> None:
         """A decision that concerns all workers: the first tells of it."""
@@ -231,7 +235,7 @@ class Records:
         failure = ""
         if self._workers.is_first and run is not None and not by_command:
             try:
-                run.require_unused()
+                self._claim = run.claim()
             except UserError as error:
                 failure = str(error)
         # Every worker takes part, whether or not it keeps records itself.
@@ -241,6 +245,8 @@ class Records:
         if run is None:
             return
         run.create()
+        if self._claim is not None and self._claim.trouble:
+            self.warn(self._claim.trouble)
         self._journal = Journal(run.journal(self._workers.place.name))
         self._bus.subscribe(self._journal)
 
