@@ -18,6 +18,7 @@ from atoll.core.events import AnyEvent, Decided, Failed, Started, StepDone, Warn
 from atoll.hub.decisions import Decisions
 from atoll.launch.launcher import WorkerEnd, culprit_of, launcher_command, write_ends
 from atoll.launch.peers import PeerLaunch
+from atoll.launch.restarts import DelayedProcess, Pauses
 from atoll.launch.served import SERVICE_RESTARTS, ServedLaunch
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
@@ -323,6 +324,46 @@ def test_a_worker_that_was_given_up_and_ends_is_left_out(
     assert two.launch.first == 1
     cast(Any, two.launch._workers[1]).returncode = 0
     assert two.launch.poll() == 0
+
+
+def test_a_worker_that_dies_at_once_each_time_is_started_at_growing_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Two(tmp_path / "run", monkeypatch, Run(workers=2, strategy="server", restarts=1000))
+    now = [100.0]
+    two.launch._pauses = Pauses(lambda: now[0])
+    starts = 0
+    while now[0] < 120.0:
+        now[0] += 0.2
+        two.launch.poll()
+        worker = two.launch._workers[1]
+        if not (isinstance(worker, DelayedProcess) and worker.waits):
+            starts += 1
+            worker = worker._process if isinstance(worker, DelayedProcess) else worker
+            cast(Any, worker).returncode = -signal.SIGKILL
+    assert starts == 7  # the first one, two at once, and after 1, 2, 4 and 8 s; without pauses 100
+    said = [each for each in JournalReader(two.directory.journal(1)).read() if isinstance(each, Warned)]
+    assert said[2].message == (
+        "worker 1 was killed by SIGKILL, and is started again in 1.0 s, for it made no step (3 of 1000)"
+    )
+    assert two.launch.unfinished() == ["worker 0", "worker 1"]
+    cast(Any, two.launch._workers[0]).returncode = 0  # nothing is left to do for the one that waits
+    assert two.launch.poll() == 0
+
+
+def test_a_worker_that_waits_to_be_started_again_ends_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Two(tmp_path / "run", monkeypatch, Run(workers=2, strategy="server", restarts=1000))
+    for _ in range(3):
+        worker = two.launch._workers[1]
+        cast(Any, worker).returncode = -signal.SIGKILL
+        two.launch.poll()
+    worker = two.launch._workers[1]
+    assert isinstance(worker, DelayedProcess)
+    cast(Any, two.launch._workers[0]).send_signal = lambda _signum: None
+    two.launch.send_signal(signal.SIGINT)
+    assert worker.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize(("strategy", "first"), [("ring", 1), ("server", 0)])

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core.characters import encoded
 from atoll.observe import outlet
-from atoll.observe.outlet import ROOM, Outlet, Screen, encoded
+from atoll.observe.outlet import ROOM, Outlet, Screen
 
 DEADLINE = 30.0
 

@@ -13,6 +13,7 @@ import typer.core
 
 import atoll
 from atoll.cli import lab, link, memory, plan, services
+from atoll.cli.streams import flush_streams, open_streams, say
 from atoll.core.config import Config, load_given, to_toml
 from atoll.core.effects import without_effect
 from atoll.core.errors import AtollError, ConfigError, UserError
@@ -80,8 +81,13 @@ def _root(
 # Options after SCRIPT are the script's own.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def _run(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The training script; with -m a module's name.")
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")] = None,
+    module: Annotated[
+        bool, typer.Option("-m", help="SCRIPT is a module, as of python -m: atoll run -m package.train.")
+    ] = False,
     workers: Annotated[str | None, typer.Option(metavar="N", help="Workers on this machine.")] = None,
     strategy: Annotated[str | None, typer.Option(metavar="NAME", help="How workers synchronise.")] = None,
     shards: Annotated[
@@ -122,7 +128,15 @@ def _run(
         "--sites": ("run.sites", sites),
     }
     chosen, unused = _load(config, settings, options)
-    status = run(script, arguments or [], chosen, summary, hub_module="atoll.cli.hub", warnings=unused)
+    status = run(
+        script,
+        arguments or [],
+        chosen,
+        summary,
+        is_module=module,
+        hub_module="atoll.cli.hub",
+        warnings=unused,
+    )
     raise typer.Exit(status)
 
 
@@ -192,7 +206,8 @@ def _group_count(given: str | None) -> str | None:
 
 
 def _end(message: str, status: int) -> NoReturn:
-    print(f"atoll: {message}", file=sys.stderr)
+    say(f"atoll: {message}")
+    flush_streams()
     sys.exit(status)
 
 
@@ -211,6 +226,7 @@ def _is_lab_run(context: Any) -> bool:
 
 def main() -> NoReturn:
     """The entry point. Ends with 0, 1 (the run failed), 2 (the input is wrong) or the script's status."""
+    open_streams()
     try:
         status = app(standalone_mode=False)
     except AtollError as error:
@@ -219,6 +235,10 @@ def main() -> NoReturn:
         _end(_message(error), UserError.exit_status)
     except (KeyboardInterrupt, typer.Abort):
         _end("stopped by Ctrl-C", 130)
+    except BrokenPipeError:  # as of `atoll plan ... | head`
+        flush_streams()
+        sys.exit(1)
+    flush_streams()
     sys.exit(status if isinstance(status, int) else 0)
 
 

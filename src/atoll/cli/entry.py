@@ -8,6 +8,9 @@ import sys
 def main() -> None:
     """The entry point; as `atoll.cli.app`: `main`, which it calls."""
     try:
+        from atoll.cli.streams import open_streams
+
+        open_streams()  # before a library opens a file
         from atoll.cli import app
     except KeyboardInterrupt:
         print("atoll: stopped by Ctrl-C", file=sys.stderr)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
+from atoll.core.characters import encoded
 from atoll.core.errors import ConfigError
 from atoll.core.memory import Budgets, Memory, Sharding
 from atoll.core.toml import parse_toml, read_toml
@@ -383,11 +384,16 @@ def _check_link(config: Config) -> None:
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as a TOML file that `load_config` reads back to an equal one."""
+    """The configuration as a TOML file that `load_config` reads back to an equal one.
+
+    TOML cannot hold the name of a file that is not UTF-8: its bytes are shown as `\\xff`, for people.
+    """
     lines: list[str] = []
     for section, values in msgspec.to_builtins(config).items():
         lines.append(f"[{section}]")
-        lines += [f"{key} = {msgspec.json.encode(value).decode()}" for key, value in values.items()]
+        for key, value in values.items():
+            text = encoded(value).decode() if isinstance(value, str) else value
+            lines.append(f"{key} = {msgspec.json.encode(text).decode()}")
         lines.append("")
     return "\n".join(lines)
 

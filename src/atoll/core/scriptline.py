@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from atoll.core.characters import encoded
+
 _ATOLL = str(Path(__file__).parents[1]) + "/"
 _NOT_THE_SCRIPT = tuple(
     {
@@ -78,7 +80,9 @@ def _variable(frame: FrameType, name: str, is_function: bool) -> object:
 def _line_of(frame: FrameType | None) -> str:
     while frame is not None:
         if is_script(frame.f_code.co_filename):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            # The name may not be UTF-8, and the line goes to other workers and into records.
+            name = encoded(Path(frame.f_code.co_filename).name).decode()
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

@@ -43,6 +43,7 @@ from atoll.launch.processes import (
     descendants,
     kill_descendants,
 )
+from atoll.launch.program import Program
 from atoll.launch.rings import RingLaunch
 from atoll.launch.served import SERVICE, ServedLaunch
 from atoll.launch.verdict import Verdict, judge, stopped
@@ -73,10 +74,13 @@ def run(
     config: Config,
     summary: Path | None = None,
     *,
+    is_module: bool = False,
     hub_module: str = SERVICE,
     warnings: Sequence[str] = (),
 ) -> int:
     """Run `script` on `config.run.workers` workers of this machine; returns the exit status of the command.
+
+    `script` is the path of a file, or with `is_module` the name of a module.
 
     0: every worker ended well. 2: the user gave something wrong. 130: Ctrl-C. 143: SIGTERM. A script's own
     `sys.exit(n)` passes as n; every other failure is 1.
@@ -86,16 +90,19 @@ def run(
     (`cli/hub.py` calls the planner). `warnings` are printed at the start and written into the summary. Raises
     UserError for mistakes found before the start.
     """
-    _check(script, summary)
+    program = Program(script, arguments, is_module)
+    program.check()
+    if summary is not None and (summary.is_dir() or not summary.absolute().parent.is_dir()):
+        raise UserError(f"--summary {summary}: give a file in a directory that is there")
     check_run(config)
-    directory, claim = _claim_directory(script, config)
+    directory, claim = _claim_directory(program, config)
     directory.config.write_text(to_toml(config), encoding="utf-8")
     screen = Screen(sys.stdout, sys.stderr)
     try:
         with _Stop() as stop:
             warnings = [*warnings, *filter(None, [claim.trouble])]
             watch = _Watch(directory, config, stop, screen, hub_module, warnings)
-            verdict = watch.run(script, arguments)
+            verdict = watch.run(program)
         if summary is not None:
             write_summary(watch.summary, summary)
         screen.say(*_close(watch.summary, watch.losses, directory, verdict))
@@ -109,25 +116,12 @@ def run(
     return verdict.status
 
 
-def _check(script: str, summary: Path | None) -> None:
-    """Find mistakes before anything is started."""
-    path = Path(script)
-    if path.is_dir():
-        raise UserError(f"{script}: is a directory; give the training script in it")
-    if not path.is_file():
-        raise UserError(f"{script}: no such script")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"{script}: cannot be read by this user")
-    if summary is not None and (summary.is_dir() or not summary.absolute().parent.is_dir()):
-        raise UserError(f"--summary {summary}: give a file in a directory that is there")
-
-
-def _claim_directory(script: str, config: Config) -> tuple[RunDirectory, Claim]:
-    """`run.directory`, or a new one under runs/ named after the script and the time; nobody else's then."""
+def _claim_directory(program: Program, config: Config) -> tuple[RunDirectory, Claim]:
+    """`run.directory`, or a new one under runs/ named after the program and the time; nobody else's then."""
     if config.run.directory:
         directory = RunDirectory(Path(config.run.directory))
         return directory, directory.claim()
-    name = f"{Path(script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{program.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for count in itertools.count(1):
         directory = RunDirectory(Path("runs") / (name if count == 1 else f"{name}-{count}"))
         with contextlib.suppress(UsedError):  # of a run that began in the same second
@@ -185,14 +179,14 @@ class _Watch:
         self._killed: Sequence[str] = ()  # the workers that had not ended when run.grace was over
         self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
 
-    def run(self, script: str, arguments: Sequence[str]) -> Verdict:
+    def run(self, program: Program) -> Verdict:
         """Run to the end; the summary is in `summary` then."""
         workers, strategy = self._config.run.workers, self._config.run.strategy
         spared = set(descendants(os.getpid()))  # what the caller of this function started is none of ours
         adopt_orphans()
         with contextlib.ExitStack() as shown:
-            with self._launcher(script, arguments, spared) as launcher:
-                title = f"{Path(script).name} · {strategy} · {_count(workers)}"
+            with self._launcher(program, spared) as launcher:
+                title = f"{program.title} · {strategy} · {_count(workers)}"
                 progress = make_progress(title, self._screen)
                 shown.callback(progress.close)
                 recorder = Recorder(self._directory, workers, strategy, _writers(self._directory, progress))
@@ -216,15 +210,15 @@ class _Watch:
         return judge(failures, read_ends(self._directory.ends), status, self._directory)
 
     @contextlib.contextmanager
-    def _launcher(self, script: str, arguments: Sequence[str], spared: set[int]) -> Iterator[Launch]:
+    def _launcher(self, program: Program, spared: set[int]) -> Iterator[Launch]:
         """What starts the workers, while entered; afterwards neither it nor anything it started is left."""
         run = self._config.run
         if run.strategy in (*SERVED, "peers") or run.elastic:
             launcher: Launch = _kind(run.strategy)(
-                self._directory, self._config, [script, *arguments], self._environment(), self._hub_module
+                self._directory, self._config, program.words(), self._environment(), self._hub_module
             )
         else:
-            launcher = self._torchrun(script, arguments)
+            launcher = self._torchrun(program)
         try:
             yield launcher
         finally:
@@ -234,9 +228,9 @@ class _Watch:
             if stuck := kill_descendants(spared):
                 self._screen.say(f"atoll: these processes could not be killed: {stuck}")
 
-    def _torchrun(self, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _torchrun(self, program: Program) -> subprocess.Popen[bytes]:
         """torchrun's launcher, started."""
-        command = launcher_command(self._config.run.workers, [script, *arguments])
+        command = launcher_command(self._config.run.workers, program.words())
         with self._directory.launcher_log.open("wb") as log:
             return subprocess.Popen(
                 command,
@@ -342,8 +336,11 @@ def _writers(directory: RunDirectory, progress: Progress) -> list[Writer]:
     try:
         return [TensorBoard(directory.tensorboard)]
     except ImportError:
-        progress.event(Warned(time=record_time(), worker=-1, message=MISSING))
-        return []
+        said = MISSING
+    except (OSError, UnicodeError) as error:  # tensorboard takes no folder whose name is not UTF-8
+        said = f"no TensorBoard events: {directory.tensorboard}: {error}"
+    progress.event(Warned(time=record_time(), worker=-1, message=said))
+    return []
 
 
 def _cores() -> int:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,10 +27,12 @@ from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SERVED,
 from atoll.core.errors import GivenUpError, RunError, UserError
 from atoll.core.events import AnyEvent, Decided, Failed, LinkSeen, Started, StepDone, Warned
 from atoll.core.runclock import record_time
+from atoll.core.units import format_seconds
 from atoll.hub.decisions import HUB, DecisionReader
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
 from atoll.launch.processes import Standstill, descendants, is_stopped, signal_name
+from atoll.launch.restarts import DelayedProcess, Pauses, Process
 from atoll.launch.tail import last_lines
 from atoll.observe.groups import GROUPS
 from atoll.observe.journal import Journal, JournalReader
@@ -89,13 +92,14 @@ class ServedLaunch:
         self._directory, self._config = directory, config
         # torchrun's variables for a process group of the script's own.
         meeting = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(_free_port())}
-        self._environment = {**environment, **meeting, RUN_VARIABLE: directory.path.name}
+        self._environment = {**environment, **meeting, RUN_VARIABLE: directory.name}
         self.returncode: int | None = None
         self._script, self._address = list(script), ""
         self._services: dict[str, subprocess.Popen[bytes]] = {}
         self._arguments: dict[str, list[str]] = {}  # of each service
         self._restarts: Counter[str] = Counter()  # by the name of a service or a worker
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self._pauses = Pauses()
+        self._workers: list[Process] = []
         self._ends: list[WorkerEnd] = []
         self._stopping = False  # workers end because they were told to
         self._devices = self._devices_of(config)
@@ -141,7 +145,7 @@ class ServedLaunch:
         folder.mkdir(exist_ok=True)
         where = folder / "hub.address"
         where.unlink(missing_ok=True)
-        common = ["--run", self._directory.path.name, "--directory", str(folder)]
+        common = ["--run", self._directory.name, "--directory", str(folder)]
         patience = ["--patience", f"{self._config.patience_seconds:g}"]
         sites = {site: self._sites.count(site) for site in self._sites if site}
         named = [part for site, workers in sites.items() for part in ("--site", f"{site}={workers}")]
@@ -235,6 +239,7 @@ class ServedLaunch:
             return self.returncode
         self._take_decisions()
         self._end_standstill()
+        self._end_waiting()
         lost = self._lost_service()
         for rank, worker in enumerate(self._workers):
             ended = worker.poll()
@@ -272,11 +277,17 @@ class ServedLaunch:
 
     def _is_newcomer(self, rank: int) -> bool:
         """True where a restarted worker has made no step, and the run can go on without it."""
+        if self._has_stepped(rank):
+            return False
+        others = (worker.poll() for other, worker in enumerate(self._workers) if other != rank)
+        return any(code in (None, 0) for code in others) and self._has_begun()
+
+    def _has_stepped(self, rank: int) -> bool:
+        """False where a worker was started again, and has made no step since."""
         reader = self._entering.get(rank)
         if reader is not None and any(isinstance(event, StepDone) for event in reader.read()):
             del self._entering[rank]
-        others = (worker.poll() for other, worker in enumerate(self._workers) if other != rank)
-        return rank in self._entering and any(code in (None, 0) for code in others) and self._has_begun()
+        return rank not in self._entering
 
     def _failed_itself(self, rank: int) -> bool:
         """True where a worker's last report shows a mistake of the worker or its script, not a lost
@@ -373,9 +384,11 @@ class ServedLaunch:
             elif name == who:  # a worker
                 self._given_up.add(rank)
 
-    def _processes(self) -> dict[str, tuple[int, subprocess.Popen[bytes]]]:
+    def _processes(self) -> dict[str, tuple[int, Process]]:
         """Workers and services by name, each with the worker in whose journal it is told of."""
-        there = {self._name_of(rank): (rank, worker) for rank, worker in enumerate(self._workers)}
+        there: dict[str, tuple[int, Process]] = {
+            self._name_of(rank): (rank, worker) for rank, worker in enumerate(self._workers)
+        }
         return there | {name: (0, service) for name, service in self._services.items()}
 
     def _end_standstill(self) -> None:
@@ -392,7 +405,7 @@ class ServedLaunch:
             self._warn(rank, message)
             process.kill()
 
-    def _pids(self, process: subprocess.Popen[bytes]) -> list[int]:
+    def _pids(self, process: Process) -> list[int]:
         """The processes that stand for one that was started, while it lives: a launch's workers too."""
         if process.returncode is not None:
             return []
@@ -476,7 +489,8 @@ class ServedLaunch:
         lost = self._sites[rank] in self._lost_sites
         if self._stopping or is_over or lost or self._restarts[name] >= most:
             return False
-        self._tell_again(rank, name, name, how, most)
+        pause = self._pauses.before_restart(name, self._has_stepped(rank))
+        self._tell_again(rank, name, name, how, most, pause)
         self.losses.lost(name, self._now())
         if self._config.run.strategy == "ring" and self._has_begun():
             self._order.remove(rank)
@@ -486,12 +500,24 @@ class ServedLaunch:
         reader = self._entering[rank] = JournalReader(self._directory.journal(self._lead(rank)))
         for _ in reader.read():  # what its last life has left
             pass
-        self._workers[rank] = self._worker(rank)
+        start = partial(self._worker, rank)
+        self._workers[rank] = DelayedProcess(start, pause, self._pauses.clock) if pause else start()
         return True
 
-    def _tell_again(self, rank: int, name: str, called: str, how: str, most: int) -> None:
+    def _end_waiting(self) -> None:
+        """Do not start a worker again when the others have finished: nothing is left to do."""
+        waiting = [each for each in self._workers if isinstance(each, DelayedProcess) and each.waits]
+        if not waiting:
+            return
+        codes = [worker.poll() for worker in self._workers]
+        if 0 in codes and codes.count(None) == len(waiting):
+            for worker in waiting:
+                worker.kill()
+
+    def _tell_again(self, rank: int, name: str, called: str, how: str, most: int, pause: float = 0.0) -> None:
         self._restarts[name] += 1
-        message = f"{called} {how}, and is started again ({self._restarts[name]} of {most})"
+        when = f" in {format_seconds(pause)}, for it made no step" if pause else ""
+        message = f"{called} {how}, and is started again{when} ({self._restarts[name]} of {most})"
         self._warn(rank, message)
 
     def _leave_out(self, site: str) -> None:
@@ -565,10 +591,11 @@ class ServedLaunch:
             journal(event)
 
     def _status(self) -> int:
+        ended = [(rank, worker.returncode or 0) for rank, worker in enumerate(self._workers)]
         codes = [
-            worker.returncode
-            for rank, (worker, site) in enumerate(zip(self._workers, self._sites, strict=True))
-            if site not in self._lost_sites and not (rank in self._given_up and worker.returncode > 0)
+            code
+            for (rank, code), site in zip(ended, self._sites, strict=True)
+            if site not in self._lost_sites and not (rank in self._given_up and code > 0)
         ]
         if any(code > 0 for code in codes) or not any(code == 0 for code in codes):
             return 1

@@ -1,7 +1,7 @@
 """A worker's process: its log, its bond to the launcher, the user's script, and word of how it failed.
 
-torchrun runs this as a module, with the script's path and arguments. The script sees what it would see under
-`python script.py`: `__main__`, `sys.argv`, and its own directory first in `sys.path`.
+torchrun runs this as a module, with the script's path and arguments, or with `-m`, a module's name and
+arguments. The script sees what it would see under `python`: `__main__`, `sys.argv` and `sys.path`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import io
 import os
-import runpy
 import signal
 import sys
 import traceback
@@ -19,7 +18,9 @@ from atoll.core.config import FIRST_VARIABLE
 from atoll.core.errors import AtollError, PeerLostError
 from atoll.core.events import Failed
 from atoll.core.runclock import record_time
+from atoll.core.scriptline import is_script
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
+from atoll.launch.program import Program
 from atoll.observe.journal import Journal
 from atoll.observe.rundir import RunDirectory
 
@@ -37,15 +38,13 @@ def main(script: str, arguments: list[str]) -> None:
     worker = int(os.environ["RANK"]) + int(os.environ.get(FIRST_VARIABLE, "0"))
     _write_to(run.log(worker))
     faulthandler.enable()
-    sys.argv = [script, *arguments]
-    if not getattr(sys.flags, "safe_path", False):  # with -P there is no entry of the kind to replace
-        sys.path[0] = str(Path(script).resolve().parent)
+    program = Program.parse([script, *arguments])
     try:
-        runpy.run_path(script, run_name="__main__")
+        program.run()
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        sys.exit(_fail(run, worker, script, error))
+        sys.exit(_fail(run, worker, program, error))
 
 
 def _write_to(log: Path) -> None:
@@ -59,9 +58,9 @@ def _write_to(log: Path) -> None:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
-def _fail(run: RunDirectory, worker: int, script: str, error: Exception) -> int:
+def _fail(run: RunDirectory, worker: int, program: Program, error: Exception) -> int:
     """Leave word of the failure in the journal, and its traceback in the log; returns the exit status."""
-    whole = describe(error, script)
+    whole = describe(error, program.file(), program.is_module)
     status = error.exit_status if isinstance(error, AtollError) else 1
     with Journal(run.journal(worker)) as journal:
         journal(
@@ -80,12 +79,16 @@ def _fail(run: RunDirectory, worker: int, script: str, error: Exception) -> int:
     return status
 
 
-def describe(error: BaseException, script: str) -> str:
+def describe(error: BaseException, script: str, is_module: bool = False) -> str:
     """The traceback, from the script's first frame on: the frames that started the script are left out."""
     trace = error.__traceback__
     own = str(Path(script).resolve())
     while trace is not None and str(Path(trace.tb_frame.f_code.co_filename).resolve()) != own:
         trace = trace.tb_next
+    if trace is None and is_module:  # in a package around the module
+        trace = error.__traceback__
+        while trace is not None and not is_script(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip("\n")
 
 

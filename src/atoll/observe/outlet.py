@@ -5,7 +5,6 @@ A thread writes. Whoever hands over text never waits, whatever the reader does.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import errno
 import os
@@ -16,38 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO
 
+from atoll.core.characters import encoded
+
 ROOM = 256 << 10  # bytes that may wait for the reader before `room` is 0
 STALLED_SECONDS = 5.0  # without a byte taken: then it is said
 _MOST = 4 * ROOM  # bytes that may wait at all; beyond that, text is dropped
 _PIECE = 16 << 10  # bytes of one write: a terminal that takes a few is seen to live
 _LOOK_SECONDS = 0.02  # between two looks whether everything was written
-_ERRORS = "atoll.shown"  # the error handler of encodings, registered below
-_PLAIN = {"·": "-", "…": "...", "—": "-", "×": "x", "µ": "u", "±": "+-", "→": "->"}
-
-
-def _in_place_of(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Replace a character that the encoding lacks: a plain one that looks like it, or its escaped code.
-
-    Python keeps a byte of a file name that is not UTF-8 as a lone surrogate; `\\xff` stands for the byte.
-    """
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    found = error.object[error.start : error.end]
-    shown = [
-        _PLAIN.get(each)
-        or (f"\\x{ord(each) - 0xDC00:02x}" if 0xDC80 <= ord(each) <= 0xDCFF else None)
-        or each.encode("ascii", "backslashreplace").decode("ascii")
-        for each in found
-    ]
-    return "".join(shown), error.end
-
-
-codecs.register_error(_ERRORS, _in_place_of)
-
-
-def encoded(text: str, encoding: str = "utf-8") -> bytes:
-    """Encode `text` for a person. A character that the encoding lacks never raises."""
-    return text.encode(encoding, _ERRORS)
 
 
 class Outlet:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from atoll.core.characters import encoded
 from atoll.core.events import (
     AnyEvent,
     Decided,
@@ -368,4 +369,5 @@ class Recorder:
 
 def _plain(event: AnyEvent) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(event)
-    return plain
+    # A path in it may not be UTF-8, as JSON is.
+    return {key: encoded(value).decode() if isinstance(value, str) else value for key, value in plain.items()}

@@ -112,7 +112,7 @@ def _strategy(run: RunDirectory) -> str:
 def _title(run: RunDirectory, summary: Summary) -> str:
     workers = "1 worker" if summary.workers == 1 else f"{summary.workers} workers"
     facts = [
-        f"{run.path.name}: {workers} ({summary.strategy})",
+        f"{run.name}: {workers} ({summary.strategy})",
         f"{summary.steps:,} steps in {format_seconds(summary.seconds)}",
         f"{summary.samples_per_second:,.4g} samples/s",
     ]

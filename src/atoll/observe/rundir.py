@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from atoll.core.characters import encoded
 from atoll.core.errors import UserError
 
 DIRECTORY_VARIABLE = "ATOLL_RUN_DIRECTORY"  # set by `atoll run` for its workers
@@ -46,6 +47,11 @@ class RunDirectory:
         """The directory that `atoll run` made for this worker; None outside of it."""
         path = (os.environ if environment is None else environment).get(DIRECTORY_VARIABLE)
         return RunDirectory(Path(path)) if path else None
+
+    @property
+    def name(self) -> str:
+        """The run's name: that of the directory, as text that can be sent."""
+        return encoded(self.path.name).decode()
 
     @property
     def config(self) -> Path:

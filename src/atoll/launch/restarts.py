@@ -1,0 +1,102 @@
+"""Starts again what dies at once, at growing intervals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeAlias
+
+SHORT_SECONDS = 20.0  # a life that ends sooner, without a step, has come to nothing
+_LONGEST_PAUSE = 60.0
+_LOOK_SECONDS = 0.05
+
+
+class Pauses:
+    """How long to wait before each restart: not at all after a life that was of use, nor after the first that
+    was of none; then 1 s, 2 s, 4 s, and so on up to a minute."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._began = clock()
+        self._begins: dict[str, float] = {}
+        self._useless: Counter[str] = Counter()  # lives in a row
+
+    def before_restart(self, who: str, was_of_use: bool) -> float:
+        """The seconds to wait before `who` is started again, whose life has just ended."""
+        now = self.clock()
+        if was_of_use or now - self._begins.get(who, self._began) >= SHORT_SECONDS:
+            self._useless[who] = 0
+        else:
+            self._useless[who] += 1
+        count = self._useless[who]
+        pause = min(_LONGEST_PAUSE, 2.0 ** min(count - 2, 10)) if count > 1 else 0.0
+        self._begins[who] = now + pause
+        return pause
+
+
+class DelayedProcess:
+    """A process that `start` starts after `pause` seconds, once it is polled then.
+
+    Until then it looks like one that runs; a signal ends it without a start.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], subprocess.Popen[bytes]],
+        pause: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._start, self._clock, self._due = start, clock, clock() + pause
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: int | None = None
+
+    @property
+    def waits(self) -> bool:
+        """True until the process is started."""
+        return self._process is None and self._ended is None
+
+    @property
+    def pid(self) -> int:
+        """The process id; -1, which no process has, before the start."""
+        return -1 if self._process is None else self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """As of `subprocess.Popen`."""
+        return self._ended if self._process is None else self._process.returncode
+
+    def poll(self) -> int | None:
+        """As of `subprocess.Popen`."""
+        if self.waits and self._clock() >= self._due:
+            self._process = self._start()
+        return self._ended if self._process is None else self._process.poll()
+
+    def send_signal(self, signum: int) -> None:
+        """As of `subprocess.Popen`."""
+        if self._process is not None:
+            self._process.send_signal(signum)
+        elif self._ended is None:
+            self._ended = -signum
+
+    def terminate(self) -> None:
+        """As of `subprocess.Popen`."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """As of `subprocess.Popen`."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float) -> int:
+        """As of `subprocess.Popen`."""
+        until = self._clock() + timeout
+        while (code := self.poll()) is None:
+            if self._clock() > until:
+                raise subprocess.TimeoutExpired("a worker that is to be started again", timeout)
+            time.sleep(_LOOK_SECONDS)
+        return code
+
+
+Process: TypeAlias = subprocess.Popen[bytes] | DelayedProcess
