@@ -248,3 +248,79 @@ def test_an_address_in_use_is_named(some: Some) -> None:
     one = some.add(0)
     with pytest.raises(UserError, match="another process listens at"):
         some.add(1, listen=one.address)
+
+
+NO_ADDRESSES = {
+    "rubbish": "no address",
+    "": "no address",
+    "tcp://": "no address",
+    "tcp://127.0.0.1": "no address",
+    "tcp://127.0.0.1:99999": "no address",
+    "tcp://127.0.0.1:0": "no port",
+    "tcp://127.0.0.1:*": "no port",
+    "tcp://127.0.0.1:80;tcp://127.0.0.1:81": "no address",
+    "tcp://127.0.0.1\n:80": "no address",
+    "tcp://10.1.2.3:80": "another machine",
+    "tcp://node.example:80": "another machine",
+    "ipc:///run/somebody.sock": "no path beside",
+    "inproc://zeromq.zap.01": "no address",
+    "udp://127.0.0.1:80": "no address",
+    "pgm://127.0.0.1;239.0.0.1:80": "no address",
+    "x" * 256: "no address",
+}
+
+
+def a_greeting(**changes: Any) -> bytes:
+    usual: dict[str, Any] = {"run": "r", "node": 1, "incarnation": 9, "to": 0, "life": "x"}
+    place = {"address": "tcp://127.0.0.1:9"}
+    return w.encode(w.Greet(version=VERSION, **{**usual, **place, **changes}))
+
+
+def heard(some: Some, client: Client) -> w.NodeMessage:
+    """The answer to a greeting."""
+    answers: list[w.NodeMessage] = []
+
+    def hear() -> bool:
+        if (got := client.receive(0)) is not None:
+            answers.append(w.decode_untrusted(got[0]))
+        return bool(answers)
+
+    some.until(hear, "no answer came")
+    return answers[0]
+
+
+def test_a_greeting_with_an_address_where_no_node_can_be_is_refused_in_a_line(some: Some) -> None:
+    network = some.add(0, nodes=4)
+    with Client(network.address, None, limit=2**20, name="node 0") as client:
+        for address, reason in NO_ADDRESSES.items():
+            client.send(a_greeting(address=address))
+            answer = heard(some, client)
+            assert isinstance(answer, w.Refused), address
+            assert reason in answer.reason, address
+            assert "\n" not in answer.reason
+        for changes in ({"node": 4}, {"node": 2**53 - 1}, {"way": 2}, {"way": 2**53 - 1}):
+            client.send(a_greeting(**changes))
+            assert isinstance(heard(some, client), w.Refused), changes
+        assert network.nodes == []
+        client.send(a_greeting())
+        assert isinstance(heard(some, client), w.Greeted)
+        assert [each.node for each in network.nodes] == [1]
+
+
+def test_a_view_that_names_no_address_makes_no_connection_and_says_so_once(some: Some) -> None:
+    network = some.add(0, nodes=4)
+    for address, reason in NO_ADDRESSES.items():
+        network.link_to(NodeAt(1, 1, address))
+        assert not network.is_up(1)
+        assert not network.is_deaf(1)
+        assert reason in network.trouble(1)
+        network.drop_unsent(1)
+        network.send(1, w.Trains(digest="d", number=1))
+        list(network.take())
+        (line,) = [refusal for refusal in network.refusals() if reason in refusal]
+        assert "\n" not in line
+    network.link_to(NodeAt(7, 1, "tcp://127.0.0.1:9"))
+    assert "no node 7" in network.trouble(7)
+    other = some.add(1, nodes=4)
+    some.introduce()  # by its right address it is reached
+    some.until(lambda: network.is_up(1) and other.is_up(0), "the nodes do not reach each other")

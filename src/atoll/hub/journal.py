@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from atoll.core.descriptors import opened
 from atoll.core.errors import UserError
 from atoll.core.points import reach
 from atoll.hub.records import AnyRecord, Began, DamagedError, Voted, decode_record, encode_record
@@ -132,7 +133,8 @@ def _first(records: Sequence[AnyRecord], path: Path) -> Began | None:
 
 
 def _open(path: Path) -> int:
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    file = opened(lambda: os.open(path, flags, 0o600))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it goes with the process, however that ends
     except BlockingIOError:

@@ -284,6 +284,8 @@ class Hub:
         poll(endpoints, self._soon(timeout))
         if self._read():
             self._hearing.read_empty(self._clock.now())
+        if report := self._server.take_report():
+            self._decisions.add("port", self._server.address, report)
         self._log.take()
         self._sites.take()
         self._broken.poll(self._clock.now())

@@ -27,6 +27,8 @@ from zmq.utils.monitor import recv_monitor_message
 from atoll.core.errors import RunError, UserError
 from atoll.net import context as process
 from atoll.net.keys import Keys
+from atoll.net.strangers import EVENTS as STRANGERS_EVENTS
+from atoll.net.strangers import Strangers
 from atoll.wire.messages import HEADER_BYTES, LostBlocks
 
 Buffer: TypeAlias = Any  # whatever has the buffer protocol: bytes, memoryview, a numpy array
@@ -39,6 +41,8 @@ CLIENT_OUTGOING = 100_000  # messages, not copies: payloads lie where their owne
 CLOSING_SECONDS = 1.0  # how long a closed client still tries to send what it holds
 _BACKLOG = 4096  # connections that wait to be accepted: thousands may come at once
 _HANDSHAKE_SECONDS = 10.0
+_BACKLOG = 4096  # connections that wait to be accepted; the system may allow fewer
+_MONITOR_EVENTS = 1  # of a server's connections that wait here, and libzmq's own thousand: then libzmq waits
 _RECONNECT_SECONDS = (0.1, 1.0)  # first and longest pause
 SOON = (0.1, 0.2)  # the same, of a connection whose absence is noticed
 _PROBE_SECONDS = 0.5
@@ -46,9 +50,10 @@ _PROBE_PAUSE_SECONDS = 2.0
 _HANGS_UP = "it takes connections and closes them at once"
 _NOT_YET = "not connected yet"
 NOTHING_LISTENS = "nothing listens there"
+_WANTS_KEY = "wants a key: give the run's key file"
 _NO_KEYS = "takes no key: it was started without"
-# A ZeroMQ's greeting (RFC 23): a signature, which it sends unasked; then, to one who has sent his, its
-# version and how it lets others in.
+# A ZeroMQ's greeting (RFC 23): a signature, then, to one who has sent his, its version and how it lets others
+# in.
 _SIGNATURE, _MECHANISM = b"\xff" + bytes(8) + b"\x7f", slice(12, 32)
 _MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
@@ -88,7 +93,8 @@ class Endpoint:
         self._closed = False
         self._socket: zmq.Socket[bytes] = process.context().socket(kind)
         self._most = 3 + (kind == zmq.ROUTER)  # frames; for a router, who sent it stands before the rest
-        self._monitor: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None  # a client's
+        self._strangers: Strangers | None = None  # a server's
         self.user = threading.get_ident()
         process.opened(self)
 
@@ -141,9 +147,12 @@ class Endpoint:
         self._closed = True
         if self._generation != process.generation():
             return  # the parent's
-        if self._monitor is not None:
+        if self._monitor is not None or self._strangers is not None:
             self._socket.monitor(None, 0)
+        if self._monitor is not None:
             self._monitor.close(linger=0)
+        if self._strangers is not None:
+            self._strangers.close()
         self._socket.close(linger=_milliseconds(linger))
         process.closed(self)
 
@@ -187,12 +196,19 @@ class Server(Endpoint):
             door.curve_secretkey = keys.server_secret.encode("ascii")
             door.curve_publickey = keys.server_public.encode("ascii")
             process.admit(self._domain, z85.decode(keys.client_public))
-        self._monitor = _monitor_of(door, zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
+        door.backlog = _BACKLOG
+        monitor = _monitor_of(door, STRANGERS_EVENTS, _MONITOR_EVENTS)
+        self._strangers = Strangers(self.name, monitor, has_keys=keys is not None)
         try:
             door.bind(self.address.replace("tcp://localhost:", "tcp://127.0.0.1:"))
         except zmq.ZMQError as error:
             raise UserError(f"{self.name}: {_why_not_bound(self.address, error.errno)}") from None
+        self._strangers.bound.wait(1.0)
         self.address = door.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+
+    def take_report(self) -> str:
+        """A line, now and then, where the port is full, or strangers' connections were closed: from where."""
+        return self._strangers.take_report() if self._strangers is not None else ""
 
     def receive(self, timeout: float) -> Received | None:
         """The next message, waiting for up to `timeout` seconds."""
@@ -243,9 +259,8 @@ class Server(Endpoint):
         if self._generation == process.generation():
             try:
                 self._socket.unbind(self.address)
-                assert self._monitor is not None
-                if self._monitor.poll(1000):
-                    recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                assert self._strangers is not None
+                self._strangers.unbound.wait(1.0)
             except zmq.ZMQError:
                 pass  # not bound, after all
             process.dismiss(self._domain)
@@ -268,9 +283,7 @@ class Client(Endpoint):
         name: str,
         reconnect: tuple[float, float] = _RECONNECT_SECONDS,
     ) -> None:
-        _check_address(address, name)
-        if keys is None and not _is_local(address):
-            raise UserError(f"{name} at {address} is on another machine, so the run's key file is needed")
+        check_reach(address, keys, name)
         super().__init__(zmq.DEALER, address, name)
         self._losses = 0
         self._keys = keys
@@ -386,7 +399,7 @@ class Client(Endpoint):
             self._refuse("refuses this key")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
             no_key = self._keys is None
-            self._refuse("wants a key: give the run's key file" if no_key else _NO_KEYS)
+            self._refuse(_WANTS_KEY if no_key else _NO_KEYS)
         elif event == zmq.EVENT_DISCONNECTED:
             self._losses += self._linked
             # Before the end of a handshake there are several causes: see _probe.
@@ -418,6 +431,8 @@ class Client(Endpoint):
         if re.match(rb"\xff.{8}[\x7f\x01]", greeting, re.DOTALL):
             if self._keys is not None and hung_up:
                 self._refuse(_NO_KEYS if greeting[_MECHANISM].startswith(b"NULL") else "refuses this key")
+            elif self._keys is None and hung_up and greeting[_MECHANISM].startswith(b"CURVE"):
+                self._refuse(_WANTS_KEY)
         elif greeting:
             self._refuse("speaks no Atoll")
         else:
@@ -438,17 +453,18 @@ def poll(endpoints: Sequence[_Self], timeout: float, wake: int = -1) -> list[_Se
     return [endpoint for endpoint in endpoints if endpoint._socket in ready or endpoint.wake in ready]
 
 
-def _monitor_of(link: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+def _monitor_of(link: zmq.Socket[bytes], events: int, room: int = 0) -> zmq.Socket[bytes]:
     """The socket on which libzmq tells of these events of `link`.
 
-    It has room for any number, some 300 bytes each: libzmq's one thread for all of a process's connections
-    waits for room there. A client whose server is away has two events for each try, and its owner may look at
-    it only when a long evaluation is over.
+    A server's has a thread that does nothing but read it (net/strangers.py), and a bound: others decide how
+    many events there are. A client's has room for any number (0), some 300 bytes each: libzmq's one thread
+    for all of a process's connections waits for room there. A client whose server is away has two events for
+    each try, and its owner may look at it only when a long evaluation is over.
     """
     place = f"inproc://atoll-monitor-{next(_monitors)}"
     link.monitor(place, events)
     watch = process.context().socket(zmq.PAIR)
-    watch.linger, watch.rcvhwm = 0, 0
+    watch.linger, watch.rcvhwm = 0, room
     watch.connect(place)
     return watch
 
@@ -492,7 +508,9 @@ def _milliseconds(seconds: float) -> int:
 
 def host_and_port(address: str) -> tuple[str, int] | None:
     """What "tcp://HOST:PORT" names; None for what is no such address."""
-    found = re.fullmatch(r"tcp://(?:\[([^\]]+)\]|([^\[\]/;:]+)):(\d{1,5}|\*)", address)
+    found = re.fullmatch(r"tcp://(?:\[([^\]]+)\]|([^\[\]/;:]+)):([0-9]{1,5}|\*)", address)
+    if not address.isprintable() or " " in address:
+        return None
     port = int(found[3].replace("*", "0")) if found else 0
     return (found[1] or found[2], port) if found and port < 2**16 else None
 
@@ -511,6 +529,16 @@ def _is_local(address: str) -> bool:
 def _check_address(address: str, name: str) -> None:
     if host_and_port(address) is None and not address.startswith("ipc://"):
         raise UserError(f"{name}: {address!r} is no address; write tcp://HOST:PORT or ipc://PATH")
+
+
+def check_reach(address: str, keys: Keys | None, name: str) -> None:
+    """Raise the UserError that a `Client` of `address` would raise, without connecting to it."""
+    _check_address(address, name)
+    place = host_and_port(address)
+    if place is not None and not place[1]:
+        raise UserError(f"{name}: {address!r} has no port to connect to; write tcp://HOST:PORT")
+    if keys is None and not _is_local(address):
+        raise UserError(f"{name} at {address} is on another machine, so the run's key file is needed")
 
 
 def check_listen(address: str, keys: Keys | None, name: str) -> None:
@@ -558,7 +586,7 @@ def _rest_of_greeting(link: sockets.socket) -> bytes:
     """What a ZeroMQ says after its signature, up to how it lets others in; less, if it is slow."""
     said, until = b"", time.monotonic() + _PROBE_SECONDS
     with contextlib.suppress(OSError):
-        link.sendall(_SIGNATURE + b"\x03")
+        link.sendall(b"\x03")
         while (left := _MECHANISM.stop - len(_SIGNATURE) - len(said)) > 0 and time.monotonic() < until:
             if not (more := link.recv(left)):
                 break
@@ -567,7 +595,7 @@ def _rest_of_greeting(link: sockets.socket) -> bytes:
 
 
 def _greeting_of(address: str) -> bytes | None:
-    """The first bytes that whoever listens at `address` says, unasked but for a ZeroMQ; empty where it hangs
+    """The first bytes that whoever listens at `address` says to a ZeroMQ's signature; empty where it hangs
     up, None where it is silent."""
     place = host_and_port(address)
     try:
@@ -578,6 +606,7 @@ def _greeting_of(address: str) -> bytes | None:
             link.settimeout(_PROBE_SECONDS)
             link.connect(address.removeprefix("ipc://"))
         with link:
+            link.sendall(_SIGNATURE)  # the kernel keeps a silent connection from a server of ours
             try:
                 said = link.recv(10)
             except TimeoutError:

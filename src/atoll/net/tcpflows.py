@@ -29,9 +29,10 @@ Told: TypeAlias = Callable[[Taken | FlowLost], None]
 
 GREETING_SECONDS = 10.0  # for a connection to say its token
 SILENCE_SECONDS = 300.0  # in the middle of a transfer, after which its sender is given up
-MOST_STRANGERS = 16  # connections that have not said a token yet
+MOST_STRANGERS = 16  # connections that have not said a token yet; for another, the oldest is closed
 _LENGTH = struct.Struct("<Q")
 _LOOK_SECONDS = 0.2
+_FULL_SECONDS = 0.05  # before another try, where this process has too many files open
 _SOCKET_LOOK = 0.05  # how often a sender that cannot send looks at what else there is
 _PIECE = 2**20
 
@@ -155,12 +156,16 @@ class TcpFlows:
                 self._told(FlowLost(flow=flow.number, reason=reason))
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it is gone again
+        try:
             link, _ = self._listener.accept()
-            strangers = sum(each.flow is None for each in self._links.values())
-            if strangers >= MOST_STRANGERS:
-                link.close()
-                return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # else it is gone again
+                self._over.wait(_FULL_SECONDS)
+            return
+        with contextlib.suppress(OSError):
+            strangers = [each for each in self._links.values() if each.flow is None]  # the oldest first
+            if len(strangers) >= MOST_STRANGERS:
+                self._end(strangers[0])
             link.setblocking(False)
             self._links[link.fileno()] = _Link(link, None, time.monotonic())
             self._selector.register(link, selectors.EVENT_READ)

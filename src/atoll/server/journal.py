@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from atoll.core.descriptors import files_in, opened
 from atoll.core.errors import CheckpointError, RunError, UserError
 from atoll.store.frames import FRAME_BYTES, encode_frame, is_other_kind
 from atoll.store.outcomes import StoreError
@@ -127,14 +128,15 @@ class Folder:
         self.identity = msgspec.structs.replace(self.identity, **changes)
         path, beside = self.path / _IDENTITY, self.path / f"{_IDENTITY}.new"
         try:
-            beside.write_bytes(msgspec.json.encode(self.identity))
+            opened(lambda: beside.write_bytes(msgspec.json.encode(self.identity)))
             beside.replace(path)
         except OSError as error:
             raise JournalError(f"{path}: cannot be written: {error.strerror}") from None
 
     def segments(self) -> dict[int, Path]:
         """The journal's files, by number."""
-        found = {int(path.stem.partition("-")[2]): path for path in self.path.glob("journal-*.bin")}
+        paths = [self.path / name for name in files_in(self.path, "journal-*.bin")]
+        found = {int(path.stem.partition("-")[2]): path for path in paths}
         return dict(sorted(found.items()))
 
     def segment(self, number: int) -> Path:
@@ -384,14 +386,16 @@ class Journal:
             if path.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             self.folder.spare.rename(path)
-            self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            self._file = opened(lambda: os.open(path, os.O_WRONLY | os.O_CLOEXEC))
         except FileNotFoundError:
-            self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+            self._file = opened(lambda: os.open(path, flags, 0o644))
         if self._sync:
             self._sync_folder()
 
     def _sync_folder(self) -> None:
-        folder = os.open(self.folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        folder = opened(lambda: os.open(self.folder.path, flags))
         try:
             os.fsync(folder)
         finally:

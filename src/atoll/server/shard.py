@@ -272,6 +272,8 @@ class Shard:
         self._peers.send(peer, Refused(reason=reason[:4000], request=request))
 
     def _see_to_links(self) -> None:
+        if report := self._server.take_report():
+            self.warn(f"{self.name}'s port {self._server.address}: {report}")
         if self._hub is not None:
             self._hub.steps = self._model.iterations if self._model is not None else 0
             self._hub.take()

@@ -20,12 +20,14 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
+from atoll.core.descriptors import files_in, opened
 from atoll.core.errors import CheckpointError, UserError
 from atoll.core.points import reach
 from atoll.tensors.shardoptimizer import ShardOptimizer, SlotValues
@@ -236,15 +238,14 @@ class _Taking:
 
     def _write(self) -> None:
         """On the thread: every copy to its file, then the heading, then the new name."""
-        partial = self._final.with_name(self._final.name + _PARTIAL)
+        writing = self._final.with_name(self._final.name + _PARTIAL)
         try:
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir(parents=True)
+            _remove_partial(writing)
+            writing.mkdir(parents=True)
             records = []
             while (copied := self._copies.get()) is not None and not self._stop:
                 file_name = f"chunk-{copied.chunk}.safetensors"
-                size, checksum = write_tensors(partial / file_name, copied.tensors)
+                size, checksum = opened(partial(write_tensors, writing / file_name, copied.tensors))
                 records.append(
                     ChunkRecord(
                         chunk=copied.chunk,
@@ -256,16 +257,16 @@ class _Taking:
                     )
                 )
             if self._stop:
-                shutil.rmtree(partial)
+                _remove_partial(writing)
                 return
-            with (partial / _FILE).open("xb") as file:
+            with opened(lambda: (writing / _FILE).open("xb")) as file:
                 file.write(msgspec.json.encode(Contents(heading=self.heading, chunks=records)))
                 flush(file)
             if not self._may_end.wait(_JOURNAL_SECONDS):
                 raise OSError(f"the journal was not written within {_JOURNAL_SECONDS:g} s")
             if self._final.exists():
                 _remove(self._final)
-            partial.rename(self._final)
+            writing.rename(self._final)
             reach("shard.snapshot")
             for older in _wholes(self._folder):
                 if older != self._final:
@@ -273,7 +274,7 @@ class _Taking:
         except Exception as error:  # a full disk, say: told by the shard, which serves on
             self.error = str(error) or type(error).__name__
             with contextlib.suppress(OSError):
-                shutil.rmtree(partial)
+                _remove_partial(writing)
         finally:
             self.over.set()
 
@@ -341,14 +342,19 @@ def _taken_out(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _remove(snapshot: Path) -> None:
     """Remove a whole snapshot; half removed, it has the name of one that is none."""
     going = snapshot.with_name(snapshot.name + ".old" + _PARTIAL)
-    if going.exists():
-        shutil.rmtree(going)
+    _remove_partial(going)
     snapshot.rename(going)
-    shutil.rmtree(going)
+    _remove_partial(going)
+
+
+def _remove_partial(folder: Path) -> None:
+    if folder.exists():
+        opened(lambda: shutil.rmtree(folder))
 
 
 def _wholes(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("snapshot-*") if path.suffix != _PARTIAL and path.is_dir()]
+    paths = [folder / name for name in files_in(folder, "snapshot-*")]
+    return [path for path in paths if path.suffix != _PARTIAL and path.is_dir()]
 
 
 def _refuse_others(folder: Path, run: str, shard: int) -> None:

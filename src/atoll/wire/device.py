@@ -58,7 +58,8 @@ class Begin(Message, frozen=True):
     reach one another through tunnels that lose nothing, to UDP ports from `udp_port` on (0: any free ones).
 
     Times are in seconds; -1 for `round_timeout` and `backoff`: adapted to what is measured. `timeout` is the
-    deadline of each wait for other nodes. `hub` is the witness's address, where there is one.
+    deadline of each wait for other nodes. `hub` is the witness's address, where there is one. The run has
+    `nodes` nodes, from 0 on (0: as many as there can be).
     """
 
     run: Name
@@ -75,6 +76,7 @@ class Begin(Message, frozen=True):
     backoff: float = -1.0
     timeout: Seconds = 600.0
     hub: Name = ""
+    nodes: Count = 0
 
 
 class Listening(Message, frozen=True):

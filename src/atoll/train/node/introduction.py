@@ -295,6 +295,7 @@ def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) ->
             backoff=-1.0 if config.backoff_seconds is None else config.backoff_seconds,
             timeout=config.timeout_seconds,
             hub=meeting.hub,
+            nodes=meeting.world,
         )
     )
     answer, _ = side.await_message(_START_SECONDS, "its start")

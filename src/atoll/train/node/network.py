@@ -4,6 +4,9 @@ A node listens at one address, and makes two connections to each other node: one
 that an acknowledgement does not wait behind a gradient. Over link.transport "ltp" the chunks go through a
 tunnel that loses nothing. A connection that breaks is made anew; what was under way on it is lost, and
 whoever sends is told that it is up again. Used from one thread.
+
+A node hears where another one is from its launch, from a view, and from a greeting. An address where no node
+can be makes no connection, and ends nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +15,22 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import NamedTuple
 
 from atoll.core.errors import RunError, UserError
-from atoll.net.endpoint import NOTHING_LISTENS, SOON, Buffer, Client, Endpoint, Received, Server, poll
+from atoll.net.endpoint import (
+    NOTHING_LISTENS,
+    SOON,
+    Buffer,
+    Client,
+    Endpoint,
+    Received,
+    Server,
+    check_reach,
+    host_and_port,
+    poll,
+)
 from atoll.net.keys import Keys
 from atoll.net.tunnel import TunnelClient, TunnelServer, Wish
 from atoll.wire.base import VERSION, WireError
@@ -81,7 +96,7 @@ class _Link:
 
     @property
     def is_up(self) -> bool:
-        return all(way.greeted and way.client.connected for way in self.ways)
+        return bool(self.ways) and all(way.greeted and way.client.connected for way in self.ways)
 
 
 @dataclass
@@ -150,20 +165,52 @@ class Network:
     def is_deaf(self, node: int) -> bool:
         """Whether nothing listens where a node was said to be."""
         link = self._links.get(node)
-        return link is not None and link.ways[_WORDS].client.trouble == NOTHING_LISTENS
+        return link is not None and bool(link.ways) and link.ways[_WORDS].client.trouble == NOTHING_LISTENS
 
     def link_to(self, at: NodeAt) -> None:
-        """Have connections to this node, in place of any to an earlier incarnation or another address."""
+        """Have connections to this node, in place of any to an earlier incarnation or another address. To an
+        address where no node can be there are none, and `refusals` says why."""
         if at.node == self._begin.node:
             return
         link = self._links.get(at.node)
         if link is not None and link.at == at:
             return
+        reason = self._cannot_be(at.node) or self._cannot_be_at(at.node, at.address)
         if link is None and len(self._links) >= NODES:
-            raise RunError(f"{self.name}: {NODES} other nodes, which is the most")
+            self._tell("link", "", f"{self.name} has no connection to node {at.node}: {NODES} is the most")
+            return
         self.disconnect(at.node)
         self._links[at.node] = link = _Link(at, [])
-        link.ways = [self._way(link, which) for which in (_WORDS, _CHUNKS)]
+        if reason:
+            self._refused_by(link, reason)
+            return
+        try:
+            for which in (_WORDS, _CHUNKS):
+                link.ways.append(self._way(link, which))
+        except UserError as error:
+            for way in link.ways:
+                way.client.abandon()
+            link.ways = []
+            self._refused_by(link, str(error))
+
+    def _cannot_be(self, node: int) -> str:
+        """Why the run has no node of this number."""
+        count = min(self._begin.nodes or NODES, NODES)
+        return (
+            "" if node < count else f"this run has {count} nodes, from 0 to {count - 1}, and no node {node}"
+        )
+
+    def _cannot_be_at(self, node: int, address: str) -> str:
+        """Why node `node` cannot be at `address`. Without keys anybody of this machine may have named it."""
+        try:
+            check_reach(address, self.keys, f"node {node}")
+        except UserError as error:
+            return str(error)
+        own = self._server.address
+        if host_and_port(address) is not None:
+            return ""
+        is_beside = own.startswith("ipc://") and PurePath(own).parent == PurePath(address).parent
+        return "" if is_beside else f"node {node}: {address!r} is no path beside this node's"
 
     def disconnect(self, node: int) -> None:
         """Drop the connections to a node, and whatever is not sent."""
@@ -173,7 +220,7 @@ class Network:
 
     def drop_unsent(self, node: int) -> None:
         """Drop the chunks that wait to be sent to a node, which is no member any more."""
-        if node in self._links:
+        if node in self._links and self._links[node].ways:
             self._reopen(self._links[node], _CHUNKS)
 
     def set_up(self, digest: str, number: int) -> None:
@@ -225,7 +272,7 @@ class Network:
 
     def _send(self, node: int, which: int, message: NodeMessage, payload: Buffer | None) -> None:
         link = self._links.get(node)
-        if link is None or not link.ways[which].greeted:
+        if link is None or not link.ways or not link.ways[which].greeted:
             return
         header = encode(message)
         try:
@@ -252,6 +299,9 @@ class Network:
     def take(self) -> Iterator[Arrived | Met]:
         """What has come, a bounded number at a time. Raises UserError when a node refuses us before we were
         ever among them (`is_member`), as for another run, or another model."""
+        report = self._server.take_report()
+        if report:
+            self._tell("port", "", f"{self.name}'s port {self._server.address}: {report}")
         for link in [link for link in self._links.values() if not link.looked_at]:
             link.looked_at = time.monotonic()
             self._see(link)
@@ -304,6 +354,9 @@ class Network:
             return f"this is node {begin.node}, not node {greet.to}"
         if greet.node == begin.node:
             return f"two nodes with the name {begin.node}: the other one is at {self.address}"
+        wrong = self._cannot_be(greet.node) or self._cannot_be_at(greet.node, greet.address)
+        if wrong or greet.way not in (_WORDS, _CHUNKS):
+            return wrong or f"a connection is for words, {_WORDS}, or for chunks, {_CHUNKS}, not {greet.way}"
         incarnation, life = self._lives.get(greet.node, (-1, ""))
         if greet.incarnation < incarnation:
             return f"incarnation {greet.incarnation} of node {greet.node} is over: {incarnation} is here"
@@ -380,7 +433,9 @@ class Network:
         if isinstance(message, Greeted):
             way.greeted, link.refusal, self.has_answered = True, "", True
             self._note_trains(link.at.node, message.digest, message.number)
-            if way is link.ways[_WORDS] and self._digest:  # set up, maybe, since this greeting was sent
+            if (
+                link.ways and way is link.ways[_WORDS] and self._digest
+            ):  # set up, maybe, since this greeting was sent
                 self.send(link.at.node, Trains(digest=self._digest, number=self._number))
         elif isinstance(message, Refused) and message.request == "Greet":
             self._refused_by(link, f"node {link.at.node} at {link.at.address} refused: {message.reason}")
