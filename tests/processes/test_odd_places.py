@@ -27,7 +27,7 @@ def test_a_module_in_a_folder_that_is_not_utf8_on_a_terminal_that_is_ascii(tmp_p
         + "import signal\nstep(1)\nprint('loss 1 · ü', sys.argv[1:], __spec__.name, flush=True)\n"
         + "if RANK == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
         + "journal_0 = Path(os.environ['ATOLL_RUN_DIRECTORY'], 'workers', '0.jsonl')\n"
-        + "while 'killed' not in journal_0.read_text(): time.sleep(0.05)\n"
+        + "while not journal_0.exists() or 'killed' not in journal_0.read_text(): time.sleep(0.05)\n"
         + "step(2)\nsay(Finished, iteration=2)\n",
         encoding="utf-8",
     )
