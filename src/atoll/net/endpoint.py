@@ -39,7 +39,6 @@ SERVER_OUTGOING = 4096  # messages that wait for one client; beyond, they are dr
 CLIENT_INCOMING = 64
 CLIENT_OUTGOING = 100_000  # messages, not copies: payloads lie where their owner has them
 CLOSING_SECONDS = 1.0  # how long a closed client still tries to send what it holds
-_BACKLOG = 4096  # connections that wait to be accepted: thousands may come at once
 _HANDSHAKE_SECONDS = 10.0
 _BACKLOG = 4096  # connections that wait to be accepted; the system may allow fewer
 _MONITOR_EVENTS = 1  # of a server's connections that wait here, and libzmq's own thousand: then libzmq waits
@@ -196,7 +195,6 @@ class Server(Endpoint):
             door.curve_secretkey = keys.server_secret.encode("ascii")
             door.curve_publickey = keys.server_public.encode("ascii")
             process.admit(self._domain, z85.decode(keys.client_public))
-        door.backlog = _BACKLOG
         monitor = _monitor_of(door, STRANGERS_EVENTS, _MONITOR_EVENTS)
         self._strangers = Strangers(self.name, monitor, has_keys=keys is not None)
         try:

@@ -34,9 +34,9 @@ class Lessor(Protocol):
 
 
 _LATE = (
-    "session.sampler: samples of epoch {} come at the beginning of epoch {}, where one batch may have samples "
-    "of both: they made no whole batch, or a worker that was lost had them; each sample counts once an "
-    "epoch, so leave it as it is"
+    "session.sampler: samples of epoch {} come at the beginning of epoch {}, where one batch may have "
+    "samples of both: they made no whole batch, or a worker that was lost had them; each sample counts once "
+    "an epoch, so leave it as it is"
 )
 
 
