@@ -85,6 +85,12 @@ class Command:
         return journal.read_text().count("stepdone") if journal.exists() else 0
 
 
+def cause_of(err: str) -> str:
+    """The line on the first cause: the command's last, or the one before what followed from the cause."""
+    lines = err.splitlines()
+    return lines[-2] if lines[-1].startswith("atoll: then ") else lines[-1]
+
+
 def wait_for(condition: Callable[[], object], what: str, deadline: float = DEADLINE) -> None:
     until = time.monotonic() + deadline
     while not condition():

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from run_command import Command, wait_for
+from run_command import Command, cause_of, wait_for
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -158,8 +158,9 @@ def test_where_a_majority_dies_the_run_ends_with_a_line_that_says_the_way_out(co
         workers[node].kill()
     _, err = launched.communicate(timeout=100)
     assert launched.returncode == 1, err
-    last = err.strip().splitlines()[-1]
-    assert last.startswith("atoll: node 0 waited 20.")
+    assert cause_of(err).startswith("atoll: worker 1 was killed by SIGKILL")
+    last = err.splitlines()[-1]
+    assert last.startswith("atoll: then node 0 waited 20.")
     assert "it waits for a majority of the 3 nodes of view 0: there is none without node 1 and node 2" in last
     assert "if they are lost, go on from a checkpoint" in last
 

@@ -113,7 +113,7 @@ def test_the_first_traceback_whole_and_once(command: Command) -> None:
     assert "runpy" not in shown
     assert "inner()" in shown
     assert "Connection closed" not in shown
-    assert "atoll: worker 0 ended with KeyError; the workers' logs are in run/logs" in err
+    assert "atoll: worker 0 ended with KeyError at train.py:" in err
     assert "last words" in out
     assert "last words" in (command.directory / "run" / "logs" / "worker-0.log").read_text()
     failed = [event for event in command.summary()["events"] if event["event"] == "failed"]
@@ -130,7 +130,8 @@ def test_a_users_mistake_in_the_workers_is_one_line(command: Command) -> None:
 def test_the_scripts_own_exit_status_passes(command: Command) -> None:
     code, _, err = command.run(PREAMBLE + "print('why', RANK)\nif RANK == 1: sys.exit(3)\n" + FOREVER)
     assert code == 3
-    assert "why 1\natoll: worker 1 ended with status 3; its log is run/logs/worker-1.log" in err
+    assert "why 1\natoll: worker 1 ended with status 3 (sys.exit at train.py:" in err
+    assert "; its log is run/logs/worker-1.log\natoll: then worker 0 was stopped\n" in err
 
 
 def test_a_killed_worker_is_named(command: Command) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from killed_runs import services
-from run_command import DEADLINE, Command, wait_for
+from run_command import DEADLINE, Command, cause_of, wait_for
 
 SAMPLES, EPOCHS, BATCH = 150, 2, 3
 DYING = 1  # the worker that is killed
@@ -173,7 +173,7 @@ def test_a_worker_that_is_killed_before_the_run_begins_ends_it_at_once(command: 
     process = served(command, dies + STEADY, "timeout = '1h'", workers=2)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1, err
-    last = err.splitlines()[-1]
+    last = cause_of(err)
     assert last.startswith("atoll: worker 1 was killed by SIGKILL before the run began")
     assert "the others go on" not in err
     assert command.alive() == []

@@ -137,7 +137,7 @@ def test_an_error_of_the_handler_is_told_and_a_second_signal_ends_the_rest(comma
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 143
     assert "OSError: no room for the checkpoint" in err
-    assert "atoll: stopped by SIGTERM; worker 0 ended with OSError; the workers' logs are in run/logs" in err
+    assert "atoll: stopped by SIGTERM; worker 0 ended with OSError at train.py:" in err
     assert command.alive() == []
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 from killed_runs import HUB, STEADY, hub_decisions, kill, services, start, worker_pid
-from run_command import DEADLINE, Command, wait_for
+from run_command import DEADLINE, Command, cause_of, wait_for
 
 SAMPLES, EPOCHS, BATCH = 90, 2, 3
 
@@ -91,7 +91,7 @@ def test_a_hub_that_is_killed_again_and_again_ends_the_run_with_one_line(command
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
     assert len(killed) == 4
-    last = err.splitlines()[-1]
+    last = cause_of(err)
     assert last.startswith("atoll: the hub was killed by SIGKILL for the 4th time, and the run cannot go on")
     assert "run/logs/hub.log" in last
     assert "Traceback" not in err

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import runpy
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from atoll.core.errors import DeadlineError, PeerLostError
-from atoll.core.events import Failed
+from atoll.core.errors import DeadlineError, MismatchError, PeerLostError
+from atoll.core.events import (
+    AnyEvent,
+    Ended,
+    Failed,
+    Gone,
+    Joining,
+    Logged,
+    Started,
+    Warned,
+    decode,
+    encode,
+)
+from atoll.core.texts import one_line, shortened, writable
+from atoll.launch.causes import Causes
+from atoll.launch.ends import EndWatch
 from atoll.launch.launcher import WorkerEnd, read_ends, write_ends
 from atoll.launch.tail import Tail, last_lines, shown
-from atoll.launch.verdict import Verdict, judge, stopped
+from atoll.launch.verdict import Judge, Verdict
 from atoll.launch.worker import END_OF_OUTPUT, describe, is_echo
+from atoll.observe.lastwords import LAST_WORDS_VARIABLE, LastWords, say
 from atoll.observe.rundir import RunDirectory
 
 
@@ -58,6 +81,17 @@ def test_a_syntax_error_points_at_the_line(tmp_path: Path) -> None:
     assert "runpy" not in said
 
 
+def test_an_error_of_the_script_s_own_code_is_no_echo(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise OSError('example.org: connection reset by peer')\n")
+    assert not is_echo(failure_of(script))
+
+
+def raised_while(first: Exception, second: Exception) -> Exception:
+    second.__context__ = first
+    return second
+
+
 @pytest.mark.parametrize(
     ("error", "echo"),
     [
@@ -67,62 +101,315 @@ def test_a_syntax_error_points_at_the_line(tmp_path: Path) -> None:
         (RuntimeError("boom"), False),
         (ValueError("Connection closed by peer"), False),
         (DeadlineError("worker 0 waited for worker 1"), False),
+        (raised_while(PeerLostError("worker 1 is gone"), ValueError("my handler")), True),
+        (raised_while(KeyError("key"), ValueError("mine")), False),
+        (
+            raised_while(RuntimeError("Connection closed by peer"), MismatchError("worker 1 is at the end")),
+            False,
+        ),
     ],
 )
 def test_an_echo_is_what_another_workers_end_has_caused(error: Exception, echo: bool) -> None:
     assert is_echo(error) == echo
 
 
+def judged(
+    run: RunDirectory, *events: AnyEvent, status: int = 1, survived: int | None = None, stalled: bool = False
+) -> Verdict:
+    causes = Causes()
+    for event in events:
+        causes.take(event)
+    if survived is not None:
+        causes.survive(survived, 1e9)
+    return Judge(causes, run, began=0.0).judge(status, stalled)
+
+
+def gone(worker: int, time: float, code: int) -> Gone:
+    return Gone(time=time, worker=worker, exit_code=code)
+
+
+def started(worker: int, time: float = 0.5) -> Started:
+    return Started(time=time, worker=worker, workers=2, strategy="ring", device="cpu", pid=1)
+
+
+def ending(status: int, call: str, message: str = "", line: str = "") -> Ended:
+    return Ended(time=2.0, worker=1, status=status, call=call, message=message, line=line)
+
+
 class TestVerdict:
     def test_all_went_well(self, run: RunDirectory) -> None:
-        assert judge([], [], 0, run) == Verdict(0)
+        assert judged(run, started(0), gone(0, 2.0, 0), status=0) == Verdict(0)
 
     def test_the_first_own_failure_counts(self, run: RunDirectory) -> None:
-        failures = [failed(0, 1.0, echo=True), failed(2, 3.0), failed(1, 2.0, status=2)]
-        ends = [WorkerEnd(0, 10, 1), WorkerEnd(3, 13, -9)]
-        assert judge(failures, ends, 1, run) == Verdict(2, "message 1")
+        events: list[AnyEvent] = [
+            failed(0, 1.0, echo=True),
+            failed(2, 3.0),
+            failed(1, 2.0, status=2),
+            gone(3, 4.0, -9),
+        ]
+        verdict = judged(run, started(0), *events, gone(0, 1.1, 1))
+        assert verdict.status == 2
+        assert verdict.line == "worker 1, after 2.0 s: message 1"
+        assert (
+            verdict.followed
+            == "then worker 0 lost touch with it; worker 2 ended with ValueError; worker 3 was stopped"
+        )
+
+    def test_what_all_say_is_said_once_and_of_nobody(self, run: RunDirectory) -> None:
+        said = [msgspec.structs.replace(failed(each, 1.0 + each, status=2), message="no") for each in (0, 1)]
+        assert judged(run, started(0), *said) == Verdict(2, "no")
 
     def test_a_traceback_is_shown_whole(self, run: RunDirectory) -> None:
-        verdict = judge([failed(1, 1.0, traceback="Traceback\n  x\nValueError: m")], [], 1, run)
+        run.log(1).touch()
+        failure = failed(1, 1.0, traceback="Traceback\n  x\nValueError: m")
+        verdict = judged(run, msgspec.structs.replace(failure, line="train.py:7"))
         assert verdict.detail == "worker 1:\nTraceback\n  x\nValueError: m"
-        assert verdict.line.startswith("worker 1 ended with ValueError")
+        assert verdict.line == (
+            f"worker 1 ended with ValueError at train.py:7, after 1.0 s: message 1; its log is {run.log(1)}"
+        )
 
     def test_a_killed_worker_comes_before_the_echo_of_its_end(self, run: RunDirectory) -> None:
-        ends = [WorkerEnd(0, 10, 1), WorkerEnd(1, 11, -signal.SIGSEGV), WorkerEnd(2, 12, -signal.SIGTERM)]
+        ends: list[AnyEvent] = [gone(0, 1.1, 1), gone(1, 1.2, -signal.SIGSEGV), gone(2, 1.3, -signal.SIGTERM)]
         run.log(1).write_text("Fatal Python error: Segmentation fault\n")
-        verdict = judge([failed(0, 1.0, echo=True)], ends, 1, run)
-        assert verdict.line.startswith("worker 1 was killed by SIGSEGV; its log is")
+        verdict = judged(run, started(1), failed(0, 1.0, echo=True), *ends)
+        assert verdict.line == f"worker 1 was killed by SIGSEGV, after 1.2 s; its log is {run.log(1)}"
         assert verdict.detail == "Fatal Python error: Segmentation fault"
+        assert verdict.followed == "then worker 0 lost touch with it; worker 2 was stopped"
 
     def test_a_worker_that_the_launcher_stopped_is_not_the_cause(self, run: RunDirectory) -> None:
-        ends = [WorkerEnd(0, 10, 1), WorkerEnd(1, 11, -signal.SIGTERM)]
-        assert judge([failed(0, 1.0, echo=True)], ends, 1, run) == Verdict(1, "message 0")
+        verdict = judged(run, failed(0, 1.0, echo=True), gone(0, 1.1, 1), gone(1, 1.2, -signal.SIGTERM))
+        assert (verdict.status, verdict.line) == (1, "message 0")
 
     def test_a_worker_that_somebody_terminated_is_named(self, run: RunDirectory) -> None:
-        verdict = judge([], [WorkerEnd(1, 11, -signal.SIGTERM), WorkerEnd(0, 10, -signal.SIGTERM)], 1, run)
+        verdict = judged(run, started(0), gone(1, 1.0, -signal.SIGTERM), gone(0, 1.1, -signal.SIGTERM))
         assert verdict.line.startswith("worker 1 was killed by SIGTERM")
+        assert verdict.status == 143
+
+    @pytest.mark.parametrize(
+        ("end", "said", "status"),
+        [
+            (ending(3, "sys.exit", line="t.py:3"), "ended with status 3 (sys.exit at t.py:3), after", 3),
+            (ending(1, "sys.exit", "no data"), "ended with status 1 (sys.exit), after 2.0 s: no data;", 1),
+            (
+                ending(0, "sys.exit", line="t.py:3"),
+                "ended with status 0 (sys.exit at t.py:3), after 2.0 s, before its session was over;",
+                1,
+            ),
+            (ending(130, "KeyboardInterrupt"), "was interrupted (KeyboardInterrupt), after 2.0 s;", 130),
+        ],
+    )  # fmt: skip
+    def test_an_exit_is_named_with_its_line_and_text(
+        self, run: RunDirectory, end: Ended, said: str, status: int
+    ) -> None:
+        echo = failed(0, 1.5, echo=True)
+        verdict = judged(run, started(0), started(1), echo, end, gone(1, 2.1, end.status))
+        assert verdict.line.startswith(f"worker 1 {said}")
+        assert (verdict.status, verdict.followed) == (status, "then worker 0 lost touch with it")
+
+    def test_an_end_without_a_word_is_named(self, run: RunDirectory) -> None:
+        """`os._exit(0)`: nobody but the parent knows of it."""
+        verdict = judged(run, started(0), started(1), gone(1, 1.0, 0), failed(0, 0.9, echo=True))
+        assert verdict.line.startswith(
+            "worker 1 ended with status 0, after 1.0 s, before its session was over;"
+        )
+
+    def test_a_script_that_never_leaves_its_session_is_not_the_cause_of_an_error(
+        self, run: RunDirectory
+    ) -> None:
+        own = failed(0, 2.0, traceback="Traceback ...")
+        verdict = judged(run, started(0), started(1), gone(1, 1.0, 0), own, gone(0, 2.1, 1))
+        assert verdict.line.startswith("worker 0 ended with ValueError")
+
+    def test_who_never_joins_is_named(self, run: RunDirectory) -> None:
+        events: list[AnyEvent] = [
+            Joining(time=0.5, worker=0),
+            Ended(time=1.0, worker=1, status=0),
+            gone(1, 1.1, 0),
+        ]
+        causes = Causes()
+        for event in events:
+            assert causes.absent() is None
+            causes.take(event)
+        absent = causes.absent()
+        assert absent is not None
+        assert absent.worker == 1
+        verdict = judged(run, *events, gone(0, 2.0, -15), status=0, stalled=True)
+        assert verdict.line.startswith(
+            "worker 1 ended with status 0, after 1.0 s, without calling atoll.join;"
+        )
+        assert (verdict.status, verdict.followed) == (1, "then worker 0 was stopped")
+        causes.take(started(0))
+        assert causes.absent() is None
+
+    def test_an_end_that_the_run_survived_is_not_the_cause_of_a_later_error(self, run: RunDirectory) -> None:
+        events: list[AnyEvent] = [started(0), started(1), gone(1, 1.0, -9), failed(0, 2.0), gone(0, 2.1, 1)]
+        assert judged(run, *events).line.startswith("worker 1 was killed by SIGKILL")
+        assert judged(run, *events, survived=1).line == "worker 0, after 2.0 s: message 0"
+
+    def test_where_all_are_lost_the_first_is_named(self, run: RunDirectory) -> None:
+        events: list[AnyEvent] = [started(0), started(1), gone(1, 1.0, -9), gone(0, 2.0, -9)]
+        assert judged(run, *events, survived=1).line.startswith("worker 0 was killed")
+        verdict = judged(run, started(0), started(1), gone(1, 1.0, -9), failed(0, 2.0, echo=True), survived=1)
+        assert verdict.line.startswith("worker 1 was killed")
+
+    def test_the_launchers_word_is_nobodys(self, run: RunDirectory) -> None:
+        lost = msgspec.structs.replace(failed(0, 1.0), message="shard 0: no space left", by_launcher=True)
+        verdict = judged(run, started(0), lost, failed(0, 1.5, echo=True), gone(1, 1.6, -15))
+        assert verdict.line == "shard 0: no space left"
+        assert verdict.followed == "then worker 0 lost touch with it; worker 1 was stopped"
+
+    def test_a_text_of_any_kind_is_one_line(self, run: RunDirectory) -> None:
+        text = "caught \x1b[31m\x00\nTraceback\n  x\nKeyError: 'key'" + "z" * 10_000_000
+        failure = msgspec.structs.replace(failed(1, 1.0, traceback="Traceback"), message=text)
+        verdict = judged(run, failure)
+        assert verdict.line.isprintable()
+        assert len(verdict.line) < 1000
+        assert "caught" in verdict.line
 
     def test_the_launcher_itself(self, run: RunDirectory) -> None:
         run.launcher_log.write_text("OSError: no port\n")
-        verdict = judge([], [], 1, run)
-        assert verdict == Verdict(
+        assert judged(run) == Verdict(
             1, f"torchrun's launcher failed; its log is {run.launcher_log}", "OSError: no port"
         )
 
     def test_stopped_from_outside(self, run: RunDirectory) -> None:
-        assert stopped(signal.SIGINT, [], [], run) == Verdict(130, "stopped by Ctrl-C")
-        assert stopped(signal.SIGTERM, [], [], run) == Verdict(143, "stopped by SIGTERM")
+        judge = Judge(Causes(), run, began=0.0)
+        assert judge.stopped(signal.SIGINT, 1.0, []) == Verdict(130, "stopped by Ctrl-C")
+        assert judge.stopped(signal.SIGTERM, 1.0, []) == Verdict(143, "stopped by SIGTERM")
 
     def test_what_a_script_ended_with_after_sigterm_is_told_beside_it(self, run: RunDirectory) -> None:
-        failures = [failed(0, 2.0, echo=True), failed(1, 3.0)]
-        assert stopped(signal.SIGTERM, failures, [], run) == Verdict(143, "stopped by SIGTERM; message 1")
-        assert stopped(signal.SIGINT, failures, [], run) == Verdict(130, "stopped by Ctrl-C")
+        causes = Causes()
+        for event in (failed(0, 2.0, echo=True), failed(1, 3.0)):
+            causes.take(event)
+        judge = Judge(causes, run, began=0.0)
+        assert judge.stopped(signal.SIGTERM, 1.0, []) == Verdict(
+            143, "stopped by SIGTERM; worker 1, after 3.0 s: message 1"
+        )
+        assert judge.stopped(signal.SIGINT, 1.0, []) == Verdict(130, "stopped by Ctrl-C")
+        assert (
+            judge.stopped(signal.SIGINT, 9.0, []).line == "worker 1, after 3.0 s: message 1"
+        )  # it had failed before
 
     def test_who_was_killed_after_the_grace_is_named(self, run: RunDirectory) -> None:
-        verdict = stopped(signal.SIGTERM, [], ["worker 0", "worker 1"], run)
+        verdict = Judge(Causes(), run, 0.0).stopped(signal.SIGTERM, 1.0, ["worker 0", "worker 1"])
         assert verdict.line == (
             "stopped by SIGTERM; worker 0 and worker 1 were killed, for not ending within run.grace"
         )
+
+
+# -- texts and the pipe ------------------------------------------------------------------------------------
+
+
+class Word(str):
+    """As torch's KeyErrorMessage: a str of another class."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def surrogate() -> Word:
+    return Word("\udc80")
+
+
+TEXTS = st.text(st.characters(codec=None), max_size=20)
+ANYTHING: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(
+        TEXTS, TEXTS.map(Word), st.none(), st.booleans(), st.integers(), st.floats(), st.binary(max_size=3),
+        st.builds(surrogate), st.integers(2**63, 2**2000),
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS | st.integers(), inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@given(ANYTHING, TEXTS, st.dictionaries(TEXTS.map(Word), ANYTHING, max_size=3))
+def test_an_event_can_be_written_whatever_a_script_has_put_into_it(
+    text: Any, key: str, values: dict[str, Any]
+) -> None:
+    for event in (
+        Warned(time=1.0, worker=0, message=text),
+        Logged(time=1.0, worker=0, iteration=1, weight=1.0, values={key: 1.0, **values}),
+    ):
+        line = encode(event)
+        assert b"\n" not in line
+        line.decode("utf-8")
+    if isinstance(text, str):
+        read = decode(encode(Warned(time=1.0, worker=0, message=text)))
+        assert isinstance(read, Warned)
+        assert read.message == writable(text)
+
+
+def test_an_object_whose_text_cannot_be_had_hides_no_event() -> None:
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError("no text")
+
+    event: Any = Warned(time=1.0, worker=0, message=Mute())  # type: ignore[arg-type]
+    assert b"Mute" in encode(event)
+
+
+def test_what_is_written_of_a_lone_surrogate_says_what_it_was() -> None:
+    assert writable("a\udc80b") == "a\\udc80b"
+    assert type(writable(Word("a"))) is str
+    assert writable("ä 😀") == "ä 😀"
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
+    said = shortened("a" * 50_000_000 + "the end", 2000, "the log has all")
+    assert said.startswith("aaa")
+    assert said.endswith("the end")
+    assert "49,998,007 characters left out; the log has all" in said
+    assert len(said) < 2100
+    assert one_line("first\n\nsecond\nthird\n", 100) == "first ... third"
+
+
+def test_a_word_comes_through_the_pipe_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = LastWords()
+    try:
+        monkeypatch.setenv(LAST_WORDS_VARIABLE, words.where)
+        long = failed(1, 1.0, traceback="\x00" * 30_000)
+        for event in (gone(1, 2.0, -9), long):
+            say(event)
+        first, second = words.take()
+        assert first == gone(1, 2.0, -9)
+        assert isinstance(second, Failed)
+        assert (second.worker, second.message) == (1, "message 1")
+        assert "characters left out" in second.traceback
+        assert words.take() == []
+        for _ in range(30):  # more than the pipe has room for, with a reader
+            say(long)
+            assert len(words.take()) == 1
+    finally:
+        words.close()
+
+
+def test_words_go_nowhere_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The number of a process that is gone may be another one's, and its descriptor any file."""
+    with (tmp_path / "file").open("w") as file:
+        for where in (
+            "",
+            "x",
+            "1:2",
+            f"{os.getpid()}:{file.fileno()}:{os.fstat(file.fileno()).st_ino}",
+            "999999999:3:4",
+        ):
+            monkeypatch.setenv(LAST_WORDS_VARIABLE, where)
+            say(gone(1, 2.0, -9))
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_an_end_is_noticed_to_the_moment() -> None:
+    seen: queue.Queue[tuple[int, int | None, float]] = queue.Queue()
+    watch = EndWatch(lambda *each: seen.put(each))
+    for code in ("import os; os._exit(3)", "import os; os.kill(os.getpid(), 9)"):
+        with subprocess.Popen([sys.executable, "-c", code]) as process:
+            watch.watch(process.pid)
+            watch.join(60.0)
+            pid, status, _ = seen.get(timeout=60.0)
+        assert pid == process.pid
+        assert status in (process.returncode, None)  # None: Popen was faster
 
 
 def test_ends_come_back(run: RunDirectory) -> None:

@@ -127,6 +127,10 @@ _HEARTBEATS = "the thread of heartbeats, until the worker or shard ends it"
 
 # file: function: the call, and why it has no deadline of its own.
 REVIEWED: dict[str, str] = {
+    "launch/ends.py: EndWatch._wait: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)": (
+        "a thread whose task is to wait for a child's end"
+    ),
+    "observe/lastwords.py: LastWords.take: os.read(self._read, _READ_BYTES)": "a pipe that does not block",
     "lab/emulation.py: Emulation.carries: os.read(self._ready, 1)": _POLLED,
     "lab/emulation.py: _Sampler._sample: self._over.wait(_BEGIN_SECONDS), again and again": (
         "a thread that looks whether the emulator has begun, until `finish`"

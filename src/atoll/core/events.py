@@ -6,12 +6,13 @@ journal, a display and a report are subscribers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Union
+from collections.abc import Callable, Mapping
+from typing import Any, Union
 
 import msgspec
 
 from atoll.core.memory import MemoryFigures
+from atoll.core.texts import shortened, writable
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower, tag_field="event"):
@@ -196,13 +197,46 @@ class Warned(Event, frozen=True):
 
 
 class Failed(Event, frozen=True):
-    """A worker ends with an error; `echo` marks one that another worker's end has caused."""
+    """A worker ends with an error; `echo` marks one that another worker's end has caused.
+
+    `line` is the innermost line of the script that the error passed through ("train.py:28"). `by_launcher`
+    marks what the launcher says in a worker's journal: the hub or a shard was lost, say.
+    """
 
     error: str
     message: str
     traceback: str
     exit_status: int
     echo: bool = False
+    line: str = ""
+    by_launcher: bool = False
+
+
+class Joining(Event, frozen=True):
+    """A worker's script has called `atoll.join`, which waits for the other workers."""
+
+    line: str = ""
+
+
+class Ended(Event, frozen=True):
+    """A worker's script has ended without an error: at its last line, by `sys.exit`, or by KeyboardInterrupt.
+
+    `call` says how where it was not by its last line ("sys.exit"), `line` from where, and `message` is the
+    text that `sys.exit` was given.
+    """
+
+    status: int
+    call: str = ""
+    message: str = ""
+    line: str = ""
+
+
+class Gone(Event, frozen=True):
+    """A worker's process has ended, as its parent saw it: with a status, or minus the signal that killed
+    it.
+    """
+
+    exit_code: int
 
 
 class Finished(Event, frozen=True):
@@ -227,6 +261,9 @@ AnyEvent = Union[
     Warned,
     Failed,
     Finished,
+    Joining,
+    Ended,
+    Gone,
 ]
 Subscriber = Callable[[AnyEvent], None]
 
@@ -250,8 +287,54 @@ _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
 def encode(event: AnyEvent) -> bytes:
-    """One line of JSON, without its end of line. NaN and infinities become null."""
-    return _encoder.encode(event)
+    """One line of JSON, without its end of line. NaN and infinities become null.
+
+    Never raises for what a script put into the event: lone surrogates become escapes, subclasses of str and
+    numbers become what they are subclasses of, and other objects become their text.
+    """
+    try:
+        return _encoder.encode(event)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return _encoder.encode(_plain(event))
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Rebuild `value` of what JSON has."""
+    if isinstance(value, msgspec.Struct):
+        fields = value.__struct_fields__
+        return msgspec.structs.replace(
+            value, **{name: _plain(getattr(value, name), depth + 1) for name in fields}
+        )
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return writable(value)
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**64 else float(value) if abs(value) < 2**1000 else None
+    if isinstance(value, float):
+        return float(value)
+    if depth > _DEEPEST:
+        return _text_of(value)
+    if isinstance(value, Mapping):
+        return {_key(key): _plain(each, depth + 1) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(each, depth + 1) for each in value]
+    return _text_of(value)
+
+
+_DEEPEST = 16  # levels of lists and mappings in an event
+_MOST_TEXT = 1000  # characters of an object that is no JSON
+
+
+def _key(key: Any) -> str:
+    return writable(key) if isinstance(key, str) else _text_of(key)
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return shortened(repr(value), _MOST_TEXT)
+    except Exception:  # the object's own code
+        return f"<{type(value).__name__}>"
 
 
 def decode(line: bytes) -> AnyEvent:

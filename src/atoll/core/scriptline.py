@@ -8,7 +8,7 @@ import sysconfig
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 from atoll.core.characters import encoded
 
@@ -77,6 +77,20 @@ def _variable(frame: FrameType, name: str, is_function: bool) -> object:
     return value
 
 
+def line_of_error(error: BaseException) -> str:
+    """Return the innermost line of the user's own code that `error` passed through, as "train.py:28"."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        if is_script(trace.tb_frame.f_code.co_filename):
+            found = _shown(trace)
+        trace = trace.tb_next
+    return found
+
+
+def _shown(trace: TracebackType) -> str:
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+
+
 def _line_of(frame: FrameType | None) -> str:
     while frame is not None:
         if is_script(frame.f_code.co_filename):
@@ -90,6 +104,11 @@ def _line_of(frame: FrameType | None) -> str:
 def is_script(file: str) -> bool:
     """True where a code file belongs to the user."""
     return not file.startswith(_NOT_THE_SCRIPT) and not any(folder in file for folder in _PACKAGES)
+
+
+def is_atoll(file: str) -> bool:
+    """True where a code file is one of Atoll's."""
+    return file.startswith(_ATOLL)
 
 
 def at_script_line(what: str, line: str) -> str:

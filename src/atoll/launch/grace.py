@@ -11,6 +11,8 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -23,15 +25,19 @@ class Grace:
     Call `install` once, before torchrun's own `main`.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(
+        self, seconds: float, watch: Callable[[int, int, Callable[[], int | None]], None] | None = None
+    ) -> None:
+        """`watch` is called for each worker that was started: rank, process id, what reads its status."""
+        self._seconds, self._watch = seconds, watch
         self._context: Any = None  # torch's PContext: the workers, once they were started
         self._until: float | None = None  # monotonic; None: nobody has asked for the end
 
     def install(self) -> None:
         """Replace the SIGTERM handler that torch's PContext sets in `start`, which raises.
 
-        `PContext` is not public. Its `start`, `close` and `pids` were checked in torch 2.6 to 2.13.
+        `PContext` is not public. Its `start`, `close`, `pids` and `subprocess_handlers` were checked in torch
+        2.6 to 2.13.
         """
         from torch.distributed.elastic.multiprocessing.api import PContext
 
@@ -41,6 +47,10 @@ class Grace:
             start(context)
             self._context = context
             signal.signal(signal.SIGTERM, self._ask)
+            if self._watch is not None:
+                handlers = getattr(context, "subprocess_handlers", {})
+                for rank, pid in context.pids().items():
+                    self._watch(rank, pid, partial(_status_of, handlers.get(rank)))
 
         def wait_and_close(
             context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30
@@ -79,6 +89,12 @@ class Grace:
 
     def _pids(self) -> list[int]:
         return list(self._context.pids().values())
+
+
+def _status_of(handler: Any) -> int | None:
+    """The status of a worker that its agent has reaped; None where torch no longer says it so."""
+    status = getattr(getattr(handler, "proc", None), "returncode", None)
+    return status if isinstance(status, int) else None
 
 
 def _runs(pid: int) -> bool:

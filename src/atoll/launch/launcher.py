@@ -7,19 +7,26 @@ Where a run has several launches, each a node of strategy `peers`, a launch ends
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from atoll.core.config import FIRST_VARIABLE
+from atoll.core.events import Gone
+from atoll.launch.ends import EndWatch
 from atoll.launch.grace import Grace
 from atoll.launch.processes import GRACE_VARIABLE, PARENT_VARIABLE, die_with_parent
+from atoll.observe.lastwords import say
 from atoll.observe.rundir import RunDirectory
+
+_TOLD_SECONDS = 1.0  # until the last end is told
 
 
 class WorkerEnd(msgspec.Struct, frozen=True):
@@ -31,7 +38,9 @@ class WorkerEnd(msgspec.Struct, frozen=True):
 
 
 def write_ends(ends: list[WorkerEnd], path: Path) -> None:
-    path.write_bytes(msgspec.json.encode(ends))
+    """Write how workers ended; on a full disk nothing is written."""
+    with contextlib.suppress(OSError):
+        path.write_bytes(msgspec.json.encode(ends))
 
 
 def read_ends(path: Path) -> list[WorkerEnd]:
@@ -68,6 +77,33 @@ def end_as(end: WorkerEnd) -> None:
     os.kill(os.getpid(), -end.exit_code)
 
 
+class Ends:
+    """Says to `atoll run` when each worker of this launch ends, and how. `first` is its first worker."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._watch = EndWatch(self._say)
+        self._processes: dict[int, tuple[int, Callable[[], int | None]]] = {}
+
+    def watch(self, rank: int, pid: int, status: Callable[[], int | None]) -> None:
+        """Watch a worker; `status` returns its status once this process has reaped it."""
+        self._processes[pid] = (self._first + rank, status)
+        self._watch.watch(pid)
+
+    def join(self, seconds: float) -> None:
+        """Wait up to `seconds` until all ends are told."""
+        self._watch.join(seconds)
+
+    def _say(self, pid: int, code: int | None, at: float) -> None:
+        worker, status = self._processes[pid]
+        until = time.monotonic() + _TOLD_SECONDS
+        while code is None and time.monotonic() < until:  # the agent has just reaped it
+            code = status()
+            time.sleep(0.01)
+        if code is not None:
+            say(Gone(time=at, worker=worker, exit_code=code))
+
+
 def main() -> None:
     # SIGHUP, not SIGKILL: the launcher then stops its workers' sessions with all child processes.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored under nohup
@@ -77,17 +113,22 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    Grace(float(os.environ[GRACE_VARIABLE])).install()
+    first = os.environ.get(FIRST_VARIABLE)
+    told = Ends(int(first or 0))
+    Grace(float(os.environ[GRACE_VARIABLE]), told.watch).install()
     run = RunDirectory.from_environment()
     assert run is not None, "started by atoll.launch.run, which sets the run directory"
-    first = os.environ.get(FIRST_VARIABLE)
     if first is not None:
         run.ends_of(int(first)).unlink(missing_ok=True)  # of a life before
     try:
-        torchrun(sys.argv[1:])
+        try:
+            torchrun(sys.argv[1:])
+        finally:
+            told.join(_TOLD_SECONDS)
     except ChildFailedError as error:
         ends = [WorkerEnd(rank, failure.pid, failure.exitcode) for rank, failure in error.failures.items()]
-        print(error, file=sys.stderr)
+        with contextlib.suppress(OSError):  # the log's disk is full
+            print(error, file=sys.stderr)
         if first is not None:
             its = culprit_of(ends)
             write_ends([WorkerEnd(int(first) + its.worker, its.pid, its.exit_code)], run.ends_of(int(first)))

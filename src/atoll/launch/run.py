@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
@@ -31,6 +32,7 @@ from atoll.core.errors import UserError
 from atoll.core.events import Decided, Failed, Warned
 from atoll.core.runclock import CLOCK_VARIABLE, clock_setting, record_time
 from atoll.core.units import format_bytes, format_seconds
+from atoll.launch.causes import Causes
 from atoll.launch.checks import check_run
 from atoll.launch.launcher import launcher_command, read_ends
 from atoll.launch.output import Output
@@ -46,8 +48,9 @@ from atoll.launch.processes import (
 from atoll.launch.program import Program
 from atoll.launch.rings import RingLaunch
 from atoll.launch.served import SERVICE, ServedLaunch
-from atoll.launch.verdict import Verdict, judge, stopped
+from atoll.launch.verdict import Judge, Verdict
 from atoll.observe.groups import group_lines
+from atoll.observe.lastwords import LAST_WORDS_VARIABLE, LastWords
 from atoll.observe.links import link_lines
 from atoll.observe.memory import memory_lines
 from atoll.observe.nodes import node_lines
@@ -103,9 +106,15 @@ def run(
             warnings = [*warnings, *filter(None, [claim.trouble])]
             watch = _Watch(directory, config, stop, screen, hub_module, warnings)
             verdict = watch.run(program)
+        status = verdict.status
         if summary is not None:
-            write_summary(watch.summary, summary)
-        screen.say(*_close(watch.summary, watch.losses, directory, verdict))
+            try:
+                write_summary(watch.summary, summary)
+            except UserError as error:
+                watch.unwritten.append(str(error))
+                status = status or error.exit_status
+        lines = _close(watch.summary, watch.losses, directory, verdict)
+        screen.say(*(f"atoll: {line}" for line in watch.unwritten), *lines)
         with _Stop() as ended:
             screen.close(_STOPPED_READER_SECONDS if stop.count else READER_SECONDS, lambda: ended.count > 0)
     except BaseException:
@@ -113,7 +122,7 @@ def run(
         raise
     finally:
         claim.release()
-    return verdict.status
+    return status
 
 
 def _claim_directory(program: Program, config: Config) -> tuple[RunDirectory, Claim]:
@@ -163,6 +172,7 @@ class _Watch:
     """One run, from the launcher's start to the last process's end."""
 
     summary: Summary
+    unwritten: list[str]  # what is told at the end of records that cannot be written
     losses: Sequence[str] = ()  # what is told at the end of who was lost, and came back
 
     def __init__(
@@ -178,6 +188,11 @@ class _Watch:
         self._hub_module, self._warnings = hub_module, warnings
         self._killed: Sequence[str] = ()  # the workers that had not ended when run.grace was over
         self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
+        self._causes, self._words = Causes(), LastWords()
+        self.unwritten = []
+        self._left_early: set[int] = set()  # workers that were told of
+        self._began = record_time()
+        self._has_stalled = False  # the workers would have waited in vain for one that has ended
 
     def run(self, program: Program) -> Verdict:
         """Run to the end; the summary is in `summary` then."""
@@ -189,25 +204,27 @@ class _Watch:
                 title = f"{program.title} · {strategy} · {_count(workers)}"
                 progress = make_progress(title, self._screen)
                 shown.callback(progress.close)
-                recorder = Recorder(self._directory, workers, strategy, _writers(self._directory, progress))
+                recorder = Recorder(
+                    self._directory, workers, strategy, _writers(self._directory, progress), self._causes.take
+                )
                 for line in self._warnings:
                     recorder.warn(line)
                 self._output = Output(0, self._directory.log(0), progress, recorder.warn)
                 self._follow(launcher, recorder, progress)
             self._look(launcher, recorder, progress, last=True)
-            self.summary = recorder.close()
-        failures = recorder.failures
+            try:
+                self.summary = recorder.close()
+            except UserError as error:  # the disk is full: that hides no cause
+                self.summary = recorder.summary
+                self.unwritten.append(str(error))
         if isinstance(launcher, ServedLaunch):
             self.losses = launcher.losses.lines()
-            failures = [failure for failure in failures if not launcher.excuses(failure)]
+        judge = self._judge(launcher)
+        self._words.close()
         if self._stop.count:
-            before = [failure for failure in failures if failure.time < self._stop.at]
-            verdict = judge(before, [], 0, self._directory)
-            if verdict.line:
-                return verdict
-            return stopped(self._stop.signum, failures, self._killed, self._directory)
+            return judge.stopped(self._stop.signum, self._stop.at, self._killed)
         status = 1 if launcher.returncode is None else launcher.returncode  # None: it cannot be killed
-        return judge(failures, read_ends(self._directory.ends), status, self._directory)
+        return judge.judge(status, self._has_stalled)
 
     @contextlib.contextmanager
     def _launcher(self, program: Program, spared: set[int]) -> Iterator[Launch]:
@@ -251,6 +268,7 @@ class _Watch:
             CONFIG_VARIABLE: str(self._directory.config.absolute()),
             DIRECTORY_VARIABLE: str(self._directory.path.absolute()),
             PARENT_VARIABLE: str(os.getpid()),
+            LAST_WORDS_VARIABLE: self._words.where,
             GRACE_VARIABLE: str(self._config.grace_seconds),
             CLOCK_VARIABLE: clock_setting(),
             "PYTHONUNBUFFERED": "1",
@@ -267,8 +285,13 @@ class _Watch:
             if self._stop.count and stopping is None:
                 stopping = now
                 until = self._ask_to_end(launcher, now)
-            elif until is None and any(not _excuses(launcher, failure) for failure in recorder.failures):
+            elif until is None and any(
+                not _excuses(launcher, failure) for failure in self._causes.failures()
+            ):
                 until = now + FAILED_SECONDS
+            elif until is None and self._causes.absent() is not None:
+                self._has_stalled, until = True, now + FAILED_SECONDS
+                launcher.send_signal(signal.SIGTERM)
             if self._stop.count > 1:
                 return
             if until is not None and now > until:
@@ -306,11 +329,30 @@ class _Watch:
             elif launcher.life_of(self._shown) != self._life:
                 self._output.go_on()
             self._life = launcher.life_of(self._shown)
+            for word in launcher.words():
+                self._causes.take(word)
+            for worker, until in launcher.survived.items():
+                self._causes.survive(worker, until)
+        for word in self._words.take():
+            self._causes.take(word)
+        if isinstance(launcher, ServedLaunch) and not self._stop.count:
+            self._tell_of_early(launcher, recorder)
         for trouble in self._screen.troubles():
             recorder.warn(f"{trouble}; the run goes on, and what workers print is in {self._directory.logs}")
         for event in recorder.poll(last):
             progress.event(event)
         progress.update(recorder.status())
+
+    def _tell_of_early(self, launcher: ServedLaunch, recorder: Recorder) -> None:
+        """Say once of a worker that ended with status 0 before its time that the others go on without it."""
+        for worker, line in self._judge(launcher).left_early().items():
+            if launcher.goes_on and worker not in self._left_early:
+                self._left_early.add(worker)
+                self._causes.survive(worker, record_time())
+                recorder.warn(f"{line}; the others go on without it")
+
+    def _judge(self, launcher: Launch) -> Judge:
+        return Judge(self._causes, self._directory, self._began, partial(_excuses, launcher))
 
     def _show(self, worker: int, recorder: Recorder) -> None:
         """Pass on another worker's output from here on, and say so."""
@@ -361,8 +403,7 @@ def _close(summary: Summary, losses: Sequence[str], directory: RunDirectory, ver
         lines += closing_lines(summary, directory, directory.picture.exists(), losses)
     if verdict.detail:
         lines.append(verdict.detail)
-    if verdict.line:
-        lines.append(f"atoll: {verdict.line}")
+    lines += [f"atoll: {line}" for line in (verdict.line, verdict.followed) if line]
     return lines
 
 

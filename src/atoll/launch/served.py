@@ -25,10 +25,11 @@ import msgspec
 
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SERVED, SITE_VARIABLE, Config
 from atoll.core.errors import GivenUpError, RunError, UserError
-from atoll.core.events import AnyEvent, Decided, Failed, LinkSeen, Started, StepDone, Warned
+from atoll.core.events import AnyEvent, Decided, Failed, Gone, LinkSeen, Started, StepDone, Warned
 from atoll.core.runclock import record_time
 from atoll.core.units import format_seconds
 from atoll.hub.decisions import HUB, DecisionReader
+from atoll.launch.ends import EndWatch
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
 from atoll.launch.processes import Standstill, descendants, is_stopped, signal_name
@@ -124,6 +125,11 @@ class ServedLaunch:
             int, float
         ] = {}  # rank -> until when its failures are no end of the run; record_time
         self._order = list(range(len(self._sites)))  # ranks, whose output counts first
+        self._watch = EndWatch(self._note_end)
+        self._end_times: dict[int, float] = {}  # by process id
+        self._words: list[AnyEvent] = []  # how processes ended, for who judges the run
+        self._gone: set[int] = set()  # the processes of workers that are in `_words`, or were
+        self.survived: dict[int, float] = {}  # worker -> until when its ends have ended nothing else
         self._start()
 
     def _devices_of(self, _config: Config) -> int:
@@ -168,7 +174,7 @@ class ServedLaunch:
             arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
             self._serve(f"site-{site}", [*arguments, "--timeout", f"{self._config.timeout_seconds:g}"])
         for rank in range(count):
-            self._workers.append(self._worker(rank))
+            self._workers.append(self._start_worker(rank))
 
     def _link(self) -> str:
         """[link], for a site's shard."""
@@ -231,6 +237,38 @@ class ServedLaunch:
                 raise RunError(f"the hub {said}; its log is {self._directory.logs / 'hub.log'}")
             time.sleep(_POLL_SECONDS)
 
+    def _start_worker(self, rank: int) -> subprocess.Popen[bytes]:
+        worker = self._worker(rank)
+        self._watch.watch(worker.pid)
+        return worker
+
+    def _note_end(self, pid: int, _code: int | None, at: float) -> None:
+        self._end_times[pid] = at
+
+    def _tell_gone(self, rank: int, pid: int, code: int) -> None:
+        """Say once how a worker's process has ended. A launch of several says so of each of its workers."""
+        if pid in self._gone:
+            return
+        self._gone.add(pid)
+        at = self._end_times.pop(pid, record_time())
+        if self._devices == 1:
+            self._words.append(Gone(time=at, worker=self._lead(rank), exit_code=code))
+
+    def _survive(self, rank: int) -> None:
+        """The run goes on without the worker's process that has ended, or starts it again."""
+        for worker in range(self._lead(rank), self._lead(rank + 1)):
+            self.survived[worker] = record_time()
+
+    @property
+    def goes_on(self) -> bool:
+        """True while a worker runs, and none was told to end."""
+        return not self._stopping and any(worker.returncode is None for worker in self._workers)
+
+    def words(self) -> list[AnyEvent]:
+        """How processes have ended, and what ends the run, since the last call."""
+        words, self._words = self._words, []
+        return words
+
     # What a watcher asks of a launcher
 
     def poll(self) -> int | None:
@@ -243,6 +281,8 @@ class ServedLaunch:
         lost = self._lost_service()
         for rank, worker in enumerate(self._workers):
             ended = worker.poll()
+            if ended is not None:
+                self._tell_gone(rank, worker.pid, ended)
             if ended and rank not in {end.worker // self._devices for end in self._ends}:
                 self._worker_ended(rank, ended)
         if lost:  # before the workers, for until they have ended nobody else ends it
@@ -299,6 +339,7 @@ class ServedLaunch:
     def _turn_away(self, rank: int) -> None:
         """Leave out a worker that failed while it entered; the others go on."""
         self._turned_away.add(rank)
+        self._survive(rank)
         self._given_up.add(rank)
         failed = [event for event in self._said_by(self._lead(rank)) if isinstance(event, Failed)]
         why = f"its log is {self._directory.log(self._lead(rank))}"
@@ -500,8 +541,9 @@ class ServedLaunch:
         reader = self._entering[rank] = JournalReader(self._directory.journal(self._lead(rank)))
         for _ in reader.read():  # what its last life has left
             pass
-        start = partial(self._worker, rank)
+        start = partial(self._start_worker, rank)
         self._workers[rank] = DelayedProcess(start, pause, self._pauses.clock) if pause else start()
+        self._survive(rank)
         return True
 
     def _end_waiting(self) -> None:
@@ -533,6 +575,7 @@ class ServedLaunch:
         if self._stopping or all(worker.poll() is not None for worker in self._workers):
             return
         if self._has_begun():
+            self._survive(rank)
             message = f"{self._name_of(rank)} {how}; the others go on without it"
             self._warn(rank, message)
             self.losses.lost(self._name_of(rank), self._now())
@@ -573,21 +616,21 @@ class ServedLaunch:
     def _tell_failed(self, rank: int, message: str, status: int = 1) -> None:
         """Leave word of what ends the run."""
         worker = self._lead(rank)
-        self._write(
-            worker,
-            Failed(
-                time=record_time(),
-                worker=worker,
-                error="RunError",
-                message=message,
-                traceback="",
-                exit_status=status,
-            ),
+        failed = Failed(
+            time=record_time(),
+            worker=worker,
+            error="RunError",
+            message=message,
+            traceback="",
+            exit_status=status,
+            by_launcher=True,
         )
+        self._words.append(failed)  # the disk may be full
+        self._write(worker, failed)
 
     def _write(self, worker: int, event: AnyEvent) -> None:
         """Leave word where the command looks for it: in a worker's journal."""
-        with Journal(self._directory.journal(worker)) as journal:
+        with contextlib.suppress(OSError), Journal(self._directory.journal(worker)) as journal:
             journal(event)
 
     def _status(self) -> int:

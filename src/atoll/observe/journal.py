@@ -16,9 +16,12 @@ import msgspec
 from atoll.core.events import (
     AnyEvent,
     Decided,
+    Ended,
     Expected,
     Failed,
     Finished,
+    Gone,
+    Joining,
     Regrouped,
     Saved,
     Skipped,
@@ -31,7 +34,10 @@ from atoll.core.events import (
 FLUSH_SECONDS = 0.5
 _PIECE = 2**18  # bytes of a journal that are read at once
 _LONGEST_LINE = 2**24  # bytes of one event
-_AT_ONCE = (Started, Expected, Decided, Regrouped, Skipped, Saved, Warned, Failed, Finished)
+_AT_ONCE = (
+    *(Joining, Started, Expected, Decided, Regrouped, Skipped, Saved, Warned, Failed, Finished),
+    *(Ended, Gone),
+)
 
 
 class Journal:

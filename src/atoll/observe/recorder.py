@@ -17,9 +17,12 @@ from atoll.core.characters import encoded
 from atoll.core.events import (
     AnyEvent,
     Decided,
+    Ended,
     Expected,
     Failed,
     Finished,
+    Gone,
+    Joining,
     LinkSeen,
     Saved,
     Skipped,
@@ -166,8 +169,15 @@ class Recorder:
     """
 
     def __init__(
-        self, run: RunDirectory, workers: int, strategy: str, writers: Sequence[Writer] = ()
+        self,
+        run: RunDirectory,
+        workers: int,
+        strategy: str,
+        writers: Sequence[Writer] = (),
+        heard: Callable[[AnyEvent], None] | None = None,
     ) -> None:
+        """`heard` is called with each event that is read."""
+        self._heard = heard
         self.run = run
         self.failures: list[Failed] = []
         self._workers, self._strategy, self._groups = workers, strategy, 1
@@ -249,6 +259,8 @@ class Recorder:
             rates.add_to(status)
         return status
 
+    summary: Summary  # the run's, once `close` has put it together
+
     def close(self) -> Summary:
         """Take in what is left, write the last lines and summary.json, and close the writers."""
         self.poll(last=True)
@@ -261,11 +273,15 @@ class Recorder:
         for reader in self._readers.values():
             if reader.unreadable:
                 self.warn(f"{reader.path}: {reader.unreadable} lines hold no event and were passed over")
-        summary = self._summary()
-        write_summary(summary, self.run.summary)
-        return summary
+        self.summary = self._summary()
+        write_summary(self.summary, self.run.summary)
+        return self.summary
 
     def _take(self, event: AnyEvent) -> None:
+        if self._heard is not None:
+            self._heard(event)
+        if isinstance(event, (Joining, Ended, Gone)):  # of a process, before and after its part in the run
+            return
         self._first, self._end = min(self._first, event.time), max(self._end, event.time)
         self._grouped.take(event)
         self._nodes.take(event)

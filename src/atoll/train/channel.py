@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError
+from atoll.core.scriptline import is_atoll
 from atoll.train.ending import see_off
 from atoll.train.place import Place
 from atoll.train.sockets import listening_host, listening_ports, shut
@@ -336,6 +337,18 @@ class _Explained:
         self._start = time.perf_counter()
 
     def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError) and _is_raised_here(error):
             what = self._what if isinstance(self._what, str) else self._what()
             raise self._channel.explain(error, what, time.perf_counter() - self._start) from error
+
+
+def _is_raised_here(error: RuntimeError) -> bool:
+    """True for an error of c10d's, which C++ raises in this package's frames, and for Atoll's own.
+
+    A signal handler runs in the middle of a wait. Its errors are its own: torch's tells of a DataLoader's
+    process that was killed.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is None or is_atoll(trace.tb_frame.f_code.co_filename)

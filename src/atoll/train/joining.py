@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 
 import msgspec
 
-from atoll.core.config import HUB_VARIABLE, SERVED, Config, check_together, load_given
-from atoll.observe.rundir import DIRECTORY_VARIABLE
+from atoll.core.config import FIRST_VARIABLE, HUB_VARIABLE, SERVED, Config, check_together, load_given
+from atoll.core.events import Joining
+from atoll.core.runclock import record_time
+from atoll.core.scriptline import script_line
+from atoll.observe.journal import Journal
+from atoll.observe.lastwords import say
+from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.train.node.introduction import introduce
 from atoll.train.node.worker import NodeWorker
 from atoll.train.place import Place
@@ -29,6 +35,7 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     and DeadlineError when the other workers do not come within `sync.timeout`.
     """
     show_errors_as_one_line()
+    _tell_of_joining(script_line())
     speed_from()  # a mistake in it is found before anybody is waited for
     given: Mapping[str, str] = {}
     if not isinstance(config, Config):
@@ -52,6 +59,22 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     if place is None:
         place = Place.from_environment(config.timeout_seconds)
     return Session(config, place, given=given)
+
+
+def _tell_of_joining(line: str) -> None:
+    """Tell `atoll run` that this worker waits for the others from now on."""
+    run = RunDirectory.from_environment()
+    rank = os.environ.get("RANK", "")
+    if run is None or not rank.isdecimal():
+        return
+    worker = int(rank) + int(os.environ.get(FIRST_VARIABLE, "0"))
+    event = Joining(time=record_time(), worker=worker, line=line)
+    say(event)
+    with (
+        contextlib.suppress(OSError),
+        Journal(run.journal(worker)) as journal,
+    ):  # a full disk is told of later
+        journal(event)
 
 
 def _join_peers(config: Config, place: Place | None, given: Mapping[str, str]) -> Session:

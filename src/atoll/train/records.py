@@ -20,6 +20,7 @@ from atoll.core.errors import UserError
 from atoll.core.runclock import record_time
 from atoll.groups.grouping import show
 from atoll.observe.journal import Journal
+from atoll.observe.lastwords import say
 from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory
@@ -98,7 +99,10 @@ class Records:
 
     def emit(self, kind: Any, **fields: Any) -> None:
         """Tell of an event of this kind (`core/events.py`), now and of this worker."""
-        self._bus.emit(kind(time=record_time(), worker=self._workers.place.name, **fields))
+        event = kind(time=record_time(), worker=self._workers.place.name, **fields)
+        self._bus.emit(event)
+        if isinstance(event, (events.Started, events.Finished)):
+            say(event)
 
     def decided(self, what: str, choice: str, reason: str) -> None:
         """A decision that concerns all workers: the first tells of it."""

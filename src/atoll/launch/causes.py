@@ -1,0 +1,187 @@
+"""Find the first cause of a run's end among what its workers said and how their processes ended.
+
+One worker's end makes the others fail. Their errors are consequences, and often come first. So the cause is
+the earliest end that no other one explains: an error of the worker's own, a signal, an exit, or an end before
+time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from atoll.core.events import AnyEvent, Ended, Failed, Finished, Gone, Joining, Started
+
+LAUNCHER = -1  # in place of a worker, where the launcher itself says what ended the run
+_TOLD = (Joining, Started, Finished, Failed, Ended, Gone)
+
+
+@dataclass
+class Life:
+    """One process of a worker: what it said, and how it ended."""
+
+    worker: int
+    joining: Joining | None = None
+    started: Started | None = None
+    finished: Finished | None = None
+    failed: Failed | None = None  # the first that is the worker's own, else the first echo
+    ended: Ended | None = None
+    gone: Gone | None = None
+    survived: bool = False  # the others went on without it, or it was started again
+
+    @property
+    def time(self) -> float:
+        """When it ended, as far as anything says so."""
+        told = (self.failed, self.ended, self.gone)
+        return min((each.time for each in told if each is not None), default=math.inf)
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, or minus the signal; None while it runs."""
+        if self.gone is not None:
+            return self.gone.exit_code
+        if self.failed is not None:
+            return self.failed.exit_status
+        return self.ended.status if self.ended is not None else None
+
+    @property
+    def is_early(self) -> bool:
+        """True for an end with status 0 where the worker's part in the run was not over."""
+        return self.status == 0 and self.failed is None and self.finished is None
+
+
+@dataclass
+class Causes:
+    """Takes events in any order, from all workers; the same event may come twice."""
+
+    _events: list[AnyEvent] = field(default_factory=list)
+    _survived: dict[int, float] = field(default_factory=dict)  # worker -> until when its ends are survived
+
+    def take(self, event: AnyEvent) -> None:
+        """Note an event that says how a worker begins or ends."""
+        if isinstance(event, _TOLD) and event not in self._events:
+            self._events.append(event)
+
+    def events(self) -> list[AnyEvent]:
+        """What was taken."""
+        return list(self._events)
+
+    def failures(self) -> list[Failed]:
+        """The errors among what was taken."""
+        return [event for event in self._events if isinstance(event, Failed)]
+
+    def survive(self, worker: int, now: float) -> None:
+        """Note that the run survives this worker's ends up to `now`, or starts the worker again."""
+        self._survived[worker] = now
+        # A worker that is started again without end leaves its last lives alone.
+        own = [each for each in self._events if each.worker == worker]
+        if len(own) > _MOST_KEPT:
+            dropped = set(map(id, own[: len(own) // 2]))
+            self._events = [each for each in self._events if id(each) not in dropped]
+
+    def lives(self) -> list[Life]:
+        """The processes of all workers, in the order of their ends."""
+        found: list[Life] = []
+        current: dict[int, Life] = {}
+        for event in sorted(self._events, key=lambda each: each.time):
+            if isinstance(event, Failed) and event.by_launcher:
+                found.append(Life(LAUNCHER, failed=event))
+                continue
+            life = current.get(event.worker)
+            if life is None or _is_next(life, event):
+                life = current[event.worker] = Life(event.worker)
+                found.append(life)
+            _note(life, event)
+        for life in found:
+            life.survived = life.time <= self._survived.get(life.worker, -math.inf)
+        return sorted(found, key=lambda life: life.time)
+
+    def absent(self) -> Life | None:
+        """A worker that has ended with status 0 while others wait for it to begin; None where none has.
+
+        Nobody else ends such a run before its deadlines do.
+        """
+        lives = self.lives()
+        if any(life.started is not None for life in lives):
+            return None
+        waiting = any(life.joining is not None and life.status is None for life in lives)
+        gone = (life for life in lives if life.gone is not None and life.status == 0)
+        return next(gone, None) if waiting else None
+
+    def first(self, excuses: Callable[[Failed], bool]) -> Life | None:
+        """The life whose end was the first cause of a run that has failed; None where nothing says why.
+
+        `excuses` says of a worker's error that the run went on in spite of it.
+        """
+        lives = [life for life in self.lives() if life.status is not None]
+        own = [life for life in lives if _is_own(life, lives) and not _is_excused(life, excuses)]
+        wrong = [life for life in own if not life.is_early]
+        if own and own[0].is_early:
+            # A script that never leaves its session ends so too: its error counts, if there is one.
+            told = [life for life in wrong if life.failed is not None and life.failed.traceback]
+            return told[0] if told else own[0]
+        if own:
+            return _behind(own[0], lives)
+        survived = [life for life in lives if _is_own(life, lives)]
+        if survived:
+            return survived[0]
+        echoes = [life for life in lives if life.failed is not None]
+        return echoes[0] if echoes else None
+
+
+_MOST_KEPT = 64  # events of one worker
+
+
+def _is_next(life: Life, event: AnyEvent) -> bool:
+    """True where `event` is of a process that was started after `life` had ended."""
+    return life.gone is not None and isinstance(event, (Joining, Started, Gone))
+
+
+def _note(life: Life, event: AnyEvent) -> None:
+    if isinstance(event, Failed):
+        if life.failed is None or (life.failed.echo and not event.echo):
+            life.failed = event
+    elif isinstance(event, Joining):
+        life.joining = event
+    elif isinstance(event, Started):
+        life.started = event
+    elif isinstance(event, Finished):
+        life.finished = event
+    elif isinstance(event, Ended):
+        life.ended = event
+    elif isinstance(event, Gone):
+        life.gone = event
+
+
+def _is_own(life: Life, lives: Iterable[Life]) -> bool:
+    """True where a life ended badly by itself, so far as its own end tells."""
+    if life.failed is not None:
+        return not life.failed.echo
+    if life.is_early:
+        # Where nobody joins there is no run to be a part of.
+        return life.started is not None or any(each.joining is not None for each in lives)
+    if not life.status:
+        return False
+    # Who has asked for the end is not known here; the earliest end is nobody's doing but the worker's.
+    return life.status != -signal.SIGTERM or all(
+        each is life or each.time >= life.time or not (each.status or each.is_early) for each in lives
+    )
+
+
+def _behind(life: Life, lives: Iterable[Life]) -> Life:
+    """The end that an error of Atoll's complains of: it names a worker that the run had gone on without.
+
+    Of two nodes, say, the second waits in vain for the first, since one is no majority.
+    """
+    if life.failed is None or life.failed.traceback or life.failed.by_launcher:
+        return life
+    named = {int(each) for each in re.findall(r"\b(?:worker|node) (\d+)\b", life.failed.message)}
+    lost = (each for each in lives if each.survived and each.time < life.time and each.worker in named)
+    return next(lost, life)
+
+
+def _is_excused(life: Life, excuses: Callable[[Failed], bool]) -> bool:
+    return life.survived or (life.failed is not None and excuses(life.failed))
