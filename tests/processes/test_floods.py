@@ -43,12 +43,15 @@ def memory_of(process: subprocess.Popen[str]) -> int:
     return int(found[1]) << 10 if found else 0  # it has just ended
 
 
-def test_ctrl_c_beside_a_terminal_that_stands_still(command: Command) -> None:
-    """As after Ctrl-S. The workers hear of Ctrl-C at once, and the logs have every byte."""
+def test_a_death_and_ctrl_c_beside_a_terminal_that_stands_still(command: Command) -> None:
+    """As after Ctrl-S. The death is known at once, as is Ctrl-C, and the logs have every byte."""
     terminal, its_end = pty.openpty()
     script = (
         PREAMBLE
         + FLOOD
+        + "wait_for('flooded')\n"
+        + "if RANK == 1:\n"
+        + "    Path('died').write_text(str(time.time()))\n    os.kill(os.getpid(), 9)\n"
         + "try:\n    time.sleep(600)\n"
         + "except KeyboardInterrupt:\n    Path(f'stopped-{RANK}').write_text(str(time.time()))\n    raise\n"
     )
@@ -57,6 +60,11 @@ def test_ctrl_c_beside_a_terminal_that_stands_still(command: Command) -> None:
     try:
         wait_for((command.directory / "flooded").exists, "the flood's end")
         assert memory_of(process) < MOST_MEMORY
+        journal = command.directory / "run" / "workers" / "1.jsonl"
+        wait_for(lambda: "killed" in journal.read_text(), "word of the death")
+        known = next(json.loads(line) for line in journal.read_text().splitlines() if "killed" in line)
+        died = float((command.directory / "died").read_text())
+        assert known["time"] - died < 1.0 + 4.0 * _load()
         asked = time.time()
         process.send_signal(signal.SIGINT)
         wait_for((command.directory / "stopped-0").exists, "the worker to hear of it")

@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.characters import encoded
+from atoll.core.events import Decided
+from atoll.hub.main import _show
 from atoll.observe import outlet
 from atoll.observe.outlet import ROOM, Outlet, Screen
 
@@ -117,6 +119,20 @@ def test_a_reader_that_stops_is_told_of_once(
     wait_for(lambda: told.extend(screen.troubles()) or told, "word that nobody reads")
     assert told == ["the standard output has not been read for 0.02 s"]
     assert screen.troubles() == []
+
+
+def test_a_hub_whose_terminal_stands_still_goes_on(pipe: tuple[int, IO[str]]) -> None:
+    """`atoll hub` in a terminal after Ctrl-S: workers would be thought dead while the hub waits for it."""
+    reader, file = pipe
+    shown = Outlet(file)
+    began = time.monotonic()
+    for number in range(20_000):
+        choice = f"worker {number}"
+        _show(shown, Decided(time=1.0, worker=-1, what="worker joined", choice=choice, reason="new"))
+    assert time.monotonic() - began < 5.0
+    os.close(reader)
+    _show(shown, Decided(time=1.0, worker=-1, what="worker left", choice="worker 1", reason="it ended"))
+    shown.close()
 
 
 def test_one_pipe_for_both_keeps_the_order(pipe: tuple[int, IO[str]]) -> None:

@@ -8,6 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from atoll.hub.records import Began
 from atoll.hub.service import LIMIT, Hub
 from atoll.net.endpoint import Server
 from atoll.net.keys import read_keys
+from atoll.observe.outlet import Outlet
 from atoll.store.members import FLOOR_SECONDS, RANKS
 from atoll.store.replicas import REPLICAS
 
@@ -31,6 +33,7 @@ DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
 HEARTBEAT = 0.25  # seconds; the longest: a stop of 3 s must stay below the 3.5 s that are borne at least
 PATIENCE = 10.0  # seconds
 SHARDS = 4096  # the most
+_READER_SECONDS = 1.0  # for a reader of what the hub printed, when it ends
 _CONNECTIONS = 2  # that a worker makes: one to ask and one for heartbeats
 _FILES = 100  # descriptors for everything else
 
@@ -114,7 +117,9 @@ def serve(
         if journal is not None and began is None:
             journal.begin(msgspec.structs.replace(asked, run=run, address=server.address))
         bus = EventBus()
-        bus.subscribe(_show)
+        shown = Outlet(sys.stdout)
+        stack.callback(_finish, shown)
+        bus.subscribe(partial(_show, shown))
         decisions = Decisions(where, bus)
         stack.callback(decisions.close)
         book = Book(workers, patience, shards, sites, heartbeat, replicas, least_patience)
@@ -274,10 +279,13 @@ def _leave_address(folder: Path, address: str) -> None:
         raise UserError(f"{path}: cannot write the hub's address: {error.strerror}") from None
 
 
-def _show(event: AnyEvent) -> None:
+def _show(shown: Outlet, event: AnyEvent) -> None:
+    """Print a decision. A reader that is late or gone does not stop the hub: decisions.jsonl has all."""
     if isinstance(event, Decided):
         at = time.strftime("%H:%M:%S", time.localtime(event.time))
-        try:
-            print(f"{at} {event.what}: {event.choice} ({event.reason})", flush=True)
-        except BrokenPipeError:  # nobody reads it any more; the hub goes on
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+        shown.write(f"{at} {event.what}: {event.choice} ({event.reason})\n")
+
+
+def _finish(shown: Outlet) -> None:
+    shown.drain(_READER_SECONDS)
+    shown.close()
