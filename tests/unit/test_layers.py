@@ -65,7 +65,7 @@ TABLE = {
     "server": Layer({"core", "chunks", "wire", "net", "observe", "tensors"} | PURE, BASE | {"torch"}),
     "lab": Layer({"core"}, BASE | {"rich", "matplotlib"}, lazy=frozenset({"matplotlib"})),
     "launch": Layer(
-        {"core", "train", "hub", "server", "lab", "observe"},
+        {"core", "net", "train", "hub", "server", "lab", "observe"},
         BASE | {"torch", "rich", "matplotlib"},
         lazy=frozenset({"torch", "matplotlib"}),
     ),

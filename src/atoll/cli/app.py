@@ -17,6 +17,7 @@ from atoll.cli.streams import flush_streams, open_streams, say
 from atoll.core.config import Config, load_given, to_toml
 from atoll.core.effects import without_effect
 from atoll.core.errors import AtollError, ConfigError, UserError
+from atoll.core.sharing import files_like
 from atoll.observe.rundir import RunDirectory
 
 
@@ -173,7 +174,8 @@ def _report(
     if (directory / lab_report.RECORD).exists():
         print(labpicture.redraw(directory))
     else:
-        print(report.redraw(RunDirectory(directory)))
+        with files_like(directory):
+            print(report.redraw(RunDirectory(directory)))
 
 
 def _load(

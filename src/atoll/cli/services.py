@@ -19,6 +19,7 @@ from atoll.core.config import (
     nearest,
 )
 from atoll.core.errors import UserError
+from atoll.core.sharing import files_for
 from atoll.core.units import parse_rate, parse_seconds
 from atoll.wire.messages import VERSION, Hello, Welcome
 
@@ -119,22 +120,23 @@ def hub(
         raise UserError(f"--patience {patience}: must be more than 0")
     sites = _sites(site or [])
     grouping = _grouping(groups, group_by, group_patience, group_links, regroup, consistency)
-    serve(
-        listen,
-        key_file,
-        run,
-        workers,
-        shards,
-        directory,
-        seconds,
-        min(HEARTBEAT, seconds / 10),
-        sites=sites,
-        replicas=replicas,
-        until_done=until_done,
-        at_least=at_least,
-        grouping=grouping,
-        least_patience=parse_seconds(least_patience),
-    )
+    with files_for("owner"):  # they hold what is trained
+        serve(
+            listen,
+            key_file,
+            run,
+            workers,
+            shards,
+            directory,
+            seconds,
+            min(HEARTBEAT, seconds / 10),
+            sites=sites,
+            replicas=replicas,
+            until_done=until_done,
+            at_least=at_least,
+            grouping=grouping,
+            least_patience=parse_seconds(least_patience),
+        )
 
 
 def _grouping(
@@ -253,41 +255,43 @@ def server(
     from atoll.server.main import serve, serve_site
 
     if shard is None:
-        serve_site(
-            site,
+        with files_for("owner"):
+            serve_site(
+                site,
+                hub,
+                keys_file=key_file,
+                listen=listen,
+                run=run,
+                folder=directory,
+                snapshot_seconds=snapshot_seconds,
+                timeout=deadline,
+                sync=sync,
+                link=link,
+                goes_on=lambda line: print(line, flush=True),
+                ready=lambda address: print(
+                    f"the shard of site {site} of {run} listens at {address}, and reaches the others over "
+                    f"{link.transport}",
+                    flush=True,
+                ),
+            )
+        return
+    with files_for("owner"):  # they hold what is trained
+        serve(
+            shard,
             hub,
             keys_file=key_file,
             listen=listen,
             run=run,
             folder=directory,
+            optimizer=optimizer,
             snapshot_seconds=snapshot_seconds,
             timeout=deadline,
             sync=sync,
-            link=link,
+            link_rate=rate,
+            udp_port=udp_port,
             goes_on=lambda line: print(line, flush=True),
-            ready=lambda address: print(
-                f"the shard of site {site} of {run} listens at {address}, and reaches the others over "
-                f"{link.transport}",
-                flush=True,
-            ),
+            ready=lambda address: print(f"shard {shard} of {run} listens at {address}", flush=True),
         )
-        return
-    serve(
-        shard,
-        hub,
-        keys_file=key_file,
-        listen=listen,
-        run=run,
-        folder=directory,
-        optimizer=optimizer,
-        snapshot_seconds=snapshot_seconds,
-        timeout=deadline,
-        sync=sync,
-        link_rate=rate,
-        udp_port=udp_port,
-        goes_on=lambda line: print(line, flush=True),
-        ready=lambda address: print(f"shard {shard} of {run} listens at {address}", flush=True),
-    )
 
 
 def _link_rate(text: str) -> float:

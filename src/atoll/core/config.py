@@ -25,6 +25,8 @@ DEFAULT_FILE = "atoll.toml"
 # How a worker of a parameter server finds its run (docs/several-machines.md):
 HUB_VARIABLE = "ATOLL_HUB"  # the hub's address, tcp://HOST:PORT
 KEYS_VARIABLE = "ATOLL_KEY_FILE"
+# A folder of mode 0700: shards and nodes of a run on one machine listen at Unix sockets in it.
+SOCKETS_VARIABLE = "ATOLL_SOCKETS"
 RUN_VARIABLE = "ATOLL_RUN"  # the run's name; hub, shards and workers must have the same
 RANK_VARIABLE = "ATOLL_RANK"  # the rank that this worker wishes for
 SITE_VARIABLE = "ATOLL_SITE"  # the site that this worker is at, where the run has sites
@@ -44,6 +46,7 @@ GROUPED: tuple[Strategy, ...] = (
     "ps-hra",
 )  # those with groups of workers, as many as are best unless told
 Consistency = Literal["bsp", "ssp", "asp"]
+Readable = Literal["owner", "group", "all"]
 NonFinite = Literal["stop", "skip", "allow"]
 GroupBy = Literal["auto", "speed", "site", "joint"]
 Scaled = Literal["weight", "rate", "none"]
@@ -67,6 +70,7 @@ class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
     grace: str = "30s"  # how long workers have after SIGTERM, before they are killed
     elastic: bool = False  # of a ring: a hub, and each worker a launch of its own, which may die alone
     directory: str = ""  # empty: `atoll run` makes one under runs/, other starts keep no records
+    readable: Readable = "owner"  # who may read what is in that directory
 
 
 class Chunks(msgspec.Struct, forbid_unknown_fields=True):
@@ -527,6 +531,7 @@ def _choices(section: str, key: str) -> list[str]:
         "run.strategy": Strategy,
         "sync.nonfinite": NonFinite,
         "sync.consistency": Consistency,
+        "run.readable": Readable,
         "sync.uplink": Uplink,
         "sync.staleness": Scaled,
         "sync.overlay": Overlay,

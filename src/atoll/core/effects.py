@@ -47,6 +47,7 @@ EFFECTS: Mapping[str, Effect] = {
     "run.grace": _EVERYWHERE,
     "run.elastic": _OF_RINGS,
     "run.directory": _EVERYWHERE,
+    "run.readable": _EVERYWHERE,
     "chunks.size": _EVERYWHERE,
     "sync.timeout": _EVERYWHERE,
     "sync.nonfinite": _EVERYWHERE,

@@ -25,7 +25,7 @@ from atoll.hub.links import LinkDesk
 from atoll.hub.planner import GroupingSettings, Planner
 from atoll.hub.records import Decided, InGroups, Linked, Paced, TimePassed
 from atoll.hub.rings import Rings
-from atoll.net.endpoint import host_and_port
+from atoll.net.endpoint import host_and_port, is_path
 from atoll.store.blocks import Blocks, EpochBlocks
 from atoll.store.leases import Key
 from atoll.wire.messages import (
@@ -350,7 +350,8 @@ class Groups:
             return
         self._decisions.add("links", found.summary, found.reason)
         shards = self._members.shard_addresses() or [""]
-        self._planner.server = (host_and_port(shards[0]) or ("",))[0]
+        here = "127.0.0.1" if is_path(shards[0]) else ""
+        self._planner.server = (host_and_port(shards[0]) or (here,))[0]
         self._planner.links, self._planner.hosts = found.links, dict(self._desk.hosts)
         self._planner.measured = found.summary
         for incarnation in live.values():

@@ -48,6 +48,7 @@ class PeerLaunch(RingLaunch):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                umask=self._umask,
                 start_new_session=True,
             )
 

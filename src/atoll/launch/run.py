@@ -25,12 +25,14 @@ from atoll.core.config import (
     RUN_VARIABLE,
     SERVED,
     SITE_VARIABLE,
+    SOCKETS_VARIABLE,
     Config,
     to_toml,
 )
 from atoll.core.errors import UserError
 from atoll.core.events import Decided, Failed, Warned
 from atoll.core.runclock import CLOCK_VARIABLE, clock_setting, record_time
+from atoll.core.sharing import files_for, files_under
 from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.causes import Causes
 from atoll.launch.checks import check_run
@@ -38,6 +40,7 @@ from atoll.launch.launcher import launcher_command, read_ends
 from atoll.launch.output import Output
 from atoll.launch.peers import PeerLaunch
 from atoll.launch.picture import draw_picture
+from atoll.launch.private import KEY_FILE, PrivateFolder
 from atoll.launch.processes import (
     GRACE_VARIABLE,
     PARENT_VARIABLE,
@@ -99,17 +102,33 @@ def run(
         raise UserError(f"--summary {summary}: give a file in a directory that is there")
     check_run(config)
     directory, claim = _claim_directory(program, config)
+    with files_for(config.run.readable) as umask:
+        return _run_in(directory, claim, program, config, summary, hub_module, warnings, umask)
+
+
+def _run_in(
+    directory: RunDirectory,
+    claim: Claim,
+    program: Program,
+    config: Config,
+    summary: Path | None,
+    hub_module: str,
+    warnings: Sequence[str],
+    umask: int,
+) -> int:
+    """Run in a directory that is this run's alone; returns the exit status. `umask` is the user's own."""
     directory.config.write_text(to_toml(config), encoding="utf-8")
     screen = Screen(sys.stdout, sys.stderr)
     try:
         with _Stop() as stop:
             warnings = [*warnings, *filter(None, [claim.trouble])]
-            watch = _Watch(directory, config, stop, screen, hub_module, warnings)
+            watch = _Watch(directory, config, stop, screen, hub_module, warnings, umask)
             verdict = watch.run(program)
         status = verdict.status
         if summary is not None:
             try:
-                write_summary(watch.summary, summary)
+                with files_under(umask):
+                    write_summary(watch.summary, summary)
             except UserError as error:
                 watch.unwritten.append(str(error))
                 status = status or error.exit_status
@@ -129,13 +148,13 @@ def _claim_directory(program: Program, config: Config) -> tuple[RunDirectory, Cl
     """`run.directory`, or a new one under runs/ named after the program and the time; nobody else's then."""
     if config.run.directory:
         directory = RunDirectory(Path(config.run.directory))
-        return directory, directory.claim()
+        return directory, directory.claim(config.run.readable)
     name = f"{program.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for count in itertools.count(1):
         directory = RunDirectory(Path("runs") / (name if count == 1 else f"{name}-{count}"))
         with contextlib.suppress(UsedError):  # of a run that began in the same second
             if not directory.path.exists():
-                return directory, directory.claim()
+                return directory, directory.claim(config.run.readable)
     raise AssertionError("there is no last name")
 
 
@@ -183,9 +202,11 @@ class _Watch:
         screen: Screen,
         hub_module: str,
         warnings: Sequence[str],
+        umask: int,
     ) -> None:
         self._directory, self._config, self._stop, self._screen = directory, config, stop, screen
         self._hub_module, self._warnings = hub_module, warnings
+        self._umask = umask  # of the user: the script's own files follow it
         self._killed: Sequence[str] = ()  # the workers that had not ended when run.grace was over
         self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
         self._causes, self._words = Causes(), LastWords()
@@ -230,20 +251,29 @@ class _Watch:
     def _launcher(self, program: Program, spared: set[int]) -> Iterator[Launch]:
         """What starts the workers, while entered; afterwards neither it nor anything it started is left."""
         run = self._config.run
-        if run.strategy in (*SERVED, "peers") or run.elastic:
-            launcher: Launch = _kind(run.strategy)(
-                self._directory, self._config, program.words(), self._environment(), self._hub_module
-            )
-        else:
-            launcher = self._torchrun(program)
-        try:
-            yield launcher
-        finally:
-            launcher.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: named below
-                launcher.wait(STOP_SECONDS)
-            if stuck := kill_descendants(spared):
-                self._screen.say(f"atoll: these processes could not be killed: {stuck}")
+        with contextlib.ExitStack() as stack:
+            if run.strategy in (*SERVED, "peers") or run.elastic:
+                private = PrivateFolder(self._directory.path / "service" / KEY_FILE)
+                stack.callback(private.close)
+                environment = {**self._environment(), **private.environment()}
+                launcher: Launch = _kind(run.strategy)(
+                    self._directory,
+                    self._config,
+                    program.words(),
+                    environment,
+                    self._hub_module,
+                    self._umask,
+                )
+            else:
+                launcher = self._torchrun(program)
+            try:
+                yield launcher
+            finally:
+                launcher.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: named below
+                    launcher.wait(STOP_SECONDS)
+                if stuck := kill_descendants(spared):
+                    self._screen.say(f"atoll: these processes could not be killed: {stuck}")
 
     def _torchrun(self, program: Program) -> subprocess.Popen[bytes]:
         """torchrun's launcher, started."""
@@ -255,6 +285,7 @@ class _Watch:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                umask=self._umask,
                 # The terminal's Ctrl-C comes to this process alone, which decides what it means.
                 start_new_session=True,
             )
@@ -262,7 +293,15 @@ class _Watch:
     def _environment(self) -> dict[str, str]:
         """What the launcher and the workers find in their environment."""
         # Of another run, by hand, that this shell takes part in:
-        foreign = (HUB_VARIABLE, KEYS_VARIABLE, RUN_VARIABLE, RANK_VARIABLE, SITE_VARIABLE, FIRST_VARIABLE)
+        foreign = (
+            HUB_VARIABLE,
+            KEYS_VARIABLE,
+            SOCKETS_VARIABLE,
+            RUN_VARIABLE,
+            RANK_VARIABLE,
+            SITE_VARIABLE,
+            FIRST_VARIABLE,
+        )
         environment = {
             **{name: value for name, value in os.environ.items() if name not in foreign},
             CONFIG_VARIABLE: str(self._directory.config.absolute()),

@@ -78,7 +78,8 @@ class ServedLaunch:
     A process that stands still (SIGSTOP) is killed when the hub has given it up, by the patience that it has
     measured for it; where the hub says nothing, since it may stand still itself, a while after the longest
     patience. A worker that was given up and ends by itself is as one that was killed.
-    `hub_module` is what the hub's process runs, with the same arguments as SERVICE.
+    `hub_module` is what the hub's process runs, with the same arguments as SERVICE. Workers have the umask
+    `umask` (-1: this process's), since their scripts write files of their own.
     """
 
     def __init__(
@@ -88,8 +89,9 @@ class ServedLaunch:
         script: Sequence[str],
         environment: Mapping[str, str],
         hub_module: str = SERVICE,
+        umask: int = -1,
     ) -> None:
-        self._hub_module = hub_module
+        self._hub_module, self._umask = hub_module, umask
         self._directory, self._config = directory, config
         # torchrun's variables for a process group of the script's own.
         meeting = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(_free_port())}
@@ -220,6 +222,7 @@ class ServedLaunch:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                umask=self._umask,
                 start_new_session=True,
             )
 

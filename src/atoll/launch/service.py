@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from atoll.core.config import LinkOptions
+from atoll.core.config import KEYS_VARIABLE, SOCKETS_VARIABLE, LinkOptions
 from atoll.core.errors import AtollError
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 
@@ -70,7 +70,7 @@ def _hub(score_for: ScoreFor | None, arguments: list[str]) -> None:
         )
     serve(
         "tcp://127.0.0.1:0",
-        None,
+        os.environ.get(KEYS_VARIABLE),
         args.run,
         args.workers,
         args.shards,
@@ -97,6 +97,8 @@ def _server(arguments: list[str]) -> None:
     serve(
         args.shard,
         args.hub,
+        keys_file=os.environ.get(KEYS_VARIABLE),
+        listen=_listen(f"shard-{args.shard}"),
         run=args.run,
         folder=args.directory / f"shard-{args.shard}{'-second' if args.second else ''}",
         optimizer=args.optimizer,
@@ -118,12 +120,21 @@ def _site(arguments: list[str]) -> None:
     serve_site(
         args.site,
         args.hub,
+        keys_file=os.environ.get(KEYS_VARIABLE),
+        listen=_listen("site"),
         run=args.run,
         folder=args.directory / f"site-{args.site}",
         snapshot_seconds=args.snapshot_seconds,
         timeout=args.timeout,
         link=msgspec.json.decode(args.link, type=LinkOptions),
     )
+
+
+def _listen(name: str) -> str:
+    """Where a shard listens: at a socket that only this user reaches, where the launcher made a folder for
+    those. Each life of a shard has a name of its own, as it would have a port of its own."""
+    folder = os.environ.get(SOCKETS_VARIABLE)
+    return f"ipc://{folder}/{name}-{os.getpid()}" if folder else "tcp://127.0.0.1:0"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ from atoll.core.errors import AtollError, PeerLostError
 from atoll.core.events import Ended, Failed
 from atoll.core.runclock import record_time
 from atoll.core.scriptline import is_script, line_of_error
+from atoll.core.sharing import open_like_folder
 from atoll.core.texts import shortened
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 from atoll.launch.program import Program
@@ -69,7 +70,7 @@ def _exit_of(error: SystemExit) -> tuple[int, str, str]:
 
 def _write_to(log: Path) -> None:
     """Send stdout and stderr, those of C code and of child processes too, to `log`, line by line."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = open_like_folder(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -162,8 +163,10 @@ _Self = TypeVar("_Self", bound=Endpoint)
 class Server(Endpoint):
     """Listens at `address` ("tcp://127.0.0.1:5555"; port 0: any free one, see `.address`; "ipc:///path").
 
-    With `keys`, only clients with the same keys are let in. Without, the address must be this machine's own
-    alone. `limit` is the largest frame in bytes: a client that sends a larger one loses its connection.
+    With `keys`, only clients with the same keys are let in, and what travels is encrypted. Without, the
+    address must be this machine's own alone. Keys make no difference to a path: the file's mode is 0600, so
+    that only processes of this user can connect, and nothing is encrypted. `limit` is the largest frame in
+    bytes: a client that sends a larger one loses its connection.
 
     What waits here of one client is bounded in whole messages. libzmq has no bound for a message whose frames
     never end: whoever is let in (on this machine anyone, where there are no keys) could fill the memory.
@@ -175,7 +178,10 @@ class Server(Endpoint):
         _check_place(address, keys, name)
         super().__init__(zmq.ROUTER, address, name)
         self._limit = limit
+        keys = None if is_path(address) else keys
         self._domain = b"atoll-%d" % next(_domains)
+        self._file: Path | None = None  # of a path
+        self._inode = 0
         try:
             self._open(keys, limit)
         except BaseException:
@@ -203,6 +209,10 @@ class Server(Endpoint):
             raise UserError(f"{self.name}: {_why_not_bound(self.address, error.errno)}") from None
         self._strangers.bound.wait(1.0)
         self.address = door.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+        if is_path(self.address):
+            self._file = Path(self.address.removeprefix("ipc://"))
+            self._file.chmod(0o600)
+            self._inode = self._file.stat().st_ino
 
     def take_report(self) -> str:
         """A line, now and then, where the port is full, or strangers' connections were closed: from where."""
@@ -262,6 +272,10 @@ class Server(Endpoint):
             except zmq.ZMQError:
                 pass  # not bound, after all
             process.dismiss(self._domain)
+            with contextlib.suppress(OSError):
+                # Another server may have taken the path meanwhile.
+                if self._file is not None and self._file.stat().st_ino == self._inode:
+                    self._file.unlink()
         self._end(0)
 
 
@@ -284,6 +298,7 @@ class Client(Endpoint):
         check_reach(address, keys, name)
         super().__init__(zmq.DEALER, address, name)
         self._losses = 0
+        keys = None if is_path(address) else keys
         self._keys = keys
         self._limit = limit
         self._reconnect = reconnect
@@ -513,6 +528,11 @@ def host_and_port(address: str) -> tuple[str, int] | None:
     return (found[1] or found[2], port) if found and port < 2**16 else None
 
 
+def is_path(address: str) -> bool:
+    """Whether the address is a Unix socket's: "ipc:///path"."""
+    return address.startswith("ipc://")
+
+
 def _is_local(address: str) -> bool:
     """Whether only this machine's processes can reach the address."""
     place = host_and_port(address)
@@ -525,8 +545,12 @@ def _is_local(address: str) -> bool:
 
 
 def _check_address(address: str, name: str) -> None:
-    if host_and_port(address) is None and not address.startswith("ipc://"):
+    if host_and_port(address) is None and not is_path(address):
         raise UserError(f"{name}: {address!r} is no address; write tcp://HOST:PORT or ipc://PATH")
+    if address.startswith("ipc://@"):
+        raise UserError(
+            f"{name}: {address}: a name without a file, which other users reach; write ipc://PATH"
+        )
 
 
 def check_reach(address: str, keys: Keys | None, name: str) -> None:

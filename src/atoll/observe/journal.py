@@ -30,6 +30,7 @@ from atoll.core.events import (
     decode,
     encode,
 )
+from atoll.core.sharing import open_like_folder
 
 FLUSH_SECONDS = 0.5
 _PIECE = 2**18  # bytes of a journal that are read at once
@@ -53,7 +54,7 @@ class Journal:
     def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file = open_like_folder(self._path, os.O_WRONLY | os.O_APPEND)
         self._clock = clock
         self._flushed = clock()
         self._lock = threading.RLock()

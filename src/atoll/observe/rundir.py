@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.characters import encoded
+from atoll.core.config import Readable
 from atoll.core.errors import UserError
+from atoll.core.sharing import FOLDER_MODES, open_like_folder
 
 DIRECTORY_VARIABLE = "ATOLL_RUN_DIRECTORY"  # set by `atoll run` for its workers
 
@@ -116,14 +119,14 @@ class RunDirectory:
         """Locked while a run is at work here, by `atoll run` or by worker 0; holds the process's number."""
         return self.path / "lock"
 
-    def claim(self) -> Claim:
-        """Make the directory, for a new run alone. Raises UsedError where another run has been or is at work
-        there, and UserError where it cannot be made."""
+    def claim(self, readable: Readable = "owner") -> Claim:
+        """Make the directory, for a new run alone and for `readable` to read. Raises UsedError where another
+        run has been or is at work there, and UserError where it cannot be made."""
         if self._is_used:
             if self.lock.exists():
                 self.hold().release()  # raises where that run is still at work
             raise self._used()
-        self.create()
+        self.create(readable)
         claim = self.hold()
         if self._is_used:  # by one that has ended meanwhile
             claim.release()
@@ -133,7 +136,7 @@ class RunDirectory:
     def hold(self) -> Claim:
         """Keep other runs out of the directory. Raises UsedError where one is at work there."""
         try:
-            descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = open_like_folder(self.lock, os.O_RDWR)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
                 raise UserError(f"{self.path}: cannot write there: {error.strerror}") from None
@@ -169,14 +172,22 @@ class RunDirectory:
     def _used(self) -> UsedError:
         return UsedError(f"{self.path}: holds a run already; remove it, or give another run.directory")
 
-    def create(self) -> None:
-        """Make the directory and those in it; those that are there are left as they are.
+    def create(self, readable: Readable = "owner") -> None:
+        """Make the directory and those in it, for `readable` to read. One that is there and holds something
+        keeps its mode, as do the folders above it.
 
         Raises UserError when it cannot be made.
         """
+        mode = FOLDER_MODES[readable]
         try:
-            for directory in (self.path, self.logs, self.workers):
-                directory.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not any(self.path.iterdir()):
+                with contextlib.suppress(PermissionError):  # another user's
+                    self.path.chmod(mode)
+            for directory in (self.logs, self.workers):
+                if not directory.exists():
+                    directory.mkdir(exist_ok=True)
+                    directory.chmod(mode)
         except OSError as error:
             where = error.filename or self.path
             raise UserError(f"{where}: cannot make the run directory: {error.strerror}") from None

@@ -239,7 +239,7 @@ class Records:
         failure = ""
         if self._workers.is_first and run is not None and not by_command:
             try:
-                self._claim = run.claim()
+                self._claim = run.claim(self._config.run.readable)
             except UserError as error:
                 failure = str(error)
         # Every worker takes part, whether or not it keeps records itself.
@@ -248,7 +248,7 @@ class Records:
             raise UserError(found)
         if run is None:
             return
-        run.create()
+        run.create(self._config.run.readable)
         if self._claim is not None and self._claim.trouble:
             self.warn(self._claim.trouble)
         self._journal = Journal(run.journal(self._workers.place.name))

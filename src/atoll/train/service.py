@@ -18,6 +18,7 @@ from atoll.core.config import (
 )
 from atoll.core.errors import ConfigError
 from atoll.core.heap import keep_freed_memory
+from atoll.net.endpoint import is_path
 from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError
 from atoll.observe.rundir import DIRECTORY_VARIABLE
@@ -150,9 +151,14 @@ class Service:
         """The run's servers in a few words."""
         consistency = config.sync.consistency
         slack = f" with slack {config.sync.slack}" if consistency == "ssp" else ""
-        sealed = "encrypted (CURVE)" if os.environ.get(KEYS_VARIABLE) else "not encrypted (loopback only)"
         where = f" between sites, at site {self.site!r}" if self.site else ""
-        return f"{consistency}{slack}{where}, shards: {', '.join(self.shards.addresses)}; {sealed}"
+        return f"{consistency}{slack}{where}, shards: {', '.join(self.shards.addresses)}; {self._safety()}"
+
+    def _safety(self) -> str:
+        """How the way to the shards is kept from others."""
+        if all(is_path(address) for address in self.shards.addresses):
+            return "sockets of this user alone"
+        return "encrypted (CURVE)" if os.environ.get(KEYS_VARIABLE) else "not encrypted (loopback only)"
 
     def describe_link(self, config: Config) -> str:
         """The way to the shards in a few words, where it is another than TCP."""

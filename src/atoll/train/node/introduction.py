@@ -30,11 +30,15 @@ from atoll.core.config import (
     KEYS_VARIABLE,
     RANK_VARIABLE,
     RUN_VARIABLE,
+    SOCKETS_VARIABLE,
     Config,
 )
 from atoll.core.errors import AtollError, ConfigError, DeadlineError, RunError, UserError, error_named
+from atoll.core.sharing import make_folder_like_parent, open_like_folder
+from atoll.net.endpoint import host_and_port
 from atoll.net.keys import Keys, read_keys
 from atoll.net.route import own_address
+from atoll.net.socketfolder import check_socket_folder, make_socket_folder
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.device import device_of
 from atoll.train.hub_client import HubClient
@@ -47,6 +51,7 @@ from atoll.wire.device import Begin, Introduce, Listening, NodeAt
 
 FOLDER = "nodes"  # in the run's directory: what each node knows of the others
 _LOOPBACK = "127.0.0.1"
+_SOCKETS = "peers/sockets"  # in a launch's store: the nodes' folder of sockets
 _START_SECONDS = 120.0  # for the CPU side to import torch and listen, on a busy machine
 _INTRODUCED = "introduced"  # what a node's leader has to say, in the store of its devices
 _WITHOUT_HUB = "the nodes go on without it"
@@ -102,6 +107,9 @@ class Meeting(Met, Protocol):
 
     world: int
     host: str
+
+    def socket_folder(self) -> str:
+        """A folder that all nodes share for sockets, which only this user reaches; empty: there is none."""
 
     def exchange(self, address: str) -> list[NodeAt]:
         """Say where this node listens; where all do, in order of node. Raises DeadlineError, naming who did
@@ -278,7 +286,6 @@ def _introduce_node(
 def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) -> str:
     """Begin with the CPU side; where it listens."""
     sync, link = config.sync, config.link_options
-    host = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
     side.send(
         Begin(
             run=meeting.run,
@@ -286,7 +293,7 @@ def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) ->
             incarnation=meeting.incarnation,
             stale_max=sync.stale_max,
             overlay=sync.overlay,
-            listen=f"tcp://{host}:0",
+            listen=_listen(meeting, keys),
             keys=[keys.server_public, keys.server_secret, keys.client_public, keys.client_secret]
             if keys is not None
             else [],
@@ -301,6 +308,18 @@ def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) ->
     answer, _ = side.await_message(_START_SECONDS, "its start")
     assert isinstance(answer, Listening)
     return answer.address
+
+
+def _listen(meeting: Meeting, keys: Keys | None) -> str:
+    """Where this node listens: at a socket that only this user reaches, where there is a folder for those,
+    the launcher's, or that of nodes that met in a store on this machine and have no key."""
+    folder = os.environ.get(SOCKETS_VARIABLE, "")
+    if not folder and keys is None:
+        folder = meeting.socket_folder()
+    if folder:
+        return f"ipc://{folder}/node-{meeting.node}-{secrets.token_hex(4)}"
+    host = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
+    return f"tcp://{host}:0"
 
 
 def _meet(config: Config, place: Place | None, keys: Keys | None, devices: int) -> Meeting | None:
@@ -335,6 +354,9 @@ class _InStore:
 
     def _store(self) -> Store:
         raise NotImplementedError
+
+    def socket_folder(self) -> str:
+        return ""
 
     def exchange(self, address: str) -> list[NodeAt]:
         store, key = self._store(), _key(self.node)
@@ -389,6 +411,25 @@ class StoreMeeting(_InStore):
         assert self._place.store is not None
         return self._place.store
 
+    def socket_folder(self) -> str:
+        if not (self.host.startswith("127.") or self.host == "::1"):
+            return ""  # else all nodes are on this machine: nobody else reaches the store
+        store = self._store()
+        if self.node == 0:
+            folder = str(make_socket_folder())  # the last node's CPU side removes it
+            store.set(_SOCKETS, folder)
+            return folder
+        try:
+            store.wait([_SOCKETS], timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise DeadlineError(
+                f"node {self.node} waited {self._timeout:g} s for node 0 to begin (deadline sync.timeout): "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+        folder = bytes(store.get(_SOCKETS)).decode(errors="replace")
+        check_socket_folder(folder)  # anybody of this machine can write to the store
+        return folder
+
     def close(self) -> None:
         """The store is the launch's."""
 
@@ -440,7 +481,10 @@ class KnownMeeting:
         self.founding, self.devices = known.founding, known.devices or [1] * self.world
         self._nodes = known.nodes
         own = next((each.address for each in known.nodes if each.node == known.node), "")
-        self.host = own.removeprefix("tcp://").rpartition(":")[0].strip("[]") or _LOOPBACK
+        self.host = (host_and_port(own) or (_LOOPBACK,))[0]
+
+    def socket_folder(self) -> str:
+        return ""
 
     def exchange(self, address: str) -> list[NodeAt]:
         own = NodeAt(node=self.node, incarnation=self.incarnation, address=address)
@@ -492,9 +536,9 @@ class _Kept:
     """
 
     def __init__(self, folder: Path, node: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder_like_parent(folder)
         self._path = folder / f"{node}.json"
-        self._lock: IO[str] = (folder / f"{node}.lock").open("a")
+        self._lock: IO[str] = os.fdopen(open_like_folder(folder / f"{node}.lock", os.O_RDWR), "w")
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -508,7 +552,8 @@ class _Kept:
         """Replace the file at once or not at all; one that cannot be written costs a restart, not the run."""
         new = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):
-            new.write_bytes(msgspec.json.format(msgspec.json.encode(known)) + b"\n")
+            with os.fdopen(open_like_folder(new, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(known)) + b"\n")
             new.replace(self._path)
 
     def close(self, finished: bool = False) -> None:

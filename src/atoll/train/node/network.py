@@ -32,6 +32,7 @@ from atoll.net.endpoint import (
     poll,
 )
 from atoll.net.keys import Keys
+from atoll.net.socketfolder import remove_if_empty
 from atoll.net.tunnel import TunnelClient, TunnelServer, Wish
 from atoll.wire.base import VERSION, WireError
 from atoll.wire.device import Begin, NodeAt
@@ -470,3 +471,4 @@ class Network:
                 way.client.close()
         self._links.clear()
         self._server.close()
+        remove_if_empty(self._server.address)
