@@ -80,3 +80,17 @@ def test_a_hub_that_is_late_buries_nobody_who_lives(
     assert service.decisions("hub")[1:] == []  # it has heard itself
     beating.close()
     service.close()
+
+
+def test_a_hub_of_very_many_workers_hears_each_less_often_and_bears_silence_for_longer(
+    tmp_path: Path,
+) -> None:
+    heard = {}
+    for workers in (3000, 10_000, 100_000):
+        service = Service(tmp_path / str(workers), workers=workers, shards=0, patience=10.0, heartbeat=0.25)
+        link = Client(service.address, None, limit=2**20, name="hub")
+        hello = Hello(version=VERSION, run="", role="guest")
+        heard[workers] = ask(link, hello, Welcome, 60.0, "a welcome")[0].heartbeat
+        link.abandon()
+        service.close()
+    assert heard == {3000: 0.25, 10_000: 0.8, 100_000: 2.5}  # never so seldom that two fill the patience

@@ -32,6 +32,7 @@ ADDRESS_FILE = "hub.address"  # in the run's directory: where the hub listens
 DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
 HEARTBEAT = 0.25  # seconds; the longest: a stop of 3 s must stay below the 3.5 s that are borne at least
 PATIENCE = 10.0  # seconds
+BEATS = 12_500  # heartbeats in a second: a run of more than 3,125 workers hears each less often
 SHARDS = 4096  # the most
 _READER_SECONDS = 1.0  # for a reader of what the hub printed, when it ends
 _CONNECTIONS = 2  # that a worker makes: one to ask and one for heartbeats
@@ -88,6 +89,9 @@ def serve(
     _check_replicas(replicas, shards, sites or {})
     if grouping is not None:
         _check_groups(grouping, workers, shards, sites or {})
+    # More heartbeats than the hub can take in passing are too many: it hears many workers less often.
+    seldom = max(heartbeat, min(workers / BEATS, patience / 4))
+    least_patience, heartbeat = min(least_patience + seldom - heartbeat, max(patience, FLOOR_SECONDS)), seldom
     keys = read_keys(keys_file) if keys_file else None
     descriptors = raise_descriptor_limit()
     where = None if not folder else Path(folder)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from atoll.core.errors import UserError
+from atoll.core.heap import give_back_freed_memory
 from atoll.core.points import reach
 from atoll.hub.book import GLOBAL, Book, Gone, Word
 from atoll.hub.broken import BrokenLinks
@@ -81,6 +82,10 @@ NODE = "node"  # the role of who only wants votes on views
 LIMIT = 2**21  # bytes of a message: the addresses of the most shards
 _LOOK_SECONDS = 0.25  # the longest wait for a message
 _MESSAGES = 64  # handled between looks at the time
+_MANY = 256  # workers, from which a turn waits for more than one message
+_MORE_SECONDS, _MORE_FOR_EACH = 0.01, 1e-6  # seconds: at the most, and for each worker
+_GIVE_BACK = 256  # connections that are no more, after which freed memory is given back ...
+_GIVE_BACK_SECONDS = 2.0  # ... once no others have gone for a while
 _READ_SECONDS = 0.1  # of messages handled in one go, before they are answered
 _WAITING = 2**15  # peers that wait for an answer: no more are kept
 _NODES = 4096  # connections for votes: of more, the oldest are forgotten
@@ -196,6 +201,9 @@ class Hub:
             if grouping is not None
             else None
         )
+        self._read_few = True  # the last turn had few messages
+        self._disowned = 0  # connections that were given up since freed memory was given back
+        self._disowned_at = -math.inf
         self._judged = -math.inf  # as of when silences were judged last
         self._owners: dict[int, bytes] = {}  # incarnation -> whose connection it is
         self._owned: dict[bytes, int] = {}  # the other way round
@@ -267,6 +275,8 @@ class Hub:
     def _disown(self, incarnation: int) -> None:
         """The member is no more, or has another connection."""
         peer = self._owners.pop(incarnation, b"")
+        self._disowned += bool(peer)
+        self._disowned_at = self._clock.now()
         if self._owned.get(peer) == incarnation:
             del self._owned[peer]
 
@@ -281,9 +291,9 @@ class Hub:
         if self._log.client is not None:
             endpoints.append(self._log.client)
         endpoints += self._sites.clients
-        poll(endpoints, self._soon(timeout))
-        if self._read():
-            self._hearing.read_empty(self._clock.now())
+        if poll(endpoints, self._soon(timeout)):
+            self._let_more_come()
+        self._read()
         if report := self._server.take_report():
             self._decisions.add("port", self._server.address, report)
         self._log.take()
@@ -298,22 +308,41 @@ class Hub:
         if self._groups is not None:
             self._groups.poll()
         self._commit()
+        self._give_back()
 
-    def _read(self) -> bool:
-        """Handle what is there, for a while; whether that is all."""
-        until = time.monotonic() + _READ_SECONDS
-        while time.monotonic() < until:
-            for _ in range(_MESSAGES):
-                received = self._server.receive(0)
-                if received is None:
-                    return True
-                self._handle(received)
-        return False
+    def _let_more_come(self) -> None:
+        """Where there are very many workers, wait a few milliseconds, so that a turn is not for one heartbeat
+        alone: many share what it costs beside its messages."""
+        if self._read_few and self._members.live_count >= _MANY:
+            time.sleep(min(_MORE_SECONDS, _MORE_FOR_EACH * self._members.live_count))
+
+    def _read(self) -> None:
+        """Handle what is there, for a while."""
+        until, handled = time.monotonic() + _READ_SECONDS, 0
+        received: Received | None = None
+        while handled % _MESSAGES or time.monotonic() < until:
+            received = self._server.receive(0)
+            if received is None:
+                break
+            self._handle(received)
+            handled += 1
+        self._read_few = received is None and handled < _MESSAGES
+        self._hearing.read(self._clock.now(), handled, is_empty=received is None)
 
     def _heard_until(self, now: float) -> float:
         """Up to when all that members said has been read, for who is to judge somebody's silence `now`."""
         self._hearing.ask(now)
         return self._hearing.until
+
+    def _give_back(self) -> None:
+        """After many have gone, return the memory of their connections to the system."""
+        if (
+            self._disowned >= _GIVE_BACK
+            and self._clock.now() >= self._disowned_at + _GIVE_BACK_SECONDS
+            and self._read_few
+        ):
+            self._disowned = 0
+            give_back_freed_memory()
 
     def _soon(self, seconds: float) -> float:
         seconds = self._rings.soon(seconds)
@@ -460,6 +489,7 @@ class Hub:
         known = self._members.rank_of(hello.incarnation) if hello.incarnation else None
         there = self._members.worker_of(hello.token) if hello.role == "worker" else None
         if known is not None:  # its connection was lost, and is a new one
+            self._members.handle_heartbeat(self._clock.now(), hello.incarnation)
             self._own(hello.incarnation, peer)
             self._welcome(peer, "worker", hello.site, known, hello.incarnation)
         elif hello.incarnation and hello.role != "shard":
