@@ -529,7 +529,7 @@ def measure(count: int, connections: int, steady: float, cores: Sequence[int]) -
         workers.tell("leave")
         time.sleep(2.0)
         workers.close()
-        time.sleep(5.0)
+        time.sleep(12.0)
         return Found(
             workers_late=workers.slowest,
             workers=count,

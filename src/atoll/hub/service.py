@@ -85,7 +85,7 @@ _MESSAGES = 64  # handled between looks at the time
 _MANY = 256  # workers, from which a turn waits for more than one message
 _MORE_SECONDS, _MORE_FOR_EACH = 0.01, 1e-6  # seconds: at the most, and for each worker
 _GIVE_BACK = 256  # connections that are no more, after which freed memory is given back ...
-_GIVE_BACK_SECONDS = 2.0  # ... once no others have gone for a while
+_GIVE_BACK_SECONDS = (2.0, 10.0)  # ... once no others have gone for a while, and again
 _READ_SECONDS = 0.1  # of messages handled in one go, before they are answered
 _WAITING = 2**15  # peers that wait for an answer: no more are kept
 _NODES = 4096  # connections for votes: of more, the oldest are forgotten
@@ -204,6 +204,7 @@ class Hub:
         self._read_few = True  # the last turn had few messages
         self._disowned = 0  # connections that were given up since freed memory was given back
         self._disowned_at = -math.inf
+        self._given_back = 0  # times, since the last one went
         self._judged = -math.inf  # as of when silences were judged last
         self._owners: dict[int, bytes] = {}  # incarnation -> whose connection it is
         self._owned: dict[bytes, int] = {}  # the other way round
@@ -276,7 +277,7 @@ class Hub:
         """The member is no more, or has another connection."""
         peer = self._owners.pop(incarnation, b"")
         self._disowned += bool(peer)
-        self._disowned_at = self._clock.now()
+        self._disowned_at, self._given_back = self._clock.now(), 0
         if self._owned.get(peer) == incarnation:
             del self._owned[peer]
 
@@ -309,6 +310,39 @@ class Hub:
             self._groups.poll()
         self._commit()
         self._give_back()
+
+    def _let_more_come(self) -> None:
+        """Where there are very many workers, wait a few milliseconds, so that a turn is not for one heartbeat
+        alone: many share what it costs beside its messages."""
+        if self._read_few and self._members.live_count >= _MANY:
+            time.sleep(min(_MORE_SECONDS, _MORE_FOR_EACH * self._members.live_count))
+
+    def _read(self) -> None:
+        """Handle what is there, for a while."""
+        until, handled = time.monotonic() + _READ_SECONDS, 0
+        received: Received | None = None
+        while handled % _MESSAGES or time.monotonic() < until:
+            received = self._server.receive(0)
+            if received is None:
+                break
+            self._handle(received)
+            handled += 1
+        self._read_few = received is None and handled < _MESSAGES
+        self._hearing.read(self._clock.now(), handled, is_empty=received is None)
+
+    def _heard_until(self, now: float) -> float:
+        """Up to when all that members said has been read, for who is to judge somebody's silence `now`."""
+        self._hearing.ask(now)
+        return self._hearing.until
+
+    def _give_back(self) -> None:
+        """After many have gone, return the memory of their connections to the system: some close late."""
+        since = self._clock.now() - self._disowned_at
+        if self._disowned >= _GIVE_BACK and since >= _GIVE_BACK_SECONDS[self._given_back]:
+            give_back_freed_memory()
+            self._given_back += 1
+            if self._given_back == len(_GIVE_BACK_SECONDS):
+                self._disowned = self._given_back = 0
 
     def _let_more_come(self) -> None:
         """Where there are very many workers, wait a few milliseconds, so that a turn is not for one heartbeat
