@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from atoll.core.scriptline import at_script_line
+from atoll.core.texts import one_line
 
 GRADIENTS: Literal["gradients"] = "gradients"
 CALL: Literal["call"] = "call"
@@ -205,7 +206,7 @@ def decode_stand(raw: bytes | bytearray | memoryview) -> Stand:
     try:
         stand = _decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StandError(f"no place in the script: {str(error)[:200]}") from None
+        raise StandError(f"no place in the script: {one_line(str(error), 200)}") from None
     for text in (stand.name, stand.asks, stand.line):
         if not text.isprintable():
             raise StandError(f"no place in the script: it has the unprintable text {text[:40]!r}")

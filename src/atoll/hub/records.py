@@ -12,6 +12,7 @@ from typing import Union
 import msgspec
 
 from atoll.core.errors import AtollError
+from atoll.core.texts import one_line
 from atoll.peers.witness import WitnessState
 from atoll.store.leases import Key, LeasesState
 from atoll.store.members import MembershipState
@@ -191,4 +192,4 @@ def decode_record(raw: bytes) -> AnyRecord:
     try:
         return _decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedError(f"no record of a hub: {str(error)[:200]}") from None
+        raise DamagedError(f"no record of a hub: {one_line(str(error), 200)}") from None

@@ -547,6 +547,8 @@ class Hub:
             )
         if hello.run not in ("", self._run):
             return self._of_another_run(hello.run)
+        if not f"{hello.role}{hello.address}{hello.site}{hello.token}".isprintable():
+            return "a Hello with characters that cannot be printed"
         return ""
 
     def _of_another_run(self, run: str) -> str:

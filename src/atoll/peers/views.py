@@ -41,6 +41,7 @@ import numpy as np
 
 from atoll.wire.peers import WITNESS
 from atoll.wire.peerviews import (
+    MOST_ROUND,
     Accept,
     Accepted,
     Ballot,
@@ -193,9 +194,15 @@ class Change:
         elif isinstance(message, (Prepare, Accept)):
             self._handle_asked(now, sender, message, report)
         elif (message.founding, message.view) == (self.view.founding, self.view.number):
-            self._round = max(self._round, message.ballot.round)
+            self._note_round(sender, message.ballot)
             self._handle_answer(now, sender, message)
         return self._step(now, report)
+
+    def _note_round(self, sender: int, ballot: Ballot) -> None:
+        """Ballots of this node's own are to be higher. Of who has no vote, or a round that leaves no room for
+        a higher one, nothing is taken."""
+        if sender in self._voters and ballot.round < MOST_ROUND:
+            self._round = max(self._round, ballot.round)
 
     def poll(self, now: float, report: Report) -> Step:
         """Time has passed, or this node has come to hold more."""
@@ -212,7 +219,7 @@ class Change:
         if message.view.number < self.view.number:
             self._sends.append((sender, ViewDecided(view=self.view)))
             return
-        self._round = max(self._round, message.ballot.round)
+        self._note_round(sender, message.ballot)
         if sender not in self._voters or sender != message.ballot.node or not self._is_ready(report):
             return
         if not self._acceptor.promise(message.ballot):

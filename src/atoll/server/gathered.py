@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from atoll.core.errors import RunError
+from atoll.core.texts import one_line
 from atoll.wire.messages import Count
 
 _SIZE = 4  # bytes
@@ -39,7 +40,7 @@ def unpack_untrusted(payload: memoryview) -> list[tuple[int, memoryview]]:
     try:
         heading = _decoder.decode(payload[_SIZE : _SIZE + size])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RunError(f"a site's part of a meeting cannot be read: {str(error)[:200]}") from None
+        raise RunError(f"a site's part of a meeting cannot be read: {one_line(str(error), 200)}") from None
     body = payload[_SIZE + size :]
     if len(heading.workers) != len(heading.sizes) or sum(heading.sizes) != body.nbytes:
         raise RunError(f"a site's part of a meeting names {sum(heading.sizes)} bytes and has {body.nbytes}")

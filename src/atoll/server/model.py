@@ -15,6 +15,7 @@ from torch import Tensor
 from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
+from atoll.core.texts import one_line
 from atoll.core.weighing import KNOWN
 from atoll.server.logkeeper import IN_FLIGHT
 from atoll.server.payloads import Lent, payload_of, weighted_mean
@@ -544,7 +545,7 @@ def _layout_untrusted(setup: Setup) -> ChunkMap:
     try:
         layout = _layouts.decode(setup.layout)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"the layout cannot be read: {str(error)[:200]}") from None
+        raise UserError(f"the layout cannot be read: {one_line(str(error), 200)}") from None
     for index, chunk in enumerate(layout.chunks):
         where = f"the layout's chunk {index}"
         if chunk.id != index or not 0 <= chunk.group < len(layout.groups) or not chunk.slots:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from atoll.core.errors import CheckpointError
+from atoll.core.texts import one_line
 from atoll.server.journal import Folder, Payload, read_segments
 from atoll.server.logkeeper import KeeperState
 from atoll.server.model import ModelState
@@ -48,7 +49,7 @@ def decode_image(raw: bytes | memoryview) -> ShardImage:
     try:
         return _decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"not a shard's state: {str(error)[:200]}") from None
+        raise CheckpointError(f"not a shard's state: {one_line(str(error), 200)}") from None
 
 
 def no_parts() -> KeptParts:

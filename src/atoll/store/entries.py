@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias, Union
 import msgspec
 from msgspec import Meta
 
+from atoll.core.texts import one_line
 from atoll.core.weighing import KNOWN
 from atoll.store.outcomes import StoreError
 from atoll.wire.messages import Hyperparameters
@@ -118,4 +119,4 @@ def decode_entry_untrusted(raw: bytes | memoryview | msgspec.Raw) -> Entry:
     try:
         return _decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(f"no line of a log: {str(error)[:200]}") from None
+        raise StoreError(f"no line of a log: {one_line(str(error), 200)}") from None

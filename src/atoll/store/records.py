@@ -12,6 +12,7 @@ from typing import TypeAlias, Union
 
 import msgspec
 
+from atoll.core.texts import one_line
 from atoll.store import frames
 from atoll.store.frames import Buffer, Kind, encode_frame
 from atoll.store.outcomes import StoreError
@@ -91,7 +92,7 @@ def records(
         try:
             yield _decoder.decode(frame.header), frame.payload, frame.end
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise StoreError(f"no record of a journal: {str(error)[:200]}") from None
+            raise StoreError(f"no record of a journal: {one_line(str(error), 200)}") from None
 
 
 def is_damaged(journal: memoryview, end: int, segment: int) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from atoll.core.errors import AtollError
+from atoll.core.texts import one_line
 
 VERSION = 12  # of the protocol; both sides must have the same
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
@@ -42,7 +43,7 @@ def decode_with(
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no message of this protocol: {str(error)[:200]}") from None
+        raise WireError(f"no message of this protocol: {one_line(str(error), 200)}") from None
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from atoll.core.texts import one_line
 from atoll.wire.base import Count, WireError
 from atoll.wire.datagrams import HEADER, MOST_DATAGRAM_BYTES, SEAL_BYTES
 
@@ -136,7 +137,7 @@ def decode_untrusted(body: bytes | memoryview | npt.NDArray[np.uint8]) -> AnyCon
     try:
         return _decoder.decode(body)  # type: ignore[arg-type]  # any buffer does
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no control message: {str(error)[:200]}") from None
+        raise WireError(f"no control message: {one_line(str(error), 200)}") from None
 
 
 def padded(hello: Hello, datagram_bytes: int) -> Hello:

@@ -14,6 +14,7 @@ from msgspec import Meta
 from atoll.wire.base import Count, Message, Name
 
 NODES = 1024  # in a view, at most
+MOST_ROUND = 2**52  # of a ballot that is taken note of: there are higher ones
 
 
 class Life(NamedTuple):

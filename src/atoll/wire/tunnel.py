@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from atoll.core.texts import one_line
 from atoll.wire.base import HEADER_BYTES, Count, Message, Name, Text, WireError
 from atoll.wire.datagrams import MOST_STRIPES
 from atoll.wire.linktest import SECRET_BYTES
@@ -91,7 +92,7 @@ def decode_batch_untrusted(raw: bytes | memoryview) -> Batch:
     try:
         batch = _decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no batch of messages: {str(error)[:200]}") from None
+        raise WireError(f"no batch of messages: {one_line(str(error), 200)}") from None
     for entry in batch.entries:
         if len(entry.header) > HEADER_BYTES:
             raise WireError(f"a header of {len(entry.header)} bytes, where {HEADER_BYTES} is the most")

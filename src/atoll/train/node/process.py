@@ -657,7 +657,7 @@ class CpuSideProcess:
                 self._do(self._node_.handle_message(now, sender, message.body))
         elif isinstance(message, n.MeetingPart):
             self._hear_meeting_part(message, payload)
-        elif isinstance(message, n.Stands):
+        elif isinstance(message, n.Stands) and sender in self._lives:  # others' parameters are not compared
             iteration, digest = message.iteration, message.digest
             self._history.compare(iteration, self._shift, digest, node=sender, own=self._network.node)
         elif isinstance(message, n.Lacks):

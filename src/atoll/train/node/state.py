@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import Chunk, itemsize
 from atoll.core.errors import PrepareError, UserError
+from atoll.core.texts import one_line
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.payload import bytes_in
@@ -163,7 +164,7 @@ def unpack(raw: memoryview, chunks: Mapping[int, Chunk]) -> Packed:
     try:
         head = _decoder.decode(raw[_BEGIN : _BEGIN + length])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"the state given is no packed state: {str(error)[:200]}") from None
+        raise UserError(f"the state given is no packed state: {one_line(str(error), 200)}") from None
     end = _BEGIN + length
     payloads: list[tuple[Tensor | None, dict[str, Tensor]]] = []
     for part in head.parts:
