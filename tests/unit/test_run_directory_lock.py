@@ -18,7 +18,6 @@ import pytest
 from atoll.core.errors import UserError
 from atoll.core.events import StepDone, encode
 from atoll.core.runclock import CLOCK_VARIABLE, clock_setting, record_time
-from atoll.observe import rundir
 from atoll.observe.report import redraw
 from atoll.observe.rundir import RunDirectory, UsedError
 
@@ -80,7 +79,7 @@ def test_one_that_began_and_ended_meanwhile_is_seen(tmp_path: Path, monkeypatch:
         flock(descriptor, how)
         begin_journal(run)
 
-    monkeypatch.setattr(rundir.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with pytest.raises(UsedError, match="holds a run already"):
         run.claim()
 
@@ -92,7 +91,7 @@ def test_a_file_system_without_locks_costs_a_line(
     def fail(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(rundir.fcntl, "flock", fail)
+    monkeypatch.setattr(fcntl, "flock", fail)
     claim = RunDirectory(tmp_path / "run").claim()
     assert claim.trouble.endswith("; nothing keeps a second run out of the run directory")
     assert os.strerror(code) in claim.trouble
@@ -108,7 +107,7 @@ def test_a_lock_that_cannot_be_made(
     def fail(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(rundir.os, "open", fail)
+    monkeypatch.setattr(os, "open", fail)
     if is_refused:
         with pytest.raises(UserError, match="run: cannot write there: Read-only file system"):
             RunDirectory(tmp_path / "run").claim()
