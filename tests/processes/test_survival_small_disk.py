@@ -291,7 +291,7 @@ def test_a_checkpoint_that_cannot_be_saved_leaves_the_one_before(disk: SmallDisk
 
 
 RECORDED = """
-import os, pathlib, time
+import os, pathlib, sys, time
 import torch
 import atoll
 
@@ -304,27 +304,64 @@ with atoll.join() as session:
         optimizer.zero_grad()
         model(torch.randn(3, 4)).square().mean().backward()
         optimizer.step()
-        session.log(loss=1.0)
+        print("step", session.iteration, "x" * 500, flush=True)
         time.sleep(0.005)
         pathlib.Path("steps").write_text(str(session.iteration))
+if "fails" in sys.argv:
+    raise ValueError("the script's own mistake")
 """
 
 
-def test_a_worker_trains_on_without_its_records(disk: SmallDisk, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(RECORDED)
-    code = f"import os; os.chdir({str(tmp_path)!r})"  # a namespace is entered at its root
-    run = ["run", "--workers", "1", "--set", f"run.directory={disk.where / 'run'}", "train.py"]
-    with (tmp_path / "said").open("wb") as said:
-        process = subprocess.Popen(
+def start_run(disk: SmallDisk, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """`atoll run` in the disk's namespace; what it says goes elsewhere."""
+    (folder / "train.py").write_text(RECORDED)
+    code = f"import os; os.chdir({str(folder)!r})"  # a namespace is entered at its root
+    run = ["run", "--workers", "1", "--set", f"run.directory={disk.where / 'run'}", *arguments]
+    with (folder / "said").open("wb") as said:
+        return subprocess.Popen(
             disk.inside(sys.executable, "-c", f"{code}; from atoll.cli.app import main; main()", *run),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=said,
+            stdout=subprocess.DEVNULL,
             stderr=said,
         )
 
+
+def steps_in(folder: Path) -> int:
+    path = folder / "steps"
+    return int((path.read_text() if path.exists() else "") or "0")
+
+
+def test_a_run_on_a_disk_that_stays_full_ends_as_its_script_does(disk: SmallDisk, tmp_path: Path) -> None:
+    """Logs, journals, metrics and the picture cannot be written; what failed first is known all the same."""
+    process = start_run(disk, tmp_path, "train.py", "fails")
+    try:
+        wait_for(lambda: steps_in(tmp_path) > 5, "a few steps")
+        disk.fill()
+        full = steps_in(tmp_path)
+        wait_for(lambda: steps_in(tmp_path) > full + 300, "steps without records")
+        (tmp_path / "enough").touch()
+        process.wait(DEADLINE)
+        err = (tmp_path / "said").read_text()
+    finally:
+        process.kill()
+        process.wait(DEADLINE)
+    assert process.returncode == 1, err
+    made = steps_in(tmp_path)
+    assert 'train.py", line' in err
+    assert "ValueError: the script's own mistake" in err
+    assert "worker 0 ended with ValueError" in err.splitlines()[-1]
+    assert f"{made:,} steps of {3 * made:,} samples" in err
+    assert err.count("the run goes on, and events are missing in its records") == 1
+    assert err.count("and what worker 0 prints is missing there") == 1
+    assert re.search(r"missing in .*: .*\d+ events of worker 0, .* that worker 0 printed", err)
+    assert json.loads((disk.folder / "run" / "summary.json").read_text())["steps"] == made
+
+
+def test_a_worker_trains_on_without_its_records(disk: SmallDisk, tmp_path: Path) -> None:
+    process = start_run(disk, tmp_path, "train.py")
+
     def steps() -> int:
-        path = tmp_path / "steps"
-        return int((path.read_text() if path.exists() else "") or "0")
+        return steps_in(tmp_path)
 
     try:
         wait_for(lambda: steps() > 5, "a few steps")
@@ -349,4 +386,5 @@ def test_a_worker_trains_on_without_its_records(disk: SmallDisk, tmp_path: Path)
     told = [event.iteration for event in events if isinstance(event, StepDone)]
     assert told == sorted(set(told))
     assert len(told) + 300 <= told[-1]
-    assert json.loads((disk.folder / "run" / "summary.json").read_text())["steps"] == len(told)
+    assert json.loads((disk.folder / "run" / "summary.json").read_text())["steps"] == told[-1]
+    assert re.search(r"missing in .*: .*\d+ events of worker 0, .* that worker 0 printed", err)

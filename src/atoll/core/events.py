@@ -196,6 +196,23 @@ class Warned(Event, frozen=True):
     message: str
 
 
+class Lost(Event, frozen=True):
+    """What of a worker's records could not be written since the last such event, because the disk was full.
+
+    `events` is how many; `steps` of them were StepDone, whose sums the other figures are. `printed` is in
+    bytes of the worker's log.
+    """
+
+    events: int = 0
+    steps: int = 0
+    samples: float = 0.0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    bytes_sent: int = 0
+    exchange: float = 0.0
+    printed: int = 0
+
+
 class Failed(Event, frozen=True):
     """A worker ends with an error; `echo` marks one that another worker's end has caused.
 
@@ -259,6 +276,7 @@ AnyEvent = Union[
     Skipped,
     Saved,
     Warned,
+    Lost,
     Failed,
     Finished,
     Joining,

@@ -24,6 +24,7 @@ from atoll.launch.ends import EndWatch
 from atoll.launch.grace import Grace
 from atoll.launch.processes import GRACE_VARIABLE, PARENT_VARIABLE, die_with_parent
 from atoll.observe.lastwords import say
+from atoll.observe.logstream import LogStreams
 from atoll.observe.rundir import RunDirectory
 
 _TOLD_SECONDS = 1.0  # until the last end is told
@@ -47,7 +48,7 @@ def read_ends(path: Path) -> list[WorkerEnd]:
     """The ends of the workers that failed, in the order in which the launcher saw them; empty if none did."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[WorkerEnd])
-    except (FileNotFoundError, msgspec.DecodeError):  # the launcher was killed before, or while, it wrote
+    except (OSError, msgspec.DecodeError):  # the launcher was killed before, or while, it wrote
         return []
 
 
@@ -113,6 +114,7 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    LogStreams().install()
     first = os.environ.get(FIRST_VARIABLE)
     told = Ends(int(first or 0))
     Grace(float(os.environ[GRACE_VARIABLE]), told.watch).install()

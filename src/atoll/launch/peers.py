@@ -11,6 +11,7 @@ from atoll.core.errors import GivenUpError
 from atoll.core.events import Failed, Warned
 from atoll.core.runclock import record_time
 from atoll.launch.launcher import WorkerEnd, launcher_command, read_ends
+from atoll.launch.processes import appended
 from atoll.launch.rings import RingLaunch
 
 
@@ -41,7 +42,7 @@ class PeerLaunch(RingLaunch):
             RANK_VARIABLE: str(rank),
             FIRST_VARIABLE: str(self._lead(rank)),
         }
-        with self._directory.launcher_log.open("ab") as log:
+        with appended(self._directory.launcher_log) as log:
             return subprocess.Popen(
                 launcher_command(self._devices, self._script),
                 env={**self._environment, **node},

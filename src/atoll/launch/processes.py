@@ -14,10 +14,12 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import IO
 
 PARENT_VARIABLE = "ATOLL_PARENT"  # the process id that a launcher or a worker must be a child of
 GRACE_VARIABLE = "ATOLL_GRACE"  # seconds that a launcher gives its workers after SIGTERM: run.grace
@@ -115,6 +117,18 @@ def kill_descendants(spare: Collection[int] = (), deadline: float = 5.0) -> list
             with contextlib.suppress(ChildProcessError):  # a child's child, which its own parent reaps
                 os.waitpid(pid, os.WNOHANG)
     return []
+
+
+@contextlib.contextmanager
+def appended(log: Path) -> Iterator[IO[bytes] | int]:
+    """A log for a process that is started; nothing's where the disk is full."""
+    try:
+        file = log.open("ab")
+    except OSError:
+        yield subprocess.DEVNULL
+        return
+    with file:
+        yield file
 
 
 def signal_name(signum: int) -> str:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ from atoll.launch.processes import (
     GRACE_VARIABLE,
     PARENT_VARIABLE,
     adopt_orphans,
+    appended,
     descendants,
     kill_descendants,
 )
@@ -53,6 +55,7 @@ from atoll.launch.rings import RingLaunch
 from atoll.launch.served import SERVICE, ServedLaunch
 from atoll.launch.verdict import Judge, Verdict
 from atoll.observe.groups import group_lines
+from atoll.observe.journal import TOLD
 from atoll.observe.lastwords import LAST_WORDS_VARIABLE, LastWords
 from atoll.observe.links import link_lines
 from atoll.observe.memory import memory_lines
@@ -61,7 +64,7 @@ from atoll.observe.outlet import Screen
 from atoll.observe.progress import Progress, format_values, make_progress
 from atoll.observe.recorder import Recorder, Writer
 from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory, UsedError
-from atoll.observe.summary import Summary, write_summary
+from atoll.observe.summary import Summary, reserve_summary, write_summary
 from atoll.observe.tensorboard import MISSING, TensorBoard
 
 Launch: TypeAlias = subprocess.Popen[bytes] | ServedLaunch
@@ -117,12 +120,13 @@ def _run_in(
     umask: int,
 ) -> int:
     """Run in a directory that is this run's alone; returns the exit status. `umask` is the user's own."""
-    directory.config.write_text(to_toml(config), encoding="utf-8")
     screen = Screen(sys.stdout, sys.stderr)
+    configured = directory.config
     try:
+        configured, trouble = _prepare(directory, config)
         with _Stop() as stop:
-            warnings = [*warnings, *filter(None, [claim.trouble])]
-            watch = _Watch(directory, config, stop, screen, hub_module, warnings, umask)
+            warnings = [*warnings, *filter(None, [claim.trouble, trouble])]
+            watch = _Watch(directory, config, configured, stop, screen, hub_module, warnings, umask)
             verdict = watch.run(program)
         status = verdict.status
         if summary is not None:
@@ -141,7 +145,31 @@ def _run_in(
         raise
     finally:
         claim.release()
+        if configured != directory.config:
+            configured.unlink(missing_ok=True)
     return status
+
+
+def _prepare(directory: RunDirectory, config: Config) -> tuple[Path, str]:
+    """Write the configuration for the workers, and take the room for the summary.
+
+    Returns where the configuration is, and what could not be written. On a full disk the configuration lies
+    in the system's folder for such files. Raises UserError where that takes it neither.
+    """
+    reserve_summary(directory.summary)
+    text = to_toml(config)
+    try:
+        directory.config.write_text(text, encoding="utf-8")
+        return directory.config, ""
+    except OSError as error:
+        trouble = f"{directory.config}: {error.strerror}; the run begins, and records may be missing there"
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".toml", delete=False, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        where = tempfile.gettempdir()
+        raise UserError(f"{where}: cannot write the configuration: {error.strerror}") from None
+    return Path(file.name), trouble
 
 
 def _claim_directory(program: Program, config: Config) -> tuple[RunDirectory, Claim]:
@@ -198,6 +226,7 @@ class _Watch:
         self,
         directory: RunDirectory,
         config: Config,
+        configured: Path,
         stop: _Stop,
         screen: Screen,
         hub_module: str,
@@ -207,6 +236,7 @@ class _Watch:
         self._directory, self._config, self._stop, self._screen = directory, config, stop, screen
         self._hub_module, self._warnings = hub_module, warnings
         self._umask = umask  # of the user: the script's own files follow it
+        self._configured = configured  # the configuration's file
         self._killed: Sequence[str] = ()  # the workers that had not ended when run.grace was over
         self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
         self._causes, self._words = Causes(), LastWords()
@@ -233,11 +263,11 @@ class _Watch:
                 self._output = Output(0, self._directory.log(0), progress, recorder.warn)
                 self._follow(launcher, recorder, progress)
             self._look(launcher, recorder, progress, last=True)
-            try:
-                self.summary = recorder.close()
-            except UserError as error:  # the disk is full: that hides no cause
-                self.summary = recorder.summary
-                self.unwritten.append(str(error))
+            for failure in self._causes.failures():
+                recorder.hear(failure)
+            self.summary = recorder.close()
+            if missing := recorder.missing():
+                self.unwritten.append(missing)
         if isinstance(launcher, ServedLaunch):
             self.losses = launcher.losses.lines()
         judge = self._judge(launcher)
@@ -278,7 +308,7 @@ class _Watch:
     def _torchrun(self, program: Program) -> subprocess.Popen[bytes]:
         """torchrun's launcher, started."""
         command = launcher_command(self._config.run.workers, program.words())
-        with self._directory.launcher_log.open("wb") as log:
+        with appended(self._directory.launcher_log) as log:
             return subprocess.Popen(
                 command,
                 env=self._environment(),
@@ -304,7 +334,7 @@ class _Watch:
         )
         environment = {
             **{name: value for name, value in os.environ.items() if name not in foreign},
-            CONFIG_VARIABLE: str(self._directory.config.absolute()),
+            CONFIG_VARIABLE: str(self._configured.absolute()),
             DIRECTORY_VARIABLE: str(self._directory.path.absolute()),
             PARENT_VARIABLE: str(os.getpid()),
             LAST_WORDS_VARIABLE: self._words.where,
@@ -374,6 +404,8 @@ class _Watch:
                 self._causes.survive(worker, until)
         for word in self._words.take():
             self._causes.take(word)
+            if isinstance(word, TOLD):
+                recorder.hear(word)
         if isinstance(launcher, ServedLaunch) and not self._stop.count:
             self._tell_of_early(launcher, recorder)
         for trouble in self._screen.troubles():

@@ -32,7 +32,7 @@ from atoll.hub.decisions import HUB, DecisionReader
 from atoll.launch.ends import EndWatch
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
-from atoll.launch.processes import Standstill, descendants, is_stopped, signal_name
+from atoll.launch.processes import Standstill, appended, descendants, is_stopped, signal_name
 from atoll.launch.restarts import DelayedProcess, Pauses, Process
 from atoll.launch.tail import last_lines
 from atoll.observe.groups import GROUPS
@@ -196,7 +196,7 @@ class ServedLaunch:
     def _serve(self, name: str, arguments: Sequence[str]) -> None:
         """Start the hub or a shard, with a log of its own."""
         kind, self._arguments[name] = name.partition("-")[0].replace("second", "server"), list(arguments)
-        with (self._directory.logs / f"{name}.log").open("ab") as log:
+        with appended(self._directory.logs / f"{name}.log") as log:
             self._services[name] = subprocess.Popen(
                 [sys.executable, "-m", self._hub_module if kind == "hub" else SERVICE, kind, *arguments],
                 env={**self._environment, "OMP_NUM_THREADS": "1"},
@@ -209,7 +209,7 @@ class ServedLaunch:
     def _worker(self, rank: int) -> subprocess.Popen[bytes]:
         count = str(self._config.run.workers)
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        with self._directory.launcher_log.open("ab") as log:
+        with appended(self._directory.launcher_log) as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "atoll.launch.worker", *self._script],
                 env={

@@ -20,6 +20,7 @@ import msgspec
 from atoll.core.config import KEYS_VARIABLE, SOCKETS_VARIABLE, LinkOptions
 from atoll.core.errors import AtollError
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
+from atoll.observe.logstream import LogStreams
 
 if TYPE_CHECKING:
     from atoll.hub.planner import ScoreFor
@@ -29,6 +30,7 @@ def main(arguments: list[str], score_for: ScoreFor | None = None) -> int:
     """Serve until SIGTERM; returns the process's status. `score_for` is what a hub scores groupings with;
     None: with what they compute alone."""
     die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
+    LogStreams().install()
     try:
         kinds: dict[str, Callable[[list[str]], None]] = {"server": _server, "site": _site}
         kinds["hub"] = partial(_hub, score_for)

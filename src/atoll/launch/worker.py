@@ -6,6 +6,7 @@ arguments. The script sees what it would see under `python`: `__main__`, `sys.ar
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import io
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from atoll.core.config import FIRST_VARIABLE
 from atoll.core.errors import AtollError, PeerLostError
-from atoll.core.events import Ended, Failed
+from atoll.core.events import AnyEvent, Ended, Failed, Lost, Warned
 from atoll.core.runclock import record_time
 from atoll.core.scriptline import is_script, line_of_error
 from atoll.core.sharing import open_like_folder
@@ -27,6 +28,7 @@ from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 from atoll.launch.program import Program
 from atoll.observe.journal import Journal
 from atoll.observe.lastwords import say
+from atoll.observe.logstream import LogStreams
 from atoll.observe.rundir import RunDirectory
 
 END_OF_OUTPUT = "-- atoll: this worker ends with an error --"  # what follows in a log is shown by the command
@@ -43,7 +45,7 @@ def main(script: str, arguments: list[str]) -> None:
     run = RunDirectory.from_environment()
     assert run is not None, "started by atoll.launch.run, which sets the run directory"
     worker = int(os.environ["RANK"]) + int(os.environ.get(FIRST_VARIABLE, "0"))
-    _write_to(run.log(worker))
+    _write_to(run, worker)
     faulthandler.enable()
     program = Program.parse([script, *arguments])
     say_end = partial(_say_end, run, worker)
@@ -68,15 +70,39 @@ def _exit_of(error: SystemExit) -> tuple[int, str, str]:
     return 1, "sys.exit", _text_of(error.code)
 
 
-def _write_to(log: Path) -> None:
-    """Send stdout and stderr, those of C code and of child processes too, to `log`, line by line."""
-    file = open_like_folder(log, os.O_WRONLY | os.O_APPEND)
+def _write_to(run: RunDirectory, worker: int) -> None:
+    """Send stdout and stderr, those of C code and of child processes too, to the worker's log, line by line.
+
+    A log that cannot be written costs its lines, not the training.
+    """
+    log = run.log(worker)
+
+    def note(event: AnyEvent) -> None:
+        with Journal(run.journal(worker)) as journal:
+            journal(event)
+
+    def tell(why: str) -> None:
+        said = f"{log}: {why}; the run goes on, and what worker {worker} prints is missing there"
+        note(Warned(time=record_time(), worker=worker, message=said))
+
+    def count() -> None:
+        if streams.lost:
+            note(Lost(time=record_time(), worker=worker, printed=streams.lost))
+
+    try:
+        file = open_like_folder(log, os.O_WRONLY | os.O_APPEND)
+    except OSError as error:
+        tell(error.strerror or str(error))
+        file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a log is UTF-8 whatever the terminal's locale says
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    streams = LogStreams(tell)
+    streams.install()
+    atexit.register(count)
 
 
 def _say_end(

@@ -22,23 +22,28 @@ from atoll.core.events import (
     Finished,
     Gone,
     Joining,
+    Lost,
     Regrouped,
     Saved,
     Skipped,
     Started,
+    StepDone,
     Warned,
     decode,
     encode,
 )
 from atoll.core.sharing import open_like_folder
+from atoll.observe.lastwords import say
 
 FLUSH_SECONDS = 0.5
 _PIECE = 2**18  # bytes of a journal that are read at once
 _LONGEST_LINE = 2**24  # bytes of one event
 _AT_ONCE = (
-    *(Joining, Started, Expected, Decided, Regrouped, Skipped, Saved, Warned, Failed, Finished),
+    *(Joining, Started, Expected, Decided, Regrouped, Skipped, Saved, Warned, Lost, Failed, Finished),
     *(Ended, Gone),
 )
+# These reach the launcher on a full disk; how a process begins and ends it is told anyway.
+TOLD = (Decided, Regrouped, Skipped, Saved, Warned, Lost)
 
 
 class Journal:
@@ -47,21 +52,22 @@ class Journal:
     Steps and logged values are buffered for at most `FLUSH_SECONDS` while events come, so that a fast
     loop does not pay a system call for each step; every other event is written at once. A line is written
     whole by one append, so two writers of one file do not tear each other's lines. Any thread may tell it.
-    On a disk that is full events are lost, which is said on stderr, once and at the end, and in the journal
-    itself when there is room again: the run goes on.
+    On a disk that is full events are lost, which is said once and at the end, and in the journal itself when
+    there is room again: the run goes on. Under `atoll run` warnings and decisions reach it all the same
+    (`observe.lastwords`), and so do the sums of the steps that were lost.
     """
 
     def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open_like_folder(self._path, os.O_WRONLY | os.O_APPEND)
+        self._file = -1  # opened by the first flush, and again by each while it cannot be
+        self._is_closed = False
         self._clock = clock
         self._flushed = clock()
         self._lock = threading.RLock()
         self._waiting: list[AnyEvent] = []  # written as JSON all together, which costs a loop far less
         self.lost = 0  # events that could not be written
         self._torn = False  # the last line in the file has no end
-        self._gap = 0  # events lost since the last that was written
+        self._gap: Lost | None = None  # what was lost since the last event that was written
 
     def __call__(self, event: AnyEvent) -> None:
         """Write `event`, or keep it for the next flush."""
@@ -74,40 +80,78 @@ class Journal:
         """Hand everything to the operating system."""
         with self._lock:
             self._flushed = self._clock()
-            if self._file < 0:
+            if self._is_closed:
                 return
             waiting, self._waiting = self._waiting, []
-            lines = [encode(event) for event in waiting]
-            if self._gap and waiting:
-                said = f"{self._path}: {self._gap} events before this one are missing: the disk was full"
-                gap = Warned(time=waiting[0].time, worker=waiting[0].worker, message=said)
-                lines.insert(0, encode(gap))
-            try:
-                self._write(b"\n" * self._torn + b"".join(line + b"\n" for line in lines))
-                self._gap = 0
-            except OSError as error:
-                if not self.lost:
-                    _say(
-                        f"{self._path}: {error.strerror}; the run goes on, and events are missing in its "
-                        "records"
-                    )
-                self.lost += len(waiting)
-                self._gap += len(waiting)
+            head: list[AnyEvent] = []
+            if self._gap is not None and waiting:
+                said = (
+                    f"{self._path}: {self._gap.events} events before this one are missing: the disk was full"
+                )
+                head = [self._gap, Warned(time=waiting[0].time, worker=waiting[0].worker, message=said)]
+            left, trouble = self._write([*head, *waiting])
+            if head and len(left) <= len(waiting) + 1:  # the first of the head is written
+                self._gap = None
+            for event in left[max(0, len(left) - len(waiting)) :]:
+                self._lose(event, trouble)
 
-    def _write(self, lines: bytes) -> None:
-        while lines:
-            written = os.write(self._file, lines)
-            self._torn = lines[written - 1 : written] != b"\n"
-            lines = lines[written:]
+    def _write(self, events: list[AnyEvent]) -> tuple[list[AnyEvent], str]:
+        """Write the events; returns those that were not written whole, and why."""
+        lines = [encode(event) + b"\n" for event in events]
+        before = b"\n" if self._torn and lines else b""
+        data, done = memoryview(before + b"".join(lines)), 0
+        try:
+            if self._file < 0:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open_like_folder(self._path, os.O_WRONLY | os.O_APPEND)
+            while done < len(data):
+                done += os.write(self._file, data[done:])
+        except OSError as error:
+            whole, end = 0, len(before)
+            for line in lines:
+                end += len(line)
+                whole += end <= done
+            if done:
+                self._torn = data[done - 1] != ord("\n")
+            return events[whole:], error.strerror or str(error)
+        self._torn = self._torn and not data
+        return [], ""
+
+    def _lose(self, event: AnyEvent, trouble: str) -> None:
+        """The disk has not taken the event: tell the launcher, or count it."""
+        if isinstance(event, TOLD) and say(event):
+            return
+        gap = self._gap or Lost(time=event.time, worker=event.worker)
+        step = event if isinstance(event, StepDone) else None
+        self._gap = msgspec.structs.replace(
+            gap,
+            time=event.time,
+            events=gap.events + 1,
+            steps=gap.steps + (step is not None),
+            samples=gap.samples + (step.samples if step else 0.0),
+            seconds=gap.seconds + (step.seconds if step else 0.0),
+            waiting=gap.waiting + (step.waiting if step else 0.0),
+            bytes_sent=gap.bytes_sent + (step.bytes_sent if step else 0),
+            exchange=gap.exchange + (step.exchange if step else 0.0),
+        )
+        self.lost += 1
+        if self.lost == 1:
+            said = f"{self._path}: {trouble}; the run goes on, and events are missing in its records"
+            _say(said)
+            say(Warned(time=event.time, worker=event.worker, message=said))
 
     def close(self) -> None:
         """Flush, and close the file; events that come later are lost, and closing twice does no harm."""
         with self._lock:
             self.flush()
-            if self._file < 0:
+            if self._is_closed:
                 return
-            os.close(self._file)
-            self._file = -1
+            self._is_closed = True
+            if self._gap is not None and self._write([self._gap])[0]:
+                say(self._gap)
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
             if self.lost:
                 _say(f"{self._path}: {self.lost} events were lost")
 
@@ -156,12 +200,15 @@ class JournalReader:
             is_end, self._is_passing_over = self._is_passing_over, False
             if is_end:
                 continue
-            try:
-                event = decode(line)
-            except msgspec.DecodeError:
-                self.unreadable += 1
-            else:
-                yield event
+            yield from self._decoded(line)
         if len(self._rest) > _LONGEST_LINE:
             self.unreadable += not self._is_passing_over
             self._is_passing_over, self._rest = True, b""
+
+    def _decoded(self, line: bytes) -> Iterator[AnyEvent]:
+        try:
+            event = decode(line)
+        except msgspec.DecodeError:
+            self.unreadable += 1
+        else:
+            yield event

@@ -55,38 +55,39 @@ class LastWords:
         os.close(self._write)
 
 
-def say(event: AnyEvent) -> None:
-    """Say how this process ends, or one of its children. Does nothing outside `atoll run`. Never raises."""
+def say(event: AnyEvent) -> bool:
+    """Say how this process ends, or one of its children, or what its journal could not hold. Returns whether
+    somebody is told: outside `atoll run` nobody is. Never raises."""
     where = os.environ.get(LAST_WORDS_VARIABLE)
     if not where:
-        return
+        return False
     with contextlib.suppress(OSError, ValueError):  # the journal has it too
         process, descriptor, inode = map(int, where.split(":"))
         path = Path(f"/proc/{process}/fd/{descriptor}")
         if not _is_pipe(path.stat(), inode):  # the process is gone, and its number is another one's
-            return
+            return False
         pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if _is_pipe(os.fstat(pipe), inode):
-                _write(pipe, _fitting(event))
+                return _write(pipe, _fitting(event))
         finally:
             os.close(pipe)
+    return False
 
 
 def _is_pipe(found: os.stat_result, inode: int) -> bool:
     return stat.S_ISFIFO(found.st_mode) and found.st_ino == inode
 
 
-def _write(pipe: int, line: bytes) -> None:
+def _write(pipe: int, line: bytes) -> bool:
     until = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
-            os.write(pipe, line)
-            return
+            return os.write(pipe, line) > 0
         except BlockingIOError:
             left = until - time.monotonic()
             if left <= 0:
-                return
+                return False
             select.select([], [pipe], [], left)
             time.sleep(0.01)  # the pipe may have room for less than a whole word
 

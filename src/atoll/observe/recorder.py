@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from atoll.core.characters import encoded
+from atoll.core.errors import UserError
 from atoll.core.events import (
     AnyEvent,
     Decided,
@@ -24,6 +25,7 @@ from atoll.core.events import (
     Gone,
     Joining,
     LinkSeen,
+    Lost,
     Saved,
     Skipped,
     Started,
@@ -31,6 +33,7 @@ from atoll.core.events import (
     Warned,
 )
 from atoll.core.runclock import record_time
+from atoll.core.units import format_bytes
 from atoll.observe.groups import GroupRecords
 from atoll.observe.journal import JournalReader
 from atoll.observe.links import LinkRecords
@@ -127,11 +130,11 @@ class _Rates:
 
 
 class _Lines:
-    """Appends whole lines to a file; on a disk that takes no more, they are lost and counted."""
+    """Appends whole lines to a new file; on a disk that takes no more, they are lost and counted."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = -1
         self._waiting: list[bytes] = []
         self._torn = False  # the last line in the file has no end
         self.lost = 0
@@ -144,20 +147,23 @@ class _Lines:
         waiting, self._waiting = self._waiting, []
         lines = b"\n" * (self._torn and bool(waiting)) + b"".join(waiting)
         try:
+            if self._file < 0:
+                self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
             while lines:
                 written = os.write(self._file, lines)
                 self._torn = lines[written - 1 : written] != b"\n"
                 lines = lines[written:]
         except OSError as error:
             first, self.lost = not self.lost, self.lost + len(waiting)
-            if first:
+            if first and waiting:
                 return f"{self._path}: {error.strerror}; the run goes on, and lines are missing there"
         return ""
 
     def close(self) -> str:
         """Write what waits, and close the file; returns how many lines were lost, in words."""
         self.flush()
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
         return f"{self._path}: {self.lost} lines were lost" if self.lost else ""
 
 
@@ -201,7 +207,10 @@ class Recorder:
         self._dropped = 0
         self._metrics = _Lines(run.metrics)
         self._told: list[AnyEvent] = []  # what went wrong here
+        self._words: list[AnyEvent] = []  # that were heard since the last look
         self._has_read = False  # in the last look
+        self._lost: dict[int, Lost] = {}  # what of each worker's records could not be written
+        self._missing: list[str] = []  # and what of the run's own
 
     def poll(self, last: bool = False) -> list[AnyEvent]:
         """Read what is new; returns the events to show a person, each once, however many workers sent it.
@@ -217,7 +226,8 @@ class Recorder:
     def _look(self) -> list[AnyEvent]:
         most = max(_LEAST_LOOK_BYTES, _LOOK_BYTES // max(1, len(self._readers)))
         before = self._bytes_read()
-        fresh = [event for reader in self._readers.values() for event in reader.read(most)]
+        fresh, self._words = self._words, []
+        fresh += [event for reader in self._readers.values() for event in reader.read(most)]
         self._has_read = self._bytes_read() > before
         news: list[AnyEvent] = []
         for event in sorted(fresh, key=lambda event: event.time):
@@ -230,6 +240,13 @@ class Recorder:
             self.warn(line_lost)
         told, self._told = self._told, []
         return news + told
+
+    def hear(self, event: AnyEvent) -> None:
+        """Take an event that has come by another way than its worker's journal, which may be on a full disk.
+        A failure that the journal has, too, counts once."""
+        failures = ((failure.worker, failure.time) for failure in self.failures)
+        if not isinstance(event, Failed) or (event.worker, event.time) not in failures:
+            self._words.append(event)
 
     def _bytes_read(self) -> int:
         return sum(reader.read_bytes for reader in self._readers.values())
@@ -262,20 +279,41 @@ class Recorder:
     summary: Summary  # the run's, once `close` has put it together
 
     def close(self) -> Summary:
-        """Take in what is left, write the last lines and summary.json, and close the writers."""
+        """Take in what is left, write the last lines and summary.json, and close the writers. What cannot be
+        written is said by `missing`; nothing is raised."""
         self.poll(last=True)
         for line in self._merger.rest():
             self._write(line)
         if lines_lost := self._metrics.close():
             self.warn(lines_lost)
+            self._missing.insert(0, f"{self._metrics.lost} lines of {self.run.metrics.name}")
         for writer in list(self._writers):
             self._try(writer, writer.close)
         for reader in self._readers.values():
             if reader.unreadable:
                 self.warn(f"{reader.path}: {reader.unreadable} lines hold no event and were passed over")
         self.summary = self._summary()
-        write_summary(self.summary, self.run.summary)
+        try:
+            write_summary(self.summary, self.run.summary)
+        except UserError as error:
+            self._missing.insert(0, self.run.summary.name)
+            self.warn(str(error))
         return self.summary
+
+    def missing(self) -> str:
+        """Say what the records lack, because the disk was full; empty where they are whole."""
+        each = [
+            f"{lost.events} events of worker {worker}" for worker, lost in self._lost.items() if lost.events
+        ]
+        each += [
+            f"{format_bytes(lost.printed)} that worker {worker} printed"
+            for worker, lost in self._lost.items()
+            if lost.printed
+        ]
+        what = [*self._missing, *each]
+        return (
+            f"missing in {self.run.path}, because it could not be written: {', '.join(what)}" if what else ""
+        )
 
     def _take(self, event: AnyEvent) -> None:
         if self._heard is not None:
@@ -305,10 +343,25 @@ class Recorder:
             self.links.take(event)
         elif isinstance(event, Expected):
             self._expected = event.steps
+        elif isinstance(event, Lost):
+            self._add_lost(event, totals)
         elif isinstance(event, (Finished, Failed)):
             self._merger.end(event.worker)
             if isinstance(event, Failed):
                 self.failures.append(event)
+
+    def _add_lost(self, event: Lost, totals: WorkerTotals) -> None:
+        """Count the steps whose own events could not be written."""
+        totals.steps += event.steps
+        totals.samples += event.samples
+        totals.seconds += event.seconds
+        totals.waiting += event.waiting
+        totals.bytes_sent += event.bytes_sent
+        totals.exchange += event.exchange
+        before = self._lost.get(event.worker, Lost(time=event.time, worker=event.worker))
+        self._lost[event.worker] = msgspec.structs.replace(
+            before, events=before.events + event.events, printed=before.printed + event.printed
+        )
 
     def _keep(self, event: AnyEvent) -> bool:
         """Keep the event for the summary, once; a decision that every worker reports is one event."""
@@ -350,6 +403,7 @@ class Recorder:
             act()
         except OSError as error:
             self._writers.remove(writer)
+            self._missing.append(f"the rest of {type(writer).__name__}'s")
             self.warn(f"{type(writer).__name__}: {error.strerror or error}; it gets no more lines")
 
     def _steps(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ _NODE_COLUMNS = (
 def draw(run: RunDirectory) -> Path:
     """Draw report.png from summary.json and metrics.jsonl; returns its path.
 
-    Raises ModuleNotFoundError where matplotlib is missing, and UserError for a directory without a summary.
+    Raises ModuleNotFoundError where matplotlib is missing, and UserError for a directory without a summary,
+    or where the picture cannot be written: then an older one is as it was.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -77,7 +79,14 @@ def draw(run: RunDirectory) -> Path:
         _draw_links(more[-2] if summary.nodes else more[-1], summary)
     if summary.nodes:
         _draw_nodes(more[-1], summary)
-    figure.savefig(run.picture)
+    beside = run.picture.with_name(f".{run.picture.name}")
+    try:
+        figure.savefig(beside)
+        beside.replace(run.picture)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise UserError(f"{run.picture}: cannot be written: {error.strerror}") from None
     return run.picture
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import msgspec
 from atoll.core.errors import UserError
 from atoll.core.events import LinkFigures
 from atoll.core.memory import MemoryFigures
+
+_SUMMARY_BYTES = 2**17  # of most runs' summaries
 
 
 class WorkerTotals(msgspec.Struct):
@@ -154,13 +159,40 @@ class Summary(msgspec.Struct, omit_defaults=True):
         return sum(totals.waiting for totals in self.each_worker) / busy if busy > 0 else 0.0
 
 
+def reserve_summary(path: Path) -> None:
+    """Take the room that `write_summary` needs, so that it can write on a full disk, too."""
+    with contextlib.suppress(OSError):
+        _beside(path).write_bytes(bytes(_SUMMARY_BYTES))
+
+
 def write_summary(summary: Summary, path: Path) -> None:
-    """Write `summary` to `path`, indented for people. Raises UserError when the file cannot be written."""
+    """Write `summary` to `path`, indented for people, whole or not at all. Raises UserError when the file
+    cannot be written."""
     text = json.dumps(msgspec.to_builtins(summary), indent=2, allow_nan=False) + "\n"
+    beside = _beside(path)
     try:
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+            path.write_text(text, encoding="utf-8")
+            return
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with os.fdopen(descriptor, "wb", buffering=0) as file:  # over its own blocks, where it has some
+            _write_all(file, text.encode())
+            file.truncate()
+        beside.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise UserError(f"{path}: cannot write the summary: {error.strerror}") from None
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    done = 0
+    while done < len(data):
+        done += file.write(data[done:])
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
 
 
 def read_summary(path: Path) -> Summary:

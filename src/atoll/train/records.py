@@ -92,6 +92,8 @@ class Records:
         run = self._config.run
         recorder = Recorder(RunDirectory(Path(run.directory)), self._state.world, run.strategy)
         recorder.close()
+        if missing := recorder.missing():
+            print_warning(missing)
         if self._claim is not None:
             self._claim.release()
 
