@@ -18,7 +18,7 @@ from typing import IO, cast
 from own_events import ALONE, PREAMBLE
 from run_command import DEADLINE, Command, wait_for
 
-from atoll.observe.outlet import STALLED_SECONDS
+from atoll.core.outlet import STALLED_SECONDS
 
 MOST_MEMORY = 100 << 20
 EACH = 12 << 20  # bytes of each kind

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from atoll.lab.output import Output
 from atoll.lab.spec import command_of, workers_of
 from atoll.lab.topology import parse_topology
 
+DEADLINE = 30.0
 TOPOLOGY = parse_topology('[[site]]\nname = "a"\n[[site]]\nname = "b"\nworkers = 2\nspeed = [1, 0.5]\n')
 
 
@@ -61,6 +64,38 @@ def test_a_reader_that_has_gone_holds_up_nobody(tmp_path: Path) -> None:
     output.close(30.0)
     assert (tmp_path / "log").read_bytes() == b"line\n" * 3000
     os.close(theirs)
+
+
+def test_a_reader_that_stands_still_holds_up_no_worker(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    ours, theirs = os.pipe()
+    output = Output()
+    output.start()
+    output.add("a 0", [read], tmp_path / "log", [theirs])
+    block = b"line\n" * 10_000
+    for _ in range(60):
+        data = block
+        while data:
+            ready = select.select([], [write], [], DEADLINE)[1]
+            assert ready, "the worker waits for the reader"
+            data = data[os.write(write, data[:4096]) :]
+    os.close(write)
+    got = bytearray()
+
+    def read_all() -> None:
+        while data := os.read(ours, 1 << 16):
+            got.extend(data)
+
+    reader = threading.Thread(target=read_all, daemon=True)
+    reader.start()
+    output.close(DEADLINE)
+    os.close(theirs)
+    reader.join(DEADLINE)
+    assert (tmp_path / "log").read_bytes() == block * 60
+    lines = got.decode().splitlines()
+    assert lines[0] == "[a 0] line"
+    assert any(line.endswith(f"left out here; see {tmp_path / 'log'}") for line in lines)
+    assert len(got) < 2 << 20
 
 
 def test_words_of_a_command() -> None:

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from atoll.core.errors import UserError
 from atoll.core.events import Finished, Logged, Saved, Skipped, Started, StepDone, Warned
+from atoll.core.outlet import Screen
 from atoll.launch.run import closing_lines
 from atoll.observe import progress
 from atoll.observe.journal import Journal
 from atoll.observe.metrics import Line
-from atoll.observe.outlet import Screen
 from atoll.observe.progress import LiveProgress, PlainProgress, make_progress, plain_line
 from atoll.observe.recorder import Recorder, Status
 from atoll.observe.report import draw, redraw

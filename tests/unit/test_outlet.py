@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core import outlet
 from atoll.core.characters import encoded
 from atoll.core.events import Decided
+from atoll.core.outlet import ROOM, Outlet, Screen
 from atoll.hub.main import _show
-from atoll.observe import outlet
-from atoll.observe.outlet import ROOM, Outlet, Screen
 
 DEADLINE = 30.0
 

@@ -141,8 +141,9 @@ REVIEWED: dict[str, str] = {
     "again and again": "the thread that passes output on, until `close`",
     "lab/output.py: Output._take_added: os.read(self._wake, _READ)": _POLLED,
     "lab/output.py: _Stream.read: os.read(self.pipe, _READ)": _POLLED,
-    "lab/output.py: write_all: select.select([], [target], [])": (
-        "whoever reads the lab's output sets its pace, as of any pipe"
+    "core/outlet.py: Outlet._work: self._changed.wait()": "the thread that writes, until `close`",
+    "core/outlet.py: Outlet._write_piece: select.select([], [self._descriptor], [], 1.0), again and again": (
+        "the thread that writes: the reader sets its pace, and nobody waits for the thread"
     ),
     "lab/runner.py: _Start._read: os.read(self._result, 65536)": _POLLED,
     "memory/disk.py: _serve: jobs.get()": (

@@ -12,11 +12,11 @@ from typing import cast
 
 import pytest
 
+from atoll.core.outlet import ROOM, Outlet
 from atoll.launch import output
 from atoll.launch.output import Output
 from atoll.launch.tail import BLOCK, LONGEST
 from atoll.launch.worker import END_OF_OUTPUT
-from atoll.observe.outlet import ROOM, Outlet
 from atoll.observe.progress import Progress
 
 KINDS = {
@@ -114,7 +114,7 @@ def test_ten_gigabytes_are_passed_over(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_all_is_shown_where_the_reader_keeps_up(tmp_path: Path) -> None:
     log, told, paper = tmp_path / "log", list[str](), io.StringIO()
-    from atoll.observe.outlet import Screen
+    from atoll.core.outlet import Screen
     from atoll.observe.progress import make_progress
 
     passes_on = Output(0, log, make_progress("t", Screen(paper, io.StringIO())), told.append)

@@ -16,6 +16,7 @@ import msgspec
 from atoll.core.descriptors import raise_descriptor_limit
 from atoll.core.errors import UserError
 from atoll.core.events import AnyEvent, Decided, EventBus
+from atoll.core.outlet import Outlet
 from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
 from atoll.hub.journal import FILE, HubJournal
@@ -24,7 +25,6 @@ from atoll.hub.records import Began
 from atoll.hub.service import LIMIT, Hub
 from atoll.net.endpoint import Server
 from atoll.net.keys import read_keys
-from atoll.observe.outlet import Outlet
 from atoll.store.members import FLOOR_SECONDS, RANKS
 from atoll.store.replicas import REPLICAS
 

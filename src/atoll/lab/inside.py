@@ -207,7 +207,7 @@ class Inside:
         """A worker that was killed is left out, and the others may go on."""
         self._ends[worker.number] = code
         if code < 0 and len(self._ends) < len(self._workers):
-            write_all(2, f"atoll: worker {worker.name} {_how(code)}; the others go on\n".encode())
+            self._output.say(f"atoll: worker {worker.name} {_how(code)}; the others go on")
 
     def _failures_of_their_own(self) -> bool:
         """Whether a worker has ended with an error, which ends the others: it is likely theirs too."""

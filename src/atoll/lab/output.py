@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import selectors
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from atoll.core.characters import encoded
+from atoll.core.outlet import Outlet
+from atoll.core.units import format_bytes
 
 _LONGEST = 2**16  # bytes of a line; a longer one is cut
 _READ = 2**16
@@ -18,10 +22,12 @@ _DRAIN_SECONDS = 0.2  # of silence, after which a pipe that a worker's child sti
 class Output:
     """Passes on what comes from the workers' pipes, on a thread of its own.
 
-    Whoever reads our output slowly, or not at all, must not hold up the process that ends the lab.
+    Whoever reads our output slowly, or not at all, holds up neither the process that ends the lab nor the
+    workers: what cannot be shown is left out, with a line that says so. The logs have all.
     """
 
     def __init__(self) -> None:
+        self._ways: dict[int, Outlet] = {}  # by descriptor
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
@@ -37,8 +43,13 @@ class Output:
         """Pass on the lines of a worker's stdout and stderr to ours, as `[name] line`, and to the file `log`
         as they are; closes the pipes."""
         with self._lock:
-            self._added += [_Stream(name, *pair, log) for pair in zip(pipes, targets, strict=True)]
+            for pipe, target in zip(pipes, targets, strict=True):
+                self._added.append(_Stream(name, pipe, self._way(target), log))
         os.write(self._woken, b"+")
+
+    def say(self, line: str) -> None:
+        """Write a line of the lab's own to standard error."""
+        self._way(2).write_bytes(encoded(line + "\n"))
 
     def close(self, deadline: float) -> None:
         """Pass on what is there, and end; at the latest after `deadline` seconds."""
@@ -46,7 +57,16 @@ class Output:
             return
         self._ending = True
         os.write(self._woken, b"-")
+        until = time.monotonic() + deadline
         self._thread.join(deadline)
+        for way in self._ways.values():
+            way.drain(max(0.0, until - time.monotonic()), lambda: time.monotonic() > until)
+            way.close()
+
+    def _way(self, target: int) -> Outlet:
+        if target not in self._ways:
+            self._ways[target] = Outlet(os.fdopen(target, "w", encoding="utf-8", closefd=False))
+        return self._ways[target]
 
     def _serve(self) -> None:
         while len(self._selector.get_map()) > 1 or self._added or not self._ending:
@@ -79,8 +99,9 @@ class Output:
 class _Stream:
     """One pipe from a worker."""
 
-    def __init__(self, name: str, pipe: int, target: int, log: Path) -> None:
-        self.pipe, self._target = pipe, target
+    def __init__(self, name: str, pipe: int, way: Outlet, log: Path) -> None:
+        self.pipe, self._way, self._path = pipe, way, log
+        self._left_out = 0  # bytes, since something was shown
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._prefix = f"[{name}] ".encode()
         self._rest = b""
@@ -99,12 +120,22 @@ class _Stream:
         """Pass on a last line without its end."""
         if self._rest:
             self._write([self._rest])
+        if self._left_out:
+            self._way.write_bytes(self._prefix + self._gap() + b"\n")
         os.close(self.pipe)
         os.close(self._log)
 
     def _write(self, lines: Sequence[bytes]) -> None:
         write_all(self._log, b"".join(line + b"\n" for line in lines))
-        write_all(self._target, b"".join(self._prefix + shown(line) + b"\n" for line in lines))
+        if not self._way.room:
+            self._left_out += sum(len(line) + 1 for line in lines)
+            return
+        if self._left_out:
+            lines, self._left_out = [self._gap(), *lines], 0
+        self._way.write_bytes(b"".join(self._prefix + shown(line) + b"\n" for line in lines))
+
+    def _gap(self) -> bytes:
+        return encoded(f"atoll: {format_bytes(self._left_out)} are left out here; see {self._path}")
 
 
 def shown(line: bytes) -> bytes:
@@ -113,10 +144,7 @@ def shown(line: bytes) -> bytes:
 
 
 def write_all(target: int, data: bytes) -> None:
-    """Write to a file descriptor; where nobody reads it any more, or no room is left, the data is dropped."""
+    """Write to a file descriptor; where no room is left, the data is dropped."""
     with contextlib.suppress(OSError):
         while data:
-            try:
-                data = data[os.write(target, data) :]
-            except BlockingIOError:  # whoever started us has made it so
-                select.select([], [target], [])
+            data = data[os.write(target, data) :]

@@ -32,6 +32,7 @@ from atoll.core.config import (
 )
 from atoll.core.errors import UserError
 from atoll.core.events import Decided, Failed, Warned
+from atoll.core.outlet import Screen
 from atoll.core.runclock import CLOCK_VARIABLE, clock_setting, record_time
 from atoll.core.sharing import files_for, files_under
 from atoll.core.units import format_bytes, format_seconds
@@ -60,7 +61,6 @@ from atoll.observe.lastwords import LAST_WORDS_VARIABLE, LastWords
 from atoll.observe.links import link_lines
 from atoll.observe.memory import memory_lines
 from atoll.observe.nodes import node_lines
-from atoll.observe.outlet import Screen
 from atoll.observe.progress import Progress, format_values, make_progress
 from atoll.observe.recorder import Recorder, Writer
 from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory, UsedError

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.core.events import AnyEvent, Decided, Saved, Skipped, Warned
+from atoll.core.outlet import Outlet, Screen
 from atoll.core.units import format_bytes, format_seconds
-from atoll.observe.outlet import Outlet, Screen
 from atoll.observe.recorder import Status
 
 LINE_SECONDS = 10.0  # between two plain lines

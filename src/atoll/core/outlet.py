@@ -30,8 +30,7 @@ class Outlet:
     A file without a descriptor, such as io.StringIO, is written at once and without a thread. `file` is None
     where the process was started with this stream closed: text is dropped then.
 
-    All methods are called from one thread. None of them waits, except `drain`, and none raises for what the
-    reader does.
+    None of the methods waits, except `drain`, and none raises for what the reader does.
     """
 
     def __init__(self, file: IO[str] | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,20 +51,23 @@ class Outlet:
         if self._descriptor is None:
             self._write_at_once(text)
             return len(text)
-        data = encoded(text, self.encoding)
+        self.write_bytes(encoded(text, self.encoding))
+        return len(text)
+
+    def write_bytes(self, data: bytes) -> None:
+        """`write`, of bytes. The file must have a descriptor."""
         with self._changed:
             if self.gone or self._bytes + len(data) > _MOST:
                 self.dropped += len(data)
-                return len(text)
+                return
             if not self._bytes:
                 self._progress = self._clock()
             self._waiting.append(data)
             self._bytes += len(data)
             self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="outlet", daemon=True)
-            self._thread.start()
-        return len(text)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="outlet", daemon=True)
+                self._thread.start()
 
     def flush(self) -> None:
         """Do nothing: the thread writes as fast as the reader reads."""
@@ -93,10 +95,12 @@ class Outlet:
     def drain(self, patience: float, hurried: Callable[[], bool] = lambda: False) -> bool:
         """Wait until all is written, or nothing was taken for `patience` seconds, or `hurried` is true.
 
-        Returns True when all is written, or the reader is gone and nothing ever will be.
+        A reader that takes a byte now and then has ten times as long. Returns True when all is written, or
+        the reader is gone and nothing ever will be.
         """
+        until = self._clock() + 10 * patience
         while not self.idle and not self.gone:
-            if self.stalled > patience or hurried():
+            if self.stalled > patience or self._clock() > until or hurried():
                 return False
             time.sleep(_LOOK_SECONDS)
         return True
