@@ -344,14 +344,16 @@ class Run:
         make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=0.01),
         consistency: str = "bsp",
         slack: int = 0,
+        setup: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        """`setup` has what the Setup says beside the rest."""
         self.model = Model(make, shards)
         self.cluster = Cluster(shards, workers, **options)
         self.workers = [Worker(self.cluster.addresses, rank, self.model) for rank in range(workers)]
         for worker in self.workers[1:]:
             worker.ready(wait=False)  # before anything is set up
-        self.workers[0].set_up(workers, consistency=consistency, slack=slack)
+        self.workers[0].set_up(workers, consistency=consistency, slack=slack, **(setup or {}))
         self.workers[0].ready()
         for worker in self.workers[1:]:
             for shard in range(shards):

@@ -324,3 +324,14 @@ def test_a_view_that_names_no_address_makes_no_connection_and_says_so_once(some:
     other = some.add(1, nodes=4)
     some.introduce()  # by its right address it is reached
     some.until(lambda: network.is_up(1) and other.is_up(0), "the nodes do not reach each other")
+
+
+def test_an_incarnation_that_nobody_has_given_takes_no_place(some: Some) -> None:
+    one, other = some.add(0), some.add(1)
+    some.introduce()
+    some.until(some.all_up, "connections")
+    thief = some.add(1, incarnation=2**53 - 1)
+    thief.link_to(NodeAt(0, 0, one.address))
+    some.refusal(2, "node 1 says that it is incarnation 9007199254740991, and 0 is here: they are counted")
+    assert one.is_up(1)
+    assert [each.address for each in one.nodes] == [other.address]

@@ -19,7 +19,8 @@ KEYS = [f"{section}.{key}" for section, keys in msgspec.to_builtins(Config()).it
 # A value of each key that is not its default; none for the strategy itself.
 OTHER = {
     "run.workers": "4", "run.shards": "2", "run.sites": "2", "run.restarts": "1", "run.grace": "5s",
-    "run.elastic": "true", "run.directory": "records", "run.readable": "all", "chunks.size": "1MiB", "sync.timeout": "1min",
+    "run.elastic": "true", "run.directory": "records", "run.readable": "all",
+    "chunks.size": "1MiB", "sync.timeout": "1min",
     "sync.nonfinite": "skip", "sync.consistency": "ssp", "sync.slack": "2", "sync.global_batch": "32",
     "sync.lazy": "true", "sync.uplink": "leader", "sync.staleness": "rate", "sync.compensation": "0.1",
     "sync.pipeline": "1", "sync.stale_max": "2", "sync.overlay": "own", "sync.round_timeout": "1s",

@@ -306,3 +306,22 @@ def test_memory_is_as_told() -> None:
     assert told["optimizer"] == sum(flat.nbytes for elements in kept for flat in elements.values())
     assert len(pack_globals(parameters)) >= told["optimizer"]
     assert sum(math.prod(shape) for shape in SHAPES) * 4 <= told["parameters"]
+
+
+@pytest.mark.parametrize("what", ["weight", "samples", "alike"])
+@pytest.mark.parametrize("clip", [None, Clip(1.5)], ids=str)
+def test_a_contribution_that_weighs_far_too_much_is_left_out_by_every_node_and_named(
+    what: str, clip: Clip | None
+) -> None:
+    model = PeerModel(torch.optim.SGD, [{"lr": 0.1}])
+    given = [model.contribution(0, node, clip=clip) for node in range(3)]
+    honest, believed = [given[0], given[2]], [model.globals(), model.globals()]
+    lied = [given[0], dataclasses.replace(given[1], **{what: 1e300}), given[2]]
+    without, outcome = believed[0].apply(0, honest), believed[1].apply(0, lied)
+    assert outcome.stepped
+    assert outcome.digest == without.digest
+    (line,) = outcome.wrong.values()
+    assert list(outcome.wrong) == [1]
+    kind = {"weight": "weight", "samples": "number of samples", "alike": "number of workers"}[what]
+    assert line.startswith(f"node 1's contribution has a {kind} of 1e+300, more than 1,000 times the median")
+    assert "\n" not in line

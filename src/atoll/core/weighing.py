@@ -7,7 +7,9 @@ contributions.
 
 from __future__ import annotations
 
+import statistics
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -17,6 +19,8 @@ NONE = "none"  # nothing was counted: the backward did not go through the model'
 _BASES = (KNOWN, GUESSED, NONE)  # from the best on
 _SHOWN = 8  # workers that the line names
 _BITS = 24  # of a weight's checksum
+MOST = 1000.0  # times the median: a weight or a number of samples beyond it is no weight
+_RECENT = 64  # contributions whose median counts
 SAID = 2 + _BITS  # values that `said` gives
 
 
@@ -73,6 +77,81 @@ def are_certain(contributions: Iterable[Counted]) -> bool:
 def weight_of(contribution: Counted, certain: bool) -> float:
     """Return a contribution's weight in a mean: by samples where all are `certain`, else its `alike`."""
     return contribution.weight if certain or contribution.weight <= 0 else contribution.alike
+
+
+class Usual:
+    """The recent weights and numbers of samples of a run's contributions, and what is far beyond them.
+
+    `numbers` are those of contributions that counted, in order: each is a weight, samples, and the weight
+    where all count alike.
+    """
+
+    def __init__(self, numbers: Iterable[tuple[float, float, float]] = ()) -> None:
+        self._recent = deque(numbers, maxlen=_RECENT)
+
+    @property
+    def numbers(self) -> list[tuple[float, float, float]]:
+        return list(self._recent)
+
+    def take(self, contribution: Weighed) -> None:
+        """Note a contribution that counts."""
+        if contribution.weight > 0:
+            self._recent.append(_numbers(contribution))
+
+    def excess(self, contribution: Weighed, others: Iterable[Weighed] = ()) -> str:
+        """Describe what of a contribution is more than MOST times the median; empty: nothing.
+
+        The median is that of the recent contributions, or of `others`, made in the same iteration, where
+        that is larger: workers may begin to weigh more, all together. Without either nothing is too much.
+        """
+        beside = [_numbers(each) for each in others if each.weight > 0]
+        for index, what in enumerate(("weight", "samples", "workers")):
+            value = _numbers(contribution)[index]
+            medians = [median_of([each[index] for each in seen]) for seen in (self._recent, beside)]
+            usual = max(medians)
+            if usual > 0 and not value <= MOST * usual:
+                of = "weight" if what == "weight" else f"number of {what}"
+                return f"a {of} of {value:g}, more than {MOST:,.0f} times the median of {usual:g}"
+        return ""
+
+
+def excess_line(worker: int, iteration: int, excess: str) -> str:
+    """Return the line that refuses a contribution for what `Usual.excess` has found."""
+    return (
+        f"worker {worker}'s gradients of iteration {iteration} come with {excess}: they are not taken; look "
+        "at session.weight and the batches in its script"
+    )
+
+
+class Weighed(Counted, Protocol):
+    """A contribution that also says of how many samples it is."""
+
+    @property
+    def samples(self) -> float: ...
+
+
+def _numbers(contribution: Weighed) -> tuple[float, float, float]:
+    return contribution.weight, contribution.samples, contribution.alike
+
+
+def median_of(values: Sequence[float]) -> float:
+    """Return the lower median of the values that are above 0; 0 where there is none. Of two values it is the
+    smaller one, so that one of two workers cannot make its own weight the usual one."""
+    counted = [value for value in values if value > 0]
+    return statistics.median_low(counted) if counted else 0.0
+
+
+def beyond(contributions: Mapping[int, Weighed]) -> dict[int, str]:
+    """Return those of one iteration's contributions that `Usual.excess` describes beside the rest, each with
+    that text. What is left has no more of them."""
+    left, found = dict(contributions), dict[int, str]()
+    while True:
+        texts = {name: Usual().excess(each, left.values()) for name, each in left.items()}
+        out = {name: text for name, text in texts.items() if text}
+        if not out:
+            return found
+        found.update(out)
+        left = {name: each for name, each in left.items() if name not in found}
 
 
 def told_unlike(where: str, contributions: Mapping[int, Counted], who: str = "worker") -> str:

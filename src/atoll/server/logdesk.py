@@ -115,6 +115,7 @@ class LogDesk:
     def _handle_fence(self, _peer: bytes, hello: Hello, fence: messages.Fence, _: memoryview | None) -> str:
         if self._log is None or hello.role != "hub":
             return "the hub fences workers, at shard 0"
+        self._peers.heard_of(fence.incarnation)
         self._log.handle_fence(fence)
         return ""
 

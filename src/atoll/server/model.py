@@ -27,6 +27,7 @@ from atoll.store.losses import absent
 from atoll.store.shard import AnyPull, HeldState, ShardState
 from atoll.store.streams import SCALED
 from atoll.tensors.compensation import Origins, compensated
+from atoll.tensors.finite import is_finite
 from atoll.tensors.payload import tensor_of
 from atoll.tensors.shardoptimizer import ShardOptimizer
 from atoll.wire.lost import flaw
@@ -322,7 +323,7 @@ class Model:
 
     def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
         """Stage a chunk of a contribution; returns why not, and whether the contribution is now whole."""
-        refusal = self._check_gradient(push, payload)
+        refusal = self._check_gradient(push, payload) or self._check_finite(worker, push, payload)
         if not refusal and push.chunks_in_all != len(self.chunks):
             refusal = f"{push.chunks_in_all} chunks announced, where this shard holds {len(self.chunks)}"
         if refusal:
@@ -406,6 +407,30 @@ class Model:
             lost = message.lost if isinstance(message, Push) else None
             return flaw(lost, expected // self.optimizer.dtype(chunk).itemsize) if lost is not None else ""
         return _wrong_size(chunk, payload, expected, f"'s share {share} of {shares}" if shares > 1 else "")
+
+    def _check_finite(self, worker: int, push: Push, payload: memoryview | None) -> str:
+        """Refuse gradients that hold NaN or infinity. Under bsp workers push before they look, and look at
+        the mean together."""
+        setup = self.setup
+        if setup.consistency == "bsp" or not setup.finite or not any(push.present) or not payload:
+            return ""
+        gradients = tensor_of(payload, self.optimizer.dtype(push.chunk))
+        if is_finite(gradients):
+            return ""
+        start, _ = run_of(self.extent(push.chunk), push.share, push.shares)
+        first = start + int(gradients.isfinite().logical_not().nonzero()[0])
+        slots = self._layout.chunks[push.chunk].slots
+        specs = self._layout.specs
+        names = [
+            specs[slot.parameter].name[:200]
+            for slot in slots
+            if slot.offset <= first < slot.offset + slot.numel and 0 <= slot.parameter < len(specs)
+        ]
+        of = f" of {names[0]!r}" if names else ""
+        return (
+            f"worker {worker} pushed a gradient{of} with NaN or infinity, in iteration {push.iteration}: it "
+            "is not taken; sync.nonfinite says what a worker does with one"
+        )
 
     def _keep(self, payload: memoryview | None) -> None:
         self._handles += 1

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from atoll.net.endpoint import Server
-from atoll.wire.messages import VERSION, AnyMessage, Hello, Ping, encode
+from atoll.wire.base import MOST_AHEAD
+from atoll.wire.messages import VERSION, AnyMessage, Hello, Ping, Refused, encode
 
 ROLES = ("worker", "shard", "hub")
 _MOST = 16_384  # peers that are remembered
@@ -26,6 +27,7 @@ class Peers:
         self._hellos: dict[bytes, Hello] = {}
         self._connections: dict[Name, bytes] = {}
         self._members: dict[int, set[int]] = {}  # worker -> the members that are connected
+        self._highest = 0  # of the incarnations that are known
         self._speakers: dict[int, int] = {}  # worker -> the member that spoke to the log last
         self._lost: dict[int, int] = {}  # worker -> its incarnation, all of whose connections have gone
         self._waiting: dict[bytes, deque[tuple[bytes, Any]]] = {}  # what a full queue did not take
@@ -54,6 +56,14 @@ class Peers:
         known = max((each.incarnation for each in self._known_as(name)), default=0)
         if known > hello.incarnation:
             return f"{name[0]} {name[1]} lives in a later incarnation, {known}"
+        if hello.role == "worker" and hello.incarnation > self._highest + MOST_AHEAD:
+            return (
+                f"worker {hello.worker} says that it is incarnation {hello.incarnation}, and the highest "
+                f"known here is {self._highest}: the hub counts them, so it has given no such number"
+            )
+        if hello.role == "worker":
+            self._displace(hello)
+            self.heard_of(hello.incarnation)
         if before != peer:
             self.forget(peer)
             if before is not None:
@@ -63,6 +73,24 @@ class Peers:
             self._members.setdefault(hello.worker, set()).add(hello.member)
             self._lost.pop(hello.worker, None)
         return ""
+
+    def heard_of(self, incarnation: int) -> None:
+        """The hub has given this number."""
+        self._highest = max(self._highest, incarnation)
+
+    def _displace(self, hello: Hello) -> None:
+        """Tell the processes whose place a later incarnation of their worker takes."""
+        worker, new = hello.worker, hello.incarnation
+        for member in sorted(self._members.get(worker, ())):
+            peer = self._connections["worker", worker, member]
+            old = self._hellos[peer].incarnation
+            if old < new:
+                reason = (
+                    f"worker {worker} has come anew, as incarnation {new}, and this process is incarnation "
+                    f"{old} of it: nothing of it is taken any more. Where nobody has started worker {worker} "
+                    "again, somebody else with the run's key has taken its place"
+                )
+                self.send(peer, Refused(reason=reason))
 
     def _known_as(self, name: Name) -> list[Hello]:
         """What those of this name have said, all members of a group."""

@@ -56,6 +56,7 @@ _RETRY = 0.01  # seconds, while a connection takes nothing more
 _AT_ONCE = 64  # messages taken before timers and links have their turn
 IN_BOX = 64  # messages taken while chunks are stepped, and kept for later
 _LAST_WORDS = 0.3  # seconds for these to leave
+_WARNED = 4096  # workers of which a refusal is told
 _REFUSED_STRANGERS = 1000  # beyond, those who did not say Hello get no answer
 
 
@@ -94,6 +95,8 @@ class Shard:
         self.kept = Durability(journal, mirror, snapshots)
         self._peers = Peers(server, run)
         self._peers.when_kept = self.kept.when_kept
+        if hub is not None:
+            self._peers.heard_of(hub.welcome.incarnation)
         if mirror is not None:
             mirror.changed, mirror.tell = self.tell_comes_back, partial(self._decide, self.name)
         # Called between two chunks, while messages are heard again.
@@ -106,6 +109,7 @@ class Shard:
         self._setups = SetUps(self._lines, self._peers, self._refuse)
         self._inbox: deque[tuple[Received, AnyMessage | None]] = deque()
         self._strangers = 0
+        self._warned: set[tuple[int, int]] = set()  # workers whose first refusal was told
         self.refused = 0  # messages refused
         self.in_box = IN_BOX
         self.at_once: tuple[type, ...] = (messages.WhoIsMissing,)  # handled while chunks are stepped, too
@@ -265,11 +269,21 @@ class Shard:
         if self.kept.replaying:
             return
         self.refused += 1
-        if self._peers.who(peer) is None:
+        hello = self._peers.who(peer)
+        if hello is not None and request in ("Push", "Commit"):
+            self._warn_refused(hello, reason)
+        if hello is None:
             self._strangers += 1
             if self._strangers > _REFUSED_STRANGERS and request != "Hello":
                 return
         self._peers.send(peer, Refused(reason=reason[:4000], request=request))
+
+    def _warn_refused(self, hello: Hello, reason: str) -> None:
+        """Leave word of what a worker was refused first, since its process may say nothing."""
+        who = hello.worker, hello.incarnation
+        if who not in self._warned and len(self._warned) < _WARNED:
+            self._warned.add(who)
+            self.warn(f"{self.name} refuses what worker {hello.worker} contributes: {reason}")
 
     def _see_to_links(self) -> None:
         if report := self._server.take_report():

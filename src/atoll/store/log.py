@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from atoll.core.weighing import Usual
 from atoll.store.entries import Entry, Fenced, Idle, Joined
 from atoll.store.meetings import Meetings, MeetingsState
 from atoll.store.outcomes import Draft, Outcome
@@ -38,6 +39,7 @@ class LogState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     committed: dict[tuple[int, int], Count]
     grouping: Count = 0
     grouped: dict[int, Count] = {}
+    usual: list[tuple[float, float, float]] = []
 
 
 class CommitLog:
@@ -72,10 +74,11 @@ class CommitLog:
         self.first = 0
         self._roster = Roster(workers)
         self._stages = Stages(range(shards) if holders is None else holders)
+        self._usual = Usual()
         self._rule: Rounds | Streams = (
-            Rounds(self._roster, self._stages, steps, loose)
+            Rounds(self._roster, self._stages, steps, loose, self._usual)
             if consistency == "bsp"
-            else Streams(self._roster, self._stages, steps, limit, scaled)
+            else Streams(self._roster, self._stages, steps, limit, scaled, self._usual)
         )
         self._meetings = Meetings(self._roster)
         self._idle: set[int] = set()
@@ -108,6 +111,7 @@ class CommitLog:
             committed=dict(self._committed),
             grouping=self._grouping,
             grouped=dict(self._grouped),
+            usual=self._usual.numbers,
         )
 
     @classmethod
@@ -117,10 +121,11 @@ class CommitLog:
         log.first, log.entries = state.first, list(state.entries)
         log.reasons = [""] * len(log.entries)
         log._roster, log._stages = Roster.restored(state.roster), Stages.restored(state.stages)
+        log._usual = Usual(state.usual)
         log._rule = (
-            Rounds.restored(state.rule, log._roster, log._stages)
+            Rounds.restored(state.rule, log._roster, log._stages, log._usual)
             if isinstance(state.rule, RoundsState)
-            else Streams.restored(state.rule, log._roster, log._stages)
+            else Streams.restored(state.rule, log._roster, log._stages, log._usual)
         )
         log._meetings = Meetings.restored(state.meetings, log._roster)
         log._idle, log._committed = set(state.idle), dict(state.committed)
@@ -313,6 +318,7 @@ class CommitLog:
         return draft.outcome()
 
     def _count(self, worker: int, commit: messages.Commit) -> None:
+        self._usual.take(commit)
         key = (worker, commit.incarnation)
         self._committed[key] = commit.iteration + 1
         ranges, news = self._used.setdefault(key, {}), self._news.setdefault(key, {}) if commit.used else {}

@@ -8,7 +8,7 @@ import msgspec
 
 from atoll.core.hyperparameters import GRADIENT_SCALE, Difference, difference_line, first_difference
 from atoll.core.stands import are_in_one_epoch, mixed_epochs
-from atoll.core.weighing import are_certain, told_unlike, weight_of
+from atoll.core.weighing import Usual, are_certain, excess_line, told_unlike, weight_of
 from atoll.store.entries import Combine, Joined, Member, Step
 from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
@@ -45,7 +45,11 @@ class Rounds:
     joins anew once its meeting is over.
     """
 
-    def __init__(self, roster: Roster, stages: Stages, steps: int, loose: bool = False) -> None:
+    def __init__(
+        self, roster: Roster, stages: Stages, steps: int, loose: bool = False, usual: Usual | None = None
+    ) -> None:
+        """`usual` is told by the log what counts."""
+        self._usual = Usual() if usual is None else usual
         self._roster = roster
         self._loose = loose
         self._idle: set[int] = set()  # loose: those who wait in a meeting
@@ -79,8 +83,8 @@ class Rounds:
         )
 
     @classmethod
-    def restored(cls, state: RoundsState, roster: Roster, stages: Stages) -> Rounds:
-        rounds = cls(roster, stages, state.iteration, state.loose)
+    def restored(cls, state: RoundsState, roster: Roster, stages: Stages, usual: Usual) -> Rounds:
+        rounds = cls(roster, stages, state.iteration, state.loose, usual)
         rounds._idle, rounds._passed = set(state.idle), set(state.passed)
         rounds._members, rounds._commits = dict(state.members), dict(state.commits)
         rounds._combined, rounds._said = list(state.combined), dict(state.said)
@@ -215,6 +219,8 @@ class Rounds:
             for worker, incarnation in self._members.items()
         ):
             return False
+        if self._refuse_excess(draft):
+            return False
         members, certain = [], are_certain(self._commits[worker] for worker in self._members)
         for worker, incarnation in self._members.items():
             commit = self._commits[worker]
@@ -255,6 +261,17 @@ class Rounds:
         """Return the warning where members train batches of different epochs together."""
         stands = (self._commits[worker].stand for worker in self._members)
         return mixed_epochs({each.worker: each.stand for each in stands if each is not None})
+
+    def _refuse_excess(self, draft: Draft) -> bool:
+        """Drop, and tell its worker of, each commit that weighs far too much; whether there was one."""
+        commits = [self._commits[worker] for worker in self._members]
+        found = {worker: self._usual.excess(self._commits[worker], commits) for worker in self._members}
+        for worker, excess in found.items():
+            if excess:
+                reason = excess_line(worker, self._iteration, excess)
+                draft.reply(worker, self._members[worker], messages.Refused(reason=reason, request="Commit"))
+                del self._commits[worker]
+        return any(found.values())
 
     def _try_step(self, draft: Draft) -> bool:
         if self._silent():

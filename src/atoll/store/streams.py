@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from atoll.core.hyperparameters import difference_line, unscheduled_difference
-from atoll.core.weighing import KNOWN, are_certain, told_unlike, weight_of
+from atoll.core.weighing import KNOWN, Usual, are_certain, excess_line, told_unlike, weight_of
 from atoll.store.entries import Apply, Joined
 from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
@@ -60,9 +60,17 @@ class Streams:
     """
 
     def __init__(
-        self, roster: Roster, stages: Stages, steps: int, limit: int, scaled: str = "weight"
+        self,
+        roster: Roster,
+        stages: Stages,
+        steps: int,
+        limit: int,
+        scaled: str = "weight",
+        usual: Usual | None = None,
     ) -> None:
-        """`scaled` is what of a stale contribution is divided by its staleness: one of SCALED."""
+        """`scaled` is what of a stale contribution is divided by its staleness: one of SCALED. `usual` is
+        told by the log what counts."""
+        self._usual = Usual() if usual is None else usual
         self._roster = roster
         self._stages = stages
         self._limit = limit
@@ -92,8 +100,8 @@ class Streams:
         )
 
     @classmethod
-    def restored(cls, state: StreamsState, roster: Roster, stages: Stages) -> Streams:
-        streams = cls(roster, stages, state.start, state.limit, state.scaled)
+    def restored(cls, state: StreamsState, roster: Roster, stages: Stages, usual: Usual) -> Streams:
+        streams = cls(roster, stages, state.start, state.limit, state.scaled, usual)
         streams._streams, streams._applied = _copies(state.streams), state.applied
         streams._in_step, streams._step_weight = state.in_step, state.step_weight
         streams._step_settings, streams._step_alike = state.step_settings, state.step_alike
@@ -121,6 +129,8 @@ class Streams:
             )
         elif len(stream.pending) >= self._limit:
             draft.refused = f"worker {worker} has {self._limit} iterations in flight, which is the most"
+        elif excess := self._usual.excess(commit):
+            draft.refused = excess_line(worker, commit.iteration, excess)
         else:
             stream.pending[commit.iteration] = commit
 

@@ -379,13 +379,15 @@ class ServedModel:
             compensation=sync.compensation,
             pipeline=sync.pipeline,
             consumed=self.exchange.consumed,
+            finite=training.config.sync.nonfinite != "allow",
         )
 
     def _digest(self) -> str:
         """What must be the same on every worker, so that shards may tell."""
         sync, layout = self._training.config.sync, self._training.chunk_map
         stale = (sync.staleness, sync.compensation, sync.pipeline)
-        told = (layout, self._kind.__qualname__, sync.consistency, sync.slack, *stale)
+        finite = sync.nonfinite != "allow"
+        told = (layout, self._kind.__qualname__, sync.consistency, sync.slack, *stale, finite)
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
 
     def _bring(self, bound: BoundChunk) -> None:

@@ -13,7 +13,8 @@ from msgspec import Meta
 from atoll.core.errors import AtollError
 from atoll.core.texts import one_line
 
-VERSION = 12  # of the protocol; both sides must have the same
+VERSION = 13  # of the protocol; both sides must have the same
+MOST_AHEAD = 2**20  # how far an incarnation may be beyond the highest that is known: they are counted
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]

@@ -21,7 +21,8 @@ class Setup(Message, frozen=True):
     class's full name. `digest` names layout and optimizer: a worker with another digest is refused. At a site
     every worker sends a Setup, and `first` is the worker that brings the values, of this site or another.
     `number` counts this worker's set-ups, from 1: messages sent again belong to that set-up (0: to the next).
-    `consumed` counts the samples of all workers that are in the values.
+    `consumed` counts the samples of all workers that are in the values. `finite`: workers look for NaN and
+    infinity before they push (`sync.nonfinite` is not "allow"), so that the shard refuses them.
     """
 
     digest: Name
@@ -40,6 +41,7 @@ class Setup(Message, frozen=True):
     compensation: Annotated[float, Meta(ge=0)] = 0.0  # of its delay: the factor of g * g * (w_now - w_then)
     pipeline: Count = 0  # the most iterations of a worker's own that are in flight while it computes the next
     consumed: Weight = 0.0
+    finite: bool = False
 
 
 class SetChunk(Message, frozen=True):

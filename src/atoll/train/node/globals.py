@@ -24,7 +24,7 @@ from torch import Tensor
 from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
 from atoll.core.hyperparameters import Difference, first_difference
-from atoll.core.weighing import KNOWN, are_certain, weight_of
+from atoll.core.weighing import KNOWN, are_certain, beyond, weight_of
 from atoll.tensors.shardoptimizer import Scratch, Settings, ShardOptimizer, SlotValues
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
@@ -224,9 +224,13 @@ class GlobalParameters:
         return Outcome(iteration, step is not None, norm, unlike, self.digest, first, wrong, parted)
 
     def _wrong(self, contributions: Sequence[Contribution]) -> dict[int, str]:
-        """Whose hyperparameters a step would not take, by node, and why. (The rest of what came from outside
-        was held against the layout before it was kept.)"""
-        wrong: dict[int, str] = {}
+        """Whose weight or hyperparameters a step would not take, by node, and why. (The rest of what came
+        from outside was held against the layout before it was kept.)"""
+        excess = beyond({each.node: each for each in contributions})
+        wrong = {
+            node: f"node {node}'s contribution has {what} (look at session.weight and at its batches)"
+            for node, what in excess.items()
+        }
         for each in contributions:
             try:
                 self.optimizer.check_hyperparameters(each.hyperparameters)

@@ -34,7 +34,7 @@ from atoll.net.endpoint import (
 from atoll.net.keys import Keys
 from atoll.net.socketfolder import remove_if_empty
 from atoll.net.tunnel import TunnelClient, TunnelServer, Wish
-from atoll.wire.base import VERSION, WireError
+from atoll.wire.base import MOST_AHEAD, VERSION, WireError
 from atoll.wire.device import Begin, NodeAt
 from atoll.wire.messages import Ping, Refused
 from atoll.wire.nodes import (
@@ -361,6 +361,11 @@ class Network:
         incarnation, life = self._lives.get(greet.node, (-1, ""))
         if greet.incarnation < incarnation:
             return f"incarnation {greet.incarnation} of node {greet.node} is over: {incarnation} is here"
+        if 0 <= incarnation < greet.incarnation - MOST_AHEAD:
+            return (
+                f"node {greet.node} says that it is incarnation {greet.incarnation}, and {incarnation} is "
+                "here: they are counted, so nobody has given it that number"
+            )
         if greet.incarnation == incarnation and greet.life != life and self.is_up(greet.node):
             place = self._links[greet.node].at.address
             return f"two nodes with the name {greet.node}: the other one is at {place}"
