@@ -344,40 +344,6 @@ class Hub:
             if self._given_back == len(_GIVE_BACK_SECONDS):
                 self._disowned = self._given_back = 0
 
-    def _let_more_come(self) -> None:
-        """Where there are very many workers, wait a few milliseconds, so that a turn is not for one heartbeat
-        alone: many share what it costs beside its messages."""
-        if self._read_few and self._members.live_count >= _MANY:
-            time.sleep(min(_MORE_SECONDS, _MORE_FOR_EACH * self._members.live_count))
-
-    def _read(self) -> None:
-        """Handle what is there, for a while."""
-        until, handled = time.monotonic() + _READ_SECONDS, 0
-        received: Received | None = None
-        while handled % _MESSAGES or time.monotonic() < until:
-            received = self._server.receive(0)
-            if received is None:
-                break
-            self._handle(received)
-            handled += 1
-        self._read_few = received is None and handled < _MESSAGES
-        self._hearing.read(self._clock.now(), handled, is_empty=received is None)
-
-    def _heard_until(self, now: float) -> float:
-        """Up to when all that members said has been read, for who is to judge somebody's silence `now`."""
-        self._hearing.ask(now)
-        return self._hearing.until
-
-    def _give_back(self) -> None:
-        """After many have gone, return the memory of their connections to the system."""
-        if (
-            self._disowned >= _GIVE_BACK
-            and self._clock.now() >= self._disowned_at + _GIVE_BACK_SECONDS
-            and self._read_few
-        ):
-            self._disowned = 0
-            give_back_freed_memory()
-
     def _soon(self, seconds: float) -> float:
         seconds = self._rings.soon(seconds)
         return self._groups.soon(seconds) if self._groups is not None else seconds
