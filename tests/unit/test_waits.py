@@ -93,6 +93,8 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("read", "file"): "a regular file",
     ("read", "Spec"): "a regular file",
     ("read", "report"): "a regular file",
+    ("read", "_hearing"): "it notes what was read",
+    ("shutdown", "link"): "a socket's: it tells the other side, and returns",
     ("read", "traffic"): "a regular file",
     ("read", "journal"): "a regular file, as far as it is written",
     ("read", "reader"): "a regular file, as far as it is written",
@@ -159,7 +161,14 @@ REVIEWED: dict[str, str] = {
     "net/endpoint.py: _greeting_of: link.connect(address.removeprefix('ipc://'))": _PROBE,
     "net/endpoint.py: _greeting_of: link.recv(10)": _PROBE,
     "net/endpoint.py: _greeting_of: link.sendall(b'\\r\\n\\r\\n')": _PROBE,
-    "net/endpoint.py: _rest_of_greeting: link.sendall(_SIGNATURE + b'\\x03')": _PROBE,
+    "net/endpoint.py: _greeting_of: link.sendall(_SIGNATURE)": _PROBE,
+    "net/endpoint.py: _rest_of_greeting: link.sendall(b'\\x03')": _PROBE,
+    "core/descriptors.py: opened: time.sleep(_PAUSE_SECONDS), holding _lock": (
+        "who holds it tries for a few seconds, and others would only take its descriptors"
+    ),
+    "train/node/introduction.py: StoreMeeting.socket_folder: store.get(_SOCKETS)": (
+        "store.wait, with its deadline, has seen the key"
+    ),
     "net/endpoint.py: _rest_of_greeting: link.recv(left)": _PROBE,
     "net/fetches.py: FetchService.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
     "net/fetches.py: FetchService._send_away: stranger.shutdown(socket.SHUT_RDWR)": "it does not wait",
