@@ -31,6 +31,7 @@ from atoll.server.site import SiteShard
 from atoll.server.siterecovery import find_site
 from atoll.server.snapshot import Heading, Snapshots
 from atoll.server.standby import MARK, Standby
+from atoll.tensors.shardoptimizer import warm_up
 
 LARGEST_FRAME = 2**31 - 1  # bytes
 _JOURNAL = "journal.jsonl"
@@ -94,6 +95,7 @@ def serve(
         server = stack.enter_context(_door(listen, keys, name, link_rate, udp_port))
         own = address or _reachable(server.address)
         identity = kept_in.identity if kept_in is not None else None
+        warm_up()  # while the workers are starting: at the model's set-up all of them would wait for it
         hub = HubLink(
             hub_address,
             keys,
@@ -219,6 +221,7 @@ def serve_site(
         server = stack.enter_context(_door(listen, keys, f"shard of site {site!r}", link_rate, udp_port))
         own = address or _reachable(server.address)
         token = kept_in.identity.token if kept_in is not None else ""
+        warm_up()
         hub = HubLink(hub_address, keys, run=run, site=site, own=own, timeout=timeout, token=token)
         stack.callback(hub.close)
         shard = SiteShard(

@@ -1,0 +1,37 @@
+"""What a shard does before the hub, and so any worker, hears of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atoll.core.errors import UserError
+from atoll.server import main
+
+
+class StopHereError(Exception):
+    """The shard has come to the hub."""
+
+
+@pytest.mark.parametrize("kind", ["shard", "site"])
+def test_torch_is_warm_before_the_hub_hears_of_a_shard(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the model's set-up takes seconds, in which the shard answers nobody, and all workers wait."""
+    done: list[str] = []
+
+    def hub(*_: Any, **__: Any) -> None:
+        done.append("hub")
+        raise StopHereError
+
+    monkeypatch.setattr(main, "warm_up", lambda: done.append("warm"))
+    monkeypatch.setattr(main, "HubLink", hub)
+    serve: Any = {"shard": main.serve, "site": main.serve_site}[kind]
+    with pytest.raises(StopHereError):
+        serve(0 if kind == "shard" else "paris", "tcp://127.0.0.1:1")
+    assert done == ["warm", "hub"]
+
+
+def test_what_is_wrong_is_told_before_torch_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "warm_up", lambda: pytest.fail("who started it waits for the line"))
+    with pytest.raises(UserError, match="no address"):
+        main.serve(0, "tcp://127.0.0.1:1", listen="rubbish")
