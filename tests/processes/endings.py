@@ -6,6 +6,8 @@ The other worker would make 30 steps.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 SCRIPT = r"""
 import ctypes, os, signal, sys, threading, time
 ending = sys.argv[1]
@@ -31,7 +33,15 @@ class Data(torch.utils.data.Dataset):
         if bad and ending == "loader killed" and index % 50 == 17: os.kill(os.getpid(), signal.SIGKILL)
         return torch.ones(4), torch.ones(1)
 def deep(): deep()
+def fill_disk():
+    with open(os.environ["ATOLL_RUN_DIRECTORY"] + "/filler", "ab", buffering=0) as file:
+        for piece in (bytes(4096), b"0"):
+            try:
+                while True: file.write(piece)
+            except OSError:
+                pass
 def end():
+    if "full" in sys.argv: fill_disk()
     if ending == "raise": raise ValueError("the first cause")
     if ending == "chain":
         try: {}["key"]
@@ -54,6 +64,7 @@ def end():
     if ending == "interrupt": raise KeyboardInterrupt
     if ending == "killed": os.kill(os.getpid(), signal.SIGKILL)
     if ending == "terminated": os.kill(os.getpid(), signal.SIGTERM)
+    if ending == "stopped": os.kill(os.getpid(), signal.SIGSTOP)
     if ending == "segfault": ctypes.string_at(0)
     if ending == "abort": os.abort()
     if ending == "no file": open("/no/such/file")
@@ -90,10 +101,6 @@ if bad and ending == "after": raise ValueError("the first cause")
 print("end", os.environ.get("RANK"), flush=True)
 """
 
-RING = ("ring", "hierarchical")
-ELASTIC = ("elastic ring", "elastic hierarchical")
-SERVED = ("server", "asp", "ps-hra")
-ALONE = (*ELASTIC, *SERVED, "peers")  # where a worker may die alone
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "ring": ("run.strategy=ring",),
     "hierarchical": ("run.strategy=hierarchical",),
@@ -102,5 +109,96 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "server": ("run.strategy=server", "sync.consistency=bsp"),
     "asp": ("run.strategy=server", "sync.consistency=asp"),
     "ps-hra": ("run.strategy=ps-hra", "groups.links=0"),
-    "peers": ("run.strategy=peers",),
+    "peers": ("run.strategy=peers",),  # elastic as each of the servers: a worker may die alone
+}
+TOGETHER = ("ring", "hierarchical")  # where no worker may die alone
+_AT = r"at train\.py:\d+"
+_AFTER = r", after [\d.]+ s"
+_LOG = r"; its log is run/logs/worker-1\.log"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the command says of one way to end.
+
+    `says` is a pattern for the line on the first cause, without "atoll: ", and `status` the exit status.
+    Where `says` is empty and the status 0, the run ends well. Where a worker may die alone, `alone` is a
+    pattern for a warning instead, and the status is 0.
+    """
+
+    family: str
+    says: str
+    status: int = 1
+    alone: str = ""
+
+
+def _error(kind: str, text: str = "") -> Ending:
+    said = f": {text}" if text else ""
+    return Ending("error", f"worker 1 ended with {kind} {_AT}{_AFTER}{said}{_LOG}")
+
+
+def _exit(status: int, call: str, more: str = "", code: int = 0) -> Ending:
+    return Ending("exit", f"worker 1 ended with status {status}{call}{_AFTER}{more}{_LOG}", code or status)
+
+
+def _signal(name: str, why: str = "", status: int = 1) -> Ending:
+    alone = rf"worker 1 was killed by {name}; the others go on without it"
+    return Ending("signal", f"worker 1 was killed by {name}{why}{_AFTER}{_LOG}", status, alone)
+
+
+def _early(call: str) -> Ending:
+    line = f"worker 1 ended with status 0{call}{_AFTER}, before its session was over{_LOG}"
+    return Ending("exit", line, 1, f"{line}; the others go on without it")
+
+
+_SYS_EXIT = rf" \(sys\.exit {_AT}\)"
+_MEMORY = r" \(the system does that when memory runs out\)"
+_UNJOINED = f"worker 1 ended with status 0{_SYS_EXIT}{_AFTER}, without calling atoll\\.join{_LOG}"
+ENDINGS: dict[str, Ending] = {
+    "raise": _error("ValueError", "the first cause"),
+    "raise in join": _error("ValueError", "the first cause"),
+    "import": _error("ModuleNotFoundError", "No module named 'torchh'"),
+    "syntax": _error("SyntaxError", r"invalid syntax \(<string>, line 1\)"),
+    "forward": _error("ZeroDivisionError", "division by zero"),
+    "after": _error("ValueError", "the first cause"),
+    "chain": _error("RuntimeError", "the outer one"),
+    "no file": _error("FileNotFoundError", r"\[Errno 2\] No such file or directory: '/no/such/file'"),
+    "lost peer by hand": _error("RuntimeError", "my own: connection closed by peer"),
+    "loader": _error("KeyError", r"Caught KeyError in DataLoader .* KeyError: 'broken sample \d+'"),
+    "loader killed": _error("RuntimeError", r"DataLoader worker \(pid.*\) (is killed by|exited unex).*"),
+    "surrogate": _error("ValueError", r"no such file: \\udc80\.png"),
+    "control": _error("ValueError", r"red \\x1b\[31m\\x00 bell \\x07 \.\.\. third line"),
+    "huge": _error("ValueError", "z{190,} .{0,20}z{90,}"),
+    "mute": _error("Mute", r"<its text cannot be shown: str\(\) raised RuntimeError>"),
+    "base": _error("Base", "a BaseException"),
+    "stop": _error("StopIteration"),
+    "deep": _error("RecursionError", "maximum recursion depth exceeded.*"),
+    "memory": _error("MemoryError"),
+    "torch memory": _error("RuntimeError", ".*can't allocate memory.*"),
+    "width": Ending("error", r"the workers differ: .* on worker 0 and .* on worker 1; .*", 2),
+    "nan": Ending("error", r"iteration 2: the gradient of 'bias' on worker 1 holds NaN or infinity; .*", 2),
+    "text": _exit(1, _SYS_EXIT, ": the last word"),
+    "status 3": _exit(3, _SYS_EXIT),
+    "no join, status 3": _exit(3, _SYS_EXIT),
+    "no join": Ending("exit", _UNJOINED),
+    "status 0": _early(_SYS_EXIT),
+    "at once 0": _early(""),
+    "at once 5": _exit(5, ""),
+    "interrupt": Ending("exit", rf"worker 1 was interrupted \(KeyboardInterrupt {_AT}\){_AFTER}{_LOG}", 130),
+    "killed": _signal("SIGKILL", _MEMORY),
+    "terminated": _signal("SIGTERM", status=143),
+    "stopped": Ending(
+        "signal",
+        "worker 0 waited .* s for worker 1 .*",
+        1,
+        r"worker 1 (stands still|has stood still) .*; it is killed",
+    ),
+    "segfault": _signal("SIGSEGV"),
+    "abort": _signal("SIGABRT"),
+    "killed at import": Ending(
+        "signal", f"worker 1 was killed by SIGKILL before the run began{_MEMORY}{_AFTER}{_LOG}"
+    ),
+    "thread": Ending("well", "", 0),
+    "logged key": Ending("well", "", 0),
+    "save path": Ending("well", "", 0),
 }

@@ -544,8 +544,8 @@ def test_a_worker_s_deadline_names_the_site_that_is_waited_for(pool: WorkerPool)
         first, second = pool.run(stays_away, run.address, 3.0, world=2)
     assert one_line(first).startswith("DeadlineError: worker 0 waited ")
     for part in (
-        " s for the shard of site 'paris' at tcp://127.0.0.1:",
-        "which waits for global shard 0 at tcp://127.0.0.1:",
+        ": the shard of site 'paris' at tcp://127.0.0.1:",
+        " waits for global shard 0 at tcp://127.0.0.1:",
         "which waits for site 'berlin', to commit iteration 0, on the mean of iteration 0 (for ",
         "deadline sync.timeout, 3 s",
     ):

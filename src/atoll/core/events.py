@@ -235,11 +235,15 @@ class Joining(Event, frozen=True):
     line: str = ""
 
 
+NO_WORKER = -1  # the `worker` of an event that is of the run, or of hub and shards
+
+
 class Ended(Event, frozen=True):
     """A worker's script has ended without an error: at its last line, by `sys.exit`, or by KeyboardInterrupt.
 
     `call` says how where it was not by its last line ("sys.exit"), `line` from where, and `message` is the
-    text that `sys.exit` was given.
+    text that `sys.exit` was given. Of a hub or a shard (NO_WORKER) that ends with an error, `call` is its
+    name and `message` the error.
     """
 
     status: int

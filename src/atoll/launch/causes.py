@@ -13,9 +13,9 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from atoll.core.events import AnyEvent, Ended, Failed, Finished, Gone, Joining, Started
+from atoll.core.events import NO_WORKER, AnyEvent, Ended, Failed, Finished, Gone, Joining, Started
 
-LAUNCHER = -1  # in place of a worker, where the launcher itself says what ended the run
+LAUNCHER = NO_WORKER  # in place of a worker, where the launcher itself says what ended the run
 _TOLD = (Joining, Started, Finished, Failed, Ended, Gone)
 
 
@@ -73,6 +73,15 @@ class Causes:
         """The errors among what was taken."""
         return [event for event in self._events if isinstance(event, Failed)]
 
+    def service_word(self, line: str) -> str:
+        """What the hub or the shard that `line` speaks of said of its end; empty where it said nothing."""
+        words = [each for each in self._events if isinstance(each, Ended) and each.worker == NO_WORKER]
+        said = [each for each in words if line.startswith(f"{each.call} ended with")]
+        if not said:
+            return ""
+        name, text = said[-1].call, said[-1].message
+        return text if text.startswith(name) else f"{name}: {text}"
+
     def survive(self, worker: int, now: float) -> None:
         """Note that the run survives this worker's ends up to `now`, or starts the worker again."""
         self._survived[worker] = now
@@ -89,6 +98,8 @@ class Causes:
         for event in sorted(self._events, key=lambda each: each.time):
             if isinstance(event, Failed) and event.by_launcher:
                 found.append(Life(LAUNCHER, failed=event))
+                continue
+            if event.worker == NO_WORKER:  # a service's
                 continue
             life = current.get(event.worker)
             if life is None or _is_next(life, event):

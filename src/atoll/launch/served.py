@@ -607,7 +607,7 @@ class ServedLaunch:
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
         often = f" for the {self._restarts[name] + 1}th time" if self._restarts[name] else ""
         message = f"{who} {how}{often}, and the run cannot go on without it; its log is {log}"
-        message = f"{who}: {said}" if said else message
+        message = (said if said.startswith(who) else f"{who}: {said}") if said else message
         self._tell_failed(0, message, code if code > 0 else 1)
 
     def _last_word(self, name: str) -> str:

@@ -7,6 +7,7 @@ another module's (`cli/hub.py`), which calls `main` with the model.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -19,8 +20,14 @@ import msgspec
 
 from atoll.core.config import KEYS_VARIABLE, SOCKETS_VARIABLE, LinkOptions
 from atoll.core.errors import AtollError
+from atoll.core.events import NO_WORKER, Ended
+from atoll.core.runclock import record_time
+from atoll.core.texts import shortened
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
+from atoll.observe.lastwords import say
 from atoll.observe.logstream import LogStreams
+
+_MESSAGE_CHARACTERS = 2000  # of an error's text, to the launcher
 
 if TYPE_CHECKING:
     from atoll.hub.planner import ScoreFor
@@ -36,9 +43,25 @@ def main(arguments: list[str], score_for: ScoreFor | None = None) -> int:
         kinds["hub"] = partial(_hub, score_for)
         kinds[arguments[0]](arguments[1:])
     except AtollError as error:
-        print(f"atoll: {error}", file=sys.stderr)
+        _tell(arguments, str(error), error.exit_status)
+        with contextlib.suppress(OSError):  # the log's disk is full
+            print(f"atoll: {error}", file=sys.stderr)
         return error.exit_status
+    except Exception as error:
+        _tell(arguments, f"{type(error).__name__}: {error}", 1)
+        raise
     return 0
+
+
+def _tell(arguments: list[str], message: str, status: int) -> None:
+    """Say why this service ends, where its log may be on a full disk."""
+    kind = arguments[0]
+    named = {"server": "--shard", "site": "--site"}.get(kind, "")
+    which = arguments[arguments.index(named) + 1] if named in arguments else ""
+    called = {"server": f"shard {which}", "site": f"the shard of site {which}"}.get(kind, "the hub")
+    called = f"the second process of {called}" if "--second" in arguments else called
+    message = shortened(message, _MESSAGE_CHARACTERS)
+    say(Ended(time=record_time(), worker=NO_WORKER, status=status, call=called, message=message))
 
 
 def _hub(score_for: ScoreFor | None, arguments: list[str]) -> None:

@@ -113,6 +113,8 @@ class Judge:
             return self._of_end(first, followed)
         failure = first.failed
         text = one_line(failure.message, 4 * _SHOWN_CHARACTERS)
+        if first.worker == LAUNCHER:
+            text = one_line(self.causes.service_word(text), 4 * _SHOWN_CHARACTERS) or text
         if not failure.traceback:
             return Verdict(failure.exit_status, self._said(first, failure, text), "", followed)
         how = f"{failure.error}{f' at {failure.line}' if failure.line else ''}"

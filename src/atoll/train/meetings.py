@@ -24,6 +24,11 @@ _CALLS = {
 }
 
 
+def called(what: str) -> str:
+    """Return the call that a meeting belongs to, or `what` itself."""
+    return next((name for start, name in _CALLS.items() if what.startswith(start)), what)
+
+
 class MeetingWorkers(Workers):
     """`Workers` over `gather_bytes`: every live worker takes part in each call. While `late`, this one has
     yet to enter a run under way, and is alone in each."""
@@ -55,7 +60,7 @@ class MeetingWorkers(Workers):
 
     def _standing_for(self, what: str) -> WorkerStand:
         """Return this worker's place in its script, as it comes to a meeting for `what`."""
-        name = next((name for start, name in _CALLS.items() if what.startswith(start)), what)
+        name = called(what)
         return WorkerStand(self.place.rank, self._stand or call(name, waiting_line()))
 
     def _check_alike(self, asked: str, what: str) -> None:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 
 from atoll.core.errors import AtollError, RunError
-from atoll.train.meetings import MeetingWorkers
+from atoll.train.meetings import MeetingWorkers, called
 from atoll.train.place import Place
 from atoll.train.shards import LOG, Shards
 from atoll.wire.messages import AnyMessage, Ended, Ends, Meet, Met
@@ -74,7 +74,9 @@ class ServedWorkers(MeetingWorkers):
         )
         shards.send(LOG, meet, memoryview(payload), until=MEETING)
         shards.wait(
-            lambda: number in self._met or self._leaves(), lambda: [LOG], f"every worker's part in {what}"
+            lambda: number in self._met or self._leaves(),
+            lambda: [LOG],
+            f"every worker's part in {called(what)}",
         )
         shards.answered(MEETING)
         if number not in self._met:

@@ -347,10 +347,11 @@ class Shards:
             f"{self._name(shard)} at {self.addresses[shard]}{self._links.gone(shard)}" for shard in missing
         ]
         who = " and ".join(named) or "a shard"
+        waits = f"for {who} on {what}"
         if behind:
-            who += f", which waits for {'; '.join(behind[:3])}{'; ...' if len(behind) > 3 else ''},"
+            waits = f"on {what}: {who} waits for {'; '.join(behind[:3])}{'; ...' if len(behind) > 3 else ''} "
         return (
-            f"worker {self.worker} waited {waited:.1f} s for {who} on {what} "
+            f"worker {self.worker} waited {waited:.1f} s {waits.rstrip()} "
             f"(deadline sync.timeout, {self.timeout:g} s; set it higher if the workers are only slow)"
         )
 
