@@ -15,14 +15,15 @@ from forked_runs import forked_run
 from small_disk import NoDiskError, SmallDisk
 
 DEADLINE = 240.0  # of a run; torchrun gives a worker that stands still 30 s
-FOLLOWED = r"atoll: then worker 0 (lost touch with it|was stopped|ended with \w+.*)"
+SLOW = ("stopped",)  # until others go on without it, or a deadline passes
+FOLLOWED = r"atoll: then worker [01] (lost touch with it|was stopped|ended with \w+.*)"
 
 
 def _checked() -> set[tuple[str, str]]:
     """The part of the table that `make check` runs: each family with each strategy, by other endings each."""
     found = set()
     for offset, family in enumerate(("error", "exit", "signal")):
-        names = [name for name, ending in ENDINGS.items() if ending.family == family]
+        names = [name for name, ending in ENDINGS.items() if ending.family == family and name not in SLOW]
         for place, strategy in enumerate(STRATEGIES):
             found.add((names[(3 * place + offset) % len(names)], strategy))
     return found | {("logged key", "server"), ("save path", "ring")}
