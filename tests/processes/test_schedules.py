@@ -279,6 +279,8 @@ def outlive(rank: int, address: str, folder: str, life: int, waits: bool) -> Non
     config = Config(run=Run(strategy="ring", elastic=True), sync=Sync(timeout="60s"))
     made, worlds, hello = [], [], Path(folder, "hello")
     with served_worker(address, rank), atoll.join(config) as session:
+        ring = session._ring
+        assert ring is not None
         models = [session.prepare(*build(1)) for _ in range(2)]
         sampler = session.sampler(DATA, seed=0)
         loader = DataLoader(DATA, batch_size=BATCH, sampler=sampler)
@@ -293,7 +295,8 @@ def outlive(rank: int, address: str, folder: str, life: int, waits: bool) -> Non
                     os.kill(os.getpid(), signal.SIGKILL)
                 if waits and rank == 0 and session.iteration > 6:
                     wait_for(hello.exists, "worker 1's second life")
-                    time.sleep(0.25 if session.world == 1 else 0.0)  # it enters between two iterations
+                    if session.world == 1:  # it enters between two iterations: not after the last one
+                        wait_for(lambda: ring.is_awaited, "that the hub tells of worker 1")
                 for model, optimizer in models:
                     model(x).square().mean().backward()
                     optimizer.step()
