@@ -307,7 +307,7 @@ class _SharedChunk(ChunkGradients):
                 f"{name}.grad: gradients have come after the members' mean, and are not in it yet; read it "
                 "when the backward has ended that is outside of no_sync"
             )
-        if self.is_stepped and not self.is_whole(index):
+        if self.is_stepped and not self.is_whole(index) and index not in self.edits:
             others = self._sharing.held_by_others(self.trained.chunk.id)
             raise UserError(
                 f"{name}.grad lies with {others}, which may have let go of it; read it before "

@@ -13,6 +13,10 @@ no public way to hear of an unscaling. Once torch raises the counters, this func
 gets the optimizer and the factor; a fused kernel reads the factor as `optimizer.grad_scale` (2.13). A
 scaler's public `get_scale` does not say which optimizer's gradients were divided, or when.
 
+`before_unscaling`: `GradScaler._unscale_grads_` is also where a scaler first looks at the gradients of a
+step. It returns what it has found by device, and `step` raises if it found no gradient at all (2.13). There
+is no public way to reduce gradients before, or to let a worker without a batch step.
+
 `watch_loaders`: the iterator of a DataLoader is a `torch.utils.data.dataloader._BaseDataLoaderIter`, whose
 `__next__` gives the batches; `DataLoader.__iter__` begins each loop, also with persistent workers (2.13).
 There is no public way to hear of a DataLoader's batches.
@@ -23,7 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import Tensor
@@ -36,6 +40,8 @@ _UNSCALE_OF = "_unscale_grads_"
 _scalers: Any = getattr(torch.amp.GradScaler, _UNSCALE_OF, None)
 # The factor by which each optimizer's gradients were multiplied, until `forget_scale`.
 _INVERSES: WeakKeyDictionary[torch.optim.Optimizer, Tensor] = WeakKeyDictionary()
+
+_FIRST: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
 
 
 def count_unscaling() -> None:
@@ -50,11 +56,29 @@ def count_unscaling() -> None:
 def _unscale_of(
     scaler: object, optimizer: torch.optim.Optimizer, inverse_scale: Tensor, *more: Any, **named: Any
 ) -> Any:
-    """Unscale an optimizer's gradients by the original method of GradScaler, and record the scale."""
+    """Unscale an optimizer's gradients by the original method of GradScaler, and record the scale.
+
+    Before, the function of `before_unscaling` runs. An optimizer that has one may have no gradients on this
+    worker: then no infinity was found, and GradScaler makes the step.
+    """
+    first = _FIRST.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
+    reduce = None if first is None else first()
+    if reduce is not None:
+        reduce()
     found = _scalers(scaler, optimizer, inverse_scale, *more, **named)
+    if reduce is not None and not found:
+        found = {inverse_scale.device: torch.zeros((), device=inverse_scale.device)}
     if isinstance(optimizer, torch.optim.Optimizer):  # a script's wrapper around one is not what steps
         note_scale(optimizer, inverse_scale)
     return found
+
+
+def before_unscaling(optimizer: torch.optim.Optimizer, function: Callable[[], None]) -> None:
+    """Call `function` before a GradScaler unscales or checks an optimizer's gradients.
+
+    `function` is a bound method, and is held weakly.
+    """
+    _FIRST[optimizer] = WeakMethod(function)
 
 
 def note_scale(optimizer: torch.optim.Optimizer, inverse_scale: Tensor) -> None:

@@ -288,6 +288,12 @@ class MembersReducer(ReducingAtEnd):
         self.bytes_sent = self._tiers.bytes_sent
         self._done(own, samples)
 
+    def _has_values(self) -> bool:
+        try:
+            return super()._has_values()
+        except UserError:  # a mean that was stepped and not zeroed: other members hold parts of it
+            return True
+
 
 class HeldChunk(BoundChunk):
     """Parameters that lie wherever `fit` has them, which looks after them itself."""

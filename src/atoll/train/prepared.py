@@ -25,7 +25,7 @@ from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.finite import is_finite
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks, elementwise_keys
-from atoll.tensors.torch_compat import count_unscaling, forget_scale, scale_of
+from atoll.tensors.torch_compat import before_unscaling, count_unscaling, forget_scale, scale_of
 from atoll.train.agreement import check_same, describe
 from atoll.train.apart import take_from_groups
 from atoll.train.backward import BackwardEnd
@@ -40,6 +40,7 @@ from atoll.train.origin import Origin
 from atoll.train.othersteps import OtherSteps
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution, SampleCount, Seen
+from atoll.train.sentgroups import sent_groups
 from atoll.train.strategies import Strategy, Training
 from atoll.train.syncnorm import check_sync_batch_norm
 from atoll.train.workers import Workers
@@ -104,6 +105,7 @@ class Prepared:
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
         self.own_samples = 0.0  # since the last step
+        self._closed = False
         _refuse_wrapped(self.module)
         _refuse_sparse(self.module)
         if not workers.alone:
@@ -116,6 +118,8 @@ class Prepared:
             )
         _to_device(self.module, self.parameters, device)
         settings = _settings(optimizer, self.parameters)
+        if strategy.brings_parameters:  # before workers meet, so that all raise the error
+            sent_groups(optimizer)
         specs = specs_of(self.parameters, settings)
         described = describe(
             specs, self.module, optimizer, config, name=origin.name, has_budgets=tiers is not None
@@ -184,6 +188,7 @@ class Prepared:
                 self._shared.epoch = lambda: epoch_of(self)
                 self._shared.epochs_mixed = epochs_mixed
         backward.add(self.reducer)
+        before_unscaling(optimizer, self._before_unscaling)
         self._lazy_hooks = []
         lazy = isinstance(self.reducer, Exchange) and config.sync.lazy
         if lazy or isinstance(self.reducer, PeerExchange):
@@ -239,6 +244,7 @@ class Prepared:
     def close(self) -> None:
         """Take the hooks off the model; its parameters and gradients stay where they are. What other members
         hold of it cannot be had any more."""
+        self._closed = True
         self._hooks.close()
         if self._other_steps is not None:
             self._other_steps.close()
@@ -352,6 +358,11 @@ class Prepared:
         forget_scale(self.optimizer)
         self.samples.use(alike=self.reducer.count_alike)
         self._whole(self)
+
+    def _before_unscaling(self) -> None:
+        """Reduce before a GradScaler looks for infinities, also on a worker without a batch."""
+        if self.reducer.synchronous and not self._closed:
+            self.reducer.before_step()
 
     def _before_step(self) -> None:
         self._check_homes()

@@ -76,6 +76,7 @@ class Reducer:
         self.sends_early = True  # while backward goes on
         self.unsent = False  # gradients have come that no reduction has seen
         self._reduced = False  # since the last step
+        self._first_reduced: tuple[nn.Parameter, int] | None = None  # with a gradient, and how often written
         self._edits_seen: list[int | None] = []  # of each gradient, at the end of a backward under no_sync
         self.steps = 0
         self.bytes_sent = 0
@@ -142,12 +143,17 @@ class Reducer:
     def _contribute(self) -> Contribution:
         if self._own is None:
             # Where the script's hooks have dropped all gradients, zeros take part in the mean.
-            has_gradient = self.unsent or self._has_gradients()
+            # A worker without a batch may have zeros left, from zero_grad(set_to_none=False).
+            has_gradient = self.unsent or self._has_values()
             self._own = self._calls.contribution(has_gradient)
         return self._own
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self._trained())
+
+    def _has_values(self) -> bool:
+        """True where any gradient is not all zeros. On a GPU this waits."""
+        return any(bool(p.grad.any()) for p in self._trained() if p.grad is not None)
 
     def look(self) -> None:
         """Check at the end of a backward whether the script's hooks have dropped all gradients."""
@@ -182,6 +188,8 @@ class Reducer:
 
     def _done(self, own: Contribution, samples: float) -> None:
         self._reduced, self.unsent = True, False
+        first = next((p for p in self._trained() if p.grad is not None), None)
+        self._first_reduced = None if first is None else (first, edits_of(first.grad))
         self.begin()
         if self.sums_samples:
             self.consumed += samples
@@ -196,9 +204,28 @@ class Reducer:
 
     def before_step(self) -> None:
         """Send what no backward has sent: all of it came under no_sync, or there is no gradient here."""
+        if self._reduced and not self.unsent and self._is_left_out():
+            self.drop_kept()
+            self._reduced = False
         if self.unsent or not self._reduced:
             self.look_for_edits()
             self._calls.reduce(self)
+
+    def _is_left_out(self) -> bool:
+        """True where the script has zeroed the latest gradients without a step, as after a GradScaler's skip.
+
+        Then this step is of a later iteration, in which this worker has no batch. Zeros are seen on a CPU
+        only: on a GPU a look at them waits.
+        """
+        if self._first_reduced is None:
+            return False
+        first, edits = self._first_reduced
+        gradient = first.grad
+        if gradient is None:
+            return not self._has_gradients()
+        if gradient.device.type != "cpu" or edits_of(gradient) == edits:
+            return False
+        return not self._has_values()
 
     def after_step(self) -> None:
         """The step is made: the next iteration begins."""

@@ -37,6 +37,7 @@ from atoll.train.reducer import Calls, Reducer
 from atoll.train.regrouping import Regrouping
 from atoll.train.ring import Boundary, RingReducer
 from atoll.train.rounds import Ring
+from atoll.train.sentgroups import sent_groups
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
 from atoll.wire.messages import (
@@ -47,7 +48,6 @@ from atoll.wire.messages import (
     Setup,
     State,
     StateEnd,
-    plain_hyperparameters,
 )
 
 Stepper: TypeAlias = ChunkOptimizer | ParameterOptimizer
@@ -261,7 +261,7 @@ class Grouped(Served):
             message_bytes=message_bytes_for(training.chunk_map),
             grouping=lambda: self._regrouping().known(),
             told=lambda grouping: self._regrouping().move(grouping),
-            hyperparameters=lambda: plain_hyperparameters(training.optimizer.param_groups),
+            hyperparameters=lambda: sent_groups(training.optimizer),
             # A member that waits in a meeting takes part in iterations that its script does not count.
             settings=partial(settings_of, training.optimizer, scheduled=sync.consistency == "bsp"),
             pipeline=sync.pipeline,
@@ -367,7 +367,7 @@ class ServedModel:
             layout=msgspec.Raw(msgspec.msgpack.encode(training.chunk_map)),
             chunks=[chunk_id for chunk_id, place in self._shard_of.items() if place == shard],
             optimizer=f"{self._kind.__module__}.{self._kind.__qualname__}",
-            hyperparameters=plain_hyperparameters(training.optimizer.param_groups),
+            hyperparameters=sent_groups(training.optimizer),
             consistency=sync.consistency,
             slack=sync.slack,
             workers=self._service.welcome.workers,
@@ -422,7 +422,7 @@ class ServedModel:
     # Stepping
 
     def make_step(self, accepted: bool) -> None:
-        self.exchange.step(accepted, plain_hyperparameters(self._training.optimizer.param_groups))
+        self.exchange.step(accepted, sent_groups(self._training.optimizer))
 
     # Bringing the optimizer's state back
 

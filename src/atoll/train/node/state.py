@@ -28,8 +28,8 @@ from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.payload import bytes_in
 from atoll.train.node.globals import GlobalParameters, sum_of_bits
 from atoll.train.node.memory import ALIGNMENT, aligned, map_bytes, resize
+from atoll.train.sentgroups import sent_groups
 from atoll.wire.base import HEADER_BYTES, Count, Hyperparameters, Name
-from atoll.wire.messages import plain_hyperparameters
 
 _LENGTH, _BEGIN = 8, 16  # bytes: of the length, and up to the head
 
@@ -247,7 +247,7 @@ def pack_optimizer(
         iteration=iteration,
         digest=b"",
         optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-        hyperparameters=plain_hyperparameters(optimizer.param_groups),
+        hyperparameters=sent_groups(optimizer),
         parts=parts,
     )
     return _pack(head, payloads, fd=-1)

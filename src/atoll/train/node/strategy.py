@@ -32,9 +32,9 @@ from atoll.train.node.state import pack_optimizer, unpack_optimizer
 from atoll.train.node.worker import NodeWorker
 from atoll.train.reducer import Reducer
 from atoll.train.resume import TrainingState
+from atoll.train.sentgroups import sent_groups
 from atoll.train.strategies import Stepper, Training, message_bytes_for
 from atoll.wire.device import NO_STATE, Applied, Ready, SetUp, State, WantState
-from atoll.wire.messages import plain_hyperparameters
 
 _FACTS = 256  # applied iterations, at least, that are kept for a deal that comes later than word of them
 
@@ -252,7 +252,7 @@ class PeerModel:
         self._returned = returned
         kind = type(training.optimizer)
         self._optimizer, self._own_optimizer = full_name(kind), own_path(kind, "peers")
-        hyperparameters = plain_hyperparameters(training.optimizer.param_groups)
+        hyperparameters = sent_groups(training.optimizer)
         self._fingerprint = fingerprint(self._optimizer, hyperparameters, configured=self._own_optimizer)
         self._ready: Ready | None = None
         self._number = 0  # of set-ups
@@ -353,7 +353,7 @@ class PeerModel:
                 digest=self._digest(),
                 layout=msgspec.Raw(msgspec.msgpack.encode(training.chunk_map)),
                 optimizer=self._optimizer,
-                hyperparameters=plain_hyperparameters(training.optimizer.param_groups),
+                hyperparameters=sent_groups(training.optimizer),
                 slots=self._plan.slots,
                 buffers=self._plan.buffers,
                 iteration=self.exchange.steps,
@@ -370,7 +370,7 @@ class PeerModel:
             os.close(file)
 
     def make_step(self, accepted: bool) -> None:
-        self.exchange.step(accepted, plain_hyperparameters(self._training.optimizer.param_groups))
+        self.exchange.step(accepted, sent_groups(self._training.optimizer))
 
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Each parameter's state, as plain torch would have it, with all that this node has contributed. On

@@ -1,0 +1,42 @@
+"""The param groups of an optimizer whose steps another process makes: a shard, or a node's CPU side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from atoll.core.errors import UserError
+from atoll.tensors.settings import Settings
+from atoll.wire.messages import plain_hyperparameters
+
+
+def sent_groups(optimizer: torch.optim.Optimizer) -> Settings:
+    """Return the param groups as they are sent to the process that makes the optimizer's steps.
+
+    Tensors of one element become numbers. A value that cannot be sent is left out where the optimizer's class
+    does not know its key. Raises UserError, with the key, for a value that the class may use and that cannot
+    be sent.
+    """
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    sent: Settings = []
+    for index, group in enumerate(optimizer.param_groups):
+        (values,) = plain_hyperparameters([group])
+        for key in [key for key, value in values.items() if not _is_plain(value)]:
+            value = values.pop(key)
+            if key in optimizer.defaults or not is_torchs:
+                raise UserError(
+                    f"param_groups[{index}][{key!r}] of the optimizer is a {type(value).__name__}, and "
+                    "cannot be sent to the process that makes the optimizer's steps; give numbers, text, "
+                    "None, or lists of these, or keep it outside of the param groups"
+                )
+        sent.append(values)
+    return sent
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if type(value) is int:
+        return -(2**63) <= value < 2**64
+    return isinstance(value, (bool, float, str, type(None)))
