@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import atoll
 from atoll.core.events import Warned
 from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import EVERYWHERE, run_at
+from atoll.testing.runs import EVERYWHERE, TOGETHER, run_at
 from atoll.train.masks import ALIKE
 
 
@@ -65,6 +65,24 @@ def test_workers_with_equal_masks_are_told_once(pool: WorkerPool, where: str) ->
     found = run_at(pool, where, train, False, 0.5, "", False)
     assert found[0]["masks"] == found[1]["masks"]
     assert [each["said"] for each in found] == [[ALIKE], []]
+
+
+def look(session: atoll.Session, seeds: bool) -> list[str]:
+    """Draw masks and make no step; returns what is said up to the session's end."""
+    said: list[Any] = []
+    session._records._bus.subscribe(said.append)
+    torch.manual_seed(session.rank if seeds else 0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(), nn.Linear(64, 1))
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    drawn()
+    session.close()
+    return [each.message for each in said if isinstance(each, Warned) and each.message == ALIKE]
+
+
+@pytest.mark.parametrize("where", TOGETHER)
+def test_a_session_without_a_step_is_told_at_its_end(pool: WorkerPool, where: str) -> None:
+    assert run_at(pool, where, look, False) == [[ALIKE], []]
+    assert run_at(pool, where, look, True) == [[], []]
 
 
 def test_nothing_is_said_of_models_without_randomness(pool: WorkerPool) -> None:

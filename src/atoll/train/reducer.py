@@ -188,8 +188,8 @@ class Reducer:
 
     def _done(self, own: Contribution, samples: float) -> None:
         self._reduced, self.unsent = True, False
-        first = next((p for p in self._trained() if p.grad is not None), None)
-        self._first_reduced = None if first is None else (first, edits_of(first.grad))
+        edits = ((p, edits_of(p.grad)) for p in self._trained() if p.grad is not None)
+        self._first_reduced = next(edits, None)
         self.begin()
         if self.sums_samples:
             self.consumed += samples

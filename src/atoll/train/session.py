@@ -649,6 +649,7 @@ class Session:
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         try:
             with self._workers.standing(end(self.iteration, script_line())):
+                self._compare_unstepped()
                 self._state.unify(_END.format(self.iteration))
                 self._give_back()
                 self._workers.barrier(_END.format(self.iteration))
@@ -666,6 +667,7 @@ class Session:
                 if self._peers is not None and self._peers.exchange is not None:
                     self._peers.exchange.end(where)
                     self._give_back()
+                self._compare_unstepped()
                 self._state.unify(where)
                 self._workers.barrier(where)
             node.leave(self.iteration)
@@ -947,7 +949,8 @@ class Session:
             self._state.check_givable()
         self._state.resumed_random = None
         if self._state.iteration == self._compares_masks_at:
-            self._compare_masks()
+            with self._in_call("the first optimizer.step()"):
+                self._compare_masks()
         taken = self._meter.stepped()
         self._pace.stepped(taken.computing, prepared.own_samples)
         if self._member is not None:
@@ -963,6 +966,11 @@ class Session:
                 staleness = self._service.staleness
             self._records.stepped(taken, prepared.own_samples, figures, staleness)
 
+    def _compare_unstepped(self) -> None:
+        """Compare random numbers at the end of a session that made no step. All workers make this call."""
+        if self._state.iteration < self._compares_masks_at:
+            self._compare_masks()
+
     def _compare_masks(self) -> None:
         """Warn once where dropout masks are equal on all workers.
 
@@ -972,8 +980,7 @@ class Session:
         if self.world == 1 or not has_random_layers(modules):
             return
         own = [digest_of_generators(self.device), has_random_layers(modules, training=True)]
-        with self._in_call("the first optimizer.step()"):
-            everyone = self._workers.gather(own, "the workers' random numbers")
+        everyone = self._workers.gather(own, "the workers' random numbers")
         alike = len(everyone) > 1 and all(each == [own[0], True] for each in everyone)
         if alike and self._workers.is_first:
             self._records.warn_once("masks", ALIKE)
