@@ -94,7 +94,6 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("read", "Spec"): "a regular file",
     ("read", "report"): "a regular file",
     ("read", "_hearing"): "it notes what was read",
-    ("shutdown", "link"): "a socket's: it tells the other side, and returns",
     ("read", "traffic"): "a regular file",
     ("read", "journal"): "a regular file, as far as it is written",
     ("read", "reader"): "a regular file, as far as it is written",
@@ -163,6 +162,7 @@ REVIEWED: dict[str, str] = {
     "net/endpoint.py: _greeting_of: link.sendall(b'\\r\\n\\r\\n')": _PROBE,
     "net/endpoint.py: _greeting_of: link.sendall(_SIGNATURE)": _PROBE,
     "net/endpoint.py: _rest_of_greeting: link.sendall(b'\\x03')": _PROBE,
+    "net/strangers.py: Strangers._judge: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
     "core/descriptors.py: opened: time.sleep(_PAUSE_SECONDS), holding _lock": (
         "who holds it tries for a few seconds, and others would only take its descriptors"
     ),
