@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,9 @@ import atoll
 from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import KINDS, alone, model, run_at
 
+NAMED = "# named"
+LINES = Path(__file__).read_text().splitlines()
+CLIPS = 1 + next(number for number, line in enumerate(LINES) if line.endswith(f"  {NAMED}"))
 QUICK = ("ring", "server tiers")
 
 
@@ -54,7 +59,7 @@ def train(session: atoll.Session) -> list[list[str]]:
         iteration()
         with session.no_sync():
             backward(net)
-            clip_grad_norm_(net.parameters(), 0.01)
+            clip_grad_norm_(net.parameters(), 0.01)  # named
             backward(net)
         backward(net)
         optimizer.step()
@@ -73,7 +78,7 @@ def test_it_is_said_once_with_the_way_out(pool: WorkerPool, kind: str) -> None:
         assert line.startswith(
             "all gradients were changed between a backward under no_sync and test_clip_under_no_sync.py:"
         )
-        assert "as torch.nn.utils.clip_grad_norm_ does" in line
+        assert f"by torch.nn.utils.clip_grad_norm_ (test_clip_under_no_sync.py:{CLIPS})" in line
         assert line.endswith("call session.clip_grad_norm_ after the last backward, which is outside no_sync")
 
 

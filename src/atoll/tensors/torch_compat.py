@@ -13,6 +13,9 @@ no public way to hear of an unscaling. Once torch raises the counters, this func
 gets the optimizer and the factor; a fused kernel reads the factor as `optimizer.grad_scale` (2.13). A
 scaler's public `get_scale` does not say which optimizer's gradients were divided, or when.
 
+`clipped_at`: `clip_grad_norm_` writes through `torch.nn.utils.clip_grad._clip_grads_with_norm_`, also where a
+script has imported the function by its name (2.13). There is no public way to hear of a clipping.
+
 `before_unscaling`: `GradScaler._unscale_grads_` is also where a scaler first looks at the gradients of a
 step. It returns what it has found by device, and `step` raises if it found no gradient at all (2.13). There
 is no public way to reduce gradients before, or to let a worker without a batch step.
@@ -31,7 +34,10 @@ from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.utils.data import DataLoader, dataloader
+
+from atoll.core.scriptline import script_line
 
 SCALES = "_step_supports_amp_scaling"
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -132,6 +138,35 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tenso
     # A factor of 1 only searches for infinities. On a GPU the factor is not read, because reading waits.
     if inverse_scale.device.type != "cpu" or inverse_scale.item() != 1.0:
         torch.autograd.graph.increment_version(gradients)
+
+
+_WRITES = "_clip_grads_with_norm_"
+_write: Any = getattr(clip_grad, _WRITES, None)
+_latest_clip = ""
+
+
+def watch_clipping() -> None:
+    """Patch torch so that `clipped_at` knows of the latest `clip_grad_norm_`."""
+    if _write is not None and getattr(clip_grad, _WRITES) is _write:
+        setattr(clip_grad, _WRITES, _watched_write)
+
+
+def clipped_at() -> str:
+    """Return the script's line of the latest `clip_grad_norm_` since `forget_clipping`; "" for none."""
+    return _latest_clip
+
+
+def forget_clipping() -> None:
+    """Forget the latest `clip_grad_norm_`."""
+    global _latest_clip
+    _latest_clip = ""
+
+
+@functools.wraps(_write or watch_clipping)
+def _watched_write(*arguments: Any, **named: Any) -> Any:
+    global _latest_clip
+    _latest_clip = script_line()
+    return _write(*arguments, **named)
 
 
 class LoaderWatcher(Protocol):

@@ -16,7 +16,7 @@ from torch.nn.utils import stateless
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
-from atoll.core.scriptline import script_line
+from atoll.core.scriptline import at_script_line, script_line
 from atoll.core.stands import Epoch
 from atoll.memory.exchanged import Exchanged
 from atoll.memory.over import features_of, refuse_apart
@@ -25,7 +25,14 @@ from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.finite import is_finite
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks, elementwise_keys
-from atoll.tensors.torch_compat import before_unscaling, count_unscaling, forget_scale, scale_of
+from atoll.tensors.torch_compat import (
+    before_unscaling,
+    clipped_at,
+    count_unscaling,
+    forget_scale,
+    scale_of,
+    watch_clipping,
+)
 from atoll.train.agreement import check_same, describe
 from atoll.train.apart import take_from_groups
 from atoll.train.backward import BackwardEnd
@@ -51,9 +58,9 @@ _DROPPED = (
     "after backward"
 )
 _EDITED = (
-    "all gradients were changed between a backward under no_sync and {}, as torch.nn.utils.clip_grad_norm_ "
-    "does; they are this worker's own, and the mean of clipped gradients is not the clipped mean: to clip, "
-    "call session.clip_grad_norm_ after the last backward, which is outside no_sync"
+    "all gradients were changed between a backward under no_sync and {}, {}; they are this worker's own, and "
+    "the mean of clipped gradients is not the clipped mean: to clip, call session.clip_grad_norm_ after the "
+    "last backward, which is outside no_sync"
 )
 
 
@@ -101,6 +108,7 @@ class Prepared:
         self._whole, self.origin, self._warn_once = whole, origin, warn_once
         self.module: nn.Module = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
         count_unscaling()
+        watch_clipping()
         self.samples = SampleCount()
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
@@ -313,8 +321,10 @@ class Prepared:
 
     def _tell_of_edits(self) -> None:
         if not self._workers.alone:  # where this worker's gradient is the mean
-            until = script_line() or "the next one"
-            self._warn_once("edits under no_sync", _EDITED.format(until))
+            until, line = script_line() or "the next one", clipped_at()
+            how = at_script_line("by torch.nn.utils.clip_grad_norm_", line)
+            how = how if line else "as torch.nn.utils.clip_grad_norm_ does"
+            self._warn_once("edits under no_sync", _EDITED.format(until, how))
 
     def _before_forward(self) -> None:
         self.stepper.restore()

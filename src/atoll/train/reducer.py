@@ -23,6 +23,7 @@ from atoll.memory.proxies import edits_of
 from atoll.tensors.binding import BoundChunk, check_usable
 from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
+from atoll.tensors.torch_compat import forget_clipping
 from atoll.train.buffers import ModelBuffers
 from atoll.train.messages import ChunkGradients, Message, lay_messages
 from atoll.train.samples import Contribution
@@ -163,6 +164,7 @@ class Reducer:
     def note_edits(self) -> None:
         """Remember the gradients' versions at the end of a backward under no_sync."""
         self._edits_seen = self._edits()
+        forget_clipping()
 
     def look_for_edits(self) -> None:
         """Detect edits before more gradients come or the reduction begins.
