@@ -30,6 +30,7 @@ from atoll.net import linksession, ltplink
 from atoll.net.linksession import LinkSession
 from atoll.net.ltplink import LtpLink
 from atoll.testing.leaks import still_open
+from atoll.wire.datagrams import HEADER, SESSION_AT
 
 SOON = 30.0
 SECRET = bytes(range(32))
@@ -328,6 +329,38 @@ def test_what_is_none_of_ours_is_counted_and_harms_nothing(pair: Pair) -> None:
     assert sum(drops.values()) == 9
     assert pair.here.status().drops == {"seal": 1, "stripe": 1}
     carries(pair.there, pair.here)
+
+
+def flood(pair: Pair, datagrams: int) -> None:
+    """So many datagrams of a stranger, a few of which look like ours, beside a transfer's worth of room."""
+    random = np.random.default_rng(0)
+    made = [random.bytes(size) for size in (1, 16, 64, 200, 1400)]
+    made.append(b"\x01\x01\x00\x00" + (99).to_bytes(4, "little") + bytes(1000))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for each in range(datagrams):
+            stranger.sendto(made[each % len(made)], pair.server.addresses[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
+def test_the_kernel_drops_a_flood_and_sessions_go_on_and_begin(pair: Pair) -> None:
+    assert HEADER.fields is not None
+    assert HEADER.fields["session"][1] == SESSION_AT
+    carries(pair.there, pair.here)
+    wait_until(lambda: flood(pair, 300) or pair.server._filtered == {7}, "the flood was not noticed")
+    wait_until(lambda: pair.server._ports[0].drained, "what was let in before is not read")
+    before = sum(pair.server.drops.values())
+    flood(pair, 3000)
+    carries(pair.there, pair.here)
+    assert sum(pair.server.drops.values()) <= before + 300  # what was on its way
+    here = pair.server.open(8, bytes(31) + b"8", None, False)
+    there = pair.client.open(8, bytes(31) + b"8", pair.server.addresses, True)
+    flood(pair, 300)
+    carries(there, here)
+    carries(here, there)
+    there.close()
+    wait_for(here, Lost)
+    wait_until(lambda: pair.server._filtered == {7}, "who has left is still let in")
+    carries(pair.here, pair.there)
 
 
 class Relay:

@@ -525,3 +525,34 @@ def test_two_processes_exchange_20_megabytes() -> None:
     finally:
         process.kill()
         process.join(SOON)
+
+
+@linux_only
+@pytest.mark.parametrize("count", [0, 1, 3, 200])
+def test_the_kernel_takes_only_what_it_is_told_to(host: str, count: int) -> None:
+    words = [(1000 + each).to_bytes(4, "little") for each in range(count)]
+    with UdpPort((host, 0)) as port, socket.socket(port.family, socket.SOCK_DGRAM) as sender:
+        assert port.take_only(1, 4, words, 17)
+        for bad in (
+            b"",
+            b"\1",
+            b"\1\0\0\0" + bytes(4),
+            b"\2\0\0\0" + (1000).to_bytes(4, "little") + bytes(20),
+        ):
+            sender.sendto(bad, port.address)
+        sender.sendto(b"\1\0\0\0" + (999).to_bytes(4, "little") + bytes(2000), port.address)
+        good = [b"\1\0\0\0" + word + bytes(9 + each) for each, word in enumerate(words)]
+        for each in good:
+            sender.sendto(each, port.address)
+        if good:
+            assert [bytes(row) for got in take(port, count) for row in got.frames] == good
+        assert port.receive() == []
+        assert port.take_only(1, 0, [b"\1\0\0\0"], 4)  # in place of what was asked for before
+        sender.sendto(b"\1\0\0\0", port.address)
+        take(port, 1)
+
+
+@linux_only
+def test_more_words_than_a_filter_holds_are_refused() -> None:
+    with UdpPort(("127.0.0.1", 0)) as port:
+        assert not port.take_only(1, 4, [each.to_bytes(4, "big") for each in range(201)], 17)

@@ -31,11 +31,12 @@ from atoll.ltp.settings import Settings
 from atoll.net import context as process
 from atoll.net.linksession import CLOSE_SECONDS, LinkSession
 from atoll.net.udp import BUFFER_BYTES, Address, Received, UdpPort, resolve, shown_address
-from atoll.wire.datagrams import MOST_STRIPES, headers_untrusted
+from atoll.wire.datagrams import HEADER, LTP_VERSION, MOST_STRIPES, SESSION_AT, headers_untrusted
 
 LONGEST_SLEEP = 1.0  # seconds
 POLL_GRAIN = 0.001  # seconds that `poll` is good to; shorter sleeps are made otherwise
 NO_ROOM_SECONDS = 0.005  # until a port that had no room is tried again, though poll does not say that it has
+FLOOD_SECONDS, FLOOD_RATE = 0.1, 500.0  # how often strangers' datagrams are counted; a flood, each second
 
 
 class LtpLink:
@@ -84,6 +85,8 @@ class LtpLink:
         self._poll.register(self._woken, select.POLLIN)
         for port in self._ports:
             self._poll.register(port, select.POLLIN)
+        self._flood_from, self._flood_since = 0, 0.0  # datagrams of strangers, as counted when
+        self._filtered: frozenset[int] | None = None  # while strangers flood the ports: the sessions let in
         self._blocked: set[UdpPort] = set()  # that had no room
         self._watched: set[UdpPort] = set()  # those of them of which poll is to say that they have
         self._thread = threading.Thread(target=self._serve, name=f"atoll link {name}", daemon=True)
@@ -278,6 +281,7 @@ class LtpLink:
             sessions = list(self._sessions.values())
         for session in sessions:
             self._drive(session)
+        self._see_to_strangers(sessions)
         if self._grants is not None:
             self._share_out(self._grants, sessions)
         self._blocked = {session.blocked for session in sessions if session.blocked is not None}
@@ -286,6 +290,28 @@ class LtpLink:
         for port in watched ^ self._watched:
             self._poll.modify(port, select.POLLIN | (select.POLLOUT if port in watched else 0))
         self._watched = watched
+
+    def _see_to_strangers(self, sessions: Sequence[LinkSession]) -> None:
+        """Where many datagrams come that are for no session, have the kernel drop such: read here, each costs
+        fifty times as much, and fills the room of those that are."""
+        if self._filtered is not None:
+            numbers = frozenset(session.number for session in sessions)
+            if numbers != self._filtered:
+                self._let_in(numbers)
+            return
+        now = time.monotonic()
+        if now < self._flood_since + FLOOD_SECONDS:
+            return
+        come = self.drops.total() if hasattr(self.drops, "total") else sum(self.drops.values())
+        if come - self._flood_from > FLOOD_RATE * (now - self._flood_since):
+            self._let_in(frozenset(session.number for session in sessions))
+        self._flood_from, self._flood_since = come, now
+
+    def _let_in(self, numbers: frozenset[int]) -> None:
+        words = [number.to_bytes(4, "little") for number in sorted(numbers)]
+        least = HEADER.itemsize + 1
+        if all(port.take_only(LTP_VERSION, SESSION_AT, words, least) for port in self._ports):
+            self._filtered = numbers
 
     def _share_out(self, grants: Grants, sessions: Sequence[LinkSession]) -> None:
         """Answers those who ask for a share of the link."""

@@ -8,6 +8,7 @@ paper", fast.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import socket as sockets
 import struct
@@ -43,6 +44,12 @@ _OFFLOAD_CALLS_OFF = (errno.EIO, errno.EINVAL, errno.ENOPROTOOPT, errno.EOPNOTSU
 _UDP_SEGMENT, _UDP_GRO = 103, 104
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_TIMESTAMPNS, _SO_RXQ_OVFL = 32, 33, 35, 40
 _IP_MTU_DISCOVER, _IP_MTU, _IPV6_MTU_DISCOVER, _IPV6_MTU, _DONT_FRAGMENT = 10, 14, 23, 24, 2
+# A classic BPF program (linux/filter.h), which sees a datagram from its UDP header on.
+_SO_ATTACH_FILTER = 26
+_FILTER, _FILTER_STEP = struct.Struct("@HP"), struct.Struct("@HBBI")
+_LOAD_LENGTH, _LOAD_BYTE, _LOAD_WORD, _AT_LEAST, _EQUALS, _RETURN = 0x80, 0x30, 0x20, 0x35, 0x15, 0x06
+_MOST_WORDS = 200  # its jumps reach 255 steps
+_UDP_HEADER_BYTES = 8
 _INT = struct.Struct("=i")
 _UNSIGNED = struct.Struct("=I")
 _SHORT = struct.Struct("=H")
@@ -86,7 +93,7 @@ class Counters:
     full: int = 0  # calls that found no room
     refused: int = 0  # errors of the network: nobody listens there, no way leads there
     too_large: int = 0  # datagrams that were larger than the way takes: lost
-    dropped: int = 0  # that this machine had no room for: the kernel's count, a burst is one
+    dropped: int = 0  # by the kernel, which had no room, or was told to (`take_only`); a burst is one
 
 
 class UdpPort:
@@ -209,6 +216,33 @@ class UdpPort:
         runs = [run for run in parts if run.rows]
         self.count.received += sum(run.rows for run in runs)
         return [run.received(self._arena) for run in runs]
+
+    def take_only(self, first: int, at: int, words: Sequence[bytes], least: int) -> bool:
+        """Have the kernel drop each datagram that has fewer than `least` bytes, or another first byte than
+        `first`, or none of `words` (4 bytes each) at byte `at`; returns whether it does. That is in place of
+        what was asked for before. Of a joined burst it looks at the beginning alone. What it drops is in
+        `count.dropped`."""
+        if not _IS_LINUX or len(words) > _MOST_WORDS:
+            return False
+        count = len(words)
+        reject = 5 + count
+        steps = [
+            (_LOAD_LENGTH, 0, 0, 0),
+            (_AT_LEAST, 0, reject - 2, _UDP_HEADER_BYTES + least),
+            (_LOAD_BYTE, 0, 0, _UDP_HEADER_BYTES),
+            (_EQUALS, 0, reject - 4, first),
+            (_LOAD_WORD, 0, 0, _UDP_HEADER_BYTES + at),
+            *((_EQUALS, count - i, 0, int.from_bytes(word, "big")) for i, word in enumerate(words)),
+            (_RETURN, 0, 0, 0),
+            (_RETURN, 0, 0, 2**32 - 1),
+        ]
+        program = ctypes.create_string_buffer(b"".join(_FILTER_STEP.pack(*step) for step in steps))
+        given = _FILTER.pack(len(steps), ctypes.addressof(program))
+        try:
+            self._alive().setsockopt(sockets.SOL_SOCKET, _SO_ATTACH_FILTER, given)
+        except OSError:  # a sandbox without it
+            return False
+        return True
 
     # -- setting up ----------------------------------------------------------------------------------------
 

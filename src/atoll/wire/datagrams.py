@@ -70,6 +70,7 @@ HEADER = np.dtype(
         ("number", "<u8"),  # rises by one with each datagram of a direction and a stripe; never twice
     ]
 )
+SESSION_AT = 4  # the byte of a datagram at which HEADER has the session
 # The first half is alike in the datagrams of a group of forward error correction but for `place`; the second
 # half is what differs, and is coded with the elements: so what is restored tells where it belongs.
 SLICE = np.dtype(
