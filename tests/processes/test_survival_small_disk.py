@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -80,11 +82,11 @@ def test_a_snapshot_is_given_up_and_the_next_one_is_taken_when_there_is_room(dis
 # -- a shard's journal -------------------------------------------------------------------------------------
 
 
-def start_shard(hub: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
+def start_shard(hub: str, folder: Path, log: Path, *options: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "atoll.cli.app", "server", "--hub", hub, "--shard", "0"]
     with log.open("ab") as file:
         return subprocess.Popen(
-            [*command, "--directory", str(folder)],
+            [*command, "--directory", str(folder), *options],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=file,
             stderr=file,
@@ -126,7 +128,7 @@ def test_a_shard_without_room_for_its_journal_ends_and_goes_on_when_there_is_som
     done: list[int] = []
     errors: list[BaseException] = []
     with HubProcess(tmp_path / "hub", "--workers", "1", "--shards", "1", "--patience", "10") as hub:
-        shard = start_shard(hub.address, disk.folder / "shard", log)
+        shard = start_shard(hub.address, disk.folder / "shard", log, "--journal", "required")
         with mock.patch.dict(os.environ, {HUB_VARIABLE: hub.address}), atoll.join(config) as session:
             session.prepare(model, optimizer)
 
@@ -159,6 +161,59 @@ def test_a_shard_without_room_for_its_journal_ends_and_goes_on_when_there_is_som
         shard.kill()
         shard.wait(DEADLINE)
     for ours, theirs in zip(model.parameters(), plain(8).parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_shard_serves_on_without_its_journal_and_keeps_one_again_when_there_is_room(
+    disk: SmallDisk, tmp_path: Path
+) -> None:
+    """The default. Killed after that, it goes on where it stood."""
+    log = tmp_path / "log"
+    config = Config(
+        run=Run(strategy="server"),
+        chunks=Chunks(size="64KiB"),
+        sync=Sync(timeout=f"{DEADLINE:g}s"),
+        link=LINK,
+    )
+    model, optimizer = make()
+    with HubProcess(tmp_path / "hub", "--workers", "1", "--shards", "1", "--patience", "10") as hub:
+        begin = partial(start_shard, hub.address, disk.folder / "shard", log, "--snapshot-seconds", "0.5")
+        shard = begin()
+        with mock.patch.dict(os.environ, {HUB_VARIABLE: hub.address}), atoll.join(config) as session:
+            session.prepare(model, optimizer)
+            steps = itertools.count()
+            for _ in range(3):
+                train(model, optimizer, next(steps))
+            while "cannot write its journal" not in log.read_text():
+                disk.fill()  # a segment that is not needed any more may have left room
+                train(model, optimizer, next(steps))
+            for _ in range(3):
+                disk.fill()
+                train(model, optimizer, next(steps))
+            assert shard.poll() is None
+            lines = [line for line in log.read_text().splitlines() if "journal" in line]
+            assert re.match(
+                r"atoll: warning: shard 0 cannot write its journal \S+/journal-\d+\.bin: No space left on "
+                "device; it goes on without one: if it is killed before there is room, the run goes on from",
+                lines[0],
+            )
+            disk.make_room()
+
+            def is_whole() -> bool:
+                said = log.read_text()
+                return said.count("cannot write its journal") == said.count("its journal is written again")
+
+            while not is_whole():
+                train(model, optimizer, next(steps))
+            shard.kill()
+            shard.wait(DEADLINE)
+            shard = begin()
+            for _ in range(2):
+                train(model, optimizer, next(steps))
+        shard.kill()
+        shard.wait(DEADLINE)
+    assert "goes on from" in log.read_text()
+    for ours, theirs in zip(model.parameters(), plain(next(steps)).parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 

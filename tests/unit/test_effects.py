@@ -25,7 +25,7 @@ OTHER = {
     "sync.lazy": "true", "sync.uplink": "leader", "sync.staleness": "rate", "sync.compensation": "0.1",
     "sync.pipeline": "1", "sync.stale_max": "2", "sync.overlay": "own", "sync.round_timeout": "1s",
     "sync.backoff": "1s", "server.optimizer": "my.optim:Lion", "server.snapshot": "5min",
-    "server.replicas": "2", "hub.patience": "20s", "groups.count": "2", "groups.by": "site",
+    "server.journal": "required", "server.replicas": "2", "hub.patience": "20s", "groups.count": "2", "groups.by": "site",
     "groups.probe": "8", "groups.patience": "2min", "groups.links": "0", "groups.regroup": "false",
     "link.transport": "ltp", "link.high": "0.2", "link.fill": "zero", "link.fill_above": "0.05",
     "link.usable": "0.9", "link.feedback": "false", "link.target_loss": "0.02", "link.stripes": "2",

@@ -200,6 +200,12 @@ def server(
         str, typer.Option(metavar="MODULE:CLASS", help="An optimizer that is not torch.optim's, by its path.")
     ] = "",
     snapshot_seconds: Annotated[float, typer.Option(metavar="S", help="Between snapshots.")] = 60.0,
+    journal: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW", help="Where it cannot be written, the shard goes on (optional) or ends (required)."
+        ),
+    ] = "optional",
     sync: Annotated[
         bool, typer.Option("--sync", help="Wait for the disk, so that what is kept survives the machine too.")
     ] = False,
@@ -234,6 +240,8 @@ def server(
     if (shard is None) == (not site):
         raise UserError("give either --shard I, for a shard of the run, or --site NAME, for a site's shard")
     _check_shard(shard or 0, listen, optimizer, snapshot_seconds)
+    if journal not in ("optional", "required"):
+        raise UserError(f"--journal {journal}: give optional or required")
     rate = _link_rate(link_rate)
     if site and (rate or udp_port):
         raise UserError(
@@ -287,6 +295,7 @@ def server(
             snapshot_seconds=snapshot_seconds,
             timeout=deadline,
             sync=sync,
+            journal_required=journal == "required",
             link_rate=rate,
             udp_port=udp_port,
             goes_on=lambda line: print(line, flush=True),

@@ -51,6 +51,7 @@ NonFinite = Literal["stop", "skip", "allow"]
 GroupBy = Literal["auto", "speed", "site", "joint"]
 Scaled = Literal["weight", "rate", "none"]
 Uplink = Literal["auto", "leader", "members"]
+JournalNeed = Literal["optional", "required"]
 Transport = Literal["tcp", "ltp"]
 Fill = Literal["zero", "last", "rescale"]
 Overlay = Literal["all", "own", "none"]
@@ -108,6 +109,7 @@ class Server(msgspec.Struct, forbid_unknown_fields=True):
 
     optimizer: str = ""  # an optimizer beside torch.optim's that shards may run: "package.module:Class"
     snapshot: str = "1min"  # how often a shard writes its state to disk
+    journal: JournalNeed = "optional"  # required: a shard that cannot write its journal ends
     replicas: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1  # processes that hold each shard; 2: a standby
 
 

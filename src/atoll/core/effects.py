@@ -65,6 +65,7 @@ EFFECTS: Mapping[str, Effect] = {
     "sync.backoff": _OF_PEERS,
     "server.optimizer": _AT_SHARDS,
     "server.snapshot": _AT_SHARDS,
+    "server.journal": _AT_SHARDS,
     "server.replicas": _AT_SHARDS,
     "hub.patience": Effect((*SERVED, "peers"), elastic=_RINGS),
     "groups.count": Effect((*GROUPED, "peers")),

@@ -166,6 +166,7 @@ class ServedLaunch:
             arguments = ["--hub", address, "--shard", str(shard), *common]
             arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
             arguments += ["--link-rate", f"{self._config.link_options.rate:g}"]
+            arguments += ["--journal", self._config.server.journal]
             if self._config.server.optimizer:
                 arguments += ["--optimizer", self._config.server.optimizer]
             self._serve(f"server-{shard}", arguments)

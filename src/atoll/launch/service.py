@@ -116,6 +116,7 @@ def _server(arguments: list[str]) -> None:
     parser.add_argument("--shard", type=int, required=True)
     parser.add_argument("--snapshot-seconds", type=float, required=True)
     parser.add_argument("--optimizer", default="")
+    parser.add_argument("--journal", default="optional")
     parser.add_argument("--link-rate", type=float, default=0.0)  # bytes per second; 0: not shared out
     parser.add_argument("--second", action="store_true")  # of a shard that is held twice
     args = parser.parse_args(arguments)
@@ -128,6 +129,7 @@ def _server(arguments: list[str]) -> None:
         folder=args.directory / f"shard-{args.shard}{'-second' if args.second else ''}",
         optimizer=args.optimizer,
         snapshot_seconds=args.snapshot_seconds,
+        journal_required=args.journal == "required",
         link_rate=args.link_rate,
     )
 

@@ -52,10 +52,21 @@ class Source(Mirrored, Protocol):
 
 
 class Durability:
-    """One shard's `journal`, `mirror` (of its standby) and `snapshots`."""
+    """One shard's `journal`, `mirror` (of its standby) and `snapshots`.
 
-    def __init__(self, journal: Journal | None, mirror: Mirror | None, snapshots: Snapshots | None) -> None:
+    `broke(line)` is called when the journal breaks: nobody may go on from what is on disk until the next
+    snapshot is whole.
+    """
+
+    def __init__(
+        self,
+        journal: Journal | None,
+        mirror: Mirror | None,
+        snapshots: Snapshots | None,
+        broke: Callable[[str], None] = lambda _line: None,
+    ) -> None:
         self.journal, self.mirror, self.snapshots = journal, mirror, snapshots
+        self._broke = broke
         self.replaying = False  # what the shard hears is noted already, and nobody is answered
         self.is_on_disk = True  # the journal, where there is one, suffices to go on from
         self.wants_snapshot = False
@@ -116,6 +127,9 @@ class Durability:
         """Let go what waited for the journal, and for the standby."""
         if self.journal is not None:
             self.journal.release()
+            if self.journal.is_broken and self.is_on_disk:
+                self.is_on_disk, self.wants_snapshot = False, True
+                self._broke(self.journal.trouble)
         if self.mirror is not None:
             self.mirror.release()
 
@@ -192,6 +206,7 @@ class Durability:
             return heading
         image, parts = source.image()
         number = self.journal.begin_segment(encode_image(image), parts)
-        written = self.snapshots.may_end = threading.Event()
-        self.journal.when_written(written.set)
+        journal, written = self.journal, threading.Event()
+        self.snapshots.may_end = written
+        journal.when_written(lambda: None if journal.is_broken else written.set())
         return msgspec.structs.replace(heading, journal=number)

@@ -23,6 +23,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -215,10 +216,15 @@ class Journal:
     All calls come from the shard's thread. `fileno` can be read from whenever `release` has something to do.
     What fails to be written is raised as JournalError by `append`, `when_written` or `release`, at the latest
     by the next `release`.
+
+    A journal that is not `required` breaks instead (`is_broken`, `trouble`): its segments are removed, since
+    nobody may go on from them; what waited for them is done, and nothing is written until `begin_segment`
+    begins anew, with the whole state.
     """
 
-    def __init__(self, folder: Folder, number: int, *, sync: bool = False) -> None:
+    def __init__(self, folder: Folder, number: int, *, sync: bool = False, required: bool = True) -> None:
         self.folder, self.number, self._sync = folder, number, sync
+        self.required = required
         self._first = number  # those below are of an earlier life
         self.appended = 0  # records
         self.size = 0  # bytes of this segment
@@ -244,7 +250,17 @@ class Journal:
     @property
     def is_full(self) -> bool:
         """Whether as much waits to be written as may."""
-        return self._bytes_appended - self._bytes_written > _BACKLOG
+        return not self.is_broken and self._bytes_appended - self._bytes_written > _BACKLOG
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing is written, and nobody may go on from this journal."""
+        return bool(self._error) and not self.required
+
+    @property
+    def trouble(self) -> str:
+        """Why it is broken."""
+        return self._error
 
     def begin_segment(
         self,
@@ -254,6 +270,8 @@ class Journal:
         fresh: bool = False,
     ) -> int:
         """Have later records go to a new segment, which begins as Begun says; returns its number."""
+        if self.is_broken:
+            self._mend()
         self._hand_over()
         self.number += self.size > 0
         self.size = 0
@@ -275,6 +293,8 @@ class Journal:
 
     def append(self, record: Record, payload: Payload = None) -> None:
         """Write this after all before; nobody may change the payload any more."""
+        if self.is_broken:
+            return
         header = encode_header(record)
         size = FRAME_BYTES + len(header) + (memoryview(payload).nbytes if payload is not None else 0)
         self.appended += 1
@@ -296,6 +316,10 @@ class Journal:
                 self._hand_over()
             else:
                 self._write_here()
+        if self.is_broken:
+            self._let_go()
+            act()
+            return
         if not self._waiting and self._written == self.appended:
             act()
             return
@@ -308,10 +332,31 @@ class Journal:
         with contextlib.suppress(BlockingIOError):
             while len(os.read(self._woken, 4096)) == 4096:
                 pass
-        if self._error:
+        if self.is_broken:
+            self._let_go()
+        elif self._error:
             raise JournalError(self._error)
         while self._waiting and self._waiting[0][0] <= self._written:
             self._waiting.popleft()[1]()
+
+    def _let_go(self) -> None:
+        """Nothing is written any more: nothing waits for it."""
+        self._pending, self._pending_bytes = [], 0
+        while self._waiting:
+            self._waiting.popleft()[1]()
+
+    def _mend(self) -> None:
+        """Let the thread write again: a segment begins. What was appended before is past."""
+        until = time.monotonic() + _WAIT_SECONDS
+        while self._done < self._given:  # it passes over what is left, which takes no time
+            if time.monotonic() > until:
+                raise JournalError(f"{self.folder.path}: the journal's thread stands still")
+            time.sleep(0.001)
+        self._let_go()
+        self._written = self._count = self.appended
+        self._bytes_written = self._bytes_appended
+        self.size = max(1, self.size)  # its number may be that of a snapshot
+        self._error = ""
 
     def close(self) -> None:
         """Write what is left, and end the thread."""
@@ -346,6 +391,8 @@ class Journal:
                 self._write(pending, size)
             except OSError as error:
                 self._fail(error)
+        if self.is_broken:
+            return
         if self._error:
             raise JournalError(self._error)
         self._written = self._count
@@ -373,11 +420,31 @@ class Journal:
 
     def _fail(self, error: OSError) -> None:
         path, identity = self.folder.segment(self.number), self.folder.identity
-        self._error = (
-            f"{_who(identity.shard, identity.site)} cannot write its journal {path}: {error.strerror}; "
-            "it ends rather than acknowledge what it could not keep. Nothing that it has "
-            "acknowledged is lost: put that right, and start it again with the same --directory"
-        )
+        said = f"{_who(identity.shard, identity.site)} cannot write its journal {path}: {error.strerror}; "
+        if not self.required:
+            try:
+                self._forsake()
+            except OSError:  # a shard that is started again would go on from what is there
+                self.required = True
+        if self.required:
+            said += (
+                "it ends rather than acknowledge what it could not keep. Nothing that it has "
+                "acknowledged is lost: put that right, and start it again with the same --directory"
+            )
+        else:
+            said += (
+                "it goes on without one: if it is killed before there is room, the run goes on from a "
+                'checkpoint only (server.journal = "required" ends the run instead)'
+            )
+        self._error = said
+
+    def _forsake(self) -> None:
+        """Remove all segments: they lack what is acknowledged from now on."""
+        file, self._file, self._end = self._file, -1, 0
+        if file >= 0:
+            with contextlib.suppress(OSError):
+                os.close(file)
+        self.folder.clear()
 
     def _open(self, path: Path) -> None:
         """Go on in a new segment: in the spare file, where there is one."""

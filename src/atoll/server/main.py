@@ -22,7 +22,7 @@ from atoll.core.runclock import record_time
 from atoll.net.keys import Keys, read_keys
 from atoll.net.tunnel import TunnelServer
 from atoll.observe.journal import Journal as Events
-from atoll.server.journal import Folder, Journal
+from atoll.server.journal import Folder, Journal, JournalError
 from atoll.server.links import HubLink
 from atoll.server.mirror import Mirror
 from atoll.server.recovery import find, first_segment
@@ -51,6 +51,7 @@ def serve(
     snapshot_seconds: float = 60.0,
     timeout: float = 600.0,
     sync: bool = False,
+    journal_required: bool = False,
     link_rate: float = 0.0,
     udp_port: int = 0,
     ready: Callable[[str], None] = lambda _address: None,
@@ -63,7 +64,9 @@ def serve(
     for an address of all interfaces, this machine's name). `folder` is this shard's own: a journal of what it
     was told, snapshots every `snapshot_seconds`, and what it decided; None keeps nothing. A shard that is
     started in the folder of one that was killed goes on where that one stood, and `goes_on(line)` says from
-    what. With `sync` the journal is on the disk before anybody is answered, and survives the machine.
+    what. With `sync` the journal is on the disk before anybody is answered, and survives the machine. Where
+    the journal cannot be written, the shard serves on without one until a snapshot is whole; where it is
+    `journal_required`, or the shard has a standby, it ends with JournalError.
     `optimizer` is the operator's own ("package.module:Class"). The hub's welcome is waited for for `timeout`
     seconds. What comes through tunnels is shared out so that it does not pass `link_rate`, bytes per second
     (0: it is not), and comes to UDP ports from `udp_port` on (0: any free ones). `ready(address)` is called
@@ -88,7 +91,10 @@ def serve(
                 kept_in.clear()
             found = find(kept_in)
             journal = Journal(
-                kept_in, found.next_segment if found is not None else first_segment(kept_in), sync=sync
+                kept_in,
+                found.next_segment if found is not None else first_segment(kept_in),
+                sync=sync,
+                required=journal_required,
             )
             emit = stack.enter_context(Events(Path(folder) / _JOURNAL))
         name = f"shard {index}"
@@ -107,6 +113,8 @@ def serve(
             token=identity.token if identity is not None else "",
         )
         stack.callback(hub.close)
+        if journal is not None and hub.welcome.replicas > 1:
+            journal.required = True  # the other process has all of it, and goes on alone
         if kept_in is not None:
             kept_in.remember(incarnation=hub.welcome.incarnation)
 
@@ -168,14 +176,23 @@ def serve(
         if shard is not None:
             shard.run(until)
         if kept_in is not None and hub.over:
-            kept_in.remember(over=True)
+            _remember_end(kept_in, journal)
+
+
+def _remember_end(kept_in: Folder, journal: Journal | None) -> None:
+    """Note that the run is over. On a full disk only a journal that is required makes that an error."""
+    try:
+        kept_in.remember(over=True)
+    except JournalError:
+        if journal is None or journal.required:
+            raise
 
 
 def _drop_older(shard: Shard, journal: Journal, heading: Heading) -> None:
     """A snapshot is whole: with the journal since, it is all that the shard holds."""
-    if not shard.kept.is_on_disk:
-        shard.kept.is_on_disk = True
-        shard.tell_comes_back()
+    if journal.is_broken or heading.journal not in journal.folder.segments():
+        return  # it broke meanwhile
+    shard.journal_is_whole()
     (journal.folder.path / MARK).unlink(missing_ok=True)
     journal.drop_before(heading.journal)
 

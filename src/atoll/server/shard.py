@@ -8,6 +8,8 @@ the log's lines in order, `stepper` does what they say, `setups` knows which set
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from atoll.core.points import reach
 from atoll.core.runclock import record_time
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
+from atoll.observe.lastwords import say
 from atoll.server.durability import Durability
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink, earliest
@@ -92,7 +95,7 @@ class Shard:
         self.site = ""  # whose shard it is: no site's
         self._hub, self._emit = hub, emit
         self._configured, self._fused = configured, fused
-        self.kept = Durability(journal, mirror, snapshots)
+        self.kept = Durability(journal, mirror, snapshots, self._journal_broke)
         self._peers = Peers(server, run)
         self._peers.when_kept = self.kept.when_kept
         if hub is not None:
@@ -340,6 +343,26 @@ class Shard:
             late=late,
         )
         self._peers.send(peer, welcome)
+
+    def _journal_broke(self, line: str) -> None:
+        """The shard serves on without its journal: tell people, and workers that it does not come back."""
+        self._tell_people(line)
+        self.tell_comes_back()
+
+    def journal_is_whole(self) -> None:
+        """A snapshot is whole, and the journal since: the shard may be waited for again."""
+        if not self.kept.is_on_disk:
+            self.kept.is_on_disk = True
+            self.tell_comes_back()
+            if self.kept.journal is not None and not self.kept.journal.required:
+                self._tell_people(f"{self.name}: its journal is written again")
+
+    def _tell_people(self, line: str) -> None:
+        """In the records, in this process's log, and to `atoll run`, whatever the disk takes of these."""
+        self.warn(line)
+        say(Warned(time=record_time(), worker=-1, message=line))
+        with contextlib.suppress(OSError):
+            print(f"atoll: warning: {line}", file=sys.stderr, flush=True)
 
     def tell_comes_back(self) -> None:
         """Whether the shard may be waited for is another than it was."""

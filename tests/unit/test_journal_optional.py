@@ -1,0 +1,113 @@
+"""A shard's journal that is not required: it breaks, nothing waits for it, and a new segment mends it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from atoll.server.durability import Durability
+from atoll.server.journal import Folder, Journal, JournalError, read_segments
+from atoll.store.records import Begun, Told
+
+PAYLOAD = bytes(2**19)  # of one record: more than the shard's own thread writes
+
+
+def told(number: int) -> Told:
+    return Told("worker", number, 1, msgspec.Raw(b"\x80"), 0)
+
+
+class Disk:
+    """Stands for the disk under the journal: full while `full`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full = False
+        self._writev = os.writev
+        monkeypatch.setattr(os, "writev", self._write)
+
+    def _write(self, file: int, pieces: Any) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._writev(file, pieces)
+
+
+def wait_written(journal: Journal, done: list[str], what: str) -> None:
+    until = time.monotonic() + 10.0
+    while what not in done:
+        assert time.monotonic() < until, what
+        journal.release()
+
+
+@pytest.mark.parametrize("payload", [None, PAYLOAD], ids=["small", "large"])
+def test_a_broken_journal_lets_go_and_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, payload: bytes | None
+) -> None:
+    disk, folder = Disk(monkeypatch), Folder(tmp_path / "shard", "r", 0)
+    journal, done = Journal(folder, 0, required=False), list[str]()
+    broke: list[str] = []
+    kept = Durability(journal, None, None, broke.append)
+    journal.begin_segment(fresh=True)
+    journal.append(told(1), payload)
+    journal.when_written(lambda: done.append("first"))
+    wait_written(journal, done, "first")
+    assert kept.comes_back
+
+    disk.full = True
+    for number in (2, 3):
+        journal.append(told(number), payload)
+        journal.when_written(lambda number=number: done.append(f"lost {number}"))  # type: ignore[misc]
+    wait_written(journal, done, "lost 3")
+    assert done == ["first", "lost 2", "lost 3"]
+    assert journal.is_broken
+    assert folder.segments() == {}  # nobody goes on from it
+    for _ in range(3):
+        kept.release()
+    assert len(broke) == 1
+    assert "shard 0 cannot write its journal" in broke[0]
+    assert "it goes on without one" in broke[0]
+    assert not kept.comes_back
+    for _ in range(1000):  # nothing is held meanwhile
+        journal.append(told(4), PAYLOAD)
+    assert not journal.is_full
+
+    number = journal.begin_segment(b"state")  # still full
+    while not journal.is_broken:
+        journal.release()
+    disk.full = False
+    again = journal.begin_segment(b"state")
+    assert again > number > 0
+    journal.append(told(5), payload)
+    journal.when_written(lambda: done.append("whole"))
+    wait_written(journal, done, "whole")
+    assert not journal.is_broken
+    assert list(folder.segments()) == [again]
+    journal.close()
+    records = [record for record, _ in read_segments(folder, again)]
+    assert isinstance(records[0], Begun)
+    assert [record.index for record in records if isinstance(record, Told)] == [5]
+    folder.close()
+
+
+def test_one_whose_segments_cannot_be_removed_ends_the_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that is started again would go on from what lacks what was acknowledged."""
+    disk, folder = Disk(monkeypatch), Folder(tmp_path / "shard", "r", 0)
+    journal = Journal(folder, 0, required=False)
+    journal.begin_segment(fresh=True)
+
+    def fail() -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(folder, "clear", fail)
+    disk.full = True
+    journal.append(told(1), PAYLOAD)
+    with pytest.raises(JournalError, match="it ends rather than acknowledge"):
+        wait_written(journal, [], "nothing")
+    journal.close()
+    folder.close()
