@@ -65,9 +65,3 @@ def hub_decisions(command: Command) -> list[dict[str, Any]]:
 
 
 HUB = ("atoll.cli.hub",)
-
-
-def worker_pid(command: Command, rank: int) -> int:
-    journal = command.directory / "run" / "workers" / f"{rank}.jsonl"
-    pid: int = json.loads(journal.read_text().splitlines()[0])["pid"]
-    return pid

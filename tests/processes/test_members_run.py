@@ -8,7 +8,6 @@ import signal
 
 import pytest
 import torch
-from killed_runs import worker_pid
 from run_command import DEADLINE, Command, wait_for
 from safetensors.torch import load_file
 
@@ -81,7 +80,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_line(command: Command) -> Non
     (command.directory / "atoll.toml").write_text(MEMORY + '[sync]\ntimeout = "30s"\n')
     process = command.start(TRAIN, "forever", workers=3)
     wait_for(lambda: command.steps() > 3, "worker 1 to train")
-    os.kill(worker_pid(command, 1), signal.SIGKILL)
+    os.kill(command.worker_pid(1), signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
     assert "worker 1" in err

@@ -137,8 +137,7 @@ def test_the_scripts_own_exit_status_passes(command: Command) -> None:
 def test_a_killed_worker_is_named(command: Command) -> None:
     process = command.start(PREAMBLE + FOREVER)
     wait_for(lambda: command.steps() > 3, "a few steps")
-    started = (command.directory / "run" / "workers" / "1.jsonl").read_text().splitlines()[0]
-    os.kill(json.loads(started)["pid"], signal.SIGKILL)
+    os.kill(command.worker_pid(1), signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
     assert "atoll: worker 1 was killed by SIGKILL" in err

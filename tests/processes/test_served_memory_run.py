@@ -10,7 +10,6 @@ import signal
 import psutil
 import pytest
 import torch
-from killed_runs import worker_pid
 from run_command import DEADLINE, Command, wait_for
 from safetensors.torch import load_file
 
@@ -103,7 +102,7 @@ def test_a_worker_that_is_killed_comes_back_to_its_tiers(command: Command, consi
     process = command.start(TRAIN, "slowly", workers=2)
     wait_for(lambda: command.steps() > 3, "worker 1 to train")
     with contextlib.suppress(psutil.NoSuchProcess):
-        os.kill(worker_pid(command, 1), signal.SIGKILL)
+        os.kill(command.worker_pid(1), signal.SIGKILL)
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert "Traceback" not in err

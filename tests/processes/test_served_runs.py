@@ -69,12 +69,6 @@ def served(
     return command.start(script, workers=workers, environment=environment)
 
 
-def pid_of_worker(command: Command, rank: int) -> int:
-    journal = command.directory / "run" / "workers" / f"{rank}.jsonl"
-    pid: int = json.loads(journal.read_text().splitlines()[0])["pid"]
-    return pid
-
-
 def notes(command: Command, rank: int) -> list[list[int]]:
     path = command.directory / f"notes-{rank}"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -99,7 +93,7 @@ def test_with_uneven_speeds_and_a_death_each_sample_of_an_epoch_counts_once(comm
     options = ("consistency = 'asp'", "[hub]", "patience = '5s'")
     process = served(command, UNEVEN, *options, workers=3, environment=foreign)
     wait_for(lambda: len(notes(command, DYING)) >= 3, "the slow worker's first iterations")
-    os.kill(pid_of_worker(command, DYING), signal.SIGKILL)
+    os.kill(command.worker_pid(DYING), signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert f"worker {DYING} was killed by SIGKILL; the others go on without it" in err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -89,8 +88,7 @@ def test_a_script_that_handles_it_saves_in_its_time(command: Command, given: tup
 def test_a_worker_alone_is_asked_and_its_script_decides(command: Command, given: tuple[str, ...]) -> None:
     process = command.start(TRAINS.replace("SECONDS", "1"), options=options(*given))
     wait_for(lambda: command.steps() > 3 or process.poll() is not None, "a few steps")
-    started = (command.directory / "run" / "workers" / "1.jsonl").read_text().splitlines()[0]
-    os.kill(json.loads(started)["pid"], signal.SIGTERM)
+    os.kill(command.worker_pid(1), signal.SIGTERM)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert [log(command, worker).count("asked") for worker in range(2)] == [0, 1]

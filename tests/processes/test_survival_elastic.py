@@ -7,7 +7,7 @@ import re
 import signal
 
 import pytest
-from killed_runs import HUB, STEADY, hub_decisions, kill, start, worker_pid
+from killed_runs import HUB, STEADY, hub_decisions, kill, start
 from run_command import DEADLINE, Command, wait_for
 
 
@@ -32,7 +32,7 @@ def test_an_elastic_ring_goes_on_without_a_worker_that_was_killed(command: Comma
     """And with its hub killed at the same time: it is started again, and forms the next ring."""
     process = start(command, STEADY.replace("STEPS", "200"), run="elastic = true\n[hub]\npatience = '5s'")
     wait_for(lambda: command.steps() > 3, "a few steps")
-    os.kill(worker_pid(command, 1), signal.SIGKILL)
+    os.kill(command.worker_pid(1), signal.SIGKILL)
     if hub:
         kill(command, *HUB)
     _, err = process.communicate(timeout=DEADLINE)
@@ -65,7 +65,7 @@ def test_a_worker_that_was_killed_is_started_again_and_enters(command: Command) 
     """It was the first: the next one's output is passed on, for that one counts itself as the first now."""
     process = start(command, ENTERS, run="elastic = true\nrestarts = 1\n[hub]\npatience = '5s'")
     wait_for(lambda: command.steps() > 3, "a few steps")
-    os.kill(worker_pid(command, 0), signal.SIGKILL)
+    os.kill(command.worker_pid(0), signal.SIGKILL)
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert "worker 0 was killed by SIGKILL, and is started again (1 of 1)" in err
@@ -101,7 +101,7 @@ def test_who_is_started_again_when_the_others_have_finished_is_not_waited_for(co
     process = start(command, TOO_LATE, run="elastic = true\nrestarts = 1\n[hub]\npatience = '5s'")
     wait_for(lambda: command.steps() > 3, "a few steps")
     (command.directory / "killed").touch()
-    os.kill(worker_pid(command, 0), signal.SIGKILL)
+    os.kill(command.worker_pid(0), signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert "worker 0 was started again, and the others have finished without it" in err

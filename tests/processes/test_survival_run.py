@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 import pytest
-from killed_runs import HUB, STEADY, hub_decisions, kill, services, start, worker_pid
+from killed_runs import HUB, STEADY, hub_decisions, kill, services, start
 from run_command import DEADLINE, Command, cause_of, wait_for
 
 SAMPLES, EPOCHS, BATCH = 90, 2, 3
@@ -209,7 +209,7 @@ def test_a_hub_that_stands_still_for_ever_is_started_again(command: Command) -> 
 def test_a_worker_that_stands_still_for_ever_is_left_out_and_the_run_ends(command: Command) -> None:
     process = start(command, STEADY.replace("STEPS", "100"), "[hub]", "patience = '2s'")
     wait_for(lambda: command.steps() > 3, "a few steps")
-    os.kill(worker_pid(command, 1), signal.SIGSTOP)
+    os.kill(command.worker_pid(1), signal.SIGSTOP)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert "worker 1 stands still (SIGSTOP), and the hub has given it up; it is killed" in err
@@ -245,7 +245,7 @@ def test_wall_clocks_that_jump_in_every_process_do_not_matter(command: Command) 
     steady = STEADY.replace("STEPS", "150")
     process = start(command, steady, *options, workers=3, environment={"PYTHONPATH": path})
     wait_for(lambda: command.steps() > 3, "a few steps")
-    os.kill(worker_pid(command, 2), signal.SIGKILL)
+    os.kill(command.worker_pid(2), signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert command.summary()["steps"] == 150

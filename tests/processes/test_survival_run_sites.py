@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 
 import pytest
-from killed_runs import HUB, STEADY, hub_decisions, kill, start, worker_pid
+from killed_runs import HUB, STEADY, hub_decisions, kill, start
 from run_command import DEADLINE, Command, wait_for
 from test_survival_run import EPOCHS, LEASING, SAMPLES, notes
 
@@ -53,7 +53,7 @@ def test_a_site_s_worker_is_started_again_and_ends_with_the_others(command: Comm
     script = STEADY.replace("    while", "    session.resume()\n    while").replace("STEPS", "300")
     process = start(command, script, "sites = 2", "restarts = 1")
     wait_for(lambda: command.steps() > 5, "a few steps")
-    os.kill(worker_pid(command, 1), signal.SIGKILL)
+    os.kill(command.worker_pid(1), signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert "worker 1 was killed by SIGKILL, and is started again (1 of 1)" in err

@@ -6,7 +6,6 @@ import os
 import signal
 
 import pytest
-from killed_runs import worker_pid
 from run_command import DEADLINE, Command, wait_for
 
 # The state can be given when it is registered; when worker 1 comes back it cannot, or cannot be taken. The
@@ -84,7 +83,7 @@ def test_only_the_newcomer_ends(command: Command, strategy: str, how: str) -> No
         lambda: (command.directory / "at-25").exists() or process.poll() is not None, "the first iterations"
     )
     (command.directory / "killed").touch()
-    os.kill(worker_pid(command, 1), signal.SIGKILL)
+    os.kill(command.worker_pid(1), signal.SIGKILL)
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert "end" in out.splitlines(), err
