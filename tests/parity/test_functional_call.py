@@ -6,12 +6,13 @@ import functools
 
 import pytest
 import torch
+from kinds import check_equal, in_step
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import atoll
 from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, alone, run_at
+from atoll.testing.runs import alone, run_at
 
 WORLD = 2
 QUICK = ("server", "tiers")
@@ -60,22 +61,15 @@ def plain(world: int) -> list[Tensor]:
     return [p.detach() for p in net.parameters()]
 
 
-def check(found: list[Tensor], world: int) -> None:
-    assert max(float((a - b).abs().max()) for a, b in zip(found, plain(world), strict=True)) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=[] if k in QUICK else pytest.mark.soak) for k in KINDS if k != "asp"],
-)
+@pytest.mark.parametrize("kind", in_step(QUICK))
 def test_an_inner_step_trains_as_in_plain_torch(pool: WorkerPool, kind: str) -> None:
     for found in run_at(pool, kind, train, world=WORLD):
-        check(found, WORLD)
+        check_equal(found, plain(WORLD))
 
 
 @pytest.mark.parametrize("tiers", [False, True])
 def test_alone_too(tiers: bool) -> None:
-    check(alone(train, tiers=tiers), 1)
+    check_equal(alone(train, tiers=tiers), plain(1))
 
 
 def test_another_models_parameters_may_take_part() -> None:
