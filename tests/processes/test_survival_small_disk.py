@@ -412,6 +412,28 @@ def test_a_run_on_a_disk_that_stays_full_ends_as_its_script_does(disk: SmallDisk
     assert json.loads((disk.folder / "run" / "summary.json").read_text())["steps"] == made
 
 
+def test_a_served_run_goes_on_without_records_and_without_its_shards_journal(
+    disk: SmallDisk, tmp_path: Path
+) -> None:
+    process = start_run(disk, tmp_path, "--strategy", "server", "train.py")
+    try:
+        wait_for(lambda: steps_in(tmp_path) > 5, "a few steps")
+        disk.fill()
+        full = steps_in(tmp_path)
+        wait_for(lambda: steps_in(tmp_path) > full + 200, "steps without records")
+        (tmp_path / "enough").touch()
+        process.wait(DEADLINE)
+        err = (tmp_path / "said").read_text()
+    finally:
+        process.kill()
+        process.wait(DEADLINE)
+    assert process.returncode == 0, err
+    assert re.search(r"atoll: warning: shard 0 cannot write its journal .*; it goes on without one", err)
+    assert re.search(r"missing in .*: .*\d+ events of worker 0, .* that worker 0 printed", err)
+    made = steps_in(tmp_path)
+    assert f"{made:,} steps of {3 * made:,} samples" in err
+
+
 def test_a_worker_trains_on_without_its_records(disk: SmallDisk, tmp_path: Path) -> None:
     process = start_run(disk, tmp_path, "train.py")
 
