@@ -651,8 +651,11 @@ def _unfuse(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def warm_up() -> None:
-    """Have torch load what optimizers need at their first step, 800 modules: a second or two of a core's time,
-    several on a busy machine, that others would wait for."""
+    """Have torch load what optimizers need at their first step.
+
+    These are 800 modules, which take a second or two of a core, several on a busy machine. Others would wait
+    for them.
+    """
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter], lr=0.0).step()
