@@ -7,6 +7,7 @@ contributions.
 
 from __future__ import annotations
 
+import math
 import statistics
 import zlib
 from collections import deque
@@ -21,18 +22,21 @@ _SHOWN = 8  # workers that the line names
 _BITS = 24  # of a weight's checksum
 MOST = 1000.0  # times the median: a weight or a number of samples beyond it is no weight
 _RECENT = 64  # contributions whose median counts
-SAID = 2 + _BITS  # values that `said` gives
+SAID = 4 + _BITS  # values that `said` gives
 
 
 def said(weight: float, alike: float, certain: bool) -> list[float]:
     """Encode a worker's weight for an agreement: SAID values, sent beside the weight itself.
 
-    Sums of these values are exact in any dtype. `alike` is the worker's weight where all workers count alike;
+    Sums of these values are exact in any dtype, but for those of the weight and its logarithm, which only
+    tell whether to look at each worker's. `alike` is the worker's weight where all workers count alike;
     0 means that this worker does not count.
     """
+    counts = alike > 0 and weight > 0
+    size = [float(weight), math.log2(weight)] if counts else [0.0, 0.0]
     checksum = zlib.crc32(float(weight).hex().encode())
     bits = [float(alike > 0 and checksum >> bit & 1) for bit in range(_BITS)]
-    return [alike, float(alike > 0 and not certain), *bits]
+    return [alike, float(alike > 0 and not certain), *size, *bits]
 
 
 class Certainty:
@@ -44,9 +48,25 @@ class Certainty:
     """
 
     def __init__(self, summed: Sequence[float]) -> None:
-        self.workers, uncertain, *bits = summed
+        self.workers, uncertain, self._weight, self._logarithms, *bits = summed
         self.certain = uncertain <= 0
         self.equal = all(count in (0, self.workers) for count in bits)
+
+    @property
+    def may_be_beyond(self) -> bool:
+        """True where a weight may be more than MOST times the median: the mean is far above the geometric
+        mean. All workers have the same sums, so all say the same.
+
+        Where k of n weights are MOST times the others, the ratio of the means is (f MOST + 1 - f) / MOST^f
+        with f = k / n, which is least at 1/n or 1/2. Four fifths of that leave room for weights between.
+        """
+        workers = self.workers
+        if not workers >= 2:
+            return False
+        if not (math.isfinite(self._weight) and math.isfinite(self._logarithms)):
+            return True
+        least = min((f * MOST + 1 - f) / MOST**f for f in (1 / workers, (workers // 2) / workers))
+        return math.log2(self._weight / workers) - self._logarithms / workers > math.log2(0.8 * least)
 
 
 def worst(bases: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import ParameterOptimizer
 from atoll.train.members import WorkerMembers
 from atoll.train.reducer import Calls, Reducer, ReducingAtEnd
-from atoll.train.ring import take_beside, tell_beside
+from atoll.train.ring import refuse_beyond, take_beside, tell_beside
 from atoll.train.rounds import Ring
 from atoll.train.servedtiers import ServedInTiers, check_served, staging_bytes
 from atoll.train.strategies import Alone, Grouped, OverRing, Served, Stepper, Strategy, Training
@@ -276,6 +276,7 @@ class MembersReducer(ReducingAtEnd):
         assert ring is not None
         self._calls.leaving()
         samples, certainty = shared.gradients.reduce(own.weight, own.samples, own.is_certain)
+        refuse_beyond(ring, own, certainty, self.steps)
         summed: list[float] = []
         if self._buffers is not None:
             summed = ring.sum(self._buffers.said(), f"which buffers have changed in iteration {self.steps}")

@@ -10,6 +10,7 @@ Source: design.md, "The way of a gradient".
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -32,7 +33,7 @@ from atoll.core.stands import (
     gradients,
     gradients_in,
 )
-from atoll.core.weighing import GUESSED, KNOWN, Certainty, counted, counts_unlike
+from atoll.core.weighing import GUESSED, KNOWN, Certainty, beyond, counted, counts_unlike, excess_line
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
@@ -194,6 +195,7 @@ class RingReducer(SendingReducer):
         points.reach("ring.all_sent", self.steps)
         self._wait(self._order)
         agreed = self._agree(own, self._order[-1].read_tail(len(said)) if self._agreement_rides else None)
+        refuse_beyond(self._ring, own, agreed.certainty, self.steps)
         while agreed.dirty or self._is_scaled_wrongly(agreed):
             if self._is_scaled_wrongly(agreed):
                 again = self._order
@@ -487,6 +489,23 @@ def tell_beside(
     packed = buffers.packed(changed)
     channel.wait(channel.broadcast(packed, root), f"the buffers of worker {ring.place.name_of(root)}")
     return Beside(words, (changed, packed))
+
+
+def refuse_beyond(ring: Ring, own: Contribution, certainty: Certainty, steps: int) -> None:
+    """Raise UserError, on every worker, where a worker's weight is far beyond the others'.
+
+    A collective where the sums of weights give reason to look at each.
+    """
+    if ring.world == 1 or not certainty.may_be_beyond:
+        return
+    mine = struct.pack("<3d", own.weight, own.samples, own.alike)
+    said = gather_bytes(ring.agreement, mine, f"the workers' weights in iteration {steps}")
+    weighed = {
+        ring.place.name_of(rank): Contribution(weight, samples, KNOWN, alike)
+        for rank, (weight, samples, alike) in enumerate(struct.unpack("<3d", each) for each in said)
+    }
+    for worker, excess in beyond(weighed).items():
+        raise UserError(excess_line(worker, steps, excess))
 
 
 def take_beside(
