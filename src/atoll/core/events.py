@@ -233,6 +233,7 @@ class Joining(Event, frozen=True):
     """A worker's script has called `atoll.join`, which waits for the other workers."""
 
     line: str = ""
+    pid: int = 0
 
 
 NO_WORKER = -1  # the `worker` of an event that is of the run, or of hub and shards

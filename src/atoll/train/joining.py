@@ -68,7 +68,7 @@ def _tell_of_joining(line: str) -> None:
     if run is None or not rank.isdecimal():
         return
     worker = int(rank) + int(os.environ.get(FIRST_VARIABLE, "0"))
-    event = Joining(time=record_time(), worker=worker, line=line)
+    event = Joining(time=record_time(), worker=worker, line=line, pid=os.getpid())
     say(event)
     with (
         contextlib.suppress(OSError),
