@@ -81,6 +81,30 @@ def test_a_script_that_handles_it_saves_in_its_time(command: Command, given: tup
     assert command.alive() == []
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("server",),
+        pytest.param(("ring",), marks=pytest.mark.soak),
+        pytest.param(("ring", "run.elastic=true"), marks=pytest.mark.soak),
+        pytest.param(("peers",), marks=pytest.mark.soak),
+    ],
+    ids=" ".join,
+)
+def test_all_processes_are_asked_at_once(command: Command, given: tuple[str, ...]) -> None:
+    """As systemd asks: hub and shards are there until the scripts have saved all the same."""
+    process = command.start(TRAINS.replace("SECONDS", "1"), options=options(*given))
+    wait_for(lambda: command.steps() > 3 or process.poll() is not None, "a few steps")
+    for each in command.alive():
+        each.terminate()
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 143, err
+    assert err.splitlines()[-1] == "atoll: stopped by SIGTERM"
+    for worker in range(2):
+        assert "saved at" in log(command, worker)
+    assert command.alive() == []
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "given", [("ring",), ("ring", "run.elastic=true"), ("server",), ("peers",)], ids=" ".join

@@ -34,6 +34,7 @@ from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
 from atoll.launch.processes import Standstill, appended, descendants, is_stopped, signal_name
 from atoll.launch.restarts import DelayedProcess, Pauses, Process
+from atoll.launch.service import END_SIGNAL
 from atoll.launch.tail import last_lines
 from atoll.observe.groups import GROUPS
 from atoll.observe.journal import Journal, JournalReader
@@ -651,7 +652,7 @@ class ServedLaunch:
     def _finish(self, status: int) -> None:
         self.returncode = status
         for service in self._services.values():
-            service.terminate()
+            service.send_signal(END_SIGNAL)
 
     def _stop_workers(self) -> None:
         self._stopping = True

@@ -1,5 +1,8 @@
 """A hub's or a shard's process, as `atoll run` starts it: bound to its parent, and told to serve.
 
+It takes no notice of SIGTERM. systemd, for one, sends that to all processes of a run at once, and workers
+still need hub and shards while they save. The launcher ends it with SIGINT (`END_SIGNAL`).
+
 Run as a module: `hub`, `server` or `site`, then its options. A hub that scores groupings by a cost model is
 another module's (`cli/hub.py`), which calls `main` with the model.
 """
@@ -27,6 +30,7 @@ from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 from atoll.observe.lastwords import say
 from atoll.observe.logstream import LogStreams
 
+END_SIGNAL = signal.SIGINT
 _MESSAGE_CHARACTERS = 2000  # of an error's text, to the launcher
 
 if TYPE_CHECKING:
@@ -34,8 +38,9 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str], score_for: ScoreFor | None = None) -> int:
-    """Serve until SIGTERM; returns the process's status. `score_for` is what a hub scores groupings with;
-    None: with what they compute alone."""
+    """Serve until `END_SIGNAL`; returns the process's status. `score_for` is what a hub scores groupings
+    with; None: with what they compute alone."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
     LogStreams().install()
     try:
