@@ -106,7 +106,7 @@ def test_a_weight_far_beyond_the_others_moves_nothing(consistency: str) -> None:
             for worker in run.workers[:2]:
                 worker.expect(0, m.Committed)
         run.workers[2].commit(0, 1e300, **more)
-        assert "a weight of 1e+300, more than 1,000 times the median of 16" in run.workers[2].refused()
+        assert "a weight of 1e+300, more than 1,000,000 times the median of 16" in run.workers[2].refused()
         run.workers[2].commit(0, 16.0, **more)
         for worker in run.workers[2:] if consistency != "bsp" else run.workers:
             worker.expect(0, m.Committed)

@@ -20,7 +20,7 @@ from atoll.testing.runs import run_at
 pytestmark = pytest.mark.quick
 
 BAD = 3  # the iteration, on worker 1
-LINE = "a weight of 1e+300, more than 1,000 times the median of 4"
+LINE = "a weight of 1e+300, more than 1,000,000 times the median of 4"
 
 
 def train(session: atoll.Session) -> tuple[str, list[str], float]:

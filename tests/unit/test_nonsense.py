@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.core.weighing import MOST, Usual, beyond, median_of
+from atoll.core.weighing import MOST, MOST_AT_ONCE, Usual, beyond, median_of
 from atoll.store.entries import Apply, Combine
 from atoll.store.log import CommitLog, LogState
 from atoll.store.outcomes import Outcome
@@ -67,14 +67,15 @@ def test_an_asynchronous_contribution_that_weighs_far_too_much_is_refused(
     assert isinstance(log.entries[-1], Apply)
 
 
-@pytest.mark.parametrize("huge", HUGE)
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    ("first", "huge"), [*((False, huge) for huge in HUGE), (True, 1e300), (True, 16 * MOST_AT_ONCE + 1)]
+)
 @pytest.mark.parametrize("who", range(3))
 def test_a_synchronous_contribution_that_weighs_far_too_much_is_refused_in_the_first_iteration_too(
     who: int, first: bool, huge: float
 ) -> None:
     log = log_of("bsp")
-    train(log, range(0 if first else 2))
+    train(log, range(0 if first else 3))
     iteration = log.next_iteration
     for worker in range(3):
         done = contribute(log, worker, iteration, huge if worker == who else 16.0)
@@ -120,6 +121,18 @@ def test_small_batches_at_an_epochs_end_and_a_worker_without_a_batch_are_borne()
     assert isinstance(log.entries[-1], Combine), done.replies
 
 
+@pytest.mark.parametrize("before", [0, 3])
+def test_of_two_workers_one_may_have_a_last_batch_of_one_sample(before: int) -> None:
+    log = log_of("bsp", 2)
+    for iteration in range(before):
+        for worker in range(2):
+            contribute(log, worker, iteration, 4096.0)
+        step_all(log, iteration, 2)
+    for worker, weight in enumerate([1.0, 4096.0]):
+        done = contribute(log, worker, before, weight)
+    assert isinstance(log.entries[-1], Combine), done.replies
+
+
 def test_workers_may_all_begin_to_weigh_more() -> None:
     log = log_of("bsp")
     train(log, range(2))
@@ -141,10 +154,11 @@ def given(*weights: float) -> dict[int, SimpleNamespace]:
         ([], []),
         ([1e300], []),
         ([1.0, 1e300], [1]),
-        ([1.0, 1000.0], []),
-        ([1.0, 1001.0], [1]),
-        ([0.0, 0.0, 1001.0], []),
-        ([1.0, 1.0, 1.5, 1400.0, 1e6], [3, 4]),  # what is left has no such weight either
+        ([1.0, 4096.0], []),  # a last batch of one sample, or of one token that counts
+        ([1.0, 1e6], []),
+        ([1.0, 1e6 + 1], [1]),
+        ([0.0, 0.0, 1e6 + 1], []),
+        ([1.0, 1.0, 1.5, 1.4e6, 1e9], [3, 4]),  # what is left has no such weight either
         ([float("inf"), 1.0, 2.0], [0]),
         ([float("nan"), 1.0, 2.0], [0]),
     ],

@@ -20,8 +20,11 @@ NONE = "none"  # nothing was counted: the backward did not go through the model'
 _BASES = (KNOWN, GUESSED, NONE)  # from the best on
 _SHOWN = 8  # workers that the line names
 _BITS = 24  # of a weight's checksum
-MOST = 1000.0  # times the median: a weight or a number of samples beyond it is no weight
+MOST = 1000.0  # times the recent median: a weight or a number of samples beyond it is no weight
+# The same beside contributions of one iteration alone: a last batch may have one sample beside thousands.
+MOST_AT_ONCE = 1e6
 _RECENT = 64  # contributions whose median counts
+_ENOUGH = 8  # of them, to say what is usual
 SAID = 4 + _BITS  # values that `said` gives
 
 
@@ -54,18 +57,19 @@ class Certainty:
 
     @property
     def may_be_beyond(self) -> bool:
-        """True where a weight may be more than MOST times the median: the mean is far above the geometric
-        mean. All workers have the same sums, so all say the same.
+        """True where a weight may be more than M = MOST_AT_ONCE times the median: the mean is far above the
+        geometric mean. All workers have the same sums, so all say the same.
 
-        Where k of n weights are MOST times the others, the ratio of the means is (f MOST + 1 - f) / MOST^f
-        with f = k / n, which is least at 1/n or 1/2. Four fifths of that leave room for weights between.
+        Where k of n weights are M times the others, the ratio of the means is (f M + 1 - f) / M^f with
+        f = k / n, which is least at 1/n or 1/2. Four fifths of that leave room for weights between.
         """
         workers = self.workers
         if not workers >= 2:
             return False
         if not (math.isfinite(self._weight) and math.isfinite(self._logarithms)):
             return True
-        least = min((f * MOST + 1 - f) / MOST**f for f in (1 / workers, (workers // 2) / workers))
+        most = MOST_AT_ONCE
+        least = min((f * most + 1 - f) / most**f for f in (1 / workers, (workers // 2) / workers))
         return math.log2(self._weight / workers) - self._logarithms / workers > math.log2(0.8 * least)
 
 
@@ -123,15 +127,17 @@ class Usual:
 
         The median is that of the recent contributions, or of `others`, made in the same iteration, where
         that is larger: workers may begin to weigh more, all together. Without either nothing is too much.
+        While few are known, it is MOST_AT_ONCE times: of two workers one may have a last batch of one sample.
         """
+        most = MOST if len(self._recent) >= _ENOUGH else MOST_AT_ONCE
         beside = [_numbers(each) for each in others if each.weight > 0]
         for index, what in enumerate(("weight", "samples", "workers")):
             value = _numbers(contribution)[index]
             medians = [median_of([each[index] for each in seen]) for seen in (self._recent, beside)]
             usual = max(medians)
-            if usual > 0 and not value <= MOST * usual:
+            if usual > 0 and not value <= most * usual:
                 of = "weight" if what == "weight" else f"number of {what}"
-                return f"a {of} of {value:g}, more than {MOST:,.0f} times the median of {usual:g}"
+                return f"a {of} of {value:g}, more than {most:,.0f} times the median of {usual:g}"
         return ""
 
 
