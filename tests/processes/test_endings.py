@@ -43,7 +43,9 @@ def run(
     """The exit status of a run, its stderr, and the lines of it."""
     (folder / "train.py").write_text(SCRIPT)
     given = (*STRATEGIES[strategy], "run.workers=2", f"run.directory={directory}", f"sync.timeout={timeout}")
-    options = [part for each in (*given, "hub.patience=4s") for part in ("--set", each)]
+    options = [
+        part for each in (*given, "hub.patience=4s", "server.journal=required") for part in ("--set", each)
+    ]
     code, _, err = forked_run(folder, [*options, "train.py", *arguments], DEADLINE)
     return code, err, [line for line in err.splitlines() if line]
 
