@@ -149,3 +149,23 @@ def test_a_clock_of_another_machine_or_none_is_not_taken(setting: str) -> None:
 
 def test_the_clock_is_the_wall_clocks_time() -> None:
     assert record_time() == pytest.approx(time.time(), abs=60.0)
+
+
+@pytest.mark.parametrize("odd", ["long", "loop", "file", "dangling", "below a file", "logs is a file"])
+def test_a_directory_that_cannot_be_is_refused_in_one_line(odd: str, tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300 if odd == "long" else "run")
+    if odd == "loop":
+        path.symlink_to(path)
+    elif odd == "dangling":
+        path.symlink_to(tmp_path / "nowhere")
+    elif odd in ("file", "below a file"):
+        path.touch()
+    elif odd == "logs is a file":
+        path.mkdir()
+        (path / "logs").symlink_to(tmp_path / "nowhere")
+    path = path / "below" if odd == "below a file" else path
+    with pytest.raises(UserError, match="cannot make the run directory: .*; give another") as raised:
+        RunDirectory(path).claim()
+    assert "\n" not in str(raised.value)
+    assert odd != "dangling" or "a link that leads nowhere is there" in str(raised.value)
+    assert odd != "file" or "a file is there" in str(raised.value)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError
+from atoll.core.pipes import read_start
 from atoll.core.units import format_bytes
 
 if sys.version_info >= (3, 11):
@@ -21,8 +21,7 @@ _MOST_BYTES = 2**20  # of a file; far more than anyone writes by hand
 def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     """The table in the file at `path`; `what` ("the configuration") is what errors call it."""
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+        data = read_start(path, _MOST_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read {what}: {error.strerror}") from None
     if len(data) > _MOST_BYTES:

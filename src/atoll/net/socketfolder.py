@@ -11,14 +11,14 @@ from pathlib import Path
 from atoll.core.errors import UserError
 
 PREFIX = "atoll-"
-_LONGEST = 60  # characters of the folder's path: a socket's has at most 103 in all (Linux: 107)
+_LONGEST = 60  # bytes of the folder's path: a socket's has at most 103 in all (Linux: 107)
 
 
 def make_socket_folder() -> Path:
     """A new folder of mode 0700, in $TMPDIR or else in /tmp. Raises UserError where there can be none."""
     why = ": the path of $TMPDIR is too long"
     for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
-        if len(parent) + len("/atoll-xxxxxxxx") > _LONGEST:
+        if len(os.fsencode(parent)) + len("/atoll-xxxxxxxx") > _LONGEST:
             continue
         try:
             path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
@@ -31,7 +31,7 @@ def make_socket_folder() -> Path:
         why = ": its filesystem keeps no modes"
     raise UserError(
         f"{tempfile.gettempdir()}: cannot make a folder that only you may read, for the run's sockets{why}; "
-        f"set TMPDIR to a folder whose path has at most {_LONGEST - 15} characters"
+        f"set TMPDIR to a folder whose path has at most {_LONGEST - 15} bytes"
     )
 
 

@@ -122,7 +122,11 @@ class RunDirectory:
     def claim(self, readable: Readable = "owner") -> Claim:
         """Make the directory, for a new run alone and for `readable` to read. Raises UsedError where another
         run has been or is at work there, and UserError where it cannot be made."""
-        if self._is_used:
+        try:
+            is_used = self._is_used
+        except OSError as error:  # a name that is too long, a loop of links
+            raise self._not_made(error) from None
+        if is_used:
             if self.lock.exists():
                 self.hold().release()  # raises where that run is still at work
             raise self._used()
@@ -189,5 +193,12 @@ class RunDirectory:
                     directory.mkdir(exist_ok=True)
                     directory.chmod(mode)
         except OSError as error:
-            where = error.filename or self.path
-            raise UserError(f"{where}: cannot make the run directory: {error.strerror}") from None
+            raise self._not_made(error) from None
+
+    def _not_made(self, error: OSError) -> UserError:
+        where = Path(error.filename or self.path)
+        if isinstance(error, FileExistsError):
+            why = "a link that leads nowhere is there" if where.is_symlink() else "a file is there"
+        else:
+            why = error.strerror or str(error)
+        return UserError(f"{where}: cannot make the run directory: {why}; give another run.directory")

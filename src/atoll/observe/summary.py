@@ -14,6 +14,7 @@ import msgspec
 from atoll.core.errors import UserError
 from atoll.core.events import LinkFigures
 from atoll.core.memory import MemoryFigures
+from atoll.core.pipes import write_through
 
 _SUMMARY_BYTES = 2**17  # of most runs' summaries
 
@@ -172,7 +173,7 @@ def write_summary(summary: Summary, path: Path) -> None:
     beside = _beside(path)
     try:
         if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
-            path.write_text(text, encoding="utf-8")
+            write_through(path, text.encode())
             return
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         with os.fdopen(descriptor, "wb", buffering=0) as file:  # over its own blocks, where it has some
