@@ -312,7 +312,7 @@ class Hub:
     def take(self, incarnation: int, message: Gather | Reform | Enter) -> None:
         self.now += 0.001
         self.rings.handle(_peer(incarnation), message)
-        self.compact()
+        self._end_turn()
 
     def beat(self, incarnation: int) -> None:
         if self.book.members.handle_heartbeat(self.now, incarnation):
@@ -325,12 +325,19 @@ class Hub:
         died = Died(at=self.now, incarnation=incarnation)
         self._write(died)
         self.book.die(died)
+        self._end_turn()
 
     def goodbye(self, incarnation: int, finished: bool) -> None:
         if self.knows(incarnation):
             left = Left(at=self.now, incarnation=incarnation, finished=finished)
             self._write(left)
             self.book.leave(left)
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """As the service does once it has read what came: tell members what has changed, and write."""
+        self.rings.poll()
+        self.compact()
 
     def hear(self, living: Sequence[int]) -> None:
         """A second and more in which only these are heard: whoever the ring waits for is dead."""

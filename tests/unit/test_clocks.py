@@ -13,24 +13,15 @@ SOURCE = Path(__file__).parents[2] / "src" / "atoll"
 WALL = {"time.time", "time.time_ns", "time.strftime", "time.localtime", "time.gmtime", "time.ctime"}
 ATTRIBUTES = {"st_mtime", "st_ctime", "st_atime", "utcnow", "fromtimestamp"}
 
-_RECORDED = "the time that a record shows"
 _NAMED = "a new name, for people"
 READS: dict[str, str] = {
-    "hub/decisions.py": _RECORDED,
+    "core/runclock.py": "the time that a record shows: read once, and from then on the monotonic clock counts",
     "hub/main.py": "a new name, and the time of a line, for people",
-    "lab/inside.py": _RECORDED,
+    "lab/inside.py": "the time that a record shows",
     "lab/runner.py": _NAMED,
-    "launch/peers.py": _RECORDED,
-    "launch/run.py": "a new name; and whether a failure was before Ctrl-C, which only words the last line",
-    "launch/served.py": _RECORDED,
-    "launch/worker.py": _RECORDED,
-    "observe/recorder.py": _RECORDED,
-    "server/main.py": _RECORDED,
-    "server/shard.py": _RECORDED,
-    "server/sitereport.py": _RECORDED,
+    "launch/run.py": _NAMED,
     "server/snapshot.py": "which of two whole snapshots is the newer one, for who looks at them from outside",
     "net/udp.py": "the kernel tells by it when a datagram came",
-    "train/records.py": _RECORDED,
 }
 
 
