@@ -15,7 +15,7 @@ ATTRIBUTES = {"st_mtime", "st_ctime", "st_atime", "utcnow", "fromtimestamp"}
 
 _NAMED = "a new name, for people"
 READS: dict[str, str] = {
-    "core/runclock.py": "the time that a record shows: read once, and from then on the monotonic clock counts",
+    "core/runclock.py": "the time that records show: read once, then the monotonic clock counts",
     "hub/main.py": "a new name, and the time of a line, for people",
     "lab/inside.py": "the time that a record shows",
     "lab/runner.py": _NAMED,
