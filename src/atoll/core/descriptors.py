@@ -82,7 +82,7 @@ def files_in(folder: str | os.PathLike[str], pattern: str) -> list[str]:
 
 
 def opened(open_it: Callable[[], _Opened], seconds: float = _RETRY_SECONDS) -> _Opened:
-    """What `open_it()` returns: it opens files. While this process has too many open, it is called again, for
+    """Return `open_it()`, which opens files. While this process has too many open, it is called again, for
     up to `seconds`, in the place of what the reserves held. It must leave nothing behind where it fails so.
     """
     until = time.monotonic() + seconds

@@ -197,7 +197,7 @@ class Warned(Event, frozen=True):
 
 
 class Lost(Event, frozen=True):
-    """What of a worker's records could not be written since the last such event, because the disk was full.
+    """Part of a worker's records could not be written since the last such event, because the disk was full.
 
     `events` is how many; `steps` of them were StepDone, whose sums the other figures are. `printed` is in
     bytes of the worker's log.

@@ -175,7 +175,7 @@ class Screen:
             self.errors.write(line + "\n")
 
     def troubles(self) -> list[str]:
-        """What is new about readers that are gone, or have taken nothing for a while: one line for each."""
+        """Return one new line for each reader that is gone, or has taken nothing for a while."""
         found = []
         for outlet in dict.fromkeys((self.output, self.errors)):
             said = f"cannot be written ({outlet.gone})" if outlet.gone else ""

@@ -38,7 +38,7 @@ def _machine() -> str:
 
 
 def _set_at(environment: Mapping[str, str]) -> float:
-    """What to add to the monotonic clock: as the environment says where that is of this machine."""
+    """Return what to add to the monotonic clock: as the environment says, if it speaks of this machine."""
     number, _, machine = environment.get(CLOCK_VARIABLE, "").partition(" ")
     try:
         set_at = float(number)

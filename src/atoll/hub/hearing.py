@@ -33,7 +33,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Hearing:
-    """What the hub hears of itself, at `address`; `say(choice, reason)` takes what goes wrong with it.
+    """The hub's connection to itself, at `address`; `say(choice, reason)` takes what goes wrong with it.
 
     `until` is the time, by the hub's clock, up to which all that members said has been read. It only grows
     after `ask`.

@@ -66,7 +66,7 @@ class Causes:
             self._events.append(event)
 
     def events(self) -> list[AnyEvent]:
-        """What was taken."""
+        """Return the events that were taken."""
         return list(self._events)
 
     def failures(self) -> list[Failed]:
@@ -74,7 +74,7 @@ class Causes:
         return [event for event in self._events if isinstance(event, Failed)]
 
     def service_word(self, line: str) -> str:
-        """What the hub or the shard that `line` speaks of said of its end; empty where it said nothing."""
+        """Return what the hub or the shard that `line` names said of its end; empty if it said nothing."""
         words = [each for each in self._events if isinstance(each, Ended) and each.worker == NO_WORKER]
         said = [each for each in words if line.startswith(f"{each.call} ended with")]
         if not said:

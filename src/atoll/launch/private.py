@@ -49,7 +49,7 @@ class PrivateFolder:
         return self.path / KEY_FILE
 
     def environment(self) -> dict[str, str]:
-        """What tells the run's processes of the folder."""
+        """Return the environment variables that tell the run's processes of the folder."""
         return {KEYS_VARIABLE: str(self.key_file), SOCKETS_VARIABLE: str(self.path)}
 
     def close(self) -> None:

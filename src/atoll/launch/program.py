@@ -17,7 +17,7 @@ _MODULE = "-m"
 
 @dataclass(frozen=True)
 class Program:
-    """What each worker runs: the path of a script, or with `is_module` a module's name, and its arguments."""
+    """Each worker's program: the path of a script, or with `is_module` a module's name, and its arguments."""
 
     name: str
     arguments: Sequence[str] = ()

@@ -65,32 +65,32 @@ class DelayedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """As of `subprocess.Popen`."""
+        """Act as the method of `subprocess.Popen` does."""
         return self._ended if self._process is None else self._process.returncode
 
     def poll(self) -> int | None:
-        """As of `subprocess.Popen`."""
+        """Act as the method of `subprocess.Popen` does."""
         if self.waits and self._clock() >= self._due:
             self._process = self._start()
         return self._ended if self._process is None else self._process.poll()
 
     def send_signal(self, signum: int) -> None:
-        """As of `subprocess.Popen`."""
+        """Act as the method of `subprocess.Popen` does."""
         if self._process is not None:
             self._process.send_signal(signum)
         elif self._ended is None:
             self._ended = -signum
 
     def terminate(self) -> None:
-        """As of `subprocess.Popen`."""
+        """Act as the method of `subprocess.Popen` does."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """As of `subprocess.Popen`."""
+        """Act as the method of `subprocess.Popen` does."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float) -> int:
-        """As of `subprocess.Popen`."""
+        """Act as the method of `subprocess.Popen` does."""
         until = self._clock() + timeout
         while (code := self.poll()) is None:
             if self._clock() > until:

@@ -158,7 +158,7 @@ class Judge:
         return Verdict(code, f"{line}; its log is {log}", detail, followed)
 
     def _early(self, first: Life) -> str:
-        """What was not over when a worker ended with status 0."""
+        """Return which part of the run was not over when a worker ended with status 0."""
         if not first.is_early:
             return ""
         if first.joining is None and first.started is None:
@@ -178,7 +178,7 @@ class Judge:
     # The others
 
     def _followed(self, first: Life) -> str:
-        """What the first cause brought about, in one line; empty where it brought about nothing."""
+        """Return in one line what followed from the first cause; empty if nothing did."""
         by_end: dict[str, list[int]] = {}
         last = {
             life.worker: life for life in self.causes.lives() if life.worker not in (first.worker, LAUNCHER)

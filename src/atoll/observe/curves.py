@@ -1,4 +1,4 @@
-"""What the picture shows of a metrics.jsonl of any length: curves of a bounded number of points."""
+"""Curves of a metrics.jsonl of any length, with a bounded number of points, for the picture."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class StepCurve:
 
 @dataclass
 class Curves:
-    """What is drawn of a metrics.jsonl: its first `values` by name, and its `steps`."""
+    """The drawn part of a metrics.jsonl: its first `values` by name, and its `steps`."""
 
     values: dict[str, Curve]
     steps: StepCurve

@@ -27,7 +27,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 class Progress(Protocol):
-    """What shows a run. All of it is called from one thread, and nothing waits for whoever reads."""
+    """Shows a run. All methods are called from one thread, and none waits for whoever reads."""
 
     @property
     def lines_to(self) -> Outlet:

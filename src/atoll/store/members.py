@@ -517,7 +517,7 @@ class Membership:
         return min(member.heard + self._borne(member), now + floor)
 
     def _word_on(self, member: _Member, silence: str) -> str:
-        """Who is dead, and why."""
+        """Return a line that says who is dead, and why."""
         if member.kind == "worker":
             return f"worker {member.place} {silence}; it had committed {member.iteration} iterations"
         which = "its shard" if member.kind == "site" else f"shard {member.place}"

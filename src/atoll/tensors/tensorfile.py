@@ -129,7 +129,7 @@ def parse_tensors(raw: bytes, what: str) -> dict[str, Tensor]:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error of torch's says, without the stack of C++ that may follow."""
+    """Return the text of an error of torch's, without the stack of C++ that may follow."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -161,7 +161,7 @@ def open_regular(path: str | os.PathLike[str], *, buffering: int = -1) -> Binary
 
 
 def kind_of(mode: int) -> str:
-    """What a person calls the thing that has this `st_mode`."""
+    """Return the common word for a file system entry of this `st_mode`."""
     kinds = {
         stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link",
         stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
