@@ -49,18 +49,25 @@ def main(script: str, arguments: list[str]) -> None:
     faulthandler.enable()
     program = Program.parse([script, *arguments])
     say_end = partial(_say_end, run, worker)
+    process = os.getpid()
     try:
         program.run()
     except SystemExit as error:
-        say_end(*_exit_of(error), line_of_error(error))
+        if os.getpid() == process:
+            say_end(*_exit_of(error), line_of_error(error))
         raise
     except KeyboardInterrupt as error:
+        if os.getpid() != process:
+            raise
         status = 128 + signal.SIGINT
         say_end(status, "KeyboardInterrupt", "", line_of_error(error))
         sys.exit(status)
     except BaseException as error:
+        if os.getpid() != process:  # the script has forked: its child's end is not the worker's
+            raise
         sys.exit(_fail(run, worker, program, error))
-    say_end(0)
+    if os.getpid() == process:
+        say_end(0)
 
 
 def _exit_of(error: SystemExit) -> tuple[int, str, str]:
@@ -85,8 +92,10 @@ def _write_to(run: RunDirectory, worker: int) -> None:
         said = f"{log}: {why}; the run goes on, and what worker {worker} prints is missing there"
         note(Warned(time=record_time(), worker=worker, message=said))
 
+    process = os.getpid()
+
     def count() -> None:
-        if streams.lost:
+        if streams.lost and os.getpid() == process:  # a child that the script forked has its parent's count
             note(Lost(time=record_time(), worker=worker, printed=streams.lost))
 
     try:

@@ -100,6 +100,7 @@ class Session:
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
         self._trains_on: AnySampler | None = None  # the first whose batches a backward has reached
         self._closed = self._told_of_buffers = self._is_checked = False
+        self._process = os.getpid()
         self._compares_masks_at = 1  # the iteration after which workers compare their random numbers
         timeout = config.timeout_seconds
         self._hierarchy = self._make_hierarchy()
@@ -627,7 +628,7 @@ class Session:
 
     def close(self) -> None:
         """Write the last records, wait for the other workers to finish too, and let the model go."""
-        if self._closed:
+        if self._closed or self._is_forked():
             return
         self._records.finished()
         if self._node is not None:
@@ -681,8 +682,12 @@ class Session:
             for prepared in self._state.prepared:
                 prepared.give_back()
 
+    def _is_forked(self) -> bool:
+        """True in a process that the script has forked: the session is its parent's to leave."""
+        return os.getpid() != self._process
+
     def _leave(self) -> None:
-        if self._closed:
+        if self._closed or self._is_forked():
             return
         self._closed = True
         with contextlib.suppress(RuntimeError):  # a device that has failed must not hide why
