@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +204,30 @@ def test_tensorboard_reads_what_is_written(run: RunDirectory) -> None:
     assert found["loss"] == (7, 2.5)
     assert found["run/samples per second"] == (7, 16.0)
     assert "bad" not in found
+
+
+def test_a_tensorboard_folder_that_goes_shows_no_stack_trace(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    writer = TensorBoard(run.tensorboard)
+    shutil.rmtree(run.tensorboard)
+    until, raised = time.monotonic() + 20, False
+    while not raised and time.monotonic() < until:
+        try:
+            writer.write(Line(7, 1000.0, 8.0, 0.5, 0.1, 100, {"loss": 2.5}))
+        except FileNotFoundError:
+            raised = True
+        time.sleep(0.01)
+    assert raised
+    other = threading.Thread(target=lambda: 1 / 0)
+    other.start()
+    other.join()
+    assert [args.thread for args in shown] == [other]
+    with contextlib.suppress(OSError):
+        writer.close()
+    assert threading.excepthook == shown.append
 
 
 def test_closing_lines(run: RunDirectory) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,3 +170,19 @@ def test_a_directory_that_cannot_be_is_refused_in_one_line(odd: str, tmp_path: P
     assert "\n" not in str(raised.value)
     assert odd != "dangling" or "a link that leads nowhere is there" in str(raised.value)
     assert odd != "file" or "a file is there" in str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "removed and made again"])
+def test_a_directory_that_goes_in_mid_run_is_told_of(how: str, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    claim = run.claim()
+    assert claim.removed == ""
+    if how == "moved":
+        run.path.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(run.path)
+    if how == "removed and made again":
+        run.claim().release()
+    assert f"{run.path}: was removed or moved while the run was at work" in claim.removed
+    claim.release()
+    assert claim.removed == ""

@@ -136,6 +136,8 @@ def _run_in(
             except UserError as error:
                 watch.unwritten.append(str(error))
                 status = status or error.exit_status
+        if claim.removed:
+            watch.unwritten.append(f"warning: {claim.removed}")
         lines = _close(watch.summary, watch.losses, directory, verdict)
         screen.say(*(f"atoll: {line}" for line in watch.unwritten), *lines)
         with _Stop() as ended:

@@ -29,8 +29,23 @@ class Claim:
     out of it.
     """
 
-    def __init__(self, descriptor: int, trouble: str = "") -> None:
-        self._descriptor, self.trouble = descriptor, trouble
+    def __init__(self, descriptor: int, trouble: str = "", lock: Path | None = None) -> None:
+        self._descriptor, self.trouble, self._lock = descriptor, trouble, lock
+
+    @property
+    def removed(self) -> str:
+        """A line that says that somebody has removed the directory, or moved it; empty where nobody has."""
+        if self._descriptor < 0 or self._lock is None:
+            return ""
+        own = os.fstat(self._descriptor)
+        with contextlib.suppress(OSError):
+            found = self._lock.stat()
+            if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino):
+                return ""
+        return (
+            f"{self._lock.parent}: was removed or moved while the run was at work; its records and figures "
+            "end there, the training did not"
+        )
 
     def release(self) -> None:
         """Let others have the directory."""
@@ -163,7 +178,7 @@ class RunDirectory:
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         except OSError:  # a full disk: it is locked all the same
             pass
-        return Claim(descriptor)
+        return Claim(descriptor, lock=self.lock)
 
     def _not_locked(self, error: OSError) -> str:
         return f"{self.lock}: {error.strerror}; nothing keeps a second run out of the run directory"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from atoll.observe.metrics import Line
@@ -22,6 +23,8 @@ class TensorBoard:
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(directory), flush_secs=5)
+        self._hook = threading.excepthook
+        threading.excepthook = self._note_end
 
     def write(self, line: Line) -> None:
         """A value that was not finite is left out: the plot has a gap there."""
@@ -36,4 +39,15 @@ class TensorBoard:
         )
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            threading.excepthook = self._hook
+
+    def _note_end(self, ended: threading.ExceptHookArgs) -> None:
+        """The writer's thread has ended with an error: its stack trace is not shown.
+
+        The writer raises the error in `write` and `close` too, and the recorder says there what is missing.
+        """
+        if not type(ended.thread).__module__.startswith("tensorboard."):
+            self._hook(ended)
