@@ -81,7 +81,8 @@ def test_a_reader_that_ends_after_the_first_line(command: Command) -> None:
     """As `| head -1`."""
     process = command.start(PREAMBLE + FLOOD + "say(Finished, iteration=1)\n", options=ALONE)
     output = cast(IO[str], process.stdout)
-    assert output.readline() == "the first line\n"
+    first = output.readline()  # on a busy machine the command may come to it when the flood has passed
+    assert first == "the first line\n" or re.match("atoll: .* are left out here; see ", first), first
     output.close()
     process.stdout = None
     memory = 0
