@@ -116,8 +116,11 @@ class FakeProcess:
     def poll(self) -> int | None:
         return self.returncode
 
+    def send_signal(self, signum: int) -> None:
+        self.returncode = -signum if self.returncode is None else self.returncode
+
     def terminate(self) -> None:
-        self.returncode = -signal.SIGTERM if self.returncode is None else self.returncode
+        self.send_signal(signal.SIGTERM)
 
 
 class Halves:

@@ -142,6 +142,7 @@ REVIEWED: dict[str, str] = {
     "again and again": "the thread that passes output on, until `close`",
     "lab/output.py: Output._take_added: os.read(self._wake, _READ)": _POLLED,
     "lab/output.py: _Stream.read: os.read(self.pipe, _READ)": _POLLED,
+    "core/pipes.py: read_start: os.read(descriptor, most - len(data))": "opened so that it never waits",
     "core/outlet.py: Outlet._work: self._changed.wait()": "the thread that writes, until `close`",
     "core/outlet.py: Outlet._write_piece: select.select([], [self._descriptor], [], 1.0), again and again": (
         "the thread that writes: the reader sets its pace, and nobody waits for the thread"
