@@ -323,5 +323,7 @@ def test_a_contribution_that_weighs_far_too_much_is_left_out_by_every_node_and_n
     (line,) = outcome.wrong.values()
     assert list(outcome.wrong) == [1]
     kind = {"weight": "weight", "samples": "number of samples", "alike": "number of workers"}[what]
-    assert line.startswith(f"node 1's contribution has a {kind} of 1e+300, more than 1,000,000 times the median")
+    assert line.startswith(
+        f"node 1's contribution has a {kind} of 1e+300, more than 1,000,000 times the median"
+    )
     assert "\n" not in line
