@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "property"))
 from hostile_messages import Maker, drawing, mutated
 
 DEADLINE = 60.0  # seconds
-# By these a node that is trusted ends a run, or says who is in it.
-STEERS = (ScriptsDiffer, ViewDecided, Prepare, Accept)
+# By these a worker or a node that is trusted ends a run, or says who is in it.
+STEERS = (ScriptsDiffer, ViewDecided, Prepare, Accept, m.Mismatch)
 
 
 def answer(client: Client, message: bytes, what: str, *, decode: Callable[[bytes], Any]) -> Any:
@@ -58,7 +58,7 @@ def flood(
         for number in range(count):
             client = clients[number % 4]
             message = maker.message(union)
-            while isinstance(message, nodes.Word) and isinstance(message.body, STEERS):
+            while isinstance(message.body if isinstance(message, nodes.Word) else message, STEERS):
                 message = maker.message(union)
             raw = encode(message)
             client.send(mutated(draw, raw) if draw(0, 3) == 0 else raw, maker.payload())
