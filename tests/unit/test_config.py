@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from atoll.axes.needs import check_configuration
 from atoll.cli import services
 from atoll.core.config import MOST_STRIPES, Config, Fill, LinkOptions, load_config, to_toml
 from atoll.core.errors import ConfigError, UserError
@@ -20,6 +21,13 @@ from atoll.wire import datagrams
 def write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def load_checked(settings: list[str]) -> Config:
+    """Load a configuration as `atoll run` and `atoll.join` do."""
+    config = load_config(settings=settings, environment={})
+    check_configuration(config)
+    return config
 
 
 def test_defaults_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +143,7 @@ def test_a_wrong_setting_is_one_line_that_names_it(setting: str, said: str) -> N
 )
 def test_keys_that_are_wrong_together_are_one_line(settings: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(settings=settings, environment={})
+        load_checked(settings)
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
 
@@ -247,7 +255,7 @@ def test_keys_of_peers_in_any_order() -> None:
     for order in (1, -1):
         given = ["sync.stale_max=0", "run.strategy=peers", "sync.overlay=own", "link.transport=ltp"]
         given = [*given, "link.reliable=true", "sync.round_timeout=2", "sync.backoff=100ms"]
-        config = load_config(settings=given[::order], environment={})
+        config = load_checked(given[::order])
         assert (config.sync.stale_max, config.round_seconds, config.backoff_seconds) == (0, 2.0, 0.1)
     assert load_config(settings=["run.strategy=peers"], environment={}).round_seconds is None
 
@@ -255,7 +263,7 @@ def test_keys_of_peers_in_any_order() -> None:
 def test_keys_that_are_right_together_in_any_order() -> None:
     for order in (1, -1):
         given = ["sync.pipeline=1", "sync.compensation=3", "sync.consistency=asp", "sync.staleness=rate"]
-        sync = load_config(settings=given[::order], environment={}).sync
+        sync = load_checked(given[::order]).sync
         assert (sync.pipeline, sync.compensation, sync.staleness) == (1, 3.0, "rate")
 
 
@@ -373,7 +381,7 @@ def test_the_links_defaults_are_the_transports() -> None:
 )
 def test_a_link_that_makes_no_sense_is_refused_in_one_line(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        load_config(settings=given, environment={})
+        load_checked(given)
     assert said.replace("`", "") in str(raised.value)
     assert "\n" not in str(raised.value)
 

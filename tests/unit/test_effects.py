@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 import atoll
+from atoll.axes.needs import check_configuration
 from atoll.core.config import STRATEGIES, Config, Strategy, load_given
 from atoll.core.effects import EFFECTS, without_effect
 from atoll.core.errors import ConfigError, UserError
@@ -60,11 +61,13 @@ def test_a_key_is_named_where_nothing_uses_it_and_refused_or_taken_where_somethi
     if is_used and EFFECTS[key].when == "sync.consistency":
         settings.insert(0, "sync.consistency=ssp")
     try:
-        lines = [line for line in given(*settings) if line.startswith(f"{key} ")]
-        check_run(load_given(settings=settings, environment={})[0])
+        config, places = load_given(settings=settings, environment={})
+        check_configuration(config)
+        check_run(config)
     except (ConfigError, UserError):
         assert not is_used or (strategy, section) == ("peers", "link")  # which wants link.reliable too
         return
+    lines = [line for line in without_effect(config, places) if line.startswith(f"{key} ")]
     assert bool(lines) == (not is_used), lines
     for line in lines:
         assert f"{key} (given by --set {key}={OTHER[key]}) has no effect under strategy {strategy!r}" in line

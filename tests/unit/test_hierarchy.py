@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.config import check_groups
+from atoll.axes.needs import check_groups
 from atoll.core.errors import ConfigError
 from atoll.groups.hierarchy import arrange
 from atoll.plan import cost

@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "atoll"
 PURE = {"ltp", "groups", "rings", "store", "peers", "moves"}
 BASE = {"msgspec", "numpy"}
 DATA = {"core", "chunks", "wire"}
-BELOW_TRAIN = DATA | PURE | {"sim", "net", "tensors", "memory", "observe"}
+BELOW_TRAIN = DATA | PURE | {"sim", "net", "axes", "tensors", "memory", "observe"}
 # What no decision may touch: a decision is given the time, its random numbers and its input.
 IMPURE = {
     "asyncio",
@@ -53,19 +53,20 @@ TABLE = {
     "sim": Layer(DATA | PURE, BASE),
     "plan": Layer(DATA | PURE | {"sim"}, BASE | {"matplotlib"}, lazy=frozenset({"matplotlib"})),
     "net": Layer({"core", "wire", "ltp"}, BASE | {"zmq", "cryptography"}),
-    "tensors": Layer({"core", "chunks"}, BASE | {"torch", "safetensors"}),
-    "memory": Layer({"core", "chunks", "moves", "tensors"}, BASE | {"torch"}),
+    "axes": Layer({"core", "chunks"}, BASE | {"torch"}, frozenset(IMPURE), lazy=frozenset({"torch"})),
+    "tensors": Layer({"core", "chunks", "axes"}, BASE | {"torch", "safetensors"}),
+    "memory": Layer({"core", "chunks", "moves", "axes", "tensors"}, BASE | {"torch"}),
     "observe": Layer(
         {"core"},
         BASE | {"rich", "matplotlib", "tensorboard", "prometheus_client"},
         lazy=frozenset({"matplotlib", "tensorboard", "prometheus_client"}),
     ),
     "train": Layer(BELOW_TRAIN | {"plan"}, BASE | {"torch"}),
-    "hub": Layer({"core", "wire", "net", "observe"} | PURE, BASE),
-    "server": Layer({"core", "chunks", "wire", "net", "observe", "tensors"} | PURE, BASE | {"torch"}),
+    "hub": Layer({"core", "wire", "net", "axes", "observe"} | PURE, BASE),
+    "server": Layer({"core", "chunks", "wire", "net", "axes", "observe", "tensors"} | PURE, BASE | {"torch"}),
     "lab": Layer({"core"}, BASE | {"rich", "matplotlib"}, lazy=frozenset({"matplotlib"})),
     "launch": Layer(
-        {"core", "net", "train", "hub", "server", "lab", "observe"},
+        {"core", "net", "axes", "train", "hub", "server", "lab", "observe"},
         BASE | {"torch", "rich", "matplotlib"},
         lazy=frozenset({"torch", "matplotlib"}),
     ),
@@ -202,7 +203,7 @@ def test_the_command_starts_without_torch() -> None:
         ".".join(["atoll", *path.relative_to(SOURCE).with_suffix("").parts]).removesuffix(".__init__")
         for path in MODULES
         if path.relative_to(SOURCE).parts[0]
-        in ("core", "chunks", "rings", "plan", "observe", "lab", "launch", "cli")
+        in ("core", "chunks", "axes", "rings", "plan", "observe", "lab", "launch", "cli")
     ]
     code = (
         f"import sys, {', '.join(modules)}\nprint([m for m in ('torch', 'matplotlib') if m in sys.modules])"
@@ -245,6 +246,8 @@ def test_there_are_modules_to_check() -> None:
         ("groups/maker.py", "import random"),
         ("groups/maker.py", "from threading import Lock"),
         ("groups/maker.py", "from atoll.net import channel"),
+        ("axes/store.py", "import torch"),
+        ("axes/needs.py", "from atoll.tensors import binding"),
         ("observe/report.py", "import torch"),
         ("observe/report.py", "def f():\n    import torch"),
         ("observe/report.py", "import matplotlib.pyplot"),
@@ -284,6 +287,7 @@ def test_the_checker_finds_a_planted_violation(file: str, source: str) -> None:
         ),
         ("observe/report.py", "import rich\ndef f():\n    from matplotlib.figure import Figure"),
         ("observe/report.py", "if TYPE_CHECKING:\n    from matplotlib.axes import Axes"),
+        ("axes/store.py", "if TYPE_CHECKING:\n    from torch import Tensor"),
         ("launch/worker.py", "def main():\n    import torch"),
         ("train/session.py", "import torch\nfrom atoll.observe.journal import Journal"),
         ("testing/pool.py", "import atoll, torch"),

@@ -7,20 +7,18 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import nn
 
 import atoll
-from atoll.core.config import Config, Link, Run, Sync
+from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import ConfigError, NonFiniteGradientError, RunError, UserError
 from atoll.core.memory import Memory
 from atoll.observe.memory import memory_lines
 from atoll.observe.summary import Summary, read_summary
-from atoll.train.memory import Tiers, memory_for, tiers_for
+from atoll.train.memory import Tiers
 from atoll.train.place import Place
-from atoll.train.strategies import Grouped, OverRing, Served, Strategy
 
 HALF = "48KiB"  # of the 80 KiB that the model's parameters take
 
@@ -136,38 +134,6 @@ def test_a_gradient_that_is_not_finite_is_left_out_or_stops(policy: str, device:
         assert not any(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_another_strategy_than_those_is_refused_in_one_line() -> None:
-    kind: Any = "auto"
-
-    class Other(OverRing):
-        def __init__(self) -> None:
-            pass
-
-    strategy: Strategy = Other()
-    run = Run(strategy=kind)
-    budgets = Memory(device="1GiB")
-    for given, config in ((budgets, Config(run=run)), (None, Config(run=run, memory=budgets))):
-        what = f"'ps-hra' and 'peers', or a worker that is alone, and this run's is '{kind}'"
-        with pytest.raises(UserError, match=what):
-            memory_for(config, given, strategy)
-    assert memory_for(Config(run=run), None, strategy) is None
-
-
-@pytest.mark.parametrize("given", [Memory(device="1GiB"), None])
-@pytest.mark.parametrize(("kind", "where"), [("ring", ""), ("hierarchical", " in its group")])
-def test_a_run_that_goes_on_without_a_worker_is_refused_in_one_line(
-    given: Memory | None, kind: Any, where: str
-) -> None:
-    class Ring(OverRing):
-        def __init__(self) -> None:
-            pass
-
-    config = Config(run=Run(strategy=kind, elastic=True), memory=Memory(device="1GiB"))
-    said = rf"^run\.elastic lets a run go on .* part of the model{where}; leave out run\.elastic, or"
-    with pytest.raises(UserError, match=said):
-        memory_for(config, given, Ring())
-
-
 @pytest.mark.parametrize("of_group", ["", " in its group"])
 def test_a_worker_that_is_lost_is_named_with_what_it_held(of_group: str) -> None:
     class Held(Tiers):
@@ -233,60 +199,6 @@ def test_clipping_that_is_given_parameters_says_how_it_is_called(memory: Memory 
             with pytest.raises(UserError, match=r"so call it as clip_grad_norm_\(0\.5\)$"):
                 session.clip_grad_norm_(given, 0.5)  # type: ignore[arg-type]
         session.clip_grad_norm_(torch.tensor(0.5))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("memory", "config", "site", "said"),
-    [
-        ({}, Config(sync=Sync(lazy=True)), "", "sync.lazy stages a second copy"),
-        ({}, Config(sync=Sync(consistency="asp", pipeline=1)), "", "sync.pipeline keeps a second copy"),
-        ({}, Config(link=Link(transport="ltp")), "", "link.transport 'ltp' holds back"),
-        ({}, Config(), "paris", r"sites with shards of their own \(run.sites\)"),
-        ({"master": True}, Config(), "", "memory.master: .* leave memory.master out"),
-        ({"step": "device"}, Config(), "", "memory.step: .* leave memory.step out"),
-        ({"step": "0.3"}, Config(), "", "memory.step: .* leave memory.step out"),
-    ],
-)
-def test_what_cannot_be_under_server_is_refused_in_one_line(
-    memory: Any, config: Config, site: str, said: str
-) -> None:
-    class Other(Served):
-        def __init__(self) -> None:
-            pass
-
-        @property
-        def site(self) -> str:
-            return site
-
-    config = msgspec.structs.replace(config, run=Run(strategy="server"))
-    with pytest.raises(UserError, match=said) as refused:
-        tiers_for(config, Memory(device="1GiB", **memory), Other(), None, 0, late=False)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("sync", "step", "said"),
-    [
-        (Sync(lazy=True), "auto", "sync.lazy stages a second copy"),
-        (Sync(consistency="asp", pipeline=1), "auto", "sync.pipeline keeps a second copy"),
-        (Sync(consistency="asp"), "device", "memory.step: .* leave memory.step out"),
-        (Sync(consistency="ssp"), "0.3", "memory.step: .* leave memory.step out"),
-    ],
-)
-def test_what_cannot_be_in_groups_is_refused_in_one_line(sync: Sync, step: str, said: str) -> None:
-    class Other(Grouped):
-        def __init__(self) -> None:
-            pass
-
-        @property
-        def site(self) -> str:
-            return ""
-
-    config = Config(run=Run(strategy="ps-hra"), sync=sync)
-    with pytest.raises(UserError, match=said) as refused:
-        tiers_for(config, Memory(device="1GiB", step=step), Other(), None, 0, late=False)
-    assert "strategy 'ps-hra'" in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

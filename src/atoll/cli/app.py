@@ -12,6 +12,7 @@ import typer
 import typer.core
 
 import atoll
+from atoll.axes.needs import check_configuration
 from atoll.cli import lab, link, memory, plan, services
 from atoll.cli.streams import flush_streams, open_streams, say
 from atoll.core.config import Config, load_given, to_toml
@@ -147,6 +148,7 @@ def _check(config: Annotated[str, typer.Argument(metavar="CONFIG", help="A confi
     from atoll.launch.checks import check_run
 
     chosen, given = load_given(config)
+    check_configuration(chosen)
     try:
         check_run(chosen)
     except UserError as error:
@@ -190,6 +192,7 @@ def _load(
     given = [*(settings or []), *(f"{key}={value}" for key, value in options.values() if value is not None)]
     try:
         chosen, places = load_given(config, given)
+        check_configuration(chosen)
         return chosen, without_effect(chosen, {key: names.get(at, at) for key, at in places.items()})
     except ConfigError as error:
         said = str(error)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from atoll.core.config import check_groups
+from atoll.axes.needs import check_groups
 from atoll.core.errors import AtollError, ConfigError, RunError, UserError
 from atoll.core.units import format_bytes, format_seconds, parse_rate
 from atoll.groups.hierarchy import arrange

@@ -250,7 +250,13 @@ def server(
         )
     if config and not site:
         raise UserError("--config FILE goes with --site; a shard of the run takes links as workers make them")
-    link = load_config(config).link_options if config else LinkOptions()
+    link = LinkOptions()
+    if config:
+        from atoll.axes.needs import check_configuration
+
+        configured = load_config(config)
+        check_configuration(configured)
+        link = configured.link_options
     if not 0 <= udp_port < 2**16:
         raise UserError(f"--udp-port {udp_port}: ports are from 1 to 65535, and 0 is any free one")
     from atoll.net.endpoint import check_listen

@@ -253,33 +253,14 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
         return parse_rate(self.link.rate) / 8 if self.link.rate else None
 
 
-def check_groups(count: int, workers: int) -> None:
-    """Raise ConfigError where so many workers cannot be put into `count` groups (0: as many as are best)."""
-    if count > workers:
-        raise ConfigError(
-            f"groups.count (--groups): {count} groups for {workers} worker{'s' * (workers > 1)}: each has at "
-            f"least one, so give 1 to {workers}, or leave it out for as many as are best"
-        )
-
-
-def check_nodes(count: int, workers: int) -> None:
-    """Raise ConfigError where so many workers cannot be `count` nodes of equally many devices (0: each is a
-    node)."""
-    if count and workers % count:
-        raise ConfigError(
-            f"groups.count (--groups): {workers} worker{'s' * (workers > 1)} cannot be {count} nodes with as "
-            f"many devices each: under strategy 'peers' give a number that divides {workers}, or leave it "
-            "out for nodes of one device"
-        )
-
-
 def load_config(
     path: str | os.PathLike[str] | None = None,
     settings: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Config:
     """The configuration from `path` (else $ATOLL_CONFIG, else ./atoll.toml if there is one) and `settings`
-    ("sync.timeout=30s"). Raises ConfigError, one line for the first thing that is wrong.
+    ("sync.timeout=30s"). Raises ConfigError, one line for the first thing that is wrong with a key by itself;
+    keys that are wrong together are for `atoll.axes.needs`.
     """
     return load_given(path, settings, environment)[0]
 
@@ -307,86 +288,8 @@ def load_given(
         config = _convert(table, f"--set {setting}")
     if config.run.strategy == "ps-hra" and "consistency" not in table.get("sync", {}):
         config.sync.consistency = "asp"  # groups that wait for one another need no server between them
-    check_together(config)
-    return config, given
-
-
-# Keys of [sync] that say how workers meet at shards, or how nodes meet with none.
-_OF_SERVED = ("consistency", "slack", "lazy", "uplink", "staleness", "compensation", "pipeline")
-_OF_PEERS = ("stale_max", "overlay", "round_timeout", "backoff")
-
-
-def check_together(config: Config) -> None:
-    """Raise ConfigError for keys that are right alone and not together."""
-    sync = config.sync
-    _check_strategy(config)
-    if sync.pipeline and sync.consistency == "bsp":
-        raise ConfigError(
-            "sync.pipeline = 1 has a step begin before the one before it is made, which sync.consistency bsp "
-            "forbids: set it to asp or ssp, or sync.pipeline to 0"
-        )
-    if sync.pipeline and config.run.sites:
-        raise ConfigError("sync.pipeline = 1 is not for run.sites: inside a site it is always bsp")
-    if sync.pipeline and sync.lazy:
-        raise ConfigError(
-            "sync.pipeline = 1 and sync.lazy are two ways not to wait in step(): set one of them alone"
-        )
-    if sync.compensation and sync.consistency == "bsp":
-        raise ConfigError(
-            "sync.compensation makes up for delay, of which sync.consistency bsp has none: set it to asp or "
-            "ssp, or sync.compensation to 0"
-        )
-    _check_link(config)
     _ = config.budgets
-
-
-def _check_strategy(config: Config) -> None:
-    """Raise ConfigError for what was set of another strategy's own: it would be without effect."""
-    sync, default, strategy = config.sync, Sync(), config.run.strategy
-    for key in _OF_SERVED if strategy == "peers" else _OF_PEERS:
-        if getattr(sync, key) == getattr(default, key):
-            continue
-        if strategy == "peers":
-            raise ConfigError(
-                f"sync.{key} is for workers of a parameter server, and strategy 'peers' has none: leave it "
-                "out; sync.stale_max says how far nodes may be ahead"
-            )
-        raise ConfigError(
-            f"sync.{key} is of strategy 'peers', and run.strategy is {strategy!r}: leave it out, or set "
-            "run.strategy to peers"
-        )
-
-
-def _check_link(config: Config) -> None:
-    link, strategy = config.link, config.run.strategy
-    if strategy == "peers":
-        if link.transport == "ltp" and not link.reliable:
-            raise ConfigError(
-                "strategy 'peers' keeps nodes equal to the bit, so nothing may be lost between them: set "
-                "link.reliable to true with link.transport 'ltp', or link.transport to tcp"
-            )
-    elif link.transport == "ltp" and strategy not in SERVED:
-        raise ConfigError(
-            f"link.transport 'ltp' is the way to the shards of a parameter server, which strategy "
-            f"{strategy!r} has not: set run.strategy to {' or '.join(SERVED)}, or link.transport to tcp"
-        )
-    if link.target_loss > link.fill_above:
-        raise ConfigError(
-            f"link.target_loss = {link.target_loss:g} is above link.fill_above = {link.fill_above:g}: what "
-            "is aimed at must be borne; set link.target_loss lower, or link.fill_above higher"
-        )
-    if not link.feedback or link.reliable:
-        return
-    if link.fill == "rescale":
-        raise ConfigError(
-            "link.fill 'rescale' makes up for what was lost, and so does link.feedback: both together count "
-            "it twice; set link.fill to zero, or link.feedback to false"
-        )
-    if link.fill == "last":
-        raise ConfigError(
-            "link.fill 'last' puts an old value where one is lost, and link.feedback would have to know "
-            "which, through every restart: set link.fill to zero, or link.feedback to false"
-        )
+    return config, given
 
 
 def to_toml(config: Config) -> str:

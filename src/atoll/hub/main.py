@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 from atoll.core.descriptors import raise_descriptor_limit
 from atoll.core.errors import UserError
 from atoll.core.events import AnyEvent, Decided, EventBus
@@ -85,10 +87,12 @@ def serve(
         )
     if not 1 <= at_least <= workers:
         raise UserError(f"at least {at_least} workers, of a run of {workers}: from 1 to {workers}")
-    _check_sites(sites or {}, workers, shards)
-    _check_replicas(replicas, shards, sites or {})
+    options = {"--site": list(sites or {}), "--shards": shards, "--replicas": replicas}
+    check("hub", Choices(options if grouping is None else {**options, "--groups": grouping.count}))
+    _check_sites(sites or {}, workers)
+    _check_replicas(replicas)
     if grouping is not None:
-        _check_groups(grouping, workers, shards, sites or {})
+        _check_groups(grouping, workers)
     # More heartbeats than the hub can take in passing are too many: it hears many workers less often.
     seldom = max(heartbeat, min(workers / BEATS, patience / 4))
     least_patience, heartbeat = min(least_patience + seldom - heartbeat, max(patience, FLOOR_SECONDS)), seldom
@@ -232,9 +236,7 @@ def check_counts(workers: int, shards: int) -> None:
         raise UserError(f"a run of {shards} shards: from 0, for a ring, to {SHARDS}")
 
 
-def _check_sites(sites: Mapping[str, int], workers: int, shards: int) -> None:
-    if sites and not shards:
-        raise UserError("a run of sites has at least one shard, for all of them; without shards it is a ring")
+def _check_sites(sites: Mapping[str, int], workers: int) -> None:
     for name, count in sites.items():
         if not name or len(name) > 256 or not name.isprintable():
             raise UserError(f"a site called {name!r}: give it a name of printable letters")
@@ -245,20 +247,12 @@ def _check_sites(sites: Mapping[str, int], workers: int, shards: int) -> None:
         raise UserError(f"a run of {workers} workers, and the sites have {sum(sites.values())}: {parts}")
 
 
-def _check_replicas(replicas: int, shards: int, sites: Mapping[str, int]) -> None:
+def _check_replicas(replicas: int) -> None:
     if not 1 <= replicas <= REPLICAS:
         raise UserError(f"--replicas {replicas}: 1, or {REPLICAS} for a standby of each shard")
-    if replicas > 1 and sites:
-        raise UserError(f"--replicas {replicas} does not go with --site: sites' shards have no standby yet")
-    if replicas > 1 and not shards:
-        raise UserError(f"--replicas {replicas}: a ring has no shards; give --shards M, from 1")
 
 
-def _check_groups(grouping: GroupingSettings, workers: int, shards: int, sites: Mapping[str, int]) -> None:
-    if not shards:
-        raise UserError("--groups: groups meet at a parameter server; give --shards M, from 1")
-    if sites:
-        raise UserError("--groups does not go with --site: a site's workers are a group already")
+def _check_groups(grouping: GroupingSettings, workers: int) -> None:
     if not 0 <= grouping.count <= workers:
         raise UserError(
             f"--groups {grouping.count}: from 1 to {workers}, the number of workers; or auto, for as many as "

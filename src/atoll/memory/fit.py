@@ -42,9 +42,7 @@ def plan(
     budgets = memory.budgets()
     _check(model, dict(model.named_parameters()))
     if members is None:
-        refuse_apart(
-            model, "and there are no others here: fit it with members, in a session of strategy ring"
-        )
+        refuse_apart(model, fit="alone")
         return planning.choose(model, optimizer, budgets, lent=lent)
     return agree(model, optimizer, budgets, members)
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from torch import nn
 
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 from atoll.core.errors import PrepareError, RunError, UserError
 from atoll.memory.members import Members
 from atoll.memory.parameters import place_of
@@ -74,13 +76,12 @@ def features_of(model: nn.Module) -> dict[str, str]:
     return features
 
 
-def refuse_apart(model: nn.Module, why: str) -> None:
-    """Raise PrepareError, naming the first, if any parameter was given members."""
+def refuse_apart(model: nn.Module, **facts: str) -> None:
+    """Raise PrepareError, naming the first, if any parameter was given members that it cannot have; `facts`
+    are the table of needs'."""
     for name, parameter in model.named_parameters():
         if over_of(parameter):
-            raise PrepareError(
-                f"atoll.memory.over has given {name!r} the workers {list(over_of(parameter))}, {why}"
-            )
+            check("prepare", Choices({"over": name, "ranks": list(over_of(parameter)), **facts}))
 
 
 def share_among(model: nn.Module, members: Members) -> Share:
@@ -105,11 +106,7 @@ def share_among(model: nn.Module, members: Members) -> Share:
             raise RunError(f"member {member}'s word on {what}: {error}") from None
     _check_alike(told)
     if own and members.replicas:
-        refuse_apart(
-            model,
-            "and here each group of workers holds a replica of the whole model; leave it out, or choose "
-            "strategy 'ring'",
-        )
+        refuse_apart(model, fit="replicas")
     apart = {feature: _groups([word[i] for word in told]) for i, feature in enumerate(own)}
     return Share(members.rank, members.count, apart, members.replicas)
 

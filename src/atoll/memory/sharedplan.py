@@ -11,6 +11,8 @@ import msgspec
 import torch
 from torch import nn
 
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check, error_of
 from atoll.core.errors import AtollError, ConfigError, PrepareError, RunError, UserError
 from atoll.core.memory import Budgets
 from atoll.memory import planning
@@ -42,11 +44,8 @@ def agree(
     ConfigError and PrepareError, naming the member, on all alike."""
     share = share_among(model, members)
     if share.apart:  # whole copies would be summed over all members alike
-        if budgets.pins.steps_on == "device":
-            raise ConfigError(
-                "memory.step: with atoll.memory.over chunks are stepped in host memory; leave it at auto, or "
-                "write host"
-            )
+        facts = {"store": "sharded", "over": True, "memory.step": budgets.pins.steps_on}
+        check("prepare", Choices(facts))
         pins = msgspec.structs.replace(budgets.pins, steps_on="host")
         budgets = msgspec.structs.replace(budgets, pins=pins)
     network, between = _network(members)
@@ -54,9 +53,8 @@ def agree(
 
     def found(given: Budgets) -> tuple[MemoryPlan | None, _Word]:
         if isinstance(budgets.pins.steps_on, float):
-            return None, _Word(
-                alike, "memory.step: a share is for one worker; members step in host memory what they own"
-            )
+            facts = {"store": "sharded", "step share": True}
+            return None, _Word(alike, str(error_of("prepare", Choices(facts))))
         try:
             plan = planning.choose(model, optimizer, given, share=share, network=network, between=between)
         except AtollError as error:

@@ -1,29 +1,11 @@
-"""What a sender of gradients over a lossy link has to know: which chunks may be sent so, and which of their
-blocks must arrive. Workers and sites' shards send alike."""
+"""Which blocks of a gradient must arrive over a lossy link. Workers and sites' shards send alike."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from atoll.core.config import LinkOptions
-from atoll.ltp.blocks import FLOATS, Importance, Mask, mean_abs
-
-_MAY_BE_LOST = (*(str(dtype) for dtype in FLOATS), "bfloat16")
-
-
-def why_not(dtype: str, options: LinkOptions) -> str:
-    """Why gradients of this type cannot be sent over such a link; empty where they can."""
-    if not options.lossy:
-        return ""
-    if dtype not in _MAY_BE_LOST:
-        return (
-            f"is {dtype}, and link.transport 'ltp' may lose parts of {', '.join(sorted(_MAY_BE_LOST))} "
-            "alone: set link.reliable to true, or link.transport to tcp"
-        )
-    if options.fill == "rescale" and dtype == "bfloat16":
-        return "is bfloat16, which link.fill 'rescale' cannot multiply on its way: set link.fill to zero"
-    return ""
+from atoll.ltp.blocks import Importance, Mask, mean_abs
 
 
 class Priorities:

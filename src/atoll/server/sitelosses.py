@@ -13,10 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 from atoll.chunks import Chunk
 from atoll.core.config import LinkOptions
-from atoll.core.errors import RunError, UserError
-from atoll.net.lossychunks import Priorities, why_not
+from atoll.core.errors import RunError
+from atoll.net.lossychunks import Priorities
 from atoll.net.tunnel import Lossy
 from atoll.tensors.heldback import HeldBack
 from atoll.wire.lost import flaw, missing_of
@@ -30,8 +32,8 @@ class SiteLosses:
     def __init__(self, chunks: Sequence[Chunk], link: LinkOptions) -> None:
         self._link = link
         for chunk in chunks:
-            if wrong := why_not(chunk.dtype, link):
-                raise UserError(f"a parameter in chunk {chunk.id} {wrong}")
+            facts = {"dtype": chunk.dtype, "parameter": f"a parameter in chunk {chunk.id}"}
+            check("prepare", Choices({**facts, "link.lossy": link.lossy, "link.fill": link.fill}))
         self._dtypes = {chunk.id: chunk.dtype for chunk in chunks}
         self._held = {chunk.id: HeldBack(chunk) for chunk in chunks} if link.holds_back else {}
         self._priorities = Priorities(link.high)

@@ -26,7 +26,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from atoll.core.errors import PrepareError, UserError
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check, error_of
+from atoll.core.errors import UserError
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys, tried_alike
 from atoll.tensors.stephooks import AroundStep, Handle
@@ -426,11 +428,8 @@ class RemoteOptimizer(ParameterOptimizer):
     def _check_load(self) -> None:
         """Before a load has changed anything, also of the param groups."""
         if not self._is_loading:
-            raise UserError(
-                f"optimizer.load_state_dict after session.prepare: {self._home}, where this would not come; "
-                "load it before session.prepare, which takes the state over, or go on from a checkpoint "
-                "(session.load, session.resume)"
-            )
+            facts = {"call": "optimizer.load_state_dict", "steps": "home", "home": self._home}
+            check("call", Choices(facts))
 
     def takes_states(self, take: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Let `take` have the states of a state_dict that is loaded; it gives what the optimizer loads."""
@@ -714,11 +713,10 @@ def elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:
                 tried.append(settings)
                 keys |= elementwise_state_keys(optimizer, group, device)
     except NotElementwiseError as error:
-        raise PrepareError(
-            f"optimizer {type(optimizer).__name__} is not element-wise ({error}), so it cannot step chunks; "
-            "use one that is, such as torch.optim.AdamW or SGD"
-        ) from None
-    return keys
+        facts = {"unit": "tensor", "optimizer": type(optimizer).__name__, "why": str(error)}
+    else:
+        return keys
+    raise error_of("prepare", Choices(facts))
 
 
 def ends_run(nbytes: int, dtype: torch.dtype, device: torch.device, fused: bool) -> bool:

@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.binding import BoundChunk
@@ -71,10 +73,8 @@ def own_path(class_: type[torch.optim.Optimizer], strategy: str) -> str:
         return ""
     if class_.__module__ == "__main__" or "<locals>" in class_.__qualname__:
         where = "in the script itself" if class_.__module__ == "__main__" else "within a function"
-        raise PrepareError(
-            f"strategy {strategy!r} steps the optimizer in a process of its own, which cannot import "
-            f"{class_.__name__}: it is defined {where}; put it into a module of its own, beside the script"
-        )
+        facts = {"run.strategy": strategy, "steps": "home", "optimizer": class_.__name__, "defined": where}
+        check("prepare", Choices(facts))
     return f"{class_.__module__}:{class_.__qualname__}"
 
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atoll.axes.needs import check_groups
 from atoll.core import points
-from atoll.core.config import LAB_SITE_VARIABLE, SITE_VARIABLE, check_groups
+from atoll.core.config import LAB_SITE_VARIABLE, SITE_VARIABLE
 from atoll.groups.grouping import Grouping
 from atoll.groups.hierarchy import Arranged, arrange
 from atoll.train.channel import BrokenRingError, Channel, Pending

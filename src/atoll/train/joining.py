@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from atoll.core.config import FIRST_VARIABLE, HUB_VARIABLE, SERVED, Config, check_together, load_given
+from atoll.axes.needs import check_configuration
+from atoll.core.config import FIRST_VARIABLE, HUB_VARIABLE, SERVED, Config, load_given
 from atoll.core.events import Joining
 from atoll.core.runclock import record_time
 from atoll.core.scriptline import script_line
@@ -42,7 +43,7 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
         config, given = load_given(config)
         if DIRECTORY_VARIABLE in os.environ:  # `atoll run` wrote every key, and has warned itself
             given = {}
-    check_together(config)
+    check_configuration(config)
     if config.run.strategy == "peers":
         return _join_peers(config, place, given)
     if place is None and (config.run.strategy in SERVED or os.environ.get(HUB_VARIABLE)):

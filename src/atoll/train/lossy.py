@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 from atoll.core.config import LinkOptions
-from atoll.core.errors import PrepareError, RunError
-from atoll.net.lossychunks import Priorities, why_not
+from atoll.core.errors import RunError
+from atoll.net.lossychunks import Priorities
 from atoll.net.tunnel import Lossy
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.heldback import HeldBack
@@ -159,5 +161,6 @@ class LossyPushes:
 
 
 def _check(bound: BoundChunk, options: LinkOptions) -> None:
-    if wrong := why_not(bound.chunk.dtype, options):
-        raise PrepareError(f"parameter {bound.names[0]!r} {wrong}")
+    facts = {"dtype": bound.chunk.dtype, "parameter": f"parameter {bound.names[0]!r}"}
+    link = {"link.lossy": options.lossy, "link.fill": options.fill}
+    check("prepare", Choices({**facts, **link}))

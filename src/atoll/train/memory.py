@@ -10,6 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
+from atoll.axes.cells import Cell
 from atoll.chunks import ChunkMap, ParameterSpec, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import RunError, UserError
@@ -28,8 +29,8 @@ from atoll.train.members import WorkerMembers
 from atoll.train.reducer import Calls, Reducer, ReducingAtEnd
 from atoll.train.ring import refuse_beyond, take_beside, tell_beside
 from atoll.train.rounds import Ring
-from atoll.train.servedtiers import ServedInTiers, check_served, staging_bytes
-from atoll.train.strategies import Alone, Grouped, OverRing, Served, Stepper, Strategy, Training
+from atoll.train.servedtiers import ServedInTiers, staging_bytes
+from atoll.train.strategies import Alone, Grouped, Served, Stepper, Strategy, Training
 
 
 @runtime_checkable
@@ -40,55 +41,23 @@ class HoldsTiers(Protocol):
         """The budgets of the session's model `number`. Raises UserError for what it cannot keep to."""
 
 
-def memory_for(config: Config, given: Memory | None, strategy: Strategy) -> Memory | None:
-    """What a model may take: as `given`, else as `[memory]` says; None: there are no budgets.
-
-    Raises UserError for a strategy that cannot hold a model in chunks, and for a run that is to go on when
-    it has lost a part of the model.
-    """
-    if given is None and not config.memory.is_given:
-        return None
-    ring = isinstance(strategy, OverRing) and config.run.strategy in ("ring", "hierarchical")
-    served = isinstance(strategy, Served) and config.run.strategy in ("server", "ps-hra")
-    if not ring and not served and not isinstance(strategy, (Alone, HoldsTiers)):
-        what = "the table [memory]" if given is None else "session.prepare(..., memory=...)"
-        raise UserError(
-            f"{what} is for strategies 'ring', 'hierarchical', 'server', 'ps-hra' and 'peers', or a worker "
-            f"that is alone, and this run's is {config.run.strategy!r}; choose one of them, or leave the "
-            "budgets out"
-        )
-    if ring and config.run.elastic:
-        raise UserError(
-            "run.elastic lets a run go on without a worker that has died, and under budgets of memory each "
-            f"holds the only copy of its part of the model{_of_group(config)}; leave out run.elastic, or the "
-            "budgets"
-        )
-    if given is not None:
-        given.budgets()
-        return given
-    config.memory.budgets("memory.")
-    return config.memory
-
-
 def tiers_for(
-    config: Config, given: Memory | None, strategy: Strategy, ring: Ring | None, number: int, *, late: bool
+    cell: Cell, config: Config, given: Memory | None, strategy: Strategy, ring: Ring | None, number: int
 ) -> Tiers | None:
-    """The budgets of the session's model `number`, and with whom it is trained in them; None: it has none.
+    """The budgets of the session's model `number`, as `given` or as `[memory]` says, and with whom the model
+    is trained in them. None: the model has no budgets.
 
-    Raises UserError as `memory_for`, and on a worker that comes `late`: it has no part in the model.
+    Raises UserError for budgets that cannot be read.
     """
-    memory = memory_for(config, given, strategy)
-    if memory is not None and isinstance(strategy, HoldsTiers):
+    if not cell.budgets:
+        return None
+    memory = config.memory if given is None else given
+    if isinstance(strategy, HoldsTiers):
         return strategy.tiers(memory, config, number)
-    if memory is not None and isinstance(strategy, Served):
+    if isinstance(strategy, Served):
         return ServedTiers(memory, strategy, config)
-    if memory is None or ring is None:
-        return None if memory is None else Tiers(memory, None)
-    if late:
-        raise UserError(
-            "this worker comes late, and under budgets of memory those who were here at first hold the model "
-            "between them, with no copy for it; start the run again with all, from its last checkpoint"
-        )
+    if ring is None:
+        return Tiers(memory, None)
     place, groups = ring.place, ring.groups
     return Tiers(
         memory,
@@ -209,14 +178,6 @@ class ServedTiers(Tiers):
     def __init__(self, memory: Memory, served: Served, config: Config) -> None:
         super().__init__(memory, None)
         self._served, self._chunk_bytes = served, config.chunk_bytes
-        check_served(config, served.site)
-        budgets = memory.budgets()
-        for key, given in (("master", budgets.master), ("step", budgets.pins.steps_on not in (None, "host"))):
-            if given:
-                raise UserError(
-                    f"memory.{key}: under strategy {config.run.strategy!r} the shards make the steps; leave "
-                    f"memory.{key} out"
-                )
         if isinstance(served, Grouped):  # all members of a ring hold the model alike: in chunks that move
             self._memory = msgspec.structs.replace(memory, step="host")
 

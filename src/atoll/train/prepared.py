@@ -120,10 +120,7 @@ class Prepared:
             check_sync_batch_norm(self.module, device, workers.place.world)
         self.parameters = dict(self.module.named_parameters())
         check_bindable(self.parameters)
-        if tiers is None or not tiers.has_members:
-            refuse_apart(
-                self.module, "and takes a ring's workers under budgets of memory: strategy 'ring', [memory]"
-            )
+        refuse_apart(self.module, store="sharded" if tiers is not None and tiers.has_members else "resident")
         _to_device(self.module, self.parameters, device)
         settings = _settings(optimizer, self.parameters)
         if strategy.brings_parameters:  # before workers meet, so that all raise the error

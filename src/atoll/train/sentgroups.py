@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from atoll.core.errors import UserError
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 from atoll.tensors.settings import Settings
 from atoll.wire.messages import plain_hyperparameters
 
@@ -25,11 +26,8 @@ def sent_groups(optimizer: torch.optim.Optimizer) -> Settings:
         for key in [key for key, value in values.items() if not _is_plain(value)]:
             value = values.pop(key)
             if key in optimizer.defaults or not is_torchs:
-                raise UserError(
-                    f"param_groups[{index}][{key!r}] of the optimizer is a {type(value).__name__}, and "
-                    "cannot be sent to the process that makes the optimizer's steps; give numbers, text, "
-                    "None, or lists of these, or keep it outside of the param groups"
-                )
+                setting = f"param_groups[{index}][{key!r}]"
+                check("call", Choices({"steps": "home", "setting": setting, "kind": type(value).__name__}))
         sent.append(values)
     return sent
 

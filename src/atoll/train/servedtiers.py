@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from atoll.core.config import Config
 from atoll.core.errors import UserError
 from atoll.memory.exchanged import Exchanged
 from atoll.net.returning import Made, Payload
@@ -37,24 +36,6 @@ class Fits(Protocol):
 
     def held(self) -> Exchanged:
         """The model there."""
-
-
-def check_served(config: Config, site: str) -> None:
-    """Raise UserError for what a worker of a parameter server, or of a group, cannot have together with
-    budgets of memory."""
-    sync, why = config.sync, ""
-    if sync.lazy:
-        why = "sync.lazy stages a second copy of the parameters; leave it false"
-    elif sync.pipeline:
-        why = "sync.pipeline keeps a second copy of the gradients in flight; leave it 0"
-    elif config.link.transport != "tcp":
-        why = f"link.transport {config.link.transport!r} holds back what is lost; leave it 'tcp'"
-    elif site:
-        why = "sites with shards of their own (run.sites) are not for workers with budgets; leave them out"
-    if why:
-        raise UserError(
-            f"under strategy {config.run.strategy!r} with budgets of memory: {why}, or leave out [memory]"
-        )
 
 
 def staging_bytes(chunks: list[int], *, of_group: bool) -> int:

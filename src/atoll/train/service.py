@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from atoll.axes.choices import choices_of
+from atoll.axes.needs import check
 from atoll.core.config import (
     HUB_VARIABLE,
     KEYS_VARIABLE,
     RUN_VARIABLE,
-    SERVED,
     SITE_VARIABLE,
     Config,
     LinkOptions,
 )
-from atoll.core.errors import ConfigError
 from atoll.core.heap import keep_freed_memory
 from atoll.net.endpoint import is_path
 from atoll.net.keys import Keys
@@ -43,11 +43,7 @@ def enter(config: Config) -> Service | HubRing:
     """
     address = os.environ.get(HUB_VARIABLE, "")
     if not address:
-        strategy = config.run.strategy
-        raise ConfigError(
-            f"strategy {strategy!r} needs a hub, and {HUB_VARIABLE} is not set; start the run with `atoll "
-            f"run --strategy {strategy}`, or set {HUB_VARIABLE}=tcp://HOST:PORT (docs/several-machines.md)"
-        )
+        check("join", choices_of(config, {"hub": ""}))
     kept = keep_freed_memory(messages=True)
     keys = keys_from_environment()
     try:
@@ -68,18 +64,10 @@ def _joined(config: Config, address: str, keys: Keys | None, kept: bool) -> Serv
         site = "" if config.run.strategy == "hierarchical" else os.environ.get(SITE_VARIABLE, "")
         wish = wished_rank()
         welcome = hub.join(wish, site)
-        if welcome.shards and config.run.strategy == "hierarchical":
-            raise ConfigError(
-                f"strategy 'hierarchical' is a ring's, and the run at {address} has shards: set run.strategy "
-                "to server, or start the hub with --shards 0"
-            )
+        facts = {"hub": address, "shards": welcome.shards, "sites": ", ".join(welcome.sites)}
+        check("join", choices_of(config, facts))
         if welcome.shards:
             return Service(config, hub, address, keys, keeps_memory=kept)
-        if config.run.strategy in SERVED:
-            raise ConfigError(
-                f"strategy {config.run.strategy!r} needs shards, and the run at {address} has none: its "
-                "workers are a ring; set run.strategy to ring, or start the hub with --shards 1 or more"
-            )
         _tell_of_torchrun(welcome.workers)
         hub.meanwhile = _WITHOUT_HUB_RING
         return _ring_of(hub, address, keys, config, wish)
@@ -112,7 +100,6 @@ class Service:
         self.site = os.environ.get(SITE_VARIABLE, "") if hub.welcome.sites else ""
         self.ring: GroupRing | None = None  # where workers are in groups
         if config.run.strategy == "ps-hra":
-            _check_grouped(config, hub.welcome.sites)
             hub.wait_for_links()
             self.ring = GroupRing(hub, address, keys, config.timeout_seconds)
         self.hub, self.welcome = hub, hub.welcome
@@ -202,20 +189,6 @@ class Service:
         if self.ring is not None:
             self.ring.close()
         self.hub.close()
-
-
-def _check_grouped(config: Config, sites: Sequence[str]) -> None:
-    """Raise ConfigError for what workers in groups cannot do yet. `sites` are those with shards."""
-    if sites:
-        raise ConfigError(
-            f"strategy 'ps-hra' makes groups of its own, and the run has sites ({', '.join(sites)}); use "
-            "strategy 'server', or start the hub without --site"
-        )
-    if config.sync.lazy:
-        raise ConfigError(
-            "sync.lazy is of strategy 'server': a group of 'ps-hra' takes its parameters together; set it to "
-            "false"
-        )
 
 
 def _tell_of_torchrun(workers: int) -> None:

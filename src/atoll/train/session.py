@@ -20,6 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from atoll.axes.cells import Cell, GroupKind, cell_of, choices_in
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 from atoll.core import events
 from atoll.core.config import SPEED_VARIABLE, Config
 from atoll.core.effects import without_effect
@@ -260,8 +263,10 @@ class Session:
         self._check_new(model, name)
         origin = origin_of(model, name)
         with self._in_call("session.prepare"):
-            late, number = self._entrance is not None and self._entrance.late, len(self._state.prepared)
-            tiers = tiers_for(self.config, memory, self._strategy, self._ring, number, late=late)
+            number = len(self._state.prepared)
+            cell = self._cell(budgets=memory is not None or self.config.memory.is_given)
+            self._check_combination(cell, memory)
+            tiers = tiers_for(cell, self.config, memory, self._strategy, self._ring, number)
             prepared = Prepared(
                 model,
                 optimizer,
@@ -420,8 +425,8 @@ class Session:
     def _leased_sampler(self, dataset: Sized, seed: int, shuffle: bool, drop_last: bool) -> LeasedSampler:
         """Where workers go at their own pace, each takes its data from the hub as it needs it."""
         assert self._service is not None
-        if drop_last:
-            raise UserError("session.sampler: with leased data every sample counts; leave drop_last out")
+        facts = {"call": "session.sampler", "data": "leased", "drop_last": drop_last}
+        check("call", Choices(facts))
         sampler = LeasedSampler(
             dataset,
             lease=self._leases.lease,
@@ -844,6 +849,24 @@ class Session:
         if self._ring is None:
             return "none: one worker"
         return f"{'gloo' if self.device.type == 'cpu' else 'nccl'} over {self.world} workers"
+
+    def _cell(self, *, budgets: bool) -> Cell:
+        """The choices by which this session trains a model."""
+        if self._service is not None:
+            return cell_of(
+                self.config, "shards", "solo" if self._group_ring is None else "ring", budgets=budgets
+            )
+        if self._node is not None:
+            group: GroupKind = "ring" if self._node.devices.count > 1 else "solo"
+            return cell_of(self.config, "peers", group, budgets=budgets)
+        return cell_of(self.config, "local", "solo" if self._ring is None else "ring", budgets=budgets)
+
+    def _check_combination(self, cell: Cell, memory: Memory | None) -> None:
+        """Raise UserError, on all workers alike, for a model that cannot be trained by these choices."""
+        late = self._entrance is not None and self._entrance.late
+        site = "" if self._service is None else self._service.site
+        facts = {"late": late, "site": site, "models": len(self._state.prepared)}
+        check("prepare", choices_in(cell, self.config, facts, memory))
 
     def _check_new(self, model: nn.Module, name: str) -> None:
         """Raise if the model, one of its parameters or its `name` belongs to a model prepared before."""

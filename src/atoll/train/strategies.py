@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
 from atoll.core.config import Config
-from atoll.core.errors import PrepareError
 from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.binding import BoundChunk, carve
@@ -175,11 +174,6 @@ class Served:
         kind: Callable[..., ServedModel],
     ) -> tuple[Reducer, Stepper]:
         """As `build`, with another exchange and another `kind` of ServedModel."""
-        if self._models:
-            raise PrepareError(
-                "strategy 'server' trains one model in a session; put both into one nn.ModuleList and "
-                "prepare that, with one optimizer"
-            )
         model = kind(training, self._service, self._workers, self._members, make_exchange)
         self._models.append(model)
         model.set_up()

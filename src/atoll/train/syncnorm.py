@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atoll.core.errors import PrepareError
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
 
 
 def check_sync_batch_norm(module: nn.Module, device: torch.device, workers: int) -> None:
@@ -18,20 +19,9 @@ def check_sync_batch_norm(module: nn.Module, device: torch.device, workers: int)
     for name, part in module.named_modules():
         if not isinstance(part, nn.SyncBatchNorm):
             continue
-        what = f"module {name!r} is an nn.SyncBatchNorm"
-        if device.type == "cpu":
-            raise PrepareError(
-                f"{what}, which torch has for GPUs alone; use nn.BatchNorm, whose statistics are those of "
-                "each worker's own batch, or a norm that needs none of the batch (nn.GroupNorm, nn.LayerNorm)"
-            )
         if not dist.is_initialized():
-            found = "there is none, so the layer would be a plain BatchNorm"
+            group = "there is none, so the layer would be a plain BatchNorm"
         else:
             size = dist.get_world_size(part.process_group)
-            found = f"the group has {size} of the session's {workers} workers" if size != workers else ""
-        if found:
-            raise PrepareError(
-                f"{what}, which works over a torch.distributed process group, and {found}; call "
-                'torch.distributed.init_process_group("nccl") after atoll.join and before session.prepare, '
-                "or use nn.BatchNorm"
-            )
+            group = "whole" if size == workers else f"the group has {size} of the session's {workers} workers"
+        check("prepare", Choices({"module": name, "device": device.type, "process group": group}))

@@ -16,10 +16,11 @@ from dataclasses import replace
 import msgspec
 from torch.distributed.distributed_c10d import PrefixStore
 
-from atoll.core.config import HUB_VARIABLE, Config, check_nodes
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check, check_nodes
+from atoll.core.config import HUB_VARIABLE, Config
 from atoll.core.errors import (
     AtollError,
-    ConfigError,
     DeadlineError,
     GivenUpError,
     UserError,
@@ -168,7 +169,5 @@ def _check_on_one_machine(each: int, what: str, world: int) -> None:
         if what == "launch"
         else "give a groups.count that divides each machine's workers, or leave it out"
     )
-    raise ConfigError(
-        f"a {what} of {each} devices, of {world} workers in all, {local} of which are on this machine "
-        f"(LOCAL_WORLD_SIZE): strategy 'peers' has a node's devices share one machine's memory; {way}"
-    )
+    facts = {"what": what, "devices": each, "world": world, "local": local, "way out": way}
+    check("join", Choices({**facts, "run.strategy": "peers", "several machines": True}))

@@ -24,6 +24,8 @@ import msgspec
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
+from atoll.axes.choices import choices_of
+from atoll.axes.needs import check
 from atoll.core.config import (
     FIRST_VARIABLE,
     HUB_VARIABLE,
@@ -443,16 +445,9 @@ class HubMeeting(_InStore):
         self._client.meanwhile = _WITHOUT_HUB
         try:
             welcome = self._client.join(wished_rank())
-            if welcome.shards:
-                raise ConfigError(
-                    f"strategy 'peers' has no server, and the run at {address} has shards: set run.strategy "
-                    "to server, or start the hub with --shards 0"
-                )
-            if config.groups.count not in (0, welcome.workers):
-                raise ConfigError(
-                    f"groups.count is {config.groups.count}, and the hub at {address} introduces "
-                    f"{welcome.workers} nodes: by a hub each launch is a node, so leave it out"
-                )
+            facts = {"hub": address, "shards": welcome.shards, "nodes": welcome.workers}
+            differ = {"nodes differ": config.groups.count != welcome.workers}
+            check("join", choices_of(config, {**facts, **differ}))
             super().__init__(welcome.worker, welcome.workers, welcome.incarnation, timeout, devices)
             self.founding = self._client.gather()
             self._group = HubStore(address, keys, welcome, self.founding, timeout)

@@ -73,11 +73,6 @@ class Peers:
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         """The reducer, and what steps."""
-        if self._model is not None:
-            raise PrepareError(
-                "strategy 'peers' trains one model in a session; put both into one nn.ModuleList and prepare "
-                "that, with one optimizer"
-            )
         model = self._model_of(training)
         model.exchange.pace = self._pace
         self._model = model

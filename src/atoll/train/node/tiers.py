@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap, itemsize, lay_out
 from atoll.core.config import Config
 from atoll.core.epochs import ComparedEpochs
-from atoll.core.errors import AtollError, ConfigError, RunError, UserError
+from atoll.core.errors import AtollError, RunError, UserError
 from atoll.core.hyperparameters import GRADIENT_SCALE
 from atoll.core.memory import Memory
 from atoll.core.scriptline import waiting_line
@@ -56,9 +56,8 @@ class PeersInTiers(Peers):
     _tiers: LentTiers | None = None
 
     def tiers(self, memory: Memory, config: Config, number: int) -> LentTiers:
-        """The budgets of the model that is prepared next. Raises ConfigError for what makes no sense here."""
+        """The budgets of the model that is prepared next."""
         del number  # there is one model
-        _check(memory)
         return LentTiers(memory, config, self)
 
     def in_tiers(self, tiers: LentTiers) -> Strategy:
@@ -166,18 +165,6 @@ class _Word(msgspec.Struct):
 
     fits: bool = False
     error: str = ""
-
-
-def _check(memory: Memory) -> None:
-    budgets = memory.budgets()
-    for key, given, why in (
-        ("disk", budgets.disk, "the CPU side keeps all in host memory, and has no disk below it"),
-        ("master", budgets.master, "the CPU side steps parameters in their own precision"),
-        ("step", budgets.pins.steps_on not in (None, "host"), "the CPU side makes the optimizer's steps"),
-        ("sharding", budgets.pins.sharding, "a node's devices read whole chunks from its CPU side"),
-    ):
-        if given:
-            raise ConfigError(f"memory.{key}: strategy 'peers' has none: {why}; leave it out")
 
 
 def least_host_bytes(

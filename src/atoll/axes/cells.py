@@ -1,0 +1,123 @@
+"""The cells of the design: one choice along each axis, and the configuration that chooses it.
+
+Every cell of `CELLS` either trains, or a row of the table of needs says why not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from atoll.axes.choices import NO_FACTS, Choices, choices_of
+from atoll.axes.needs import Moment, Need, refusal
+from atoll.core.config import Config, Run, Strategy
+from atoll.core.memory import Memory
+
+# Where a model lies: as a whole on the device; in tiers of memory under budgets; so, and shared among the
+# members of a ring; in tiers, lent by the node's CPU side.
+StoreKind: TypeAlias = Literal["resident", "tiered", "sharded", "lent"]
+# Who sums first: nobody; the workers of a ring.
+GroupKind: TypeAlias = Literal["solo", "ring"]
+# What happens between contributors: nothing; a parameter server by its policy; peers without a server.
+SyncKind: TypeAlias = Literal["local", "bsp", "ssp", "asp", "peers"]
+# What carries chunks between contributors: TCP; datagrams that may lose parts; datagrams that may not.
+LinkKind: TypeAlias = Literal["tcp", "ltp", "ltp reliable"]
+
+# Through what a group meets others: nothing; the shards of a server; peers.
+Others: TypeAlias = Literal["local", "shards", "peers"]
+
+_BUDGET = "64KiB"  # of a cell's configuration; any will do
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One choice along each axis. There is one codec so far: values travel in their own dtype."""
+
+    store: StoreKind
+    group: GroupKind
+    sync: SyncKind
+    link: LinkKind
+
+    @property
+    def served(self) -> bool:
+        """True where shards of a parameter server step the model."""
+        return self.sync in ("bsp", "ssp", "asp")
+
+    @property
+    def budgets(self) -> bool:
+        """True where the model is under budgets of memory."""
+        return self.store != "resident"
+
+    def __str__(self) -> str:
+        return f"{self.store} x {self.group} x {self.sync} over {self.link}"
+
+
+def cell_of(config: Config, others: Others, group: GroupKind, *, budgets: bool = False) -> Cell:
+    """The cell of a worker's run.
+
+    Args:
+        config: of the run.
+        others: through what this worker's group meets others.
+        group: whether the worker is in a ring.
+        budgets: True where the model is under budgets of memory.
+    """
+    sync: SyncKind = config.sync.consistency if others == "shards" else others
+    link: LinkKind = "tcp"
+    if config.link.transport == "ltp":
+        link = "ltp reliable" if config.link.reliable else "ltp"
+    return Cell(_store(group, sync, budgets=budgets), group, sync, link)
+
+
+def _store(group: GroupKind, sync: SyncKind, *, budgets: bool) -> StoreKind:
+    if not budgets:
+        return "resident"
+    if sync == "peers":
+        return "lent"
+    return "sharded" if sync == "local" and group == "ring" else "tiered"
+
+
+def _cells() -> Iterator[Cell]:
+    for sync in get_args(SyncKind):
+        for group in get_args(GroupKind):
+            for budgets in (False, True):
+                for link in get_args(LinkKind):
+                    yield Cell(_store(group, sync, budgets=budgets), group, sync, link)
+
+
+CELLS: tuple[Cell, ...] = tuple(_cells())
+
+
+def strategy_of(cell: Cell) -> Strategy:
+    """The value of `run.strategy` that chooses a cell's group and sync."""
+    if cell.served:
+        return "server" if cell.group == "solo" else "ps-hra"
+    return "peers" if cell.sync == "peers" else "ring"
+
+
+def config_of(cell: Cell) -> Config:
+    """A configuration that chooses a cell, with values that train any small model."""
+    strategy = strategy_of(cell)
+    config = Config(run=Run(strategy=strategy))
+    if cell.served:
+        config.sync.consistency = cell.sync  # type: ignore[assignment]  # one of the three
+    if cell.link != "tcp":
+        config.link.transport, config.link.reliable = "ltp", cell.link == "ltp reliable"
+    if cell.budgets:
+        config.memory = Memory(device=_BUDGET)
+    return config
+
+
+def choices_in(
+    cell: Cell, config: Config, facts: Mapping[str, Any] = NO_FACTS, memory: Memory | None = None
+) -> Choices:
+    """The choices of a run in this cell, with the cell's own as facts."""
+    kinds = {"store": cell.store, "group": cell.group, "sync": cell.sync, "link": cell.link}
+    return choices_of(config, {**kinds, **facts}, memory)
+
+
+def refusal_of(cell: Cell) -> Need | None:
+    """The row of the table that refuses a cell; None: the cell trains."""
+    moments: tuple[Moment, ...] = ("configuration", "launch", "join", "prepare")
+    choices = choices_in(cell, config_of(cell))
+    return next((row for moment in moments if (row := refusal(moment, choices)) is not None), None)

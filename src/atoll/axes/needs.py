@@ -1,0 +1,549 @@
+"""The table of needs: every combination of choices that Atoll refuses, each with its reason and a way out.
+
+A row's cell says when the row applies; its reason is what the user reads, in one sentence. Whoever learns of
+a choice checks the rows of that moment. docs/reference/combinations.md is made from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from atoll.axes.choices import Choices, choices_of
+from atoll.axes.conditions import Above, Changed, Condition, Given, Is, IsNot, Missing, NoDivisor
+from atoll.core.config import GROUPED, SERVED, Config
+from atoll.core.errors import ConfigError, PrepareError, UserError
+
+# When a row is checked: as a configuration is read; before `atoll run` starts anything; as `atoll hub`
+# starts; as a worker joins its run; in `session.prepare`; in a later call of the script.
+Moment: TypeAlias = Literal["configuration", "launch", "hub", "join", "prepare", "call"]
+
+
+@dataclass(frozen=True)
+class Need:
+    """One row: choices that cannot be had together.
+
+    Args:
+        name: of the row, for tests and links.
+        moments: at which the row is checked.
+        cell: by the choice's name, the condition on it. The row applies where all conditions hold.
+        reason: what is wrong, and what to do; `{name}` stands for what was chosen.
+        error: what is raised.
+    """
+
+    name: str
+    moments: tuple[Moment, ...]
+    cell: Mapping[str, Condition]
+    reason: str
+    error: type[UserError] = ConfigError
+
+    def applies(self, choices: Choices) -> bool:
+        """True where the run's choices are those of the cell."""
+        return all(condition.holds(name, choices) for name, condition in self.cell.items())
+
+
+# Keys of [sync] that say how workers meet at shards, or how nodes meet with none.
+_OF_SERVED = ("consistency", "slack", "lazy", "uplink", "staleness", "compensation", "pipeline")
+_OF_PEERS = ("stale_max", "overlay", "round_timeout", "backoff")
+LOSSY_DTYPES = ("bfloat16", "float16", "float32", "float64")  # of which ltp may lose parts
+_IN_TIERS = "under strategy {run.strategy!r} with budgets of memory: "
+
+
+def _rows() -> Iterator[Need]:
+    configuration: tuple[Moment, ...] = ("configuration",)
+    for key in _OF_SERVED:
+        yield Need(
+            f"peers-{key}",
+            configuration,
+            {"run.strategy": Is("peers"), f"sync.{key}": Changed()},
+            f"sync.{key} is for workers of a parameter server, and strategy 'peers' has none: leave it "
+            "out; sync.stale_max says how far nodes may be ahead",
+        )
+    for key in _OF_PEERS:
+        yield Need(
+            f"only-peers-{key.replace('_', '-')}",
+            configuration,
+            {"run.strategy": IsNot("peers"), f"sync.{key}": Changed()},
+            f"sync.{key} is of strategy 'peers', and run.strategy is {{run.strategy!r}}: leave it out, or "
+            "set run.strategy to peers",
+        )
+    yield Need(
+        "pipeline-bsp",
+        configuration,
+        {"sync.pipeline": Given(), "sync.consistency": Is("bsp")},
+        "sync.pipeline = 1 has a step begin before the one before it is made, which sync.consistency bsp "
+        "forbids: set it to asp or ssp, or sync.pipeline to 0",
+    )
+    yield Need(
+        "pipeline-sites",
+        configuration,
+        {"sync.pipeline": Given(), "run.sites": Given()},
+        "sync.pipeline = 1 is not for run.sites: inside a site it is always bsp",
+    )
+    yield Need(
+        "pipeline-lazy",
+        configuration,
+        {"sync.pipeline": Given(), "sync.lazy": Is(True)},
+        "sync.pipeline = 1 and sync.lazy are two ways not to wait in step(): set one of them alone",
+    )
+    yield Need(
+        "compensation-bsp",
+        configuration,
+        {"sync.compensation": Given(), "sync.consistency": Is("bsp")},
+        "sync.compensation makes up for delay, of which sync.consistency bsp has none: set it to asp or ssp, "
+        "or sync.compensation to 0",
+    )
+    yield from _of_links()
+    yield from _of_launches()
+    yield from _of_hubs()
+    yield from _of_joining()
+    yield from _of_budgets()
+    yield from _of_models()
+    yield from _of_calls()
+
+
+def _of_links() -> Iterator[Need]:
+    configuration: tuple[Moment, ...] = ("configuration",)
+    yield Need(
+        "peers-lossy",
+        configuration,
+        {"run.strategy": Is("peers"), "link.lossy": Is(True)},
+        "strategy 'peers' keeps nodes equal to the bit, so nothing may be lost between them: set "
+        "link.reliable to true with link.transport 'ltp', or link.transport to tcp",
+    )
+    yield Need(
+        "ltp-ring",
+        configuration,
+        {"link.transport": Is("ltp"), "run.strategy": IsNot(*SERVED, "peers")},
+        "link.transport 'ltp' is the way to the shards of a parameter server, which strategy "
+        f"{{run.strategy!r}} has not: set run.strategy to {' or '.join(SERVED)}, or link.transport to tcp",
+    )
+    yield Need(
+        "target-above-fill",
+        configuration,
+        {"link.target_loss": Above("link.fill_above")},
+        "link.target_loss = {link.target_loss:g} is above link.fill_above = {link.fill_above:g}: what is "
+        "aimed at must be borne; set link.target_loss lower, or link.fill_above higher",
+    )
+    yield Need(
+        "rescale-feedback",
+        configuration,
+        {"link.fill": Is("rescale"), "link.feedback": Is(True), "link.reliable": Is(False)},
+        "link.fill 'rescale' makes up for what was lost, and so does link.feedback: both together count it "
+        "twice; set link.fill to zero, or link.feedback to false",
+    )
+    yield Need(
+        "last-feedback",
+        configuration,
+        {"link.fill": Is("last"), "link.feedback": Is(True), "link.reliable": Is(False)},
+        "link.fill 'last' puts an old value where one is lost, and link.feedback would have to know which, "
+        "through every restart: set link.fill to zero, or link.feedback to false",
+    )
+
+
+def _of_launches() -> Iterator[Need]:
+    launch: tuple[Moment, ...] = ("launch",)
+    yield Need(
+        "restarts-ring",
+        launch,
+        {"run.restarts": Given(), "run.strategy": Is("ring", "hierarchical"), "run.elastic": Is(False)},
+        "run.restarts: {run.restarts} restarts of a worker go with run.elastic = true (or strategy "
+        "'server'), where each worker is a launch of its own",
+        UserError,
+    )
+    yield Need(
+        "replicas-unserved",
+        launch,
+        {"server.replicas": Is(2), "run.strategy": IsNot(*SERVED)},
+        "server.replicas (--replicas): {server.replicas} processes for each shard go with run.strategy "
+        "'server' or 'ps-hra', not {run.strategy!r}",
+        UserError,
+    )
+    yield Need(
+        "sites-unserved",
+        launch,
+        {"run.sites": Given(), "run.strategy": IsNot("server")},
+        "run.sites: {run.sites} sites go with run.strategy 'server', not {run.strategy!r}",
+        UserError,
+    )
+    yield Need(
+        "replicas-sites",
+        launch,
+        {"server.replicas": Is(2), "run.sites": Given()},
+        "server.replicas (--replicas): {server.replicas} processes for each shard do not go with run.sites: "
+        "sites' shards have no standby yet",
+        UserError,
+    )
+    yield Need(
+        "sites-workers",
+        launch,
+        {"run.sites": Above("run.workers")},
+        "run.sites: {run.sites} sites for {run.workers} workers: each has at least one",
+        UserError,
+    )
+    yield Need(
+        "groups-ungrouped",
+        launch,
+        {"groups.count": Given(), "run.strategy": IsNot(*GROUPED, "peers")},
+        "groups.count (--groups): {groups.count} groups go with run.strategy "
+        f"{', '.join(map(repr, GROUPED))} or 'peers', not {{run.strategy!r}}",
+        UserError,
+    )
+    yield Need(
+        "groups-workers",
+        launch,
+        {"run.strategy": Is(*GROUPED), "groups.count": Above("run.workers")},
+        "groups.count (--groups): {groups.count} groups for {workers}: each has at least one, so give 1 to "
+        "{run.workers}, or leave it out for as many as are best",
+    )
+    yield Need(
+        "nodes-workers",
+        launch,
+        {"run.strategy": Is("peers"), "groups.count": NoDivisor("run.workers")},
+        "groups.count (--groups): {workers} cannot be {groups.count} nodes with as many devices each: under "
+        "strategy 'peers' give a number that divides {run.workers}, or leave it out for nodes of one device",
+    )
+
+
+def _of_hubs() -> Iterator[Need]:
+    hub: tuple[Moment, ...] = ("hub",)
+    yield Need(
+        "hub-sites-ring",
+        hub,
+        {"--site": Given(), "--shards": Missing()},
+        "a run of sites has at least one shard, for all of them; without shards it is a ring",
+        UserError,
+    )
+    yield Need(
+        "hub-replicas-sites",
+        hub,
+        {"--replicas": Is(2), "--site": Given()},
+        "--replicas {--replicas} does not go with --site: sites' shards have no standby yet",
+        UserError,
+    )
+    yield Need(
+        "hub-replicas-ring",
+        hub,
+        {"--replicas": Is(2), "--shards": Missing()},
+        "--replicas {--replicas}: a ring has no shards; give --shards M, from 1",
+        UserError,
+    )
+    yield Need(
+        "hub-groups-ring",
+        hub,
+        {"--groups": IsNot(None), "--shards": Missing()},
+        "--groups: groups meet at a parameter server; give --shards M, from 1",
+        UserError,
+    )
+    yield Need(
+        "hub-groups-sites",
+        hub,
+        {"--groups": IsNot(None), "--site": Given()},
+        "--groups does not go with --site: a site's workers are a group already",
+        UserError,
+    )
+
+
+def _of_joining() -> Iterator[Need]:
+    join: tuple[Moment, ...] = ("join",)
+    yield Need(
+        "served-no-hub",
+        join,
+        {"run.strategy": Is(*SERVED), "hub": Is("")},
+        "strategy {run.strategy!r} needs a hub, and ATOLL_HUB is not set; start the run with `atoll run "
+        "--strategy {run.strategy}`, or set ATOLL_HUB=tcp://HOST:PORT (docs/several-machines.md)",
+    )
+    yield Need(
+        "hierarchical-shards",
+        join,
+        {"run.strategy": Is("hierarchical"), "shards": Given()},
+        "strategy 'hierarchical' is a ring's, and the run at {hub} has shards: set run.strategy to server, "
+        "or start the hub with --shards 0",
+    )
+    yield Need(
+        "served-no-shards",
+        join,
+        {"run.strategy": Is(*SERVED), "shards": Is(0)},
+        "strategy {run.strategy!r} needs shards, and the run at {hub} has none: its workers are a ring; set "
+        "run.strategy to ring, or start the hub with --shards 1 or more",
+    )
+    yield Need(
+        "peers-shards",
+        join,
+        {"run.strategy": Is("peers"), "shards": Given()},
+        "strategy 'peers' has no server, and the run at {hub} has shards: set run.strategy to server, or "
+        "start the hub with --shards 0",
+    )
+    yield Need(
+        "peers-groups-hub",
+        join,
+        {"run.strategy": Is("peers"), "groups.count": Given(), "nodes differ": Is(True)},
+        "groups.count is {groups.count}, and the hub at {hub} introduces {nodes} nodes: by a hub each launch "
+        "is a node, so leave it out",
+    )
+    yield Need(
+        "peers-machines",
+        join,
+        {"run.strategy": Is("peers"), "several machines": Is(True)},
+        "a {what} of {devices} devices, of {world} workers in all, {local} of which are on this machine "
+        "(LOCAL_WORLD_SIZE): strategy 'peers' has a node's devices share one machine's memory; {way out}",
+    )
+    yield Need(
+        "groups-sites",
+        join,
+        {"run.strategy": Is("ps-hra"), "sites": Given()},
+        "strategy 'ps-hra' makes groups of its own, and the run has sites ({sites}); use strategy 'server', "
+        "or start the hub without --site",
+    )
+    yield Need(
+        "groups-lazy",
+        join,
+        {"run.strategy": Is("ps-hra"), "shards": Given(), "sync.lazy": Is(True)},
+        "sync.lazy is of strategy 'server': a group of 'ps-hra' takes its parameters together; set it to "
+        "false",
+    )
+
+
+def _of_budgets() -> Iterator[Need]:
+    """`store` is `resident`, `tiered`, `sharded` or `lent`; see `cells.py`."""
+    prepare: tuple[Moment, ...] = ("prepare",)
+    for group in ("", " in its group"):
+        yield Need(
+            "sharded-elastic" + "-grouped" * bool(group),
+            prepare,
+            {
+                "store": Is("sharded"),
+                "run.elastic": Is(True),
+                "run.strategy": Is("hierarchical") if group else IsNot("hierarchical"),
+            },
+            "run.elastic lets a run go on without a worker that has died, and under budgets of memory each "
+            f"holds the only copy of its part of the model{group}; leave out run.elastic, or the budgets",
+            UserError,
+        )
+    yield Need(
+        "sharded-late",
+        prepare,
+        {"store": Is("sharded"), "late": Is(True)},
+        "this worker comes late, and under budgets of memory those who were here at first hold the model "
+        "between them, with no copy for it; start the run again with all, from its last checkpoint",
+        UserError,
+    )
+    for key, condition, why in (
+        ("sync.lazy", Is(True), "sync.lazy stages a second copy of the parameters; leave it false"),
+        (
+            "sync.pipeline",
+            Given(),
+            "sync.pipeline keeps a second copy of the gradients in flight; leave it 0",
+        ),
+        (
+            "link.transport",
+            IsNot("tcp"),
+            "link.transport {link.transport!r} holds back what is lost; leave it 'tcp'",
+        ),
+        (
+            "site",
+            Given(),
+            "sites with shards of their own (run.sites) are not for workers with budgets; leave them out",
+        ),
+    ):
+        yield Need(
+            f"tiered-{key.rpartition('.')[2]}",
+            prepare,
+            {"store": Is("tiered"), "sync": Is("bsp", "ssp", "asp"), key: condition},
+            f"{_IN_TIERS}{why}, or leave out [memory]",
+            UserError,
+        )
+    for key, condition in (("master", Is(True)), ("step", IsNot("auto", "host"))):
+        yield Need(
+            f"tiered-{key}",
+            prepare,
+            {"store": Is("tiered"), "sync": Is("bsp", "ssp", "asp"), f"memory.{key}": condition},
+            f"memory.{key}: under strategy {{run.strategy!r}} the shards make the steps; leave memory.{key} "
+            "out",
+            UserError,
+        )
+    for key, condition, why in (
+        ("disk", Given(), "the CPU side keeps all in host memory, and has no disk below it"),
+        ("master", Is(True), "the CPU side steps parameters in their own precision"),
+        ("step", IsNot("auto", "host"), "the CPU side makes the optimizer's steps"),
+        ("sharding", IsNot("auto"), "a node's devices read whole chunks from its CPU side"),
+    ):
+        yield Need(
+            f"lent-{key}",
+            prepare,
+            {"store": Is("lent"), f"memory.{key}": condition},
+            f"memory.{key}: strategy 'peers' has none: {why}; leave it out",
+        )
+    yield Need(
+        "sharded-share",
+        prepare,
+        {"store": Is("sharded"), "step share": Is(True)},
+        "memory.step: a share is for one worker; members step in host memory what they own",
+        UserError,
+    )
+    yield Need(
+        "over-step",
+        prepare,
+        {"store": Is("sharded"), "over": Given(), "memory.step": Is("device")},
+        "memory.step: with atoll.memory.over chunks are stepped in host memory; leave it at auto, or write "
+        "host",
+    )
+
+
+def _of_models() -> Iterator[Need]:
+    """Facts of the model and the optimizer: names of parameters and modules, dtypes, classes."""
+    prepare: tuple[Moment, ...] = ("prepare",)
+    yield Need(
+        "second-model",
+        prepare,
+        {"sync": Is("bsp", "ssp", "asp", "peers"), "models": Given()},
+        "strategy {run.strategy!r} trains one model in a session; put both into one nn.ModuleList and "
+        "prepare that, with one optimizer",
+        PrepareError,
+    )
+    over = "atoll.memory.over has given {over!r} the workers {ranks}, "
+    yield Need(
+        "over-alone",
+        prepare,
+        {"over": Given(), "fit": Is("alone")},
+        over + "and there are no others here: fit it with members, in a session of strategy ring",
+        PrepareError,
+    )
+    yield Need(
+        "over-replicas",
+        prepare,
+        {"over": Given(), "fit": Is("replicas")},
+        over + "and here each group of workers holds a replica of the whole model; leave it out, or choose "
+        "strategy 'ring'",
+        PrepareError,
+    )
+    yield Need(
+        "over-unsharded",
+        prepare,
+        {"over": Given(), "store": IsNot("sharded", None)},
+        over + "and takes a ring's workers under budgets of memory: strategy 'ring', [memory]",
+        PrepareError,
+    )
+    what = "module {module!r} is an nn.SyncBatchNorm, "
+    yield Need(
+        "sync-norm-cpu",
+        prepare,
+        {"module": Given(), "device": Is("cpu")},
+        what + "which torch has for GPUs alone; use nn.BatchNorm, whose statistics are those of each "
+        "worker's own batch, or a norm that needs none of the batch (nn.GroupNorm, nn.LayerNorm)",
+        PrepareError,
+    )
+    yield Need(
+        "sync-norm-group",
+        prepare,
+        {"module": Given(), "process group": IsNot("whole")},
+        what + "which works over a torch.distributed process group, and {process group}; call "
+        'torch.distributed.init_process_group("nccl") after atoll.join and before session.prepare, or use '
+        "nn.BatchNorm",
+        PrepareError,
+    )
+    yield Need(
+        "ltp-dtype",
+        prepare,
+        {"link.lossy": Is(True), "dtype": IsNot(*LOSSY_DTYPES, None)},
+        "{parameter} is {dtype}, and link.transport 'ltp' may lose parts of "
+        f"{', '.join(sorted(LOSSY_DTYPES))} alone: set link.reliable to true, or link.transport to tcp",
+        PrepareError,
+    )
+    yield Need(
+        "ltp-rescale-dtype",
+        prepare,
+        {"link.lossy": Is(True), "link.fill": Is("rescale"), "dtype": Is("bfloat16")},
+        "{parameter} is bfloat16, which link.fill 'rescale' cannot multiply on its way: set link.fill to "
+        "zero",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-by-tensor",
+        prepare,
+        {"unit": Is("tensor")},
+        "optimizer {optimizer} is not element-wise ({why}), so it cannot step chunks; use one that is, such "
+        "as torch.optim.AdamW or SGD",
+        PrepareError,
+    )
+    yield Need(
+        "optimizer-unknown-elsewhere",
+        prepare,
+        {"steps": Is("home"), "defined": Given()},
+        "strategy {run.strategy!r} steps the optimizer in a process of its own, which cannot import "
+        "{optimizer}: it is defined {defined}; put it into a module of its own, beside the script",
+        PrepareError,
+    )
+    yield Need(
+        "settings-elsewhere",
+        ("prepare", "call"),
+        {"steps": Is("home"), "setting": Given()},
+        "{setting} of the optimizer is a {kind}, and cannot be sent to the process that makes the "
+        "optimizer's steps; give numbers, text, None, or lists of these, or keep it outside of the param "
+        "groups",
+        UserError,
+    )
+
+
+def _of_calls() -> Iterator[Need]:
+    yield Need(
+        "load-elsewhere",
+        ("call",),
+        {"call": Is("optimizer.load_state_dict"), "steps": Is("home")},
+        "optimizer.load_state_dict after session.prepare: {home}, where this would not come; load it before "
+        "session.prepare, which takes the state over, or go on from a checkpoint (session.load, "
+        "session.resume)",
+        UserError,
+    )
+    yield Need(
+        "leased-drop-last",
+        ("call",),
+        {"call": Is("session.sampler"), "data": Is("leased"), "drop_last": Is(True)},
+        "session.sampler: with leased data every sample counts; leave drop_last out",
+        UserError,
+    )
+
+
+TABLE: tuple[Need, ...] = tuple(_rows())
+
+
+def refusal(moment: Moment, choices: Choices) -> Need | None:
+    """The first row of this moment that applies to the run; None: the run may go on."""
+    return next((row for row in TABLE if moment in row.moments and row.applies(choices)), None)
+
+
+def check(moment: Moment, choices: Choices) -> None:
+    """Raise the first row's error that applies at this moment, with its sentence."""
+    if refusal(moment, choices) is not None:
+        raise error_of(moment, choices)
+
+
+def error_of(moment: Moment, choices: Choices) -> UserError:
+    """The error for a run that a row refuses at this moment. For a place that knows that one does."""
+    row = refusal(moment, choices)
+    if row is None:
+        raise LookupError(f"no row of the table of needs refuses this at the moment {moment!r}")
+    return row.error(choices.fill(row.reason))
+
+
+def check_configuration(config: Config) -> None:
+    """Raise ConfigError for keys that are right alone and not together, and for budgets without `device`."""
+    check("configuration", choices_of(config))
+
+
+def check_groups(count: int, workers: int) -> None:
+    """Raise ConfigError where so many workers cannot be put into `count` groups (0: as many as are best)."""
+    check("launch", choices_of(_grouped("hierarchical", count, workers)))
+
+
+def check_nodes(count: int, workers: int) -> None:
+    """Raise ConfigError where so many workers cannot be `count` nodes of equally many devices (0: each is a
+    node)."""
+    check("launch", choices_of(_grouped("peers", count, workers)))
+
+
+def _grouped(strategy: Literal["hierarchical", "peers"], count: int, workers: int) -> Config:
+    config = Config()
+    config.run.strategy, config.run.workers, config.groups.count = strategy, workers, count
+    return config

@@ -1,0 +1,150 @@
+"""Write docs/reference/combinations.md from the table of needs: `python -m atoll.axes.page`.
+
+With a path the page is written there; without one it is printed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+from atoll.axes.cells import CELLS, Cell, LinkKind, refusal_of, strategy_of
+from atoll.axes.needs import TABLE, Moment, Need
+
+_WIDTH = 100
+_MOMENTS: dict[Moment, str] = {
+    "configuration": "When a configuration is read",
+    "launch": "Before `atoll run` starts anything",
+    "hub": "When `atoll hub` starts",
+    "join": "When a worker joins its run",
+    "prepare": "In `session.prepare`",
+    "call": "In later calls of the script",
+}
+# What a row may speak of beside keys of the configuration.
+FACTS = {
+    "store": "where the model lies: `resident`, `tiered`, `sharded` or `lent`",
+    "sync": "what happens between contributors: `local`, `bsp`, `ssp`, `asp` or `peers`",
+    "link.lossy": "whether the link may lose parts of gradients",
+    "hub": "the address of the hub; empty without one",
+    "shards": "the number of shards of the run that a worker joins",
+    "sites": "the sites of that run",
+    "site": "the worker's site, where the run has shards for sites",
+    "nodes differ": "whether the hub introduces another number of nodes",
+    "several machines": "whether a node's devices are on several machines",
+    "late": "whether the worker comes when the run is under way",
+    "models": "how many models the session has prepared before",
+    "over": "a parameter that was given to `atoll.memory.over`",
+    "fit": "who fits the model: `alone`, or members of `replicas`",
+    "step share": "whether `memory.step` is a share",
+    "module": "a module of the model that is an `nn.SyncBatchNorm`",
+    "device": "the kind of device",
+    "process group": "torch's default group: `whole`, or what it lacks",
+    "dtype": "of a trained parameter",
+    "unit": "what the optimizer steps by itself: `element` or `tensor`",
+    "steps": "where the optimizer steps: at the `worker`, or at `home`, where the values live",
+    "defined": "where the optimizer's class is defined, if no other process can import it there",
+    "setting": "a value in the optimizer's param groups that is no plain value",
+    "call": "what the script calls",
+    "data": "how the script gets data: `dealt` or `leased`",
+    "drop_last": "an argument of the call",
+}
+_STORES = {
+    "resident": "whole, on the device",
+    "tiered": "in tiers of memory",
+    "sharded": "in tiers, shared by the ring",
+    "lent": "in tiers, lent by the CPU side",
+}
+_SYNCS = {"local": "nothing", "peers": "peers"}
+
+
+def page() -> str:
+    """The page as Markdown."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# What can be combined"
+    yield ""
+    yield from _wrapped(
+        "This page is generated from the table of needs (`src/atoll/axes/needs.py`), which is the one place "
+        "where Atoll refuses a combination. After a change of the table run `python -m atoll.axes.page "
+        "docs/reference/combinations.md`."
+    )
+    yield ""
+    yield from _wrapped(
+        "A way of training is one choice along each axis: where the model lies, who sums first, what happens "
+        "between those who contribute, and what carries the chunks. Values travel in their own dtype."
+    )
+    yield ""
+    yield "## Which cells train"
+    yield ""
+    yield from _wrapped(
+        "With budgets of memory the model lies in tiers; without them it lies whole on the device. `ring` "
+        "under \"who sums first\" is a ring's workers, a group of `ps-hra`, or a node's devices under "
+        "`peers`. A cell names the row below that refuses the combination."
+    )
+    yield ""
+    links = get_args(LinkKind)
+    yield f"| strategy | who sums first | between contributors | the model lies | {' | '.join(links)} |"
+    yield f"|{' --- |' * (4 + len(links))}"
+    for first in [cell for cell in CELLS if cell.link == links[0]]:
+        row = [cell for cell in CELLS if _but_link(cell) == _but_link(first)]
+        between = _SYNCS.get(first.sync, f"shards, `{first.sync}`")
+        alone = " (one worker)" if first.sync == "local" and first.group == "solo" else ""
+        cells = [f"`{strategy_of(first)}`{alone}", f"`{first.group}`", between, _STORES[first.store]]
+        yield f"| {' | '.join([*cells, *map(_answer, row)])} |"
+    yield ""
+    yield from _wrapped(
+        "`hierarchical` is a ring's cell: its groups are a way of summing over the same ring. With "
+        "`run.sites` each site is one contributor."
+    )
+    yield ""
+    yield "## Words for what is no key"
+    yield ""
+    yield from _wrapped(
+        "Rows name keys of the [configuration](../configuration.md), options of `atoll hub`, and:"
+    )
+    yield ""
+    yield from (f"- `{name}`: {meaning}" for name, meaning in FACTS.items())
+    for moment, title in _MOMENTS.items():
+        yield ""
+        yield f"## {title}"
+        yield ""
+        yield "| row | combination | what Atoll says |"
+        yield "| --- | --- | --- |"
+        for need in TABLE:
+            if moment in need.moments:
+                yield f'| <a id="{need.name}"></a>{need.name} | {_cell(need)} | {_sentence(need)} |'
+
+
+def _but_link(cell: Cell) -> tuple[str, str, str]:
+    return cell.store, cell.group, cell.sync
+
+
+def _answer(cell: Cell) -> str:
+    need = refusal_of(cell)
+    return "trains" if need is None else f"[{need.name}](#{need.name})"
+
+
+def _cell(need: Need) -> str:
+    return "; ".join(condition.words(name) for name, condition in need.cell.items())
+
+
+def _sentence(need: Need) -> str:
+    """The reason with a name in angle brackets for each thing that was chosen."""
+    return re.sub(r"\{([^{}!:]+)(![rs])?(:[^{}]*)?\}", r"*<\1>*", need.reason).replace("|", "\\|")
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
