@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, get_args
@@ -15,7 +16,9 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
-from atoll.net.endpoint import Buffer, Offered, Received, Server
+from atoll.core.errors import AtollError
+from atoll.net.endpoint import SOON, Buffer, Client, Offered, Received, Server
+from atoll.net.keys import Keys
 
 Draw = Callable[[int, int], int]  # an integer from the first to the second, both included
 
@@ -47,10 +50,10 @@ class Maker:
         return choices[self._draw(0, len(choices) - 1)]
 
     def message(self, union: Any) -> Any:
-        """A message of one of the union's types."""
+        """A message of one of the union's types, or of one type."""
         while True:
             try:
-                return self.value(inspect.type_info(self.one_of(get_args(union))), 0)
+                return self.value(inspect.type_info(self.one_of(get_args(union) or (union,))), 0)
             except ValueError:  # one that its own type refuses to be
                 continue
 
@@ -87,7 +90,9 @@ class Maker:
     def integer(self, kind: Any) -> int:
         low = kind.ge if kind.ge is not None else -MOST
         high = kind.le if kind.le is not None else (kind.lt - 1 if kind.lt is not None else MOST)
-        return min(max(self.one_of(COUNTS if self._draw(0, 3) else (self._draw(0, 20),)), low), high)
+        what = self._draw(0, 7)
+        value = self.one_of(COUNTS) if what > 2 else self._draw(0, 20 if what else MOST)
+        return min(max(value, low), high)
 
     def real(self, kind: Any) -> float:
         value = self.one_of(FLOATS)
@@ -186,3 +191,99 @@ class FedServer(Server):
             os.close(self.wake)
             os.close(self._waker)
         super().close()
+
+
+class FedClient(Client):
+    """A client that is connected to nothing: `liar` hears what it sends, and says what it receives."""
+
+    def __init__(
+        self,
+        liar: Liar,
+        address: str,
+        keys: Keys | None,
+        *,
+        limit: int,
+        name: str,
+        reconnect: tuple[float, float] = SOON,
+    ) -> None:
+        self.fed: deque[tuple[bytes, memoryview | None]] = deque()
+        self.liar = liar
+        super().__init__(address, keys, limit=limit, name=name, reconnect=reconnect)
+        self.wake = liar.wake
+        liar.clients.append(self)
+
+    def _open(self, keys: Keys | None, limit: int) -> None: ...
+
+    @property
+    def connected(self) -> bool:
+        return True
+
+    @property
+    def losses(self) -> int:
+        return 0
+
+    def check(self) -> None: ...
+
+    def send(self, header: bytes, payload: Buffer | None = None) -> None:
+        self.liar.hear(self, header)
+
+    def receive(self, timeout: float) -> tuple[bytes, memoryview | None] | None:
+        if self.fed:
+            return self.fed.popleft()
+        if timeout:
+            time.sleep(min(timeout, 0.0005))
+        return None
+
+
+class Liar:
+    """Whatever clients connect to: it answers each message with up to three, of `likely` types, of any of
+    `union`, or bytes that are none. `honest(header)` gives answers that it gives before it begins to lie."""
+
+    def __init__(
+        self,
+        draw: Draw,
+        union: Any,
+        likely: tuple[type, ...] = (),
+        words: tuple[str, ...] = (),
+        encode: Callable[[Any], bytes] = msgspec.msgpack.encode,
+        honest: Callable[[bytes], list[Any]] = lambda _header: [],
+    ) -> None:
+        self.maker, self._draw = Maker(draw, words), draw
+        self._union, self._likely, self._encode = union, likely, encode
+        self.honest, self.lies = honest, True
+        self.clients: list[FedClient] = []
+        self.said = 0
+        self.wake, self._waker = os.pipe()
+        os.write(self._waker, b"x")
+
+    def connect(self, address: str, keys: Keys | None, **options: Any) -> FedClient:
+        """What stands in the place of the class Client."""
+        options.pop("wish", None)
+        return FedClient(self, address, keys, **options)
+
+    def hear(self, client: FedClient, header: bytes) -> None:
+        client.fed += [(self._encode(each), None) for each in self.honest(header)]
+        self.say(client, self._draw(0, 3) if self.lies else 0)
+
+    def say(self, client: FedClient, count: int) -> None:
+        for _ in range(count):
+            self.said += 1
+            what = self._draw(0, 9)
+            if what == 0:
+                client.fed.append((bytes(self._draw(0, 255) for _ in range(self._draw(0, 30))), None))
+                continue
+            kind = self.maker.one_of(self._likely) if self._likely and what < 7 else self._union
+            raw = self._encode(self.maker.message(kind))
+            client.fed.append((mutated(self._draw, raw) if what == 1 else raw, self.maker.payload()))
+
+    def close(self) -> None:
+        for each in self.clients:
+            each.abandon()
+        os.close(self.wake)
+        os.close(self._waker)
+
+
+def told_in_a_line(error: BaseException) -> bool:
+    """Whether an error is Atoll's own, and says in one line that can be printed what is wrong."""
+    line = str(error)
+    return isinstance(error, AtollError) and bool(line) and line.isprintable() and len(line) < 10_000

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
+from atoll.core.texts import one_line
 from atoll.net.endpoint import Buffer, Client
 from atoll.wire.messages import AnyMessage, Message, Refused, WireError, decode_untrusted, encode
 
+MOST_REASON = 4096  # characters of a refusal that are shown
 _LOOK_SECONDS = 0.1  # how often the connection's state is looked at while waiting
 
 Answer = TypeVar("Answer", bound=Message)
@@ -66,14 +68,16 @@ def wait_for(
                     f"the connection to {client.name} at {client.address} was lost while waiting for {what}"
                 )
         if received is not None:
-            answer = _decode(client, received[0])
+            answer = decode_from(client, received[0])
             if isinstance(answer, Refused):
                 if (
                     not answer.number
                     or number is None
                     or (answer.request, answer.number) == (request, number)
                 ):
-                    raise RefusedError(f"{client.name} at {client.address} refused: {answer.reason}")
+                    raise RefusedError(
+                        f"{client.name} at {client.address} refused: {one_line(answer.reason, MOST_REASON)}"
+                    )
             elif isinstance(answer, expected):
                 if number is None or getattr(answer, "number", number) == number:
                     return answer, received[1]
@@ -92,9 +96,9 @@ def late(client: Client, deadline: float, what: str) -> str:
     )
 
 
-def _decode(client: Client, header: bytes) -> Any:
+def decode_from(client: Client, header: bytes) -> Any:
+    """The message that a server has sent. Raises RunError, with its name, where that is none."""
     try:
-        answer = decode_untrusted(header)
+        return decode_untrusted(header)
     except WireError as error:
         raise RunError(f"{client.name} at {client.address} sent {error}") from None
-    return answer

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from atoll.wire.peers import Key, Stream
 from atoll.wire.peerviews import Life, Member, View
 
+MOST_MISSING = 1024  # numbers of a contributor that are asked for at a time
+
 
 class Ledger:
     """One stream of numbered contributions, iterations or meetings, at node `me`.
@@ -72,9 +74,10 @@ class Ledger:
                 self.prefix[life] = int(min(self.prefix[life], cut))
 
     def acknowledge(self, member: Life, life: Life, below: int) -> bool:
-        """What another member holds of a contributor, which never becomes less; whether it became more."""
+        """What another member holds of a contributor, which never becomes less; whether it became more.
+        Of one that no view here has, nothing is noted."""
         acks = self.acks[member]
-        if below > acks.get(life, 0):
+        if life in self.cuts and below > acks.get(life, 0):
             acks[life] = below
             if below > self._known.get(life, below):
                 self._known[life] = below
@@ -107,8 +110,9 @@ class Ledger:
             self.prefix[life] += 1
 
     def missing(self, life: Life, limit: float) -> list[int]:
-        """What somebody holds of a contributor, below `limit`, and this node does not."""
-        stop = int(min(self._known[life], limit, self.cuts[life]))
+        """What somebody holds of a contributor, below `limit`, and this node does not: the first MOST_MISSING
+        numbers from the first that is missing on are looked at, the rest in their turn."""
+        stop = int(min(self._known[life], limit, self.cuts[life], self.prefix[life] + MOST_MISSING))
         if stop <= self.prefix[life]:
             return []
         here = self.here.get(life, ())

@@ -9,7 +9,7 @@ import numpy as np
 
 from atoll.peers import views
 from atoll.peers.fetching import Fetching
-from atoll.peers.ledger import Ledger
+from atoll.peers.ledger import MOST_MISSING, Ledger
 from atoll.peers.outputs import (
     Apply,
     Differ,
@@ -31,8 +31,10 @@ from atoll.peers.scripts import Script, mismatch
 from atoll.peers.settings import Settings
 from atoll.peers.synchronise import Synchronisation
 from atoll.peers.watch import Watch
+from atoll.wire.base import MOST_AHEAD
 from atoll.wire.messages import Message
 from atoll.wire.peers import (
+    WITNESS,
     AbortRound,
     AnswerRound,
     AskJoin,
@@ -58,11 +60,13 @@ from atoll.wire.peerviews import (
     Report,
     View,
     ViewDecided,
+    ViewMessage,
 )
 from atoll.wire.workerstand import WorkerStand
 
 _OF_VIEWS = (Prepare, Promised, Accept, Accepted, Outbid, ViewDecided)
 _NOBODY = View(0, 0, ())
+MOST_MEETINGS = 256  # ahead of this node whose parts are taken; the others wait for it in the next
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class Node:
         self._has_met = False  # it has been in a meeting of its own
         self._source: Life | None = None  # a joiner: whose state it waits for
         self._refused_state: set[Life] = set()
+        self._impossible: set[Life] = set()  # members whose reports cannot be true
         self._finished_at = math.inf
         self._is_over = False
         self._withheld: dict[Life, list[Key]] = {}  # of its own, for which a member has no room yet
@@ -315,11 +320,12 @@ class Node:
             if self._asking is not None and not self.is_member and message.token == self._asking.token:
                 self._leave("it was let in and removed again before it knew")
         elif isinstance(message, ViewDecided):
-            self._learn(now, message.view)
+            if sender == WITNESS or sender in message.view.last:
+                self._learn(now, message.view)
         elif not self.is_member:
             self._tell_known(sender, message)
         elif isinstance(message, _OF_VIEWS):
-            if self._change is not None:
+            if self._change is not None and self._may_say(sender, message):
                 self._watch.handle_heard(now, sender)
                 report = self._report(live=True)
                 self._after_change(now, report, self._change.handle_message(now, sender, message, report))
@@ -328,6 +334,22 @@ class Node:
             self._absorb(now, message.report)
             self._dispatch(now, sender, message)
         return self._advance(now)
+
+    def _may_say(self, sender: int, message: ViewMessage) -> bool:
+        """Whether a voter can say this of views: of a later one than this node's only its members can ask."""
+        if isinstance(message, Promised):
+            return message.report is None or self._is_possible(message.report)
+        if isinstance(message, (Prepare, Accept)) and message.view.number > self.view.number:
+            is_voter = any(each.life.node == sender for each in message.view.members)
+            return is_voter and self._descends(message.view)
+        return True
+
+    def _descends(self, view: View) -> bool:
+        """Whether a view can come after this node's own: each remembers all incarnations that were before."""
+        if view.founding != self.view.founding:
+            return view.founding > self.view.founding
+        known = self.view.last.items()
+        return all(view.last.get(node, -1) >= incarnation for node, incarnation in known)
 
     def _tell_known(self, sender: int, message: PeerMessage) -> None:
         """To a joiner somebody speaks of a view, which may be older than one that it knows."""
@@ -350,7 +372,7 @@ class Node:
         elif isinstance(message, ScriptsDiffer):
             self._differ(message.line)
         elif isinstance(message, FetchParts):
-            for key in message.keys:
+            for key in dict.fromkeys(message.keys):  # each once
                 if self._ledger(key).has(key):
                     self._out.append(SendPart(sender, key))
         elif isinstance(message, AskRound):
@@ -359,9 +381,12 @@ class Node:
             self._sync.handle_answer(now, message)
         elif isinstance(message, RefuseRound):
             self._sync.handle_refusal(now, sender, message.round)
+        elif isinstance(message, (EndRound, AbortRound)) and message.round.node != sender:
+            pass  # a round is its starter's to end
         elif isinstance(message, EndRound):
             for report in message.reports:
-                if report.view == self.view.number and report.life != self.life:
+                is_other = report.view == self.view.number and report.life in self._iterations.acks
+                if is_other and self._is_possible(report):
                     self._absorb(now, report)
             self._sync.handle_over(message.round, f"ended: the least iteration is {message.iteration}")
         elif isinstance(message, AbortRound):
@@ -388,7 +413,7 @@ class Node:
     def _room(self, life: Life, ledger: Ledger) -> float:
         """Below which a contributor's numbers are taken."""
         if ledger is self._meetings:
-            return math.inf
+            return MOST_MEETINGS + (self.met if self._has_met else ledger.prefix[life])
         wanted = self._change.wanted if self._change is not None else ()
         asked = max((each.held.iterations for each in wanted if each.held.life == life), default=0)
         return max(self.applied + self.settings.slots, asked)
@@ -697,13 +722,32 @@ class Node:
         if not self.is_member or report.life.node != sender:
             return False
         if report.view == self.view.number and report.life in self._iterations.acks:
-            return True
+            return self._is_possible(report)
         if now >= self._newest_told.get(sender, -math.inf) + self.settings.heartbeat / 2:
             self._newest_told[sender] = now
             if report.view > self.view.number:  # whoever is asked in an old view answers with the newest
                 self._out.append(Send(sender, self._node_report()))
             else:
                 self._out.append(Send(sender, ViewDecided(view=self.view)))
+        return False
+
+    def _is_possible(self, report: Report) -> bool:
+        """Whether a member of this view can be there. Nothing is applied without this node's contribution, so
+        nobody is far ahead of it; MOST_AHEAD leaves room for all that is honest. What is not possible is told
+        of once, and not taken: it would move what this node waits for out of reach."""
+        most = self.iteration + MOST_AHEAD
+        counts = [report.iteration, report.applied, *(held.iterations for held in report.held)]
+        met = [report.met, *(held.meetings for held in report.held)] if self._has_met else [0]
+        if max(counts) <= most and max(met) <= self.met + MOST_AHEAD:
+            return True
+        if report.life not in self._impossible:
+            self._impossible.add(report.life)
+            self._note(
+                "refused",
+                _name(report.life),
+                f"it reports iteration {max(counts)} and meeting {max(met)}, where this node is at iteration "
+                f"{self.iteration} and meeting {self.met}: that cannot be, and is not taken",
+            )
         return False
 
     def _absorb(self, now: float, report: Report) -> None:
@@ -754,6 +798,7 @@ class Node:
                 (self._meetings, each.held.meetings),
             ):
                 start = ledger.prefix.get(each.held.life, stop)
+                stop = min(stop, start + MOST_MISSING)  # the rest in its turn
                 numbers = (Key(ledger.stream, number, each.held.life) for number in range(start, stop))
                 keys += [key for key in numbers if not ledger.has(key)]
         return keys
@@ -834,9 +879,12 @@ class Node:
         """A view was decided."""
         if self._is_over or (view.founding, view.number) <= (self.view.founding, self.view.number):
             return
+        if not self._descends(view):
+            return
         asking = self._asking
         if asking is not None and not self.is_member:
-            entry = next((member for member in view.members if member.token == asking.token), None)
+            mine = (self.life.node, asking.token)
+            entry = next((each for each in view.members if (each.life.node, each.token) == mine), None)
             if entry is not None:
                 self.life, self.iteration = entry.life, entry.first
                 self._iterations.done = self._iterations.ordered = entry.base
@@ -877,11 +925,12 @@ class Node:
             n: pair for n, pair in self._joiners.items() if pair[0].token not in self._known_tokens
         }
         self._refused_state.clear()
+        self._impossible.clear()
         self._tell = self._moved = self._lacks_more = True
         self._out.append(ViewChanged(view, f"view {view.number} is decided"))
 
     def _handle_join(self, now: float, sender: int, message: AskJoin) -> None:
-        if not self.is_member or message.node != sender:
+        if not self.is_member or message.node != sender or not message.token:
             return
         if any(member.token == message.token for member in self.view.members):
             self._out.append(Send(sender, ViewDecided(view=self.view)))

@@ -55,6 +55,7 @@ from atoll.wire.peerviews import (
     View,
     ViewDecided,
     ViewMessage,
+    does_follow,
 )
 
 _NONE = Ballot(0, 0)  # below every proposer's
@@ -220,6 +221,8 @@ class Change:
             self._sends.append((sender, ViewDecided(view=self.view)))
             return
         self._note_round(sender, message.ballot)
+        if isinstance(message, Accept) and not does_follow(self.view, message.next):
+            return
         if sender not in self._voters or sender != message.ballot.node or not self._is_ready(report):
             return
         if not self._acceptor.promise(message.ballot):
@@ -266,6 +269,8 @@ class Change:
         proposal = self._proposal
         if proposal is None or sender not in self._voters:
             return
+        if isinstance(message, Promised) and not self._is_of_voter(sender, message):
+            return
         if isinstance(message, Outbid):
             if message.ballot > proposal.ballot:
                 self._stand_back(now, f"{_name(sender)} has promised more to node {message.ballot.node}")
@@ -275,6 +280,12 @@ class Change:
             proposal.accepted.add(sender)
         elif sender == WITNESS or message.report is not None:
             proposal.promises[sender] = message
+
+    def _is_of_voter(self, sender: int, promised: Promised) -> bool:
+        """Whether a voter can have promised this: with its own report, and with what can follow the view."""
+        report, accepted = promised.report, promised.accepted
+        is_own = report is None or report.life.node == sender
+        return is_own and (accepted is None or does_follow(self.view, accepted[1]))
 
     def _begin(self, now: float, report: Report) -> None:
         """A ballot of one's own, higher than any that was seen."""

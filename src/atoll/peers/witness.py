@@ -22,6 +22,7 @@ from atoll.wire.peerviews import (
     Promised,
     View,
     ViewDecided,
+    does_follow,
 )
 
 Answer: TypeAlias = Union[Promised, Accepted, Outbid, ViewDecided]
@@ -55,6 +56,8 @@ class Witness:
         members, a node that is not in it, or an older founding of the run."""
         view, ballot = message.view, message.ballot
         if WITNESS not in voters(view) or sender not in voters(view) or sender != ballot.node:
+            return None
+        if isinstance(message, Accept) and not does_follow(view, message.next):
             return None
         if self._view is None or _age(view) > _age(self._view):
             self._view, self._acceptor = view, Acceptor()

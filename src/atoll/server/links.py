@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from atoll.core.errors import DeadlineError, GivenUpError, PeerLostError, RunError
+from atoll.core.texts import one_line
 from atoll.net.endpoint import SOON, Client, poll
 from atoll.net.keys import Keys
-from atoll.net.requests import RefusedError, ask
+from atoll.net.requests import MOST_REASON, RefusedError, ask, decode_from
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
@@ -182,7 +183,7 @@ class HubLink:
         GivenUpError where shards are held twice."""
         self._introduce()
         while (received := self.client.receive(0)) is not None:
-            message = decode_untrusted(received[0])
+            message = decode_from(self.client, received[0])
             if isinstance(message, Shards):
                 self.addresses = list(message.addresses) or self.addresses
             elif isinstance(message, Welcome):
@@ -190,7 +191,7 @@ class HubLink:
             elif isinstance(message, Duty):
                 self._told = message if message.term >= self._term(self._told) else self._told
             elif isinstance(message, Refused) and message.request != "WhereAreShards":  # asked before Hello
-                self._refused = message.reason
+                self._refused = one_line(message.reason, MOST_REASON)
         if self._refused and not self._left:
             if self.welcome.replicas > 1:
                 raise GivenUpError(f"hub at {self.client.address}: {self._refused}")
@@ -269,14 +270,16 @@ class LogLink:
                 return
             if received is None:
                 break
-            message = decode_untrusted(received[0])
+            message = decode_from(self.client, received[0])
             if isinstance(message, Entry):
                 self._apply(message, received[0])
             elif isinstance(message, Welcome):
                 self.comes_back, self._welcomed = message.comes_back, True
                 self.is_lost = message.shard > 0  # another one, which has got shard 0's old port
             elif isinstance(message, Refused):
-                raise RunError(f"shard 0 at {self.client.address} refused: {message.reason}")
+                raise RunError(
+                    f"shard 0 at {self.client.address} refused: {one_line(message.reason, MOST_REASON)}"
+                )
         self.client.check()
         if not self.client.losses:
             waited = time.monotonic() - self._since

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import RunError
+from atoll.core.errors import GivenUpError, RunError
 from atoll.core.points import reach
+from atoll.core.texts import one_line
 from atoll.net.endpoint import Received, Server, poll
-from atoll.server.journal import Journal
+from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink
 from atoll.server.recovery import ShardImage, decode_image, no_parts
 from atoll.server.shard import Shard
@@ -263,9 +264,24 @@ class Standby:
     # -- handling -----------------------------------------------------------------------------------------
 
     def _handle_next(self) -> None:
+        """Handle the next message of the stream. Raises RunError, with its name, where it makes no sense: a
+        shard that went on from it would not be what its primary is."""
         pending = self._pending.popleft()
         self._bytes -= pending.size
         message, payload = pending.message, pending.payload
+        try:
+            self._handle(message, payload)
+        except (JournalError, GivenUpError):
+            raise  # of this process, and not of what the primary sent
+        except Exception as error:
+            why = one_line(str(error), 400) or type(error).__name__
+            what = f"a {type(message).__name__} of the stream makes no sense here"
+            raise RunError(
+                f"the standby of shard {self.index} cannot do what its primary did: {what} "
+                f"({type(error).__name__}: {why})"
+            ) from error
+
+    def _handle(self, message: AnyMessage, payload: memoryview | None) -> None:
         if isinstance(message, Copy):
             self.shard.hear_again(_told(message), payload)
         elif isinstance(message, CopyChunk):

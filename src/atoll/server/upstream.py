@@ -17,8 +17,10 @@ from typing import TypeAlias
 from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.core.events import LinkFigures
+from atoll.core.texts import one_line
 from atoll.net.endpoint import Client, Endpoint, poll
 from atoll.net.keys import Keys
+from atoll.net.requests import MOST_REASON
 from atoll.net.returning import ReturningLinks
 from atoll.net.tunnel import Lossy
 from atoll.wire.messages import (
@@ -279,7 +281,7 @@ class Upstream:
         except WireError as error:
             raise RunError(f"{self._name(shard)} sent {error}") from None
         if isinstance(message, Refused):
-            reason = in_sites(message.reason, self.place.names)
+            reason = in_sites(one_line(message.reason, MOST_REASON), self.place.names)
             raise UserError(f"{self._name(shard)} refused: {reason}")
         handler = self._handlers.get(type(message))
         if handler is None:

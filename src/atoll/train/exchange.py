@@ -269,6 +269,7 @@ class NewParameters:
         self.consumed = max(self.consumed, message.consumed)
         self.told_consumed(self.consumed)
         self.told_lost(message.asked - 1, message.chunk, message.lost)
+        check_holder(self._connection.shard_of, shard, message.chunk)
         values = values_of(payload, bound, shard, self._share)
         if self._publishing:  # while the next one is on its way
             self._put(bound, values)
@@ -657,6 +658,7 @@ class MeanExchange(SendingReducer, WorkerMean):
         chunk = self._gradients.get(message.chunk)
         if message.iteration != self.steps or chunk is None:
             return
+        check_mean(self.connection.shard_of, shard, message, chunk.bound)
         # The shard has answered, so what was sent from this memory has been received, and counts.
         if not any(self.connection.shard_of[chunk_id] == shard for chunk_id in self._means):
             shards = self.connection.shards
@@ -822,6 +824,22 @@ def bytes_of(flat: Tensor) -> memoryview:
     """The memory of a 1-D tensor on the CPU, as it is (a copy of it, where it is elsewhere)."""
     host = flat.detach().to("cpu")
     return memoryview(host.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def check_holder(shard_of: Mapping[int, int], shard: int, chunk: int) -> None:
+    """Raise RunError where `shard` answers for a chunk that another one holds."""
+    if shard_of[chunk] != shard:
+        raise RunError(f"shard {shard} answered for chunk {chunk}, which shard {shard_of[chunk]} holds")
+
+
+def check_mean(shard_of: Mapping[int, int], shard: int, mean: Mean, bound: BoundChunk) -> None:
+    """Raise RunError where `shard` sends what cannot be the mean of this chunk."""
+    check_holder(shard_of, shard, mean.chunk)
+    if len(mean.present) != len(bound.parameters):
+        raise RunError(
+            f"shard {shard} sent a mean of {len(mean.present)} parameters for chunk {mean.chunk}, which has "
+            f"{len(bound.parameters)}"
+        )
 
 
 def values_of(

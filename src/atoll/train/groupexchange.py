@@ -29,6 +29,7 @@ from atoll.train.exchange import (
     Connection,
     Exchange,
     MeanSteps,
+    check_mean,
     chunks_named,
     values_of,
 )
@@ -620,6 +621,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
             return
         if (message.share, message.shares) != self._mean_share:
             return  # what this member asked for before another was lost
+        check_mean(self.connection.shard_of, shard, message, chunk.bound)
         if not any(self.connection.shard_of[chunk_id] == shard for chunk_id in self._means):
             self._shard_answers(shard)
         self.lossy.answered(message.iteration, message.chunk, message.lost)

@@ -13,9 +13,10 @@ from types import TracebackType
 import msgspec
 
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
+from atoll.core.texts import one_line
 from atoll.net.endpoint import SOON, Client
 from atoll.net.keys import Keys
-from atoll.net.requests import Answer, RefusedError, ask, late
+from atoll.net.requests import MOST_REASON, Answer, RefusedError, ask, late
 from atoll.net.route import own_address
 from atoll.train.links import LinkEnd
 from atoll.wire.messages import (
@@ -303,7 +304,17 @@ class HubClient:
         """Ask once."""
         self._leases += 1
         request = msgspec.structs.replace(request, number=self._leases)
-        return self._ask(request, Leased, what, number=self._leases)
+        leased = self._ask(request, Leased, what, number=self._leases)
+        is_of_it = (leased.sampler, leased.epoch) == (request.sampler, request.epoch)
+        if not is_of_it or not leased.start <= leased.stop <= min(
+            request.length, leased.start + request.count
+        ):
+            raise RunError(
+                f"hub at {self._address} leased samples {leased.start} to {leased.stop} of epoch "
+                f"{leased.epoch}, where up to {request.count} of the {request.length} of epoch "
+                f"{request.epoch} were asked for"
+            )
+        return leased
 
     def check(self) -> None:
         """Raises RunError when the hub has given this worker up."""
@@ -467,7 +478,7 @@ class HubClient:
         except WireError:
             return
         if isinstance(message, Refused):
-            self._given_up = message.reason
+            self._given_up = one_line(message.reason, MOST_REASON)
         elif isinstance(message, RingNews):
             if self._links is not None and self._links.want(message.links):
                 self._at_once.set()  # the next heartbeat says where

@@ -15,9 +15,10 @@ from typing import TypeAlias
 from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, MismatchError, PeerLostError, RunError, UserError
 from atoll.core.events import LinkFigures
+from atoll.core.texts import one_line
 from atoll.net.endpoint import poll
 from atoll.net.keys import Keys
-from atoll.net.requests import RefusedError
+from atoll.net.requests import MOST_REASON, RefusedError, decode_from
 from atoll.net.returning import Payload, ReturningLinks
 from atoll.net.tunnel import Lossy
 from atoll.wire.messages import (
@@ -30,7 +31,6 @@ from atoll.wire.messages import (
     Refused,
     Welcome,
     WhoIsMissing,
-    decode_untrusted,
 )
 
 Handler: TypeAlias = Callable[[int, AnyMessage, memoryview | None], None]  # (shard, message, payload)
@@ -248,7 +248,7 @@ class Shards:
 
     def _decode(self, shard: int, header: bytes, payload: memoryview | None) -> None:
         self._hear(shard)
-        self._handle(shard, decode_untrusted(header), payload)
+        self._handle(shard, decode_from(self._links.clients[shard], header), payload)
 
     # -- who is silent, lost or back ----------------------------------------------------------------------
 
@@ -310,9 +310,10 @@ class Shards:
         if isinstance(message, Ping):
             return
         if isinstance(message, Refused):
-            raise UserError(f"{self._name(shard)} at {self.addresses[shard]}: {message.reason}")
-        if isinstance(message, Mismatch):
-            raise MismatchError(message.line)
+            reason = one_line(message.reason, MOST_REASON)
+            raise UserError(f"{self._name(shard)} at {self.addresses[shard]}: {reason}")
+        if isinstance(message, Mismatch) and shard == LOG:
+            raise MismatchError(one_line(message.line, MOST_REASON))
         handler = self._handlers.get(type(message))
         if handler is None:
             raise RunError(f"{self._name(shard)} sent a {type(message).__name__}, which nobody asked for")

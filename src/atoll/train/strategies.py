@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
 from atoll.core.config import Config
+from atoll.core.errors import RunError
 from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.binding import BoundChunk, carve
@@ -465,7 +466,9 @@ class ServedModel:
 
     def _handle_state(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, State)
-        bound = next(b for b in self._training.chunks if b.chunk.id == message.chunk)
+        bound = next((b for b in self._training.chunks if b.chunk.id == message.chunk), None)
+        if bound is None or len(message.values) not in (0, len(bound.parameters)):
+            raise RunError(f"shard {shard} sent a state of chunk {message.chunk} that is none of this model")
         if message.key:
             self._fetched.setdefault(message.chunk, {})[message.key] = values_of(
                 payload, bound, shard

@@ -29,6 +29,7 @@ from atoll.train.exchange import (
     NewParameters,
     WorkerMean,
     bytes_of,
+    check_mean,
     values_of,
 )
 from atoll.train.reducer import Calls, ReducingAtEnd
@@ -312,6 +313,7 @@ class TieredMean(ReducingAtEnd, _Tiered, TieredMeanSteps, WorkerMean):
         bound = self._bounds.get(message.chunk)
         if message.iteration != self.steps or bound is None or message.chunk in self._means:
             return
+        check_mean(self.connection.shard_of, shard, message, bound)
         # The shard has answered, so what was sent to it counts, and is not read again.
         if not any(self.connection.shard_of[chunk_id] == shard for chunk_id in self._means):
             self.connection.shards.answered(CONTRIBUTION, shard)

@@ -18,7 +18,7 @@ from torch import Tensor
 from atoll.core import points
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.finite import is_finite
-from atoll.train.exchange import CONTRIBUTION, Connection, NewParameters, bytes_of, values_of
+from atoll.train.exchange import CONTRIBUTION, Connection, NewParameters, bytes_of, check_holder, values_of
 from atoll.train.groupexchange import GroupExchange, GroupMeanExchange, GroupReducer, Outgoing
 from atoll.train.messages import ChunkGradients, Message
 from atoll.train.ring import Agreement, RingReducer
@@ -130,6 +130,7 @@ class GroupParameters(TieredParameters):
             return
         if (message.share, message.shares) != self._share:
             return  # what this member asked for before another was lost
+        check_holder(self._connection.shard_of, shard, message.chunk)
         self.clock, self.staleness = message.clock, message.staleness
         self.consumed = max(self.consumed, message.consumed)
         self._arrived[message.chunk] = values_of(payload, bound, shard, self._share).clone()

@@ -84,6 +84,7 @@ from atoll.wire.peers import (
     NodeReport,
     RefuseRound,
     ScriptsDiffer,
+    flaw,
 )
 from atoll.wire.peerviews import Accept, Accepted, Outbid, Prepare, Promised, ViewDecided
 from atoll.wire.served import (
@@ -261,6 +262,7 @@ AnyMessage: TypeAlias = Union[
     Prepare, Promised, Accept, Accepted, Outbid, ViewDecided,
 ]  # fmt: skip
 
+_OF_VIEWS = (Prepare, Promised, Accept, Accepted, Outbid, ViewDecided)  # what the hub votes on
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -272,7 +274,10 @@ def encode(message: AnyMessage) -> bytes:
 
 def decode_untrusted(header: bytes | memoryview) -> AnyMessage:
     """The message in `header`; raises WireError, with one line, for anything that is none."""
-    return decode_with(_decoder, header, "header")
+    message = decode_with(_decoder, header, "header")
+    if isinstance(message, _OF_VIEWS) and (reason := flaw(message)):
+        raise WireError(f"no message of this protocol: {reason}")
+    return message
 
 
 def plain_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> Hyperparameters:

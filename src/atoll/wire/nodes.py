@@ -26,7 +26,7 @@ from atoll.wire.base import (
     decode_with,
 )
 from atoll.wire.device import Applied, Clip, Note
-from atoll.wire.peers import Key, NodeReport, PeerMessage, ScriptsDiffer
+from atoll.wire.peers import Key, NodeReport, PeerMessage, flaw
 from atoll.wire.peerviews import Life
 from atoll.wire.workerstand import WorkerStand, unreadable
 
@@ -174,11 +174,9 @@ def decode_untrusted(header: bytes | memoryview) -> NodeMessage:
     reason = ""
     if isinstance(message, MeetingPart):
         reason = unreadable(message.stand)
-    elif isinstance(message, Word) and isinstance(message.body, NodeReport):
-        waits = message.body.waits
-        reason = unreadable(None if waits is None else waits.stand)
-    elif isinstance(message, Word) and isinstance(message.body, ScriptsDiffer):
-        reason = "" if message.body.line.isprintable() else "an unprintable line on where scripts stand"
+    elif isinstance(message, Word):
+        waits = message.body.waits if isinstance(message.body, NodeReport) else None
+        reason = unreadable(None if waits is None else waits.stand) or flaw(message.body)
     if reason:
         raise WireError(f"no message of this protocol: {reason}")
     return message

@@ -11,7 +11,19 @@ import msgspec
 from msgspec import Meta
 
 from atoll.wire.base import Count, Message, Name, Text
-from atoll.wire.peerviews import NODES, Life, Report, ViewMessage
+from atoll.wire.peerviews import (
+    NODES,
+    Accept,
+    Life,
+    Prepare,
+    Promised,
+    Report,
+    View,
+    ViewDecided,
+    ViewMessage,
+    flaw_of_report,
+    flaw_of_view,
+)
 from atoll.wire.workerstand import WorkerStand
 
 WITNESS = -1  # the hub's node id, in views of two: it votes and holds nothing
@@ -144,3 +156,25 @@ PeerMessage: TypeAlias = Union[
     JoinOver,
     ViewMessage,
 ]
+
+
+def flaw(message: PeerMessage) -> str:
+    """Return why a node's message makes no sense in any run; empty where it may.
+
+    Types say how large each number may be; this says what numbers and lives cannot stand together.
+    """
+    views: list[View] = []
+    if isinstance(message, (Prepare, Accept, ViewDecided)):
+        views.append(message.view)
+    if isinstance(message, Accept):
+        views.append(message.next)
+    elif isinstance(message, Promised) and message.accepted is not None:
+        views.append(message.accepted[1])
+    report: Report | None = getattr(message, "report", None)
+    reports = [] if report is None else [report]
+    if isinstance(message, EndRound):
+        reports += message.reports
+    reasons = [*map(flaw_of_view, views), *map(flaw_of_report, reports)]
+    if isinstance(message, ScriptsDiffer) and not message.line.isprintable():
+        reasons.append("an unprintable line on where scripts stand")
+    return next(filter(None, reasons), "")

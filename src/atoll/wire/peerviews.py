@@ -6,6 +6,8 @@ contributions are counts: below 7 are 0 to 6. Source: S0, "Members come and go".
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple, TypeAlias, Union
 
 import msgspec
@@ -14,7 +16,7 @@ from msgspec import Meta
 from atoll.wire.base import Count, Message, Name
 
 NODES = 1024  # in a view, at most
-MOST_ROUND = 2**52  # of a ballot that is taken note of: there are higher ones
+MOST_ROUND = 2**52  # of a ballot, or of what a view counts: above it there are higher ones yet
 
 
 class Life(NamedTuple):
@@ -143,3 +145,42 @@ class ViewDecided(Message, frozen=True):
 
 
 ViewMessage: TypeAlias = Union[Prepare, Promised, Accept, Accepted, Outbid, ViewDecided]
+
+
+def flaw_of_view(view: View) -> str:
+    """Return why no run has such a view; empty where one may."""
+    nodes = [each.life.node for each in view.members]
+    lives = [each.life for each in (*view.members, *view.removed)]
+    counts = [view.founding, view.number, *view.last.values()]
+    for each in (*view.members, *view.removed):
+        counts += (each.life.incarnation, each.first, each.held, each.meetings, each.base)
+    if any(node >= NODES for node in (*nodes, *view.last)):
+        return f"a view with a node beyond {NODES - 1}"
+    if any(one >= other for one, other in itertools.pairwise(nodes)):
+        return "a view whose members are not in order of node, one of each"
+    if len(set(lives)) < len(lives):
+        return "a view that has an incarnation twice"
+    if any(view.last.get(each.life.node, -1) < each.life.incarnation for each in view.members):
+        return "a view with a member of an incarnation that no node has had"
+    return _flaw_of_counts("a view", counts)
+
+
+def flaw_of_report(report: Report) -> str:
+    """Return why no member makes this report; empty where one may."""
+    counts = [report.view, report.iteration, report.applied, report.met, report.life.incarnation]
+    for each in report.held:
+        counts += (each.iterations, each.meetings)
+    return _flaw_of_counts("a report", counts)
+
+
+def does_follow(view: View, following: View) -> bool:
+    """True where `following` may be what is decided after `view`."""
+    return (following.founding, following.number) == (view.founding, view.number + 1) and bool(
+        following.members
+    )
+
+
+def _flaw_of_counts(what: str, counts: Sequence[int]) -> str:
+    """Numbers are counted up from 0: one that leaves no room for a higher one is none."""
+    most = max(counts, default=0)
+    return f"{what} with the number {most}, where {MOST_ROUND} is the most" if most > MOST_ROUND else ""

@@ -232,6 +232,8 @@ class GlobalParameters:
             for node, what in excess.items()
         }
         for each in contributions:
+            if each.clip is not None and (math.isnan(each.clip.max_norm) or math.isnan(each.clip.norm_type)):
+                wrong[each.node] = f"node {each.node}'s contribution asks to clip by {each.clip.max_norm}"
             try:
                 self.optimizer.check_hyperparameters(each.hyperparameters)
             except UserError as error:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
 from atoll.core.errors import RunError, UserError
+from atoll.core.texts import one_line
 from atoll.net.endpoint import (
     NOTHING_LISTENS,
     SOON,
@@ -444,7 +445,8 @@ class Network:
             ):  # set up, maybe, since this greeting was sent
                 self.send(link.at.node, Trains(digest=self._digest, number=self._number))
         elif isinstance(message, Refused) and message.request == "Greet":
-            self._refused_by(link, f"node {link.at.node} at {link.at.address} refused: {message.reason}")
+            said = one_line(message.reason, 1000)
+            self._refused_by(link, f"node {link.at.node} at {link.at.address} refused: {said}")
         elif not isinstance(message, (Ping, Refused)):
             self._refused_by(
                 link, f"node {link.at.node} at {link.at.address} sent a {type(message).__name__}"
@@ -455,13 +457,15 @@ class Network:
             link.refusal = reason
             self._tell("link", "", reason)
 
-    def refusals(self) -> list[str]:
-        """Why nodes do not take us, or are none to go to, a line each."""
+    def refusals(self, nodes: Collection[int] | None = None) -> list[str]:
+        """Why these nodes (None: all) do not take us, or are none to go to, a line each. Who is none of
+        them may have come by itself, and says what it likes."""
         reasons = [
             f"node {node} at {link.at.address}: it {_OTHER_MODEL}"
             if self._other_model(link.digest)
             else link.refusal
             for node, link in sorted(self._links.items())
+            if nodes is None or node in nodes
         ]
         return [each for each in reasons if each]
 

@@ -165,24 +165,28 @@ class CpuSideProcess:
     def run(self) -> None:
         """Serve until the worker is gone: PostClosedError. Raises, too, what the run cannot go on with."""
         while True:
-            self._wait()
-            if self._watch >= 0 and select.select([self._watch], [], [], 0)[0]:
-                raise PostClosedError(_ENDED)
-            self._post.flush()
-            while (got := self._post.receive()) is not None:
-                self._handlers[type(got[0])](*got)
-            if self._door is not None:
-                self._wants_state += self._door.take()
-            if self._network_ is not None:
-                for arrived in self._network.take():
-                    self._hear(arrived)
-            if self._witness is not None:
-                self._hear_witness(self._witness)
-            self._calculating.collect()
-            self._see_to_time()
-            self._give_optimizer_state()
-            self._start_job()
-            self._free_slots()
+            self._turn()
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and see to it."""
+        self._wait()
+        if self._watch >= 0 and select.select([self._watch], [], [], 0)[0]:
+            raise PostClosedError(_ENDED)
+        self._post.flush()
+        while (got := self._post.receive()) is not None:
+            self._handlers[type(got[0])](*got)
+        if self._door is not None:
+            self._wants_state += self._door.take()
+        if self._network_ is not None:
+            for arrived in self._network.take():
+                self._hear(arrived)
+        if self._witness is not None:
+            self._hear_witness(self._witness)
+        self._calculating.collect()
+        self._see_to_time()
+        self._give_optimizer_state()
+        self._start_job()
+        self._free_slots()
 
     def _wait(self) -> None:
         if self._post.is_full != self._post_full:
@@ -350,7 +354,7 @@ class CpuSideProcess:
     def _check_refused(self) -> None:
         """Raise why another node does not take this one, before it was ever among them."""
         assert self._begin is not None
-        refusals = self._network.refusals()
+        refusals = self._network.refusals([each.node for each in self._nodes])
         late = self._entering is not None
         if refusals and not self._is_ready and (not late or len(refusals) == len(self._nodes)):
             raise UserError(f"node {self._begin.node}: {refusals[0]}")
@@ -526,7 +530,7 @@ class CpuSideProcess:
             return
         where = f"none of the nodes known from {self._known_from} answers; if the run is over, start in a "
         where += "new run.directory, and go on with session.resume(folder)"
-        why = "; ".join([waited, *([where] if nobody else []), *network.refusals()])
+        why = "; ".join([waited, *([where] if nobody else []), *network.refusals(others)])
         raise DeadlineError(f"{why} ({limit})")
 
     def _see_whether_all_have_finished(self, node: Node) -> None:
@@ -661,7 +665,7 @@ class CpuSideProcess:
             iteration, digest = message.iteration, message.digest
             self._history.compare(iteration, self._shift, digest, node=sender, own=self._network.node)
         elif isinstance(message, n.Lacks):
-            self._giver.handle(message)
+            self._giver.handle(sender, message)
             self._give_state()
         elif isinstance(message, n.Takeover):
             self._hear_takeover(sender, message, payload)
@@ -688,6 +692,11 @@ class CpuSideProcess:
         if size > n.MOST_PART:
             about = f"node {key.life.node}"
             self._tell("refused", about, f"{size} bytes for a meeting, where {n.MOST_PART} is the most")
+        elif message.since > key.number:
+            about = f"node {key.life.node}"
+            self._tell(
+                "refused", about, f"meeting {key.number}, and the first of its meetings is {message.since}"
+            )
         elif key.stream == "meetings" and key not in self._meetings and self._wants(key):
             self._meetings.keep(key, message.what, bytes(payload or b""), message.since, message.stand)
             self._do(self._node.handle_part(time.monotonic(), key, message.since))

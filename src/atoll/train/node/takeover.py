@@ -20,16 +20,18 @@ _STALL_SECONDS = 15.0  # without a piece, after which another node is asked
 class Giver:
     """Who asks this node for its state, and has not got it yet."""
 
-    asked: dict[Life, int] = field(default_factory=dict)  # the base that each wants
+    asked: dict[int, Lacks] = field(default_factory=dict)  # the latest wish of each node
 
-    def handle(self, message: Lacks) -> None:
-        self.asked[message.life] = message.base
+    def handle(self, sender: int, message: Lacks) -> None:
+        """Note what node `sender` wants for itself."""
+        if message.life.node == sender:
+            self.asked[sender] = message
 
     def due(self, applied: int, is_member: Callable[[Life], bool]) -> list[Life]:
         """Those to whom the state can be given now; each is handed out once."""
-        due = [life for life, base in self.asked.items() if applied >= base and is_member(life)]
+        due = [each.life for each in self.asked.values() if applied >= each.base and is_member(each.life)]
         for life in due:
-            del self.asked[life]
+            del self.asked[life.node]
         return due
 
 

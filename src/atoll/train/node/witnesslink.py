@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 
 from atoll.core.errors import UserError
+from atoll.core.texts import one_line
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
 from atoll.wire.messages import (
@@ -59,7 +60,7 @@ class WitnessLink:
             except WireError:
                 continue
             if isinstance(message, Refused):
-                self.refusal = f"hub at {self.client.address}: {message.reason}"
+                self.refusal = f"hub at {self.client.address}: {one_line(message.reason, 1000)}"
             else:
                 yield message
 
