@@ -480,6 +480,7 @@ def _partly_stepped_there(given: Memory) -> Memory:
     return msgspec.structs.replace(given, step="0.4")
 
 
+@pytest.mark.check
 def test_a_model_that_is_compiled_after_fit_goes_on() -> None:
     def scenario(run: Run) -> list[Any]:
         compiled: Any = torch.compile(run.model, backend="eager")

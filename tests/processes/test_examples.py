@@ -44,7 +44,6 @@ def number_before(words: str, text: str) -> float:
 @pytest.mark.parametrize(
     "launcher", [PYTHON, pytest.param(TORCHRUN, marks=pytest.mark.soak)], ids=["alone", "torchrun"]
 )
-@pytest.mark.quick
 def test_digits_learns(tmp_path: Path, launcher: list[str]) -> None:
     said = start(launcher, tmp_path, "digits.py", "--epochs", "6")
     found = re.search(r"test accuracy ([0-9.]+)%", said)

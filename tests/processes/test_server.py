@@ -779,6 +779,7 @@ def test_serving_with_a_hub(tmp_path: Path) -> None:
     assert "SGD" in (tmp_path / "0" / "journal.jsonl").read_text()
 
 
+@pytest.mark.check
 def test_a_shards_process_ends_when_it_is_told_to() -> None:
     hub = Hub(1, 1)
     code = (

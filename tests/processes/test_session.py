@@ -154,6 +154,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
 
 
 # Inductor compiles for seconds in each worker; what gradients go through is aot_eager's too.
+@pytest.mark.check
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[NEEDS_COMPILER, pytest.mark.soak])]
 )
@@ -184,6 +185,7 @@ def train_compiled(place: Place, case: Case, backend: str, prepared_first: bool)
     return seen
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[NEEDS_COMPILER, pytest.mark.soak])]
 )

@@ -246,7 +246,9 @@ def test_a_link_has_its_rate_and_is_measured_at_it() -> None:
         assert torch.equal(target, 2 * source)
         took = time.perf_counter() - began
         assert took >= source.nbytes * (1 / 50e6 + 2 / 25e6)
-        rates = measure(CPU, None, "", most=2**20)
-        assert rates.to_device <= 1.01 * there.rate
-        assert rates.to_host <= 1.01 * back.rate
+        moved = 2**19
+        rates = measure(CPU, None, "", most=2 * moved)
+        # The latency that is taken off is long on a busy machine.
+        for rate, line in ((rates.to_device, there), (rates.to_host, back)):
+            assert moved / rate + rates.latency >= 0.9999 * moved / line.rate
     assert copies.to_device is not there
