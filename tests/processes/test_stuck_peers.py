@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,15 +23,17 @@ from torch import nn
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.core.errors import AtollError, DeadlineError
+from atoll.exchange.link import Link
 from atoll.net.endpoint import Server
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
+from atoll.train.service import parties_of
 from atoll.train.session import Session
-from atoll.train.shards import Shards
-from atoll.wire.messages import Hello, Welcome, decode_untrusted, encode
+from atoll.wire.messages import VERSION, Hello, Welcome, decode_untrusted, encode
 
 DEADLINE = 60.0
+HELLO = Hello(version=VERSION, run="test", role="worker", worker=3, incarnation=1)
 
 
 def config(consistency: str) -> Config:
@@ -76,8 +77,8 @@ def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
     tmp_path: Path, consistency: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it is waited for, and in the error of the deadline."""
-    monkeypatch.setattr("atoll.train.shards._ASK_AFTER", 0.1)
-    monkeypatch.setattr("atoll.train.shards._SILENCE", 0.4)
+    monkeypatch.setattr("atoll.exchange.silence._ASK_AFTER", 0.1)
+    monkeypatch.setattr("atoll.exchange.silence._UNANSWERED", 0.4)
     told: list[str] = []
     with one_worker(tmp_path, consistency) as (session, run):
         model, optimizer = make()
@@ -112,9 +113,7 @@ def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
 def test_a_shard_that_does_not_even_greet() -> None:
     with Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0") as server:
         said = stuck(
-            lambda: Shards(
-                [server.address], None, run="test", worker=3, incarnation=1, timeout=0.5, limit=2**20
-            )
+            Link([server.address], None, hello=HELLO, parties=parties_of(3), timeout=0.5, limit=2**20).greet
         )
     assert re.match(
         rf"worker 3 waited \d\.\d s for shard 0 at {server.address} on their welcome "
@@ -127,27 +126,25 @@ def test_a_shard_that_stood_still_and_was_replaced_was_away_since_it_fell_silent
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And not since the hub has named the other one, whose connection stands at once."""
-    monkeypatch.setattr("atoll.train.shards._ASK_AFTER", 0.1)
+    monkeypatch.setattr("atoll.exchange.silence._ASK_AFTER", 0.1)
     monkeypatch.setattr("atoll.net.returning._ASK_ANYWAY", 0.1)
     told: list[str] = []
 
     def where() -> list[str]:
-        missed_at = shards._heard[0].missed_at
-        was_silent = missed_at is not None and time.monotonic() - missed_at >= 0.5
-        return [second.address if was_silent else first.address]
+        return [second.address if shards._silence.lasted(0) >= 0.5 else first.address]
 
     with FakeShard() as first, FakeShard() as second:
-        shards = Shards(
+        shards = Link(
             [first.address],
             None,
-            run="test",
-            worker=3,
-            incarnation=1,
+            hello=HELLO,
+            parties=parties_of(3),
             timeout=DEADLINE,
             limit=2**20,
             where=lambda: where() if first.stands_still.is_set() else [first.address],
             tell=told.append,
         )
+        shards.greet()
         first.stands_still.set()
         shards.wait(lambda: len(told) == 2, lambda: [0], "a word of the other one")
         shards.close()
@@ -206,8 +203,8 @@ def stays_away(place: Place, address: str, where: str) -> tuple[str, list[str]]:
                 service.shards.timeout = 1.0
                 service.warn = told.append
             with (
-                mock.patch("atoll.train.shards._ASK_AFTER", 0.1),
-                mock.patch("atoll.train.shards._SILENCE", 0.5),
+                mock.patch("atoll.exchange.silence._ASK_AFTER", 0.1),
+                mock.patch("atoll.exchange.silence._UNANSWERED", 0.5),
             ):
                 if where == "barrier":
                     session.barrier()

@@ -31,7 +31,7 @@ from atoll.net import tunnelorder
 from atoll.net.endpoint import Client, Received, Server, poll
 from atoll.net.keys import make_keys
 from atoll.net.ltplink import LtpLink
-from atoll.net.returning import ReturningLinks
+from atoll.net.returning import ReturningLinks, elements_in_block
 from atoll.net.tunnel import Lossy, TunnelClient, TunnelServer, Wish, block_elements
 from atoll.testing.leaks import still_open
 from atoll.wire.datagrams import LTP_VERSION
@@ -494,7 +494,7 @@ def test_connections_that_come_back_send_again_what_has_no_answer() -> None:
                     got.append(each)
             assert [type(decode_untrusted(each.header)) for each in got] == [Hello, Ready]
             assert got[1].payload.nbytes == 400_000
-            figures = links.links.links()[0]
+            figures = links.links.figures()[0]
             assert (figures.site, door.links()[0].peer, door.links()[0].site) == (
                 "paris",
                 "worker 3",
@@ -504,7 +504,7 @@ def test_connections_that_come_back_send_again_what_has_no_answer() -> None:
             assert links.links.come_back == life
     links.links.close()
     assert len(set(secrets)) == 3
-    assert links.links.block_elements("float32") == 330
+    assert elements_in_block(LinkOptions(transport="ltp"), "float32") == 330
 
 
 def hear(end: Client, *kinds: type) -> object:

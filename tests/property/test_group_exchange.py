@@ -105,6 +105,7 @@ class Grouped(Member):
             used=list,
             staleness=lambda _: None,
             members=SimpleNamespace(told=lambda _: None),  # type: ignore[arg-type]
+            worker=self.ring.place.name,
             link=options,
         )
         exchange: Any = GroupExchange.__new__(GroupExchange)
@@ -133,10 +134,6 @@ class Grouped(Member):
             self.exchange.settle()
 
     # What the exchange knows of shards, and of parameters
-
-    @property
-    def worker(self) -> int:
-        return self.ring.place.name
 
     seconds_waited = staleness = consumed = 0.0
 

@@ -19,9 +19,10 @@ from torch import nn
 
 from atoll.chunks import lay_out
 from atoll.core.errors import AtollError
+from atoll.exchange.link import Link
 from atoll.server.links import HubLink, LogLink
 from atoll.server.mirror import Mirror
-from atoll.server.upstream import Place, Upstream
+from atoll.server.siteplace import Place
 from atoll.tensors.binding import bind_model, specs_of
 from atoll.train import hub_client
 from atoll.train.exchange import AsyncExchange, Connection, MeanExchange
@@ -29,7 +30,7 @@ from atoll.train.hub_client import HubClient
 from atoll.train.node.witnesslink import WitnessLink
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution
-from atoll.train.shards import Shards
+from atoll.train.service import parties_of
 from atoll.wire import messages as m
 
 RUN = "test"
@@ -52,7 +53,7 @@ def lying(
 ) -> Iterator[Liar]:
     liar = Liar(drawing(seed), m.AnyMessage, likely, WORDS, encode=m.encode, **options)
     monkeypatch.setattr(f"{module}.Client", liar.connect)
-    monkeypatch.setattr("atoll.train.shards._EXPLAIN_SECONDS", 0.01)
+    monkeypatch.setattr("atoll.exchange.link._EXPLAIN_SECONDS", 0.01)
     try:
         yield liar
     finally:
@@ -130,10 +131,21 @@ def test_a_worker_uses_no_samples_that_there_are_not(monkeypatch: pytest.MonkeyP
             client.close()
 
 
+ADDRESSES = ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+
+
+def greeted(timeout: float) -> Link:
+    """A worker's link to two shards that have welcomed it."""
+    hello = m.Hello(version=m.VERSION, run=RUN, role="worker", worker=0, incarnation=1)
+    link = Link(ADDRESSES, None, hello=hello, parties=parties_of(0), timeout=timeout, limit=2**20)
+    link.greet()
+    return link
+
+
 class Model:
     """Two chunks at two shards, and an exchange of one of the kinds."""
 
-    def __init__(self, shards: Shards, kind: str) -> None:
+    def __init__(self, shards: Link, kind: str) -> None:
         weights = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(12))
         self.weights = weights
         named = dict(zip("ab", weights, strict=True))
@@ -142,7 +154,7 @@ class Model:
             boundary=lambda _iteration: None, over=lambda: None, told=lambda _committed: None
         )
         shard_of = {chunk.chunk.id: at for at, chunk in enumerate(bound)}
-        connection = Connection(shards, shard_of, list, lambda _staleness: None, cast(Any, members))
+        connection = Connection(shards, shard_of, list, lambda _staleness: None, cast(Any, members), 0)
         calls = Calls(
             lambda: None, lambda _: Contribution(2.0, 2.0), lambda _own, _samples: None, lambda: None
         )
@@ -169,15 +181,7 @@ def test_a_worker_bears_shards_that_lie(monkeypatch: pytest.MonkeyPatch, kind: s
         with lying(monkeypatch, "atoll.net.returning", seed, likely) as liar:
             liar.honest = hello_only(m.Welcome(run=RUN, shard=-1))
             liar.lies = False
-            shards = Shards(
-                ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"],
-                None,
-                run=RUN,
-                worker=0,
-                incarnation=1,
-                timeout=0.01,
-                limit=2**20,
-            )
+            shards = greeted(0.01)
             model = Model(shards, kind)
             liar.lies = True
             tried(model.iterate, model.iterate, shards.take, model.exchange.refresh)
@@ -190,8 +194,7 @@ def test_a_chunk_comes_from_the_shard_that_holds_it(monkeypatch: pytest.MonkeyPa
     for kind in ("bsp", "asp"):
         with lying(monkeypatch, "atoll.net.returning", 0, ()) as liar:
             liar.honest, liar.lies = hello_only(m.Welcome(run=RUN, shard=-1)), False
-            addresses = ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
-            shards = Shards(addresses, None, run=RUN, worker=0, incarnation=1, timeout=0.05, limit=2**20)
+            shards = greeted(0.05)
             model = Model(shards, kind)
             values = memoryview(torch.full((16,), 7.0).numpy()).cast("B")
             lie: m.AnyMessage = m.Parameters(clock=1, chunk=0, version=1, asked=1)
@@ -208,8 +211,7 @@ def test_a_chunk_comes_from_the_shard_that_holds_it(monkeypatch: pytest.MonkeyPa
 def test_the_log_alone_says_that_scripts_differ(monkeypatch: pytest.MonkeyPatch, shard: int) -> None:
     with lying(monkeypatch, "atoll.net.returning", 0, ()) as liar:
         liar.honest, liar.lies = hello_only(m.Welcome(run=RUN, shard=-1)), False
-        addresses = ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
-        shards = Shards(addresses, None, run=RUN, worker=0, incarnation=1, timeout=0.05, limit=2**20)
+        shards = greeted(0.05)
         line = "worker 0 is here\x1b[2J\nand worker 1 is there"
         liar.clients[shard].fed.append((m.encode(m.Mismatch(line=line)), None))
         with pytest.raises(AtollError) as raised:
@@ -272,19 +274,20 @@ def test_a_site_bears_global_shards_that_lie(monkeypatch: pytest.MonkeyPatch) ->
             contextlib.closing(FedServer("site")) as door,
         ):
             liar.honest = hello_only(m.Welcome(run=RUN, shard=-1))
-            up = Upstream(
-                ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"],
+            place = Place(0, ["paris", "berlin"], 1)
+            up = Link(
+                ADDRESSES,
                 None,
-                run=RUN,
-                place=Place(0, ["paris", "berlin"], 1),
+                hello=place.hello(RUN),
+                parties=place.parties,
                 timeout=0.01,
-                door=door,
-                meanwhile=lambda: True,
+                beside=lambda: [cast(Any, door)],
+                asks_every=1.0,
             )
             heard: list[Any] = []
             up.on(m.Met, lambda _shard, message, _payload: heard.append(message))  # noqa: B023
             up.send(0, m.WhoIsMissing(), until="it")
-            tried(up.poll, lambda: up.wait(lambda: False, lambda: [0, 1], "what never comes"), up.poll)  # noqa: B023
+            tried(up.take, lambda: up.wait(lambda: False, lambda: [0, 1], "what never comes"), up.take)  # noqa: B023
             up.close()
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from atoll.chunks import lay_out
 from atoll.core.errors import UserError
+from atoll.exchange.link import Handler
 from atoll.net.tunnel import Lossy
 from atoll.tensors.binding import BoundChunk, bind_model, specs_of
 from atoll.train.exchange import AsyncExchange, Connection, bytes_of, gradient_as_it_lies
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution
-from atoll.train.shards import Handler
 from atoll.wire.messages import AnyMessage, Commit, Committed, LostBlocks, Parameters, Pull, Push, Used
 
 
@@ -88,9 +88,6 @@ class FakeShards:
         self.sent.append((message, payload, until))
         self.unanswered.add(until)
 
-    def block_elements(self, _dtype: str) -> int:
-        return 4
-
     def answered(self, until: Hashable) -> None:
         self.unanswered.discard(until)
 
@@ -133,6 +130,7 @@ class Pipelined:
             self._use,
             self.staleness.append,
             Alone(),
+            worker=0,
         )
         calls = Calls(
             lambda: None, lambda _: Contribution(2.0, 2.0), lambda _own, _samples: None, lambda: None

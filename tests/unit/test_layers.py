@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "atoll"
 PURE = {"ltp", "groups", "rings", "store", "peers", "moves"}
 BASE = {"msgspec", "numpy"}
 DATA = {"core", "chunks", "wire"}
-BELOW_TRAIN = DATA | PURE | {"sim", "net", "axes", "tensors", "memory", "observe"}
+BELOW_TRAIN = DATA | PURE | {"sim", "net", "axes", "tensors", "memory", "exchange", "observe"}
 # What no decision may touch: a decision is given the time, its random numbers and its input.
 IMPURE = {
     "asyncio",
@@ -56,6 +56,9 @@ TABLE = {
     "axes": Layer({"core", "chunks"}, BASE | {"torch"}, frozenset(IMPURE), lazy=frozenset({"torch"})),
     "tensors": Layer({"core", "chunks", "axes"}, BASE | {"torch", "safetensors"}),
     "memory": Layer({"core", "chunks", "moves", "axes", "tensors"}, BASE | {"torch"}),
+    "exchange": Layer(
+        {"core", "chunks", "wire", "ltp", "net", "axes", "tensors", "memory"}, BASE | {"torch"}
+    ),
     "observe": Layer(
         {"core"},
         BASE | {"rich", "matplotlib", "tensorboard", "prometheus_client"},
@@ -63,7 +66,9 @@ TABLE = {
     ),
     "train": Layer(BELOW_TRAIN | {"plan"}, BASE | {"torch"}),
     "hub": Layer({"core", "wire", "net", "axes", "observe"} | PURE, BASE),
-    "server": Layer({"core", "chunks", "wire", "net", "axes", "observe", "tensors"} | PURE, BASE | {"torch"}),
+    "server": Layer(
+        {"core", "chunks", "wire", "net", "axes", "exchange", "observe", "tensors"} | PURE, BASE | {"torch"}
+    ),
     "lab": Layer({"core"}, BASE | {"rich", "matplotlib"}, lazy=frozenset({"matplotlib"})),
     "launch": Layer(
         {"core", "net", "axes", "train", "hub", "server", "lab", "observe"},
@@ -265,6 +270,8 @@ def test_there_are_modules_to_check() -> None:
         ("train/session.py", "import scipy"),
         ("hub/hub.py", "import torch"),
         ("tensors/binding.py", "from atoll.observe import journal"),
+        ("exchange/link.py", "from atoll.train.session import Session"),
+        ("exchange/link.py", "from atoll.server.shard import Shard"),
         ("__init__.py", "from atoll.train.session import join"),
         ("__init__.py", "from atoll.memory import fit"),
         ("__init__.py", "from atoll.tensors import binding"),

@@ -10,7 +10,7 @@ from atoll.core.errors import RunError, UserError
 from atoll.launch.checks import check_run
 from atoll.launch.served import sites_of
 from atoll.server.gathered import merge_untrusted, pack, unpack_untrusted
-from atoll.server.upstream import in_sites
+from atoll.server.siteplace import in_sites
 from atoll.store.entries import Combine, Joined, Step
 from atoll.store.leases import Leases, Progress
 from atoll.store.log import CommitLog

@@ -82,7 +82,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     **{
         ("poll", name): "takes in what there is, of files or without waiting for a socket"
         for name in (
-            *("recorder", "self", "_rings", "_log", "_upstream", "snapshots", "_rendezvous", "_pairs"),
+            *("recorder", "self", "_rings", "_log", "snapshots", "_rendezvous", "_pairs"),
             *("_groups", "_planner", "_formation"),
         )
     },
@@ -114,7 +114,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("receive", "port"): "UdpPort.receive: takes what has come",
     **{("receive", name): "Post.receive: a socket that does not block" for name in ("post", "_post")},
     ("accept", "_hooks"): "what to do with NaN; no socket",
-    ("barrier", "_workers"): "Workers.barrier: its waits are Channel.wait's or Shards.wait's (sync.timeout)",
+    ("barrier", "_workers"): "Workers.barrier: its waits are Channel.wait's or Link.wait's (sync.timeout)",
 }
 
 _POLLED = "the file is read when poll or select has found it ready, or does not block"

@@ -140,7 +140,7 @@ class ReturningLinks:
             link.client.close()
         self._links.clear()
 
-    def links(self) -> dict[int, LinkFigures]:
+    def figures(self) -> dict[int, LinkFigures]:
         """The tunnels in figures, by server, of those that are open; none over TCP."""
         tunnels = {
             index: link.client.link
@@ -148,10 +148,6 @@ class ReturningLinks:
             if isinstance(link.client, TunnelClient)
         }
         return {index: figures for index, figures in tunnels.items() if figures is not None}
-
-    def block_elements(self, dtype: str) -> int:
-        """Elements in a block of a lossy payload of "float32", "bfloat16" and the like."""
-        return block_elements(dtype, self._wish.settings if self._wish is not None else Settings())
 
     # -- what is sent -------------------------------------------------------------------------------------
 
@@ -308,13 +304,21 @@ def _transmit(client: Client, message: AnyMessage, payload: memoryview | None, l
         client.send(encode(message), payload)
 
 
-def _wish_of(link: LinkOptions, hello: Hello) -> Wish:
-    """The tunnel of whoever says this Hello."""
-    settings = Settings(
+def elements_in_block(link: LinkOptions, dtype: str) -> int:
+    """Elements of "float32", "bfloat16" and the like in a block of a lossy payload over such a link."""
+    return block_elements(dtype, _settings_of(link))
+
+
+def _settings_of(link: LinkOptions) -> Settings:
+    return Settings(
         usable=link.usable,
         fill=link.fill,
         fill_above=link.fill_above,
         target_loss=link.target_loss,
         idle_seconds=IDLE_SECONDS,
     )
-    return Wish(f"{hello.role} {hello.worker}", hello.site, settings, link.stripes)
+
+
+def _wish_of(link: LinkOptions, hello: Hello) -> Wish:
+    """The tunnel of whoever says this Hello."""
+    return Wish(f"{hello.role} {hello.worker}", hello.site, _settings_of(link), link.stripes)

@@ -16,6 +16,7 @@ from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, MismatchError
 from atoll.core.events import AnyEvent
 from atoll.core.points import reach
+from atoll.exchange.link import LOG, Link, ignored
 from atoll.net.endpoint import Endpoint, Server, poll
 from atoll.net.keys import Keys
 from atoll.server.gathered import merge_untrusted, pack
@@ -28,9 +29,9 @@ from atoll.server.recovery import CONTRIBUTION, LAST_MEETING, MEETING
 from atoll.server.shard import Shard
 from atoll.server.siteentrance import SiteEntrance
 from atoll.server.sitemodel import SiteModel
+from atoll.server.siteplace import Place, in_sites
 from atoll.server.siterecovery import HELD, FoundSite, SiteImage, encode_site_image
 from atoll.server.sitereport import SiteReport
-from atoll.server.upstream import LOG, Place, Upstream, in_sites
 from atoll.store.members import RETURN_PATIENCES
 from atoll.store.outcomes import Meeting
 from atoll.store.records import Part, Told
@@ -44,9 +45,20 @@ _IN_BOX = 4096  # messages of the site's workers that wait while the global shar
 _LOOK_SECONDS = 0.25  # between looks at the hub, or at the journal, while one is waited for
 _LARGE_JOURNAL = 8  # times what the chunks hold: the journal begins anew
 _SMALL_JOURNAL = 2**28  # bytes that are no reason for it
+_ASK_SECONDS = 1.0  # of a wait, between questions to the global log for whom it waits
+_GRACE_SECONDS = 2.0  # at the end of a run all are told to stop, and the global shards may be the first
 _MEETING = "meeting"  # what a Meet is sent again until, with its number
 _ENTERING = "entering"  # the same, of a WantState
 
+# The site's shard that was here before may have asked for what comes now.
+_ANSWERS = (
+    messages.Ready,
+    messages.Committed,
+    messages.Mean,
+    messages.Parameters,
+    messages.State,
+    messages.StateEnd,
+)
 _ABOVE = Hello(version=messages.VERSION, run="", role="shard", shard=LOG)  # who says that sites have met
 
 
@@ -206,7 +218,7 @@ class SiteShard(Shard):
         # Another site may wait for what a worker gives, and this one for that site.
         self.at_once = (messages.WhoIsMissing, messages.Goodbye, messages.GiveState)
         self._image_seconds, self._image_at = image_seconds, time.monotonic() + image_seconds
-        self._upstream: Upstream | None = None
+        self._upstream: Link | None = None
         self._report = SiteReport(self.site, emit)
         self._meets: dict[int, tuple[messages.Meet, memoryview]] = {}  # that are not over, by number
         self._alone_since = math.inf  # monotonic: when the last of its workers was lost
@@ -261,7 +273,7 @@ class SiteShard(Shard):
         if self._upstream is not None:
             self._upstream.close()
 
-    def _tell_of_links(self, tell: Callable[[Upstream | None, SiteModel | None], None]) -> None:
+    def _tell_of_links(self, tell: Callable[[Link | None, SiteModel | None], None]) -> None:
         tell(self._upstream, self._model if isinstance(self._model, SiteModel) else None)
 
     def _endpoints(self) -> list[Endpoint]:
@@ -273,7 +285,7 @@ class SiteShard(Shard):
         if self._upstream is None and self._link_up.addresses:
             self._upstream = self._connect_up(self._link_up.addresses)
         if self._upstream is not None:
-            self._upstream.poll()
+            self._upstream.take(_GRACE_SECONDS)
         self._tell_of_links(self._report.poll)
         if not self._over:
             self._see_to_end()
@@ -290,23 +302,26 @@ class SiteShard(Shard):
         elif waited > RETURN_PATIENCES * self._link_up.welcome.patience:
             self._leave(f"all its workers were lost, and nobody came back for {waited:.1f} s")
 
-    def _connect_up(self, addresses: list[str]) -> Upstream:
-        upstream = Upstream(
+    def _connect_up(self, addresses: list[str]) -> Link:
+        upstream = Link(
             addresses,
             self._keys,
-            run=self._run,
-            place=self._place,
+            hello=self._place.hello(self._run),
+            parties=self._place.parties,
             timeout=self._timeout,
-            door=self._server,
-            meanwhile=self._meanwhile,
             where=self._where,
             tell=self.warn,
-            link=self._link,
+            meanwhile=self._meanwhile,
+            beside=self._door_with_room,
+            asks_every=_ASK_SECONDS,
+            options=self._link,
         )
+        for kind in _ANSWERS:
+            upstream.on(kind, ignored)
         upstream.on(messages.Met, self._handle_met)
         upstream.on(messages.WantState, self._handle_want_from_above)
         upstream.on(messages.Mismatch, self._handle_mismatch_from_above)
-        upstream.on(messages.Ended, lambda _shard, _message, _payload: None)
+        upstream.on(messages.Ended, ignored)
         upstream.on(messages.GiveState, self._handle_given_from_above)
         for number in self._meets:
             self._send_meet(upstream, number)
@@ -318,14 +333,17 @@ class SiteShard(Shard):
         self._link_up.ask_where()
         return self._link_up.addresses or None
 
-    def _meanwhile(self) -> bool:
-        """While the global shards are waited for: see to what cannot wait; whether there is room for more."""
+    def _meanwhile(self) -> None:
+        """While the global shards are waited for: see to what cannot wait."""
         if self._until():
             raise _StoppedError
         self._link_up.take()
         self._tell_of_links(self._report.poll)
         self._serve_meanwhile()
-        return len(self._inbox) < self.in_box
+
+    def _door_with_room(self) -> list[Endpoint]:
+        """Where the site's workers come in, if more of their messages may wait."""
+        return [self._server] if len(self._inbox) < self.in_box else []
 
     def _leave(self, reason: str) -> None:
         """No other site is to wait for this one."""
@@ -335,7 +353,7 @@ class SiteShard(Shard):
         if self._upstream is not None and self._site_log.has_left and last is not None:
             self._upstream.send(LOG, messages.Ends(incarnation=self._place.incarnation, stand=last))
         if self._upstream is not None:
-            self._upstream.leave()
+            self._upstream.close()
         self._link_up.goodbye()
         self._decide("site", "over", reason)
 
@@ -361,7 +379,7 @@ class SiteShard(Shard):
         if upstream is not None:
             self._peers.when_kept(lambda: self._send_meet(upstream, number))
 
-    def _send_meet(self, upstream: Upstream, number: int) -> None:
+    def _send_meet(self, upstream: Link, number: int) -> None:
         meet, part = self._meets[number]
         upstream.send(LOG, meet, part, until=(_MEETING, number))
         upstream.expect(f"every site's part in {meet.what}")
@@ -536,7 +554,7 @@ class SiteShard(Shard):
         assert isinstance(self._model, SiteModel)
         self._model.go_on(upstream)
 
-    def _find_global_shards(self, why: str) -> Upstream:
+    def _find_global_shards(self, why: str) -> Link:
         """Connect to them once the hub knows where all are: they may come later than the site's workers."""
         since = time.monotonic()
         while not self._link_up.addresses:

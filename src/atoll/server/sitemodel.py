@@ -26,10 +26,12 @@ from atoll.chunks import ChunkMap
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
+from atoll.exchange.link import LOG, Link
+from atoll.net.returning import elements_in_block
 from atoll.server.model import Done, Holder, MeanOf, Model
 from atoll.server.payloads import payload_of
 from atoll.server.sitelosses import SiteLosses
-from atoll.server.upstream import LOG, Place, Upstream
+from atoll.server.siteplace import Place
 from atoll.store.actions import CombineChunks, StepChunks
 from atoll.store.balance import balance
 from atoll.tensors.payload import tensor_of
@@ -39,7 +41,7 @@ from atoll.wire.messages import AnyMessage, Setup, Used, WorkerStand
 # What messages are sent again until, to a global shard that was lost.
 SET_UP, CONTRIBUTION, STEP, STATE = "set-up", "contribution", "step", "state"
 
-Passing: TypeAlias = Callable[[Upstream], None]  # what is to be done with the global shards
+Passing: TypeAlias = Callable[[Link], None]  # what is to be done with the global shards
 Gradients: TypeAlias = tuple[Tensor, bytes]  # a chunk's, and which of its parameters have one
 Edits: TypeAlias = dict[int, tuple[memoryview, bytes]]  # by chunk
 
@@ -107,7 +109,7 @@ class SiteModel(Model):
     def __init__(
         self,
         setup: Setup,
-        upstream: Upstream | None,
+        upstream: Link | None,
         *,
         number: int,
         place: Place,
@@ -155,7 +157,7 @@ class SiteModel(Model):
             self._due.clear()
         self._due.append(passing)
 
-    def go_on(self, upstream: Upstream) -> None:
+    def go_on(self, upstream: Link) -> None:
         """The journal is at its end: do once more what may not have been done, and fetch the values."""
         self._above = upstream
         due, self._due = self._due, []
@@ -165,7 +167,7 @@ class SiteModel(Model):
             self.refresh()
 
     @property
-    def _upstream(self) -> Upstream:
+    def _upstream(self) -> Link:
         assert self._above is not None
         return self._above
 
@@ -175,7 +177,7 @@ class SiteModel(Model):
         """One of this site's workers brings the values: tell the global shards what they are of."""
         self._pass(self._describe, begins=False)
 
-    def _describe(self, upstream: Upstream) -> None:
+    def _describe(self, upstream: Link) -> None:
         for shard in range(self._shards):
             setup = msgspec.structs.replace(
                 self.between,
@@ -200,7 +202,7 @@ class SiteModel(Model):
         self._pass(self._begin, begins=False)
         self.complete = True
 
-    def _begin(self, upstream: Upstream) -> None:
+    def _begin(self, upstream: Link) -> None:
         ready: set[int] = set()
 
         def take(shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
@@ -318,7 +320,7 @@ class SiteModel(Model):
                 for chunk, values, present in self._made_of(action, mean, edits):
                     self.losses.outgoing(clock, chunk, values, present, _weight(action, mean))
 
-        def passing(_upstream: Upstream) -> None:
+        def passing(_upstream: Link) -> None:
             word()
             self._fetch(clock + 1, told)
             if self.between.consistency != "bsp":
@@ -381,7 +383,8 @@ class SiteModel(Model):
         shard, upstream = self._shard_of[chunk], self._upstream
         sent, how = self.losses.outgoing(clock, chunk, values, present, weight), None
         if self.losses.may_lose(present, weight):
-            how = self.losses.how(chunk, upstream.block_elements(self.optimizer.layout.chunks[chunk].dtype))
+            dtype = self.optimizer.layout.chunks[chunk].dtype
+            how = self.losses.how(chunk, elements_in_block(upstream.options, dtype))
         push = messages.Push(
             incarnation=self._incarnation,
             iteration=clock,

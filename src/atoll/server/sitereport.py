@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from atoll.core.events import AnyEvent, LinkSeen
 from atoll.core.runclock import record_time
+from atoll.exchange.link import Link
 from atoll.net.linkcounts import EVERY_SECONDS, LinkCounts
 from atoll.server.sitemodel import SiteModel
-from atoll.server.upstream import Upstream
 
 
 class SiteReport:
@@ -20,15 +20,15 @@ class SiteReport:
         self._due = time.monotonic() + EVERY_SECONDS
         self._counts = LinkCounts()
 
-    def poll(self, upstream: Upstream | None, model: SiteModel | None) -> None:
+    def poll(self, upstream: Link | None, model: SiteModel | None) -> None:
         """Tell, if it is time."""
         if time.monotonic() >= self._due:
             self.tell(upstream, model)
 
-    def tell(self, upstream: Upstream | None, model: SiteModel | None) -> None:
+    def tell(self, upstream: Link | None, model: SiteModel | None) -> None:
         """Tell of each link as it is now."""
         self._due = time.monotonic() + EVERY_SECONDS
-        for shard, figures in (upstream.links() if upstream is not None else {}).items():
+        for shard, figures in (upstream.figures() if upstream is not None else {}).items():
             borne, filled, held = model.lost_to(shard) if model is not None else (0, 0, 0.0)
             self._emit(
                 LinkSeen(

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from atoll.core.errors import CheckpointError, UserError
 from atoll.core.points import reach
+from atoll.exchange.link import LOG, Link
 from atoll.train.resume import TrainingState
 from atoll.train.served_workers import ServedWorkers
-from atoll.train.shards import LOG, Shards
 from atoll.wire.messages import AnyMessage, Arrive, Committed, GiveState, WantState
 
 ENTERING = "entering"  # what a newcomer's words are sent again until
@@ -47,7 +47,7 @@ class ServedEntrance:
 
     def __init__(
         self,
-        shards: Shards,
+        shards: Link,
         workers: ServedWorkers,
         state: TrainingState,
         entered: Callable[[], int],
@@ -171,7 +171,7 @@ class ServedEntrance:
         self._told_members(len(members))
         if committed.unlike:
             self._told_unlike(committed.unlike)
-        if members and not self._shards.site:  # a site's shard knows its own workers alone
+        if members and not self._shards.hello.site:  # a site's shard knows its own workers alone
             self._workers.saw(members)
         if self._elastic and (members != self._members or committed.entering):
             self._regroup(committed.iteration, members, list(committed.entering))

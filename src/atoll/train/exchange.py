@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,8 @@ from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import gradients_in
-from atoll.net.returning import Payload
+from atoll.exchange.link import LOG, Link
+from atoll.net.returning import Payload, elements_in_block
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters
 from atoll.tensors.payload import tensor_of
@@ -32,7 +34,6 @@ from atoll.train.lossy import LossyPushes
 from atoll.train.messages import ChunkGradients, Message
 from atoll.train.reducer import Calls, Reducer, SendingReducer
 from atoll.train.samples import Contribution
-from atoll.train.shards import LOG, Shards
 from atoll.wire.messages import (
     AnyMessage,
     Commit,
@@ -71,14 +72,15 @@ class Members(Protocol):
 
 @dataclass(frozen=True)
 class Connection:
-    """The shards, which of them holds each chunk (by id), the data that an iteration has used up, and how
-    gradients go there."""
+    """The shards, which of them holds each chunk (by id), the data that an iteration has used up, this
+    worker's number in the run, and how gradients go there."""
 
-    shards: Shards
+    shards: Link
     shard_of: dict[int, int]
     used: Callable[[], list[Used]]
     staleness: Callable[[float], None]  # told what the shards measured of each contribution
     members: Members
+    worker: int
     link: LinkOptions = field(default_factory=LinkOptions)
 
 
@@ -288,7 +290,10 @@ class Exchange(Reducer):
         self.parameters = self._new_parameters(connection)
         self.parameters.told_consumed = self._hear_consumed
         self.lossy = LossyPushes(
-            self._chunks, connection.shard_of, connection.link, connection.shards.block_elements
+            self._chunks,
+            connection.shard_of,
+            connection.link,
+            partial(elements_in_block, connection.link),
         )
         self._held_by = Counter(connection.shard_of.values())  # shard -> chunks
         self._pushed: Counter[int] = Counter()  # of them, in this iteration
@@ -429,7 +434,7 @@ class Exchange(Reducer):
     def _stand(self) -> WorkerStand:
         """Return this worker's place in its script: at the gradients of this iteration."""
         return WorkerStand(
-            self.connection.shards.worker, gradients_in(self.steps, waiting_line(), self._calls.epoch())
+            self.connection.worker, gradients_in(self.steps, waiting_line(), self._calls.epoch())
         )
 
 

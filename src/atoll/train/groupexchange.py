@@ -22,6 +22,7 @@ from torch import Tensor
 from atoll.core import points
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import gradients, gradients_in
+from atoll.exchange.link import LOG, Link
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
 from atoll.train.exchange import (
@@ -38,7 +39,6 @@ from atoll.train.ring import Agreement, RingReducer
 from atoll.train.ringbytes import gather_bytes
 from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
-from atoll.train.shards import LOG, Shards
 from atoll.train.uplink import Role, Uplink, Wanted
 from atoll.wire.messages import (
     AnyMessage,
@@ -249,7 +249,7 @@ class GroupReducer(RingReducer, Exchange):
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         """What is waited for within is the exchange's."""
-        waited: list[Ring | Shards] = [self._ring, self.connection.shards]
+        waited: list[Ring | Link] = [self._ring, self.connection.shards]
         before = sum(each.seconds_waited for each in waited)
         yield
         self.exchange_seconds += sum(each.seconds_waited for each in waited) - before
@@ -307,7 +307,7 @@ class GroupReducer(RingReducer, Exchange):
                 grouping=self._grouping(),
                 behind=outgoing.behind,
                 stand=WorkerStand(
-                    self.connection.shards.worker,
+                    self.connection.worker,
                     gradients_in(outgoing.iteration, waiting_line(), self._calls.epoch()),
                 ),
             ),

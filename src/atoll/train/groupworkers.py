@@ -9,11 +9,11 @@ import msgspec
 
 from atoll.core.errors import MismatchError, UserError
 from atoll.core.stands import CALL, Stand, are_consistent, describe_mismatch
+from atoll.exchange.link import LOG, Link
 from atoll.train.place import Place
 from atoll.train.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.rounds import Ring
 from atoll.train.served_workers import CalledAwayError, ServedWorkers
-from atoll.train.shards import LOG, Shards
 from atoll.wire.messages import Mismatch, WorkerStand
 
 _Parts = dict[int, bytes]  # by rank in the run
@@ -33,7 +33,7 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 class GroupWorkers(ServedWorkers):
     """`ServedWorkers` where some share a ring: every live worker of the run takes part in each call."""
 
-    def __init__(self, place: Place, shards: Shards, ring: Ring) -> None:
+    def __init__(self, place: Place, shards: Link, ring: Ring) -> None:
         super().__init__(place, shards)
         self._group = ring
         self._meets_in = -1  # the call that this worker is in

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 
 from atoll.core import events
+from atoll.exchange.link import Link
 from atoll.net.linkcounts import EVERY_SECONDS, LinkCounts
 from atoll.train.lossy import LossyPushes
-from atoll.train.shards import Shards
 
 
 class LinkReport:
     """`lossy()` is the model's, once there is one. `emit(kind, **fields)` as the session's."""
 
     def __init__(
-        self, shards: Shards, who: str, lossy: Callable[[], LossyPushes | None], emit: Callable[..., None]
+        self, shards: Link, who: str, lossy: Callable[[], LossyPushes | None], emit: Callable[..., None]
     ) -> None:
         self._shards, self._who, self._lossy, self._emit = shards, who, lossy, emit
         self._due = time.monotonic() + EVERY_SECONDS
@@ -29,7 +29,7 @@ class LinkReport:
     def tell(self) -> None:
         """Tell of each link as it is now."""
         self._due = time.monotonic() + EVERY_SECONDS
-        for shard, figures in self._shards.links().items():
+        for shard, figures in self._shards.figures().items():
             lossy = self._lossy()
             losses = lossy.losses(shard) if lossy is not None else None
             self._emit(

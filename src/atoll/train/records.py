@@ -267,7 +267,7 @@ class Records:
 
     def _make_link_report(self, service: Service | None) -> LinkReport | None:
         """What tells of the links to the shards, where parts of gradients may be lost on them."""
-        if service is None or service.shards.link.transport != "ltp":
+        if service is None or service.shards.options.transport != "ltp":
             return None
 
         def lossy() -> LossyPushes | None:

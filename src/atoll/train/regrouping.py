@@ -17,13 +17,13 @@ import msgspec
 
 from atoll.core import points
 from atoll.core.errors import CheckpointError
+from atoll.exchange.link import LOG, Link
 from atoll.train.groupexchange import GroupReducer
 from atoll.train.hub_client import HubClient
 from atoll.train.leased_sampler import LeasedSampler, Where
 from atoll.train.ringbytes import gather_bytes
 from atoll.train.rounds import Ring
 from atoll.train.served_workers import ServedWorkers
-from atoll.train.shards import LOG, Shards
 from atoll.wire.messages import Arrive, Grouped, Leased, Reformed
 
 ARRIVING = "arriving"  # what a group's Arrive is sent again until
@@ -109,7 +109,7 @@ class Parts:
 
     hub: HubClient
     ring: Ring
-    shards: Shards
+    shards: Link
     workers: ServedWorkers
     state: Shared
     samplers: list[LeasedSampler]
@@ -169,7 +169,14 @@ class Regrouping:
         )
         points.reach("group.ring", parts.state.iteration)
         shards = parts.shards
-        shards.move(grouped.contributor, grouped.life)
+        shards.move(
+            msgspec.structs.replace(
+                shards.hello,
+                worker=grouped.contributor,
+                incarnation=grouped.life,
+                member=parts.workers.place.rank,
+            )
+        )
         meeting = parts.workers.coming_meeting
         shards.send(LOG, Arrive(incarnation=grouped.life, meeting=meeting), until=ARRIVING)
         who = f"group {grouped.contributor}"

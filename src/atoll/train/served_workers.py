@@ -9,9 +9,9 @@ import contextlib
 from collections.abc import Callable
 
 from atoll.core.errors import AtollError, RunError
+from atoll.exchange.link import LOG, Link
 from atoll.train.meetings import MeetingWorkers, called
 from atoll.train.place import Place
-from atoll.train.shards import LOG, Shards
 from atoll.wire.messages import AnyMessage, Ended, Ends, Meet, Met
 
 MEETING, ENDING = "meeting", "ending"  # what a Meet is sent again until; an Ends
@@ -24,7 +24,7 @@ class CalledAwayError(AtollError):
 class ServedWorkers(MeetingWorkers):
     """`Workers` over the shards' log."""
 
-    def __init__(self, place: Place, shards: Shards) -> None:
+    def __init__(self, place: Place, shards: Link) -> None:
         super().__init__(place, None)
         self._shards, self._number = shards, 0
         self._met: dict[int, list[bytes]] = {}

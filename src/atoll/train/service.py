@@ -17,23 +17,26 @@ from atoll.core.config import (
     Config,
     LinkOptions,
 )
+from atoll.core.errors import PeerLostError
 from atoll.core.heap import keep_freed_memory
+from atoll.exchange.link import LOG, Link
+from atoll.exchange.parties import Parties
 from atoll.net.endpoint import is_path
 from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError
 from atoll.observe.rundir import DIRECTORY_VARIABLE
+from atoll.train.device import device_of
 from atoll.train.hub_client import HubClient
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.node.introduction import keys_from_environment, wished_rank
 from atoll.train.place import Place
 from atoll.train.rendezvous import GroupRing, HubRing
-from atoll.train.shards import LOG, Shards
-from atoll.wire.messages import Goodbye, Used
+from atoll.train.rounds import Ring
+from atoll.wire.messages import VERSION, Goodbye, Hello, Used
 
 _WITHOUT_HUB = "training goes on while leased samples last"
 _WITHOUT_HUB_RING = "the ring trains on, and would not know who of it died"
 _WITHOUT_HUB_BSP = "training goes on, but nobody notices a worker's death before sync.timeout"
-_LIMIT = 2**31 - 1  # bytes of a frame from a shard, which is as trusted as this worker's own code
 
 
 def enter(config: Config) -> Service | HubRing:
@@ -98,28 +101,37 @@ class Service:
         self.keeps_memory = keeps_memory
         # In a run without levels a site only says where a worker is, for the hub to make groups by.
         self.site = os.environ.get(SITE_VARIABLE, "") if hub.welcome.sites else ""
-        self.ring: GroupRing | None = None  # where workers are in groups
+        self.hub, self.welcome = hub, hub.welcome
+        self._rings: GroupRing | None = None
+        self.ring: Ring | None = None  # of this worker's group, where workers are in groups
         if config.run.strategy == "ps-hra":
             hub.wait_for_links()
-            self.ring = GroupRing(hub, address, keys, config.timeout_seconds)
-        self.hub, self.welcome = hub, hub.welcome
+            timeout, device = config.timeout_seconds, device_of(self.place)
+            self._rings = GroupRing(hub, address, keys, timeout)
+            self.ring = Ring(self._rings.place, device, timeout, self._rings, compares=True)
         self.warn: Callable[[str], None] = print_warning  # the session's, once there is one
         hub.tell = self._tell
         hub.meanwhile = _WITHOUT_HUB_BSP if config.sync.consistency == "bsp" else _WITHOUT_HUB
-        self.shards = Shards(
+        self.shards = Link(
             self.hub.shards(),
             keys,
-            run=self.welcome.run,
-            worker=self.welcome.worker,
-            incarnation=self.welcome.incarnation,
+            hello=Hello(
+                version=VERSION,
+                run=self.welcome.run,
+                role="worker",
+                worker=self.welcome.worker,
+                incarnation=self.welcome.incarnation,
+                site=self.site,
+            ),
+            parties=parties_of(self.welcome.worker, self.site),
             timeout=config.timeout_seconds,
-            limit=_LIMIT,
-            site=self.site,
-            where=self.hub.where_shards_are,
+            where=self._where_shards_are,
             tell=lambda line: self.warn(line),
+            meanwhile=self.ring.check if self.ring is not None else lambda: None,
             # Within a site it is near; the site's shard has the long way to go.
-            link=LinkOptions() if self.site else config.link_options,
+            options=LinkOptions() if self.site else config.link_options,
         )
+        self.shards.greet()
         self.finished = False  # the session came to its end
         self.samplers: list[LeasedSampler] = []
         self.members = 0  # workers that live, as the shards last said; 0: not yet
@@ -175,6 +187,18 @@ class Service:
     def measured_staleness(self, value: float) -> None:
         self.staleness = value
 
+    def _where_shards_are(self) -> list[str] | None:
+        """The shards' addresses, if the hub knows them; a site that has ended has none any more."""
+        try:
+            return self.hub.where_shards_are()
+        except RefusedError as error:
+            if not self.site:
+                raise
+            lost = f"the shard of site {self.site!r} at {self.shards.addresses[LOG]}"
+            raise PeerLostError(
+                f"worker {self.welcome.worker} lost {lost}: {error}; the others go on"
+            ) from None
+
     def _tell(self, line: str) -> None:
         """Something about the hub; on the thread of the heartbeats."""
         welcome = self.hub.welcome
@@ -186,9 +210,21 @@ class Service:
             self.shards.send(LOG, Goodbye(incarnation=self.shards.incarnation))
         self.hub.goodbye(self.finished)
         self.shards.close()
-        if self.ring is not None:
-            self.ring.close()
+        if self._rings is not None:
+            self._rings.close()
         self.hub.close()
+
+
+def parties_of(worker: int, site: str = "") -> Parties:
+    """A worker and its shards: the run's, or its site's one."""
+    end = "its site's, and the others go on" if site else "the run's"
+    return Parties(
+        own=f"worker {worker}",
+        shard=lambda shard: f"the shard of site {site!r}" if site else f"shard {shard}",
+        others="workers",
+        deadline="sync.timeout",
+        end=f"{end}: go on from a checkpoint (session.save)",
+    )
 
 
 def _tell_of_torchrun(workers: int) -> None:

@@ -108,9 +108,8 @@ class Session:
         timeout = config.timeout_seconds
         self._hierarchy = self._make_hierarchy()
         self._ring = self._make_ring(timeout)
-        self._group_ring: Ring | None = None  # strategy ps-hra: of this worker's group
-        if service is not None and service.ring is not None:
-            self._group_ring = Ring(service.ring.place, self.device, timeout, service.ring, compares=True)
+        self._group_ring = service.ring if service is not None else None  # of this worker's group
+        if service is not None and self._group_ring is not None:
             self._workers: Workers = GroupWorkers(place, service.shards, self._group_ring)
         elif service is not None:
             self._workers = ServedWorkers(place, service.shards)
@@ -782,7 +781,6 @@ class Session:
         self._regrouping = Regrouping(parts, self._moved)
         ring.state = GroupState(self._state, ring, service.samplers, self._records.warn)
         ring.told = self._group_changed
-        service.shards.watch = ring.check
         assert isinstance(workers, GroupWorkers)
         workers.gather_members = grouped.gather_members
         if self.config.sync.consistency != "bsp":  # else all leave their groups at one iteration

@@ -288,7 +288,13 @@ class ServedModel:
         places = balance([bound.chunk.nbytes for bound in training.chunks], len(shards))
         self._shard_of = {bound.chunk.id: place for bound, place in zip(training.chunks, places, strict=True)}
         connection = Connection(
-            shards, self._shard_of, service.used, service.measured_staleness, members, shards.link
+            shards,
+            self._shard_of,
+            service.used,
+            service.measured_staleness,
+            members,
+            worker=service.welcome.worker,
+            link=shards.options,
         )
         self.exchange = make_exchange(training, connection)
         workers.on_met(self.exchange.catch_up)

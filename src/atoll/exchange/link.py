@@ -1,0 +1,356 @@
+"""A client's link to the shards of a parameter server: a worker's to its shards, a site's to the global ones.
+
+A shard that keeps a journal may be killed and started again, here or elsewhere. Until then its clients wait
+for it, and send again what it has not answered (`net/returning.py`): what comes twice counts once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from atoll.core.config import LinkOptions
+from atoll.core.errors import DeadlineError, MismatchError, RunError, UserError
+from atoll.core.events import LinkFigures
+from atoll.core.texts import one_line
+from atoll.exchange.parties import Parties, under_way
+from atoll.exchange.silence import Silence
+from atoll.net.endpoint import Client, Endpoint, poll
+from atoll.net.keys import Keys
+from atoll.net.requests import MOST_REASON, decode_from
+from atoll.net.returning import Payload, ReturningLinks
+from atoll.net.tunnel import Lossy
+from atoll.wire.messages import (
+    AnyMessage,
+    Hello,
+    Mismatch,
+    Missing,
+    Ping,
+    Refused,
+    Welcome,
+    WhoIsMissing,
+)
+
+Handler: TypeAlias = Callable[[int, AnyMessage, memoryview | None], None]  # (shard, message, payload)
+
+LOG = 0  # the shard that keeps the log
+LARGEST_FRAME = 2**31 - 1  # bytes, from a shard that is as trusted as this process's own code
+_EXPLAIN_SECONDS = 2.0  # for the log to say whom it waits for, once a deadline has passed
+_BEHIND_SECONDS = 0.001  # between looks at the connections, while payloads wait for room to be made
+_POLL_SECONDS = 0.1  # between looks at connections that may have failed
+
+
+@dataclass
+class _Wait:
+    """`missing()` gives the shards that have yet to answer. `asked`: when the log was, for whom it waits."""
+
+    what: str | Callable[[], str]
+    missing: Callable[[], Sequence[int]]
+    since: float  # monotonic
+    asked: float
+
+    @property
+    def named(self) -> str:
+        return self.what if isinstance(self.what, str) else self.what()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+
+class Link:
+    """One connection to each shard; what comes is handed to the handler of its type.
+
+    All of it runs on the thread that calls `wait` or `take`; sockets send by themselves.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        keys: Keys | None,
+        *,
+        hello: Hello,
+        parties: Parties,
+        timeout: float,
+        limit: int = LARGEST_FRAME,
+        where: Callable[[], list[str] | None] = lambda: None,
+        tell: Callable[[str], None] = lambda _line: None,
+        meanwhile: Callable[[], None] = lambda: None,
+        beside: Callable[[], Sequence[Endpoint]] = tuple,
+        asks_every: float | None = None,
+        options: LinkOptions | None = None,
+    ) -> None:
+        """Begin to connect; see `greet`.
+
+        Args:
+            hello: what this side says first on each connection.
+            timeout: the deadline of each wait, in seconds.
+            limit: the most bytes of a message from a shard.
+            where: returns the shards' addresses as the hub knows them, or None where it does not now.
+            tell: takes a line for people: a shard is lost, or silent while it is waited for, or back.
+            meanwhile: called again and again while a wait goes on, which ends with what it raises.
+            beside: returns endpoints for which `meanwhile` is to be called at once.
+            asks_every: seconds of a wait between questions to the log for whom it waits; None: it is asked
+                only once a deadline has passed.
+            options: how the connections are made.
+        """
+        self.hello, self.timeout = hello, timeout
+        self.options = options or LinkOptions()
+        self.seconds_waited = 0.0  # in all
+        self.late = False  # the run has begun without this side, which has yet to arrive
+        self._keys, self._limit, self._parties = keys, limit, parties
+        self._where, self._tell, self._meanwhile, self._beside = where, tell, meanwhile, beside
+        self._asks_every = asks_every
+        self._handlers: dict[type, Handler] = {
+            Welcome: self._handle_welcome,
+            Missing: self._handle_missing,
+            Ping: ignored,
+        }
+        self._wait: _Wait | None = None  # that blocks
+        self._expected: _Wait | None = None
+        self._behind: list[str] | None = None  # for whom the log waits; None: it has not said so
+        self._links = self._connect(addresses)
+
+    def _connect(self, addresses: Sequence[str]) -> ReturningLinks:
+        self._silence = Silence(len(addresses))
+        sites = [self.hello.site] if self.hello.site else []
+        return ReturningLinks(
+            addresses,
+            self._keys,
+            hello=self.hello,
+            limit=self._limit,
+            name=self._parties.shard,
+            ends=lambda shard: self._parties.lost_for_good(shard, self.addresses[shard]),
+            where=self._where,
+            is_it=lambda shard, welcome: welcome.shard in (-1, shard) and welcome.sites == sites,
+            lost=self._tell_lost,
+            back=self._tell_back,
+            link=self.options,
+        )
+
+    def greet(self) -> None:
+        """Wait for each shard's welcome: versions, run and rank are checked there. Closes the link and raises
+        as `wait` does where one does not come."""
+        try:
+            self.wait(lambda: not self._links.strangers, lambda: self._links.strangers, "their welcome")
+        except BaseException:
+            self.close()
+            raise
+
+    def move(self, hello: Hello) -> None:
+        """Speak for somebody else from now on, with new connections: a group, of which this side is a member.
+        Nothing that was sent is waited for any more."""
+        addresses = self.addresses
+        self.close()
+        self.hello = hello
+        self._links = self._connect(addresses)
+        self.greet()
+        self.late = False  # a group's members take part already
+
+    def close(self) -> None:
+        """Let the connections go. Nothing comes any more, and nothing is expected."""
+        self._expected = None
+        self._links.close()
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    @property
+    def addresses(self) -> list[str]:
+        return self._links.addresses
+
+    @property
+    def clients(self) -> list[Client]:
+        return self._links.clients
+
+    @property
+    def incarnation(self) -> int:
+        return self.hello.incarnation
+
+    @property
+    def come_back(self) -> int:
+        """How often a shard was lost and found again."""
+        return self._links.come_back
+
+    def figures(self) -> dict[int, LinkFigures]:
+        """How the loss-tolerant connections do, by shard: those that are open."""
+        return self._links.figures()
+
+    # -- what is sent -------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        shard: int,
+        message: AnyMessage,
+        payload: Payload = None,
+        until: Hashable = None,
+        lossy: Lossy | None = None,
+    ) -> None:
+        """Send without waiting; `payload` must not change before the shard has answered. One that is made
+        leaves while this side waits: see `net/returning.py`.
+
+        With a topic `until`, it is sent again to a shard that was lost, as long as `answered(until)` is not
+        called. With `lossy`, parts of the payload may be lost, and the shard's answer says which.
+        """
+        self._links.send(shard, message, payload, until, lossy)
+
+    def send_all(self, message: AnyMessage, until: Hashable = None) -> None:
+        for shard in range(len(self)):
+            self.send(shard, message, until=until)
+
+    def answered(self, until: Hashable, shard: int | None = None, instead: AnyMessage | None = None) -> None:
+        """Messages of this topic, to `shard` or to all, are answered: none is sent again, but `instead` is if
+        the rest of the answer is lost."""
+        self._links.answered(until, shard, instead)
+
+    # -- what comes ---------------------------------------------------------------------------------------
+
+    def on(self, kind: type[AnyMessage], handler: Handler) -> None:
+        """Let `handler` take messages of this kind from now on."""
+        self._handlers[kind] = handler
+
+    def wait(
+        self, done: Callable[[], bool], missing: Callable[[], Sequence[int]], what: str | Callable[[], str]
+    ) -> float:
+        """Take what comes until `done()`; returns the seconds that it took.
+
+        `missing()` says which shards are waited for, and `what` on what, as it stands when that is told.
+        Raises DeadlineError, naming both, after the timeout, PeerLostError when a shard has gone for good,
+        and UserError with a shard's reason where one refuses.
+        """
+        wait = self._wait = self._new_wait(what, missing)
+        try:
+            self._take(0.0)
+            while not done():
+                waited = wait.seconds
+                if waited > self.timeout:
+                    raise DeadlineError(self._explain(wait))
+                self._ask_now_and_then(wait)
+                if self._silence.is_long(waited):
+                    self._look_for_silence(wait)
+                self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01), beside=self._beside())
+                self._meanwhile()
+        finally:
+            self._wait = None
+        self._silence.over()
+        self.seconds_waited += wait.seconds
+        return wait.seconds
+
+    def take(self, grace: float = 0.0) -> None:
+        """Hand out what has come, without waiting. A shard that will not come back ends the run once it has
+        been gone for `grace` seconds."""
+        self._take(0.0, grace=grace)
+        if self._expected is not None:
+            self._ask_now_and_then(self._expected)
+
+    def expect(self, what: str) -> None:
+        """Note that an answer of the log's comes in its time, for `waiting_for`: until `came` is called."""
+        self._expected = self._new_wait(what, lambda: [LOG])
+
+    def came(self) -> None:
+        """What was expected has come."""
+        self._expected = None
+
+    def waiting_for(self) -> list[str]:
+        """For whom this side waits, or whose answer it expects, and on what, in words."""
+        wait = self._wait or self._expected
+        if wait is None:
+            return []
+        return [under_way(self._who(wait), self._behind or [], wait.named, wait.seconds)]
+
+    def _take(self, timeout: float, *, beside: Sequence[Endpoint] = (), grace: float = 0.0) -> None:
+        """Hand out what is there, or comes within `timeout` seconds."""
+        self._links.pump()
+        if self._links.is_behind:
+            timeout = min(timeout, _BEHIND_SECONDS)
+        clients: list[Endpoint] = [*self._links.clients]
+        ready = [each for each in poll([*clients, *beside], timeout) if each in clients]
+        if not ready:
+            self._links.check(grace)
+        self._links.take(ready, self._handle)
+
+    def _handle(self, shard: int, header: bytes, payload: memoryview | None) -> None:
+        away = self._silence.hear(shard, lost=bool(self._links.gone(shard)))
+        if away is not None:
+            self._tell(self._parties.back(shard, self.addresses[shard], away, "answers again"))
+        message = decode_from(self.clients[shard], header)
+        handler = self._handlers.get(type(message))
+        if isinstance(message, Refused):
+            reason = one_line(message.reason, MOST_REASON)
+            raise UserError(f"{self._named(shard)}: {self._parties.reads(reason)}")
+        if isinstance(message, Mismatch) and handler is None and shard == LOG:
+            raise MismatchError(one_line(message.line, MOST_REASON))
+        if handler is None:
+            sent = type(message).__name__
+            raise RunError(f"{self._named(shard)} sent a {sent}, which nobody asked for")
+        handler(shard, message, payload)
+
+    def _handle_welcome(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, Welcome)
+        self.late = self.late or message.late
+        self._links.handle_welcome(shard, message)
+
+    # -- who is waited for, silent, lost or back ----------------------------------------------------------
+
+    def _new_wait(self, what: str | Callable[[], str], missing: Callable[[], Sequence[int]]) -> _Wait:
+        self._behind = None
+        now = time.monotonic()
+        return _Wait(what, missing, now, now)
+
+    def _ask_now_and_then(self, wait: _Wait) -> None:
+        """Let the log say for whom it waits, so that those who wait for this side hear it at once."""
+        now = time.monotonic()
+        if self._asks_every is not None and now - wait.asked > min(self._asks_every, self.timeout / 4):
+            wait.asked = now
+            self.send(LOG, WhoIsMissing())
+
+    def _handle_missing(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, Missing)
+        if shard == LOG:  # of any other one a sign of life is all that was asked for
+            self._behind = [self._parties.reads(line) for line in message.lines]
+
+    def _look_for_silence(self, wait: _Wait) -> None:
+        """Ask the shards that are waited for, and say nothing, for a sign of life; tell people of those that
+        do not give it."""
+        for shard in wait.missing():
+            if self._links.gone(shard):
+                continue  # people know
+            found = self._silence.look(shard, wait.since)
+            if found == "ask":
+                self.send(shard, WhoIsMissing())
+            elif found == "tell":
+                seconds, address = self._silence.lasted(shard), self.addresses[shard]
+                self._tell(self._parties.silent(shard, address, wait.named, seconds, self.timeout))
+
+    def _tell_lost(self, shard: int) -> None:
+        self._silence.lose(shard)
+        self._tell(self._parties.lost(shard, self.addresses[shard]))
+
+    def _tell_back(self, shard: int, seconds: float) -> None:
+        """It was away since its connection broke, or since it fell silent: one that stood still and was
+        replaced keeps its connection until then."""
+        seconds = max(seconds, self._silence.lasted(shard))
+        self._tell(self._parties.back(shard, self.addresses[shard], seconds))
+
+    def _explain(self, wait: _Wait) -> str:
+        """The line of a deadline that has passed. The log is asked for whom it waits, if it was not yet."""
+        seconds = wait.seconds
+        if self._asks_every is None:
+            self._behind = None
+            self.send(LOG, WhoIsMissing())
+            until = time.monotonic() + _EXPLAIN_SECONDS
+            while self._behind is None and time.monotonic() < until:
+                self._take(_POLL_SECONDS)
+        return self._parties.late(self._who(wait), self._behind or [], wait.named, seconds, self.timeout)
+
+    def _who(self, wait: _Wait) -> list[str]:
+        return [f"{self._named(shard)}{self._links.gone(shard)}" for shard in wait.missing()]
+
+    def _named(self, shard: int) -> str:
+        return f"{self._parties.shard(shard)} at {self.addresses[shard]}"
+
+
+def ignored(_shard: int, _message: AnyMessage, _payload: memoryview | None) -> None:
+    """A handler of what nobody waits for."""

@@ -1,0 +1,78 @@
+"""Which shards say nothing while they are waited for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+_ASK_AFTER = 2.0  # seconds without a word, until a shard is asked for a sign of life
+_UNANSWERED = 3.0  # seconds without an answer to that, after which people are told
+
+
+@dataclass
+class _Heard:
+    """When a shard said something last, and when it was asked for a sign of life that has not come yet;
+    monotonic. `told`: people know that it is silent. `missed_at`: since when, until the wait is over."""
+
+    at: float = 0.0
+    asked_at: float | None = None
+    told: bool = False
+    missed_at: float | None = None
+
+
+class Silence:
+    """The words of `count` shards, by their times. A shard that only waits for somebody else gives a sign of
+    life when it is asked; one that stands still does not."""
+
+    def __init__(self, count: int) -> None:
+        self._heard = [_Heard() for _ in range(count)]
+
+    def hear(self, shard: int, *, lost: bool) -> float | None:
+        """A shard has said something. Returns the seconds for which it was silent, if people know of it.
+
+        The first word of one that was lost is how it comes back: see `lasted`.
+        """
+        heard = self._heard[shard]
+        heard.at, heard.asked_at = time.monotonic(), None
+        if heard.told:
+            heard.told = False
+            return heard.at - (heard.missed_at or heard.at)
+        if not lost:
+            heard.missed_at = None
+        return None
+
+    @staticmethod
+    def is_long(seconds: float) -> bool:
+        """Whether shards that have been waited for so long are to be looked at."""
+        return seconds > _ASK_AFTER
+
+    def look(self, shard: int, since: float) -> Literal["ask", "tell", ""]:
+        """What to do about a shard that is waited for since then: ask for a sign of life, or tell people."""
+        heard, now = self._heard[shard], time.monotonic()
+        if heard.told:
+            return ""
+        if heard.asked_at is None:
+            if now - max(since, heard.at) <= _ASK_AFTER:
+                return ""
+            heard.asked_at, heard.missed_at = now, max(since, heard.at)
+            return "ask"
+        if now - heard.asked_at <= _UNANSWERED:
+            return ""
+        heard.told = True
+        return "tell"
+
+    def lasted(self, shard: int) -> float:
+        """The seconds since a shard that is waited for fell silent; 0 for one that did not."""
+        missed_at = self._heard[shard].missed_at
+        return 0.0 if missed_at is None else time.monotonic() - missed_at
+
+    def lose(self, shard: int) -> None:
+        """The connection to a shard is lost, and people know of that."""
+        heard = self._heard[shard]
+        heard.asked_at, heard.told = None, False
+
+    def over(self) -> None:
+        """What was waited for has come."""
+        for heard in self._heard:
+            heard.missed_at = None
