@@ -34,7 +34,7 @@ def script_line() -> str:
     Code is the user's own if it lies neither in Atoll, nor in the standard library, nor in an installed
     package. Returns "" on a stack without such a frame, for example on a thread of autograd.
     """
-    return _line_of(sys._getframe(1))
+    return _line_of(inspect.currentframe())
 
 
 def waiting_line() -> str:
@@ -51,7 +51,7 @@ def script_number(names: Sequence[str]) -> int | None:
     Only integers of at least 0 count. On a thread that runs no code of the user, the main thread's stack
     counts. Returns None without such a variable.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     if not _line_of(frame):
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:

@@ -22,6 +22,7 @@ from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
 from atoll.memory.payloads import SUM, VALUES, Payloads
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.changed import same_bits
+from atoll.tensors.torch_compat import version_of
 
 
 class _WatchedSlot(Slot):
@@ -32,9 +33,9 @@ class _WatchedSlot(Slot):
     @contextmanager
     def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
         with super().lend(overwrites=overwrites) as gradient:
-            before = gradient._version
+            before = version_of(gradient)
             yield gradient
-            if gradient._version != before:
+            if version_of(gradient) != before:
                 self._chunk.edited.add(self._index)
 
 

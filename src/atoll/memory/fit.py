@@ -24,6 +24,7 @@ from atoll.memory.sharedplan import agree
 from atoll.memory.stepping import has_stepper
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import check_bindable
+from atoll.tensors.torch_compat import is_compiled
 
 __all__ = ["Fitted", "fit", "plan"]
 
@@ -130,7 +131,7 @@ def _check(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         raise PrepareError("memory.fit was given a model without parameters")
     for name, module in model.named_modules():
         which = f"module {name or type(module).__name__!r}"
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        if is_compiled(module):
             raise PrepareError(
                 f"{which} is compiled: torch.compile bakes in where its parameters lie; give memory.fit the "
                 "model as it is without torch.compile"

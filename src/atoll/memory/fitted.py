@@ -30,6 +30,7 @@ from atoll.moves import Cache, StepStatistics, optimum
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.clipping import check_max_norm
+from atoll.tensors.torch_compat import own_parameters
 
 EARLY = "the plan takes the steps to be longer than a forward, and there is room to make these in backward"
 GRADIENTS_UNDER_WAY = 2  # chunks of them may be on their way off the device while backward goes on
@@ -429,9 +430,9 @@ class _Owners:
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [
-            (module._parameters, key, f"{prefix}.{key}" if prefix else key, parameter)
+            (own_parameters(module), key, f"{prefix}.{key}" if prefix else key, parameter)
             for prefix, module in model.named_modules()
-            for key, parameter in module._parameters.items()
+            for key, parameter in own_parameters(module).items()
             if parameter is not None
         ]
 

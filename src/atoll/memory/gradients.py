@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from atoll.chunks import Chunk
 from atoll.core.errors import UserError
@@ -28,7 +27,14 @@ from atoll.memory.leaving import Leaving, wait_for
 from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.proxies import GradientProxy, LostSource, OwnSource
 from atoll.tensors.binding import carve, check_usable
-from atoll.tensors.torch_compat import count_unscaling
+from atoll.tensors.torch_compat import (
+    AsPlainTensors,
+    count_unscaling,
+    hook_first,
+    storage_handle,
+    storage_uses,
+    version_of,
+)
 
 _GRAD: Any = torch.Tensor.grad  # autograd's own, whatever a parameter's class makes of `grad`
 
@@ -92,20 +98,20 @@ class Slot:
         self._chunk.arrive()
         kept = self._chunk.kept.get(self._index)
         if kept is not None:
-            before = kept._version
+            before = version_of(kept)
             yield kept
             self._chunk.norms.pop(self._index, None)
             self._chunk.changes += 1
-            self.edits += kept._version != before
+            self.edits += version_of(kept) != before
             return
         trained = self._chunk.trained
         with self._chunk.settled() as flat:
             with torch.inference_mode(False):  # a tensor that counts its versions
                 home = carve(flat, trained.chunk.slots[self._index].offset, trained.likes[self._index])
                 lent = self._chunk.on_device(home)
-            before = lent._version
+            before = version_of(lent)
             yield lent
-            if lent._version != before:
+            if version_of(lent) != before:
                 self.edits += 1
                 self._chunk.changes += 1
                 self._chunk.norms.pop(self._index, None)
@@ -220,7 +226,7 @@ class ChunkGradients:
                 self.take_in(flat, index, kept)
                 self.norms.pop(index, None)
                 self.changes += 1
-                if torch._C._storage_Use_Count(kept.untyped_storage()._cdata) <= 2:  # only we have it
+                if storage_uses(storage_handle(kept.untyped_storage())) <= 2:  # only we have it
                     del self.kept[index]
             yield flat
 
@@ -334,7 +340,7 @@ class Gradients:
         self._handles = []
         for each, index in self._places.values():
             parameter = each.trained.parameters[index]
-            self._handles.append(_hook_first(parameter, self._hook(each, index)))
+            self._handles.append(hook_first(parameter, self._hook(each, index)))
             gradient = _own_gradient(parameter)
             if gradient is not None:
                 check_usable(each.trained.names[index], gradient)
@@ -545,9 +551,9 @@ class Gradients:
             wait_for(each.stepped_after, f"the gradients of {each.trained.names[0]!r}")
             each.tell()
             with each.borrow(writes=False) as flat:
-                before = flat._version
+                before = version_of(flat)
                 yield flat
-                if flat._version != before:
+                if version_of(flat) != before:
                     with each.payloads.pin(each.key, writes=True):  # so that it is kept where it leaves
                         each.norms.clear()
         finally:
@@ -573,26 +579,13 @@ class Gradients:
         each.take(index, gradient, self._measures)
 
 
-def _hook_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Register a post-accumulate hook that runs before those that the script has registered: they are to
-    find the gradient where it lies."""
-    with torch._C.DisableTorchFunctionSubclass():
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        hooks: Any = parameter._post_accumulate_grad_hooks
-    others = {key: other for key, other in hooks.items() if key != handle.id}
-    hooks.clear()  # autograd goes by the order of insertion, which move_to_end leaves as it is
-    hooks[handle.id] = hook
-    hooks.update(others)
-    return handle
-
-
 def _own_gradient(parameter: nn.Parameter) -> Tensor | None:
     """What autograd has left at the parameter, whatever its class makes of `grad`."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with AsPlainTensors():
         gradient: Tensor | None = _GRAD.__get__(parameter)
         return gradient
 
 
 def _set_own_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
+    with AsPlainTensors():
         _GRAD.__set__(parameter, gradient)

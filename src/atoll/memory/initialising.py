@@ -9,7 +9,6 @@ from": host memory blown up by initialisation.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -25,17 +24,24 @@ from atoll.core.errors import UserError
 from atoll.core.heap import give_back_freed_memory
 from atoll.core.memory import Budgets, Memory
 from atoll.core.units import format_bytes
+from atoll.memory.calls import caller
 from atoll.memory.spillfile import Piece, SpillFile
 from atoll.memory.statedicts import lazily
 from atoll.tensors.binding import is_dense
+from atoll.tensors.torch_compat import (
+    AUTOGRADS_ATTRIBUTES,
+    AsPlainTensors,
+    makes_parameter,
+    storage_handle,
+    storage_uses,
+)
 
-_PLAIN = torch._C.DisableTorchFunctionSubclass
 _OWN_USES = 2  # of a storage: the parameter's, and that of the object that asks
 # What is right while a parameter's value is elsewhere, or has nothing to do with it.
 _ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim",
     "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_mkldnn", "nbytes", "itemsize",
-    "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
+    "retains_grad", "output_nr", *AUTOGRADS_ATTRIBUTES,
 )  # fmt: skip
 _METHODS = (
     "requires_grad_", "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point",
@@ -88,7 +94,7 @@ class InitialisedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _VALUELESS:
-            with _PLAIN():
+            with AsPlainTensors():
                 return func(*args, **kwargs)
         if func in _LAYOUT and args[0]._atoll_place.absent:
             place = args[0]._atoll_place
@@ -96,10 +102,10 @@ class InitialisedParameter(nn.Parameter):
         if func is Tensor.detach:
             if (lazy := lazily(args[0])) is not None:
                 return lazy
-            if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            if makes_parameter(caller()):
                 return args[0]._again()
         used = {id(p): p for p in _initialised((args, kwargs))}.values()
-        with _present(list(used)), _PLAIN(), _saved_apart():
+        with _present(list(used)), AsPlainTensors(), _saved_apart():
             return func(*args, **kwargs)
 
     def stored_value(self) -> Tensor:
@@ -109,7 +115,7 @@ class InitialisedParameter(nn.Parameter):
     def _again(self) -> Tensor:
         """A second parameter on the same memory: `nn.Parameter(self)`, as parametrisations do, asks for a
         `detach()` of the same class, and for no other has one."""
-        with _present([self]), _PLAIN():
+        with _present([self]), AsPlainTensors():
             made = nn.Parameter(self.data, self.requires_grad)
             self._atoll_place.room.adopt(made)
         return made
@@ -158,7 +164,7 @@ class _Room:
 
     def pin(self, parameter: InitialisedParameter) -> None:
         """Bring the value into the parameter, where it stays until `unpin`; pins count."""
-        with self._lock, torch.no_grad(), _PLAIN():
+        with self._lock, torch.no_grad(), AsPlainTensors():
             place = parameter._atoll_place
             place.pins += 1
             if not place.absent:
@@ -177,7 +183,7 @@ class _Room:
             self._enter(place)
 
     def unpin(self, parameter: InitialisedParameter) -> None:
-        with self._lock, _PLAIN():
+        with self._lock, AsPlainTensors():
             place = parameter._atoll_place
             place.pins -= 1
             if not place.absent:
@@ -187,7 +193,7 @@ class _Room:
 
     def value(self, parameter: InitialisedParameter) -> Tensor:
         """A copy of the value in host memory; nothing is evicted."""
-        with self._lock, torch.no_grad(), _PLAIN():
+        with self._lock, torch.no_grad(), AsPlainTensors():
             place = parameter._atoll_place
             if not place.absent:
                 return parameter.data.to("cpu", copy=True)
@@ -197,7 +203,7 @@ class _Room:
 
     def copy_into(self, parameter: InitialisedParameter, into: Tensor) -> None:
         """Copy the value into `into`, 1-D and contiguous, in the order of memory; nothing is evicted."""
-        with self._lock, torch.no_grad(), _PLAIN():
+        with self._lock, torch.no_grad(), AsPlainTensors():
             place = parameter._atoll_place
             if place.absent:
                 self._read_elsewhere(place, into)
@@ -219,7 +225,7 @@ class _Room:
 
     def release(self, parameter: InitialisedParameter) -> None:
         """Let the parameter go, with no value: a plain one."""
-        with self._lock, torch.no_grad(), _PLAIN():
+        with self._lock, torch.no_grad(), AsPlainTensors():
             place = parameter._atoll_place
             assert place.gone is not None
             place.gone.detach()
@@ -281,11 +287,11 @@ class _Room:
         parameter = place.parameter()
         if parameter is None or place.pins:
             return
-        with _PLAIN():
+        with AsPlainTensors():
             value = parameter.data
             storage = value.untyped_storage()
             # `value` is a use too: what remains is somebody else's.
-            is_held = torch._C._storage_Use_Count(storage._cdata) > _OWN_USES + 1
+            is_held = storage_uses(storage_handle(storage)) > _OWN_USES + 1
             if is_held or not is_dense(value):
                 return
             place.note(parameter)

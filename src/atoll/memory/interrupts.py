@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from atoll.memory.untraced import untraced
+from atoll.tensors.torch_compat import untraced
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,7 +11,6 @@ autograd's count of changes (`.data`, `data_ptr`) marks the chunk as one that ma
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,9 +21,18 @@ from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.errors import UserError
 from atoll.memory import statedicts
+from atoll.memory.calls import caller
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.saved import Place, entered
-from atoll.memory.untraced import untraced
+from atoll.tensors.torch_compat import (
+    TYPED_STORAGE,
+    AsPlainTensors,
+    compare_kinds,
+    flatten_rnn,
+    makes_parameter,
+    untraced,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from atoll.memory.engine import Engine
@@ -40,7 +48,7 @@ _OF_VALUES = {"H", "T", "mH", "mT", "data", "real", "imag", "__cuda_array_interf
 
 def _attributes() -> set[Any]:
     found = set()
-    for name, attribute in vars(torch._C.TensorBase).items():
+    for name, attribute in vars(torch.Tensor.__bases__[0]).items():
         if hasattr(attribute, "__get__") and hasattr(attribute, "__set__") and name not in _OF_VALUES:
             found |= {attribute.__get__, attribute.__set__, attribute.__delete__}
     return found
@@ -57,19 +65,17 @@ _PASSED: frozenset[Any] = frozenset(
     | _methods("is_floating_point", "is_complex", "is_signed", "is_same_size", "is_inference", "__hash__")
     | _methods("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
     | {torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size}
-    | {torch.result_type, torch._has_compatible_shallow_copy_type, torch.is_inference}
+    | {torch.result_type, compare_kinds, torch.is_inference}
 )
 # Asked of a tensor without memory that is laid out as the parameter is.
 _LAYOUT: frozenset[Any] = frozenset(_methods("stride", "is_contiguous", "storage_offset", "dim_order"))
 # What they give may be written through, and autograd's count would not tell.
 _GIVE_OUT: frozenset[Any] = frozenset(
     {_BASE.data.__get__}
-    | _methods("data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_type")
+    | _methods("data_ptr", "const_data_ptr", "untyped_storage", "storage", TYPED_STORAGE, "storage_type")
     | _methods("numpy", "__array__", "__dlpack__", "tolist")
 )
 _REPLACE: frozenset[Any] = frozenset(_methods("set_", "resize_", "resize_as_", "share_memory_", "swap_"))
-# `nn.Parameter(p)`, which asks for `p.detach()`.
-_ANOTHER: Any = nn.Parameter.__new__.__code__
 
 
 class ChunkParameter(nn.Parameter):
@@ -87,7 +93,7 @@ class ChunkParameter(nn.Parameter):
         if special is not None:
             return special(func, args, kwargs)
         if func in _PASSED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with AsPlainTensors():
                 return func(*args, **kwargs)
         parameters = list(_chunk_parameters((args, kwargs)))
         if func in _LAYOUT:
@@ -118,7 +124,7 @@ class ChunkParameter(nn.Parameter):
                 if any(kind is not cls and kind is not Tensor for kind in types):
                     with _plain(parameters):  # so that the other kinds' own handling comes into its own
                         return func(*args, **kwargs)
-                with torch._C.DisableTorchFunctionSubclass():
+                with AsPlainTensors():
                     return func(*args, **kwargs)
         finally:
             _unpin(used)
@@ -191,14 +197,14 @@ def place_of(parameter: nn.Parameter) -> Place | None:
 
 def put(parameter: nn.Parameter, memory: Tensor) -> None:
     """Let a ChunkParameter lie in `memory`; autograd's count of changes stays."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with AsPlainTensors():
         parameter.data = memory
 
 
 def version(parameter: nn.Parameter) -> int:
     """How often a ChunkParameter was written into, by autograd's count."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter._version
+    with AsPlainTensors():
+        return version_of(parameter)
 
 
 def _engine(parameter: ChunkParameter) -> Engine:
@@ -268,7 +274,7 @@ def _assign(_func: Any, args: Arguments, _kwargs: Keywords) -> None:
 def _detach(func: Any, args: Arguments, _kwargs: Keywords) -> Tensor:
     """For a state_dict what is read when it is used, for all else a view."""
     (parameter,) = args
-    if sys._getframe(2).f_code is _ANOTHER:  # beyond __torch_function__
+    if makes_parameter(caller(1)):  # beyond __torch_function__
         name = _engine(parameter).name(parameter._atoll)
         raise UserError(
             f"nn.Parameter(...) of parameter {name!r} would be another one in its chunk's memory, as "
@@ -280,7 +286,7 @@ def _detach(func: Any, args: Arguments, _kwargs: Keywords) -> Tensor:
         return lazy
     used = _pin([parameter], gives_out=False)
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with AsPlainTensors():
             view: Tensor = func(parameter)
             return view
     finally:
@@ -310,7 +316,7 @@ def _gradient_of(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     materialize = given.pop("materialize_grads", False)
     if given.get("allow_unused") is None:
         given["allow_unused"] = materialize
-    with torch._C.DisableTorchFunctionSubclass():
+    with AsPlainTensors():
         given["inputs"] = [get_gradient_edge(p) if type(p) is ChunkParameter else p for p in wanted]
     given["outputs"] = [o.view_as(o) if type(o) is ChunkParameter else o for o in outputs]
     # What the backward itself saves for another one gives its chunks free too.
@@ -330,7 +336,7 @@ def _backward_of(func: Any, args: Arguments, kwargs: Keywords) -> None:
     with torch.enable_grad():
         given["tensors"] = [r.view_as(r) if type(r) is ChunkParameter else r for r in roots]
     if given.get("inputs") is not None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with AsPlainTensors():
             given["inputs"] = [
                 get_gradient_edge(p) if type(p) is ChunkParameter else p for p in given["inputs"]
             ]
@@ -349,5 +355,5 @@ _SPECIAL: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {
     torch.Tensor.backward: _backward,
     torch.autograd.backward: _backward_of,
     torch.autograd.grad: _gradient_of,
-    torch._cudnn_rnn_flatten_weight: _keep_apart,
+    flatten_rnn: _keep_apart,
 }

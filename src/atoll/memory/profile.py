@@ -22,6 +22,7 @@ from atoll.memory.engine import Engine
 from atoll.memory.parameters import place_of
 from atoll.memory.saved import Place
 from atoll.moves.search import Use
+from atoll.tensors.torch_compat import is_within_backward, own_parameters
 
 # Calls that need no value of their arguments.
 _CHEAP = {"__get__", "__set__", "__len__", "size", "dim", "numel", "stride", "is_floating_point", "zero_"}
@@ -93,8 +94,8 @@ class Recorder(TorchFunctionMode):
 
     def _again(self, module: nn.Module, _args: Any) -> None:
         """Modes are off while backward runs: what a checkpoint computes again is told by its modules."""
-        if self._running and torch._C._current_graph_task_id() != -1:
-            used = self._found(module._parameters.values())
+        if self._running and is_within_backward():
+            used = self._found(own_parameters(module).values())
             if used:
                 self._mark(used)
 
@@ -151,7 +152,7 @@ class Recorder(TorchFunctionMode):
 
     def _mark(self, used: tuple[int, ...], *, backward: bool | None = None) -> None:
         if backward is None:
-            backward = torch._C._current_graph_task_id() != -1
+            backward = is_within_backward()
         self._marks.append((used, backward))
         if self._device.type == "cpu":
             engine = self._engine

@@ -14,12 +14,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from atoll.core.errors import UserError
 from atoll.memory.interrupts import uninterrupted
-from atoll.memory.untraced import untraced
-from atoll.tensors.torch_compat import counted
+from atoll.tensors.torch_compat import (
+    LIST_FUNCTIONS,
+    REDUCE,
+    TYPED_STORAGE,
+    ZERO_LIST,
+    AsPlainTensors,
+    counted,
+    tree_leaves,
+    tree_map,
+    untraced,
+    version_of,
+)
 
 _TENSOR: Any = torch.Tensor  # its getters are no attributes for a type checker
 _CHEAP: set[Any] = {
@@ -43,11 +52,10 @@ _ITSELF: set[Any] = {
 }
 # What gives out the memory in another form than a tensor.
 _ESCAPES = (
-    "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__",
-    "__reduce_ex__", "_reduce_ex_internal",
+    "numpy", "__array__", "data_ptr", "untyped_storage", "storage", TYPED_STORAGE, "__dlpack__",
+    "__reduce_ex__", REDUCE,
 )  # fmt: skip
-_LISTS = ("_foreach_", "_amp_foreach_")
-_OVERWRITE = ("zero_", "_foreach_zero_")  # whatever is there
+_OVERWRITE = ("zero_", ZERO_LIST)  # whatever is there
 
 
 class Source(Protocol):
@@ -104,7 +112,7 @@ class GradientProxy(torch.Tensor):
         """A proxy with the shape and dtype of `like`."""
         with torch.inference_mode(False), torch.no_grad():
             nan = _nan(like.shape, like.dtype, device)
-            proxy: GradientProxy = torch.Tensor._make_subclass(GradientProxy, nan)
+            proxy = nan.as_subclass(GradientProxy)
         proxy.source = source
         return proxy
 
@@ -119,20 +127,20 @@ class GradientProxy(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _CHEAP:
-            with torch._C.DisableTorchFunctionSubclass():
+            with AsPlainTensors():
                 return func(*args, **kwargs)
         if func == _TENSOR.data.__set__:
             return _set_data(*args)
         if func in _ITSELF:
             return args[0]
-        if func.__name__.startswith(_LISTS):
+        if func.__name__.startswith(LIST_FUNCTIONS):
             return _one_by_one(func, args, kwargs)
         return _with_gradients(func, args, kwargs)
 
 
 def edits_of(gradient: Tensor) -> int:
     """Return how often a gradient was written into. A greater number than before shows a change."""
-    return gradient.source.edits if isinstance(gradient, GradientProxy) else gradient._version
+    return gradient.source.edits if isinstance(gradient, GradientProxy) else version_of(gradient)
 
 
 @functools.cache
@@ -170,9 +178,7 @@ def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 @uninterrupted
 def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call `func` with the gradients in their proxies' places."""
-    proxies = {
-        id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, GradientProxy)
-    }
+    proxies = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GradientProxy)}
     with ExitStack() as stack:
         if func.__name__ in _ESCAPES:
             lent = {key: proxy.source.keep() for key, proxy in proxies.items()}
@@ -182,11 +188,11 @@ def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
                 key: stack.enter_context(proxy.source.lend(overwrites=overwrites))
                 for key, proxy in proxies.items()
             }
-        given, named = pytree.tree_map(lambda leaf: lent.get(id(leaf), leaf), (args, dict(kwargs)))
+        given, named = tree_map(lambda leaf: lent.get(id(leaf), leaf), (args, dict(kwargs)))
         result = counted(func)(*given, **named)  # which other arguments may have an own way with
         of_memory = {lent[key].untyped_storage().data_ptr(): proxies[key] for key in proxies}
         same = {id(lent[key]): proxies[key] for key in proxies}
-        return pytree.tree_map(lambda leaf: _handed_out(leaf, same, of_memory), result)
+        return tree_map(lambda leaf: _handed_out(leaf, same, of_memory), result)
 
 
 def _handed_out(leaf: Any, same: Mapping[int, GradientProxy], of_memory: Mapping[int, GradientProxy]) -> Any:

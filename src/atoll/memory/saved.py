@@ -13,7 +13,6 @@ keep is a view, and a chunk with a view of it stays where it is (engine.py).
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -27,9 +26,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from atoll.memory.calls import is_under_way
+from atoll.memory.calls import caller, is_under_way
 from atoll.memory.interrupts import uninterrupted
-from atoll.memory.untraced import untraced
+from atoll.tensors.torch_compat import saved_tensors_hooks_in_force, untraced, version_of
 
 
 class Owner(Protocol):
@@ -89,11 +88,11 @@ class Addresses:
             return tensor
         found = self._places.get(address)
         if found is None:
-            return tensor, tensor._version
+            return tensor, version_of(tensor)
         owner = found[0]()
         if owner is None:
             del self._places[address]
-            return tensor, tensor._version
+            return tensor, version_of(tensor)
         place = Place(owner, found[1], found[2])
         return Packed(
             place,
@@ -122,7 +121,7 @@ def unpack(kept: object) -> Tensor:
     tensor: Tensor = kept[0]
     if told is not None:
         told(tensor)
-    _check_version(kept[1], tensor._version)
+    _check_version(kept[1], version_of(tensor))
     return tensor
 
 
@@ -138,8 +137,8 @@ _NOTHING = nullcontext()
 
 
 def hooks_are_active() -> bool:
-    """Whether saved-tensor hooks are, ours or another's. No public function tells."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Whether saved-tensor hooks are, ours or another's."""
+    return saved_tensors_hooks_in_force() is not None
 
 
 def entered() -> AbstractContextManager[Any]:
@@ -165,7 +164,7 @@ _OPEN = _Open()
 def _before(_module: nn.Module, _inputs: Any) -> None:
     leave_gone()
     if _OPEN.depth == 0:
-        _OPEN.call = sys._getframe(1)
+        _OPEN.call = caller()
         if _OPEN.context is _NOTHING:
             _OPEN.context = entered()
             _OPEN.context.__enter__()
@@ -183,7 +182,7 @@ def _leave() -> None:
     """Leave what was entered. Where another's hooks lie above ours, leaving would end those: then it is for
     a later call."""
     _OPEN.call = None
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = saved_tensors_hooks_in_force()
     if _OPEN.context is not _NOTHING and top is not None and top[0] == ADDRESSES.pack:
         context, _OPEN.context = _OPEN.context, _NOTHING
         context.__exit__(None, None, None)

@@ -7,10 +7,8 @@ of a backward; each member steps what it holds. Source: S2, part 4.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -34,6 +32,7 @@ from atoll.core.stands import (
     mixed_epochs,
 )
 from atoll.memory import interrupts
+from atoll.memory.calls import caller
 from atoll.memory.fitted import Moving
 from atoll.memory.foreign import SharedStates, described
 from atoll.memory.gradients import Gradients, TrainedChunk
@@ -48,6 +47,7 @@ from atoll.moves.search import MemoryPlan
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.modulehooks import LeftBehind
 from atoll.tensors.settings import SettingsCode, settings_of
+from atoll.tensors.torch_compat import is_loaded_itself
 
 
 class Sharded(Moving):
@@ -303,11 +303,11 @@ class Sharded(Moving):
             self.sharing.check_written(edited)
 
     def _before_load(self, module: nn.Module, *_: Any) -> None:
-        if _is_outermost(module, sys._getframe(1)):
+        if is_loaded_itself(module, caller()):
             self.sync("load_state_dict()")
 
     def _after_load(self, module: nn.Module, _keys: Any) -> None:
-        if _is_outermost(module, sys._getframe(1)):
+        if is_loaded_itself(module, caller()):
             self.sync("load_state_dict()")
 
     def stats(self) -> MemoryFigures:
@@ -346,10 +346,3 @@ class Sharded(Moving):
 
     def _part(self) -> None:
         self.sharing.close()
-
-
-def _is_outermost(module: nn.Module, frame: FrameType | None) -> bool:
-    """Whether `load_state_dict` was called on this module, and not on one that it is a part of."""
-    while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
-        frame = frame.f_back
-    return frame is not None and frame.f_locals.get("self") is module

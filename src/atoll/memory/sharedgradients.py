@@ -10,23 +10,20 @@ to the next sync point, since members' scripts do not run in step.
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
-from types import FrameType
 
 import torch
 from torch import Tensor, nn
-from torch.amp import grad_scaler
-from torch.nn.utils import clip_grad
 
 from atoll.core.errors import RunError, UserError
 from atoll.core.scriptline import script_line, waiting_line
 from atoll.core.stands import Stand, call, gradients
 from atoll.core.weighing import SAID, Certainty, said
+from atoll.memory.calls import caller
 from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.payloads import Payloads
@@ -34,9 +31,9 @@ from atoll.memory.proxies import LostSource
 from atoll.memory.sharing import Sharing
 from atoll.memory.sums import Summing
 from atoll.tensors.finite import is_finite
+from atoll.tensors.torch_compat import reader_of_all_gradients, version_of
 
 _UNDER_WAY = 2  # sums at once: while one travels, the next is made ready
-_FRAMES = 8  # from where p.grad is read to the function that reads it
 _FIRST = 3 + SAID  # words of what members tell of a backward as a whole
 _ABSENT = -1.0  # in the place of a norm: there is no gradient
 _PIECE = 2**20  # elements that are summed at once in double precision, which takes a copy of them
@@ -52,9 +49,9 @@ class _SharedSlot(Slot):
         chunk, index = self._chunk, self._index
         if index in chunk.kept or chunk.is_own(index):
             with super().lend(overwrites=overwrites) as gradient:
-                before = gradient._version
+                before = version_of(gradient)
                 yield gradient
-            if gradient._version != before:
+            if version_of(gradient) != before:
                 chunk.note_edit(index)
             return
         like, device = chunk.trained.likes[index], chunk.trained.device
@@ -62,9 +59,9 @@ class _SharedSlot(Slot):
             lent = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
             if not overwrites:
                 chunk.copy_mean(index, lent)
-        before = lent._version
+        before = version_of(lent)
         yield lent
-        if lent._version != before:
+        if version_of(lent) != before:
             chunk.write(index, lent)
 
     def leave(self) -> None:
@@ -421,9 +418,9 @@ class SharedGradients(Gradients):
         return self._chunks[chunk].for_others()
 
     def grad_of(self, parameter: nn.Parameter) -> Tensor | None:
-        if self._sharing.grouping.is_apart and (caller := _of_all_gradients(sys._getframe(1))):
+        if self._sharing.grouping.is_apart and (reader := reader_of_all_gradients(caller())):
             raise UserError(
-                f"{caller} sees this group's gradients alone, and some parameters are others in other groups "
+                f"{reader} sees this group's gradients alone, and some parameters are others in other groups "
                 "(atoll.memory.over); clip by clip_grad_norm_ of the session, or of what memory.fit gave, "
                 "and train without a GradScaler"
             )
@@ -660,20 +657,6 @@ def partial_norm(part: Tensor, norm_type: float) -> Tensor:
     for piece in torch.split(part, _PIECE):
         total += torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64) ** norm_type
     return total
-
-
-def _of_all_gradients(frame: FrameType | None) -> str:
-    """The function of torch's that reads a gradient here and asks something of all of them together."""
-    for _ in range(_FRAMES):
-        if frame is None:
-            break
-        code = frame.f_code
-        if code.co_filename == clip_grad.__file__ and code.co_name == "clip_grad_norm_":
-            return "torch.nn.utils.clip_grad_norm_"
-        if code.co_filename == grad_scaler.__file__:
-            return "torch.amp.GradScaler"
-        frame = frame.f_back
-    return ""
 
 
 def combined(parts: Sequence[float], norm_type: float) -> float:

@@ -7,7 +7,6 @@ elsewhere, and nothing becomes resident.
 
 from __future__ import annotations
 
-import sys
 import threading
 from types import FrameType
 from typing import Any, Protocol
@@ -15,8 +14,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from atoll.memory.calls import is_under_way
+from atoll.memory.calls import caller, is_under_way
 from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.torch_compat import own_parameters
 
 
 class StoredParameter(Protocol):
@@ -63,9 +63,9 @@ def lazily(parameter: Any) -> Tensor | None:
 
 
 def _begin(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-    own = () if keep_vars else module._parameters.values()
+    own = () if keep_vars else own_parameters(module).values()
     _asked.parameters = {id(p): p for p in own if p is not None and hasattr(p, "stored_value")}
-    _asked.call = sys._getframe(1)
+    _asked.call = caller()
 
 
 def _end(_module: nn.Module, *_: Any) -> None:

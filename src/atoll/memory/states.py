@@ -7,7 +7,7 @@ depends on the same things; tensors/optimizer.py does the same with chunks that 
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from atoll.memory.gradients import TrainedChunk
 from atoll.memory.payloads import MASTER, VALUES, Key, Payloads, spare_kind, state_kind
 from atoll.tensors.optimizer import State, comparable, copied, ends_run
+from atoll.tensors.torch_compat import bare_step, drop_step_hooks
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
 # The optimizer's own code: takes settings, parameters and their state, and gives their state.
@@ -373,14 +374,11 @@ def run_step(
     """
     copy = object.__new__(class_)
     copy.__dict__.update(noted(own))
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(copy, hooks, OrderedDict())
+    drop_step_hooks(copy)
     copy.param_groups = [{**noted(settings), "params": parameters}]
     states: defaultdict[Any, State] = defaultdict(dict, state)
     copy.state = states
-    step: Any = class_.step
-    # Not through torch's wrapper: hooks on all optimizers have run for the script's own call.
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
+    bare_step(class_)(copy)  # hooks on all optimizers have run for the script's own call
     return states
 
 

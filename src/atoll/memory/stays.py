@@ -12,6 +12,7 @@ from atoll.memory import copies
 from atoll.memory.arena import Block
 from atoll.memory.gradients import TrainedChunk
 from atoll.tensors.binding import carve
+from atoll.tensors.torch_compat import storage_handle, storage_uses
 
 
 class Stay:
@@ -25,7 +26,7 @@ class Stay:
         self.views = [carve(part, 0, part) for part in parts]
         self.storages = [view.untyped_storage() for view in self.views]
         self.addresses = [storage.data_ptr() for storage in self.storages]
-        self._ids = [storage._cdata for storage in self.storages]
+        self._ids = [storage_handle(storage) for storage in self.storages]
         self._seal: int | None = None  # a checksum, to see a change that autograd does not count
         self._left: list[torch.UntypedStorage] = []  # where slots lay that were set apart
         self._apart: set[int] = set()  # slots whose values lie outside of the block
@@ -40,7 +41,7 @@ class Stay:
         """The values and the parameters are here."""
         self.versions, self.given_out, self._seal = versions, False, None
         self._unheld = self._uses()
-        self._unheld_by_slot = list(map(torch._C._storage_Use_Count, self._ids))
+        self._unheld_by_slot = list(map(storage_uses, self._ids))
         self.ready, self.coming = True, None
 
     @property
@@ -50,7 +51,7 @@ class Stay:
 
     def is_slot_viewed(self, slot: int) -> bool:
         """Whether anybody has a view of this slot's memory."""
-        return bool(torch._C._storage_Use_Count(self._ids[slot]) > self._unheld_by_slot[slot])
+        return storage_uses(self._ids[slot]) > self._unheld_by_slot[slot]
 
     def set_apart(self, slot: int) -> Tensor:
         """New memory for a slot, with anything in it, outside of the block and of the budget, until the chunk
@@ -63,7 +64,7 @@ class Stay:
         self._unheld += 1  # by ourselves
         self._apart.add(slot)
         self.views[slot], self.storages[slot] = view, view.untyped_storage()
-        self._ids[slot] = self.storages[slot]._cdata
+        self._ids[slot] = storage_handle(self.storages[slot])
         self.addresses[slot] = self.storages[slot].data_ptr()
         return view
 
@@ -112,7 +113,7 @@ class Stay:
 
     def _uses(self) -> int:
         # The count tells what no public function does: whether memory may be taken away.
-        return sum(map(torch._C._storage_Use_Count, self._ids))
+        return sum(map(storage_uses, self._ids))
 
 
 def stand_ins(each: TrainedChunk) -> list[Tensor]:

@@ -9,7 +9,6 @@ a chunk's values calls `wait_stepped` first. Source: S2, part 7.
 from __future__ import annotations
 
 import atexit
-import sys
 import threading
 import time
 import weakref
@@ -22,11 +21,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from atoll.core.errors import DeadlineError, RunError
 from atoll.core.heap import give_back_freed_memory
-from atoll.memory.calls import is_under_way
+from atoll.memory.calls import caller, is_under_way
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.ondemand import StatesOnDemand
@@ -36,6 +34,7 @@ from atoll.memory.states import ChunkStates, Run, Settings, noted, run_step
 from atoll.tensors.lazy import LazyTensor, read_whole
 from atoll.tensors.optimizer import State, call_closure_now, check_groups, elementwise_keys
 from atoll.tensors.stephooks import AroundStep, Handle
+from atoll.tensors.torch_compat import tree_map_only
 
 _DEADLINE = 600.0  # seconds: the slowest disk has stepped a chunk by then
 _HALF = (torch.bfloat16, torch.float16)
@@ -304,7 +303,7 @@ class Stepper:
     # The optimizer's step, on the script's thread.
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        call = sys._getframe(1)
+        call = caller()
         if self._is_stepping():  # a subclass's step that calls its superclass's, which torch hooks too
             return args, kwargs
         self._restore()
@@ -328,7 +327,7 @@ class Stepper:
         self._leave_out()
 
     def _after(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if sys._getframe(1) is not self._call:
+        if caller() is not self._call:
             return
         self._begin_step()
 

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from atoll.chunks import Chunk, ChunkMap, ParameterSpec
 from atoll.core.errors import BindingError, PrepareError, UserError
+from atoll.tensors.torch_compat import storage_handle, storage_uses
 
 
 def carve(storage: Tensor, offset: int, like: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ class BoundChunk:
             if parameter.data_ptr() == address:
                 continue
             # Two references are expected: the view's own, and the one made by this call.
-            if torch._C._storage_Use_Count(view.untyped_storage()._cdata) > 2:
+            if storage_uses(storage_handle(view.untyped_storage())) > 2:
                 raise BindingError(
                     f"parameter {name!r} was given other memory after session.prepare, and its former memory "
                     "is still in use (a kept p.data, or a graph); write values with p.data.copy_(...)"

@@ -11,13 +11,15 @@ blocks (from 4,096 elements on, in blocks of 256 or 2,048). So there are larger 
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from atoll.tensors.torch_compat import drop_step_hooks
 
 _LEAST_RATE = 0.01  # of learning: with a smaller one (0, at the start of a warm-up) all updates look alike
 
@@ -170,8 +172,7 @@ def copy_for(
     """
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(probe, hooks, OrderedDict())
+    drop_step_hooks(probe)
     hyperparameters = {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in group.items()

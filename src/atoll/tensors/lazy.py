@@ -11,9 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from atoll.core.errors import UserError
+from atoll.tensors.torch_compat import (
+    arguments_of,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    wrapper_tensor,
+)
 
 _DETACH = torch.ops.aten.detach.default
 
@@ -39,9 +46,7 @@ class LazyTensor(Tensor):
         device: torch.device | None = None,
         strides: Sequence[int] | None = None,
     ) -> LazyTensor:
-        made: LazyTensor = Tensor._make_wrapper_subclass(
-            cls, tuple(shape), strides, dtype=dtype, device=device or torch.device("cpu")
-        )
+        made: LazyTensor = wrapper_tensor(cls, shape, strides, dtype, device or torch.device("cpu"))
         made.source = source
         return made
 
@@ -57,10 +62,10 @@ class LazyTensor(Tensor):
         if func is _DETACH:
             lazy = args[0]
             return LazyTensor(lazy.source, lazy.shape, lazy.dtype, lazy.device, lazy.stride())
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(
+        given = dict(zip((argument.name for argument in arguments_of(func)), args, strict=False)) | dict(
             kwargs
         )
-        for argument in func._schema.arguments:
+        for argument in arguments_of(func):
             if _is_written(argument) and any(
                 isinstance(value, LazyTensor) for value in tree_leaves(given.get(argument.name))
             ):

@@ -33,7 +33,16 @@ from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys, tried_alike
 from atoll.tensors.stephooks import AroundStep, Handle
 from atoll.tensors.tensorfile import storage_key
-from atoll.tensors.torch_compat import SCALES, inverse_of, note_scale, unscale
+from atoll.tensors.torch_compat import (
+    forget_scaling_left_to,
+    infinity_left_to,
+    inverse_of,
+    leave_scaling_to,
+    note_scale,
+    scale_left_to,
+    unscale,
+    version_of,
+)
 
 State: TypeAlias = dict[str, Any]
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -162,7 +171,7 @@ class ChunkState:
         """True where the script has replaced values in a slot's state, or written into a tensor that shows a
         segment's.
         """
-        if any(tensor._version for tensor in self._shown_own):
+        if any(version_of(tensor) for tensor in self._shown_own):
             return True
         return any(
             len(slot) != len(shown) or any(map(is_not, slot.values(), shown))
@@ -407,9 +416,7 @@ class RemoteOptimizer(ParameterOptimizer):
         super().__init__(optimizer, hooks)
         self._keeps_state = keeps_state
         self._make, self._fetch, self._home = make, fetch, home
-        self._scales = vars(optimizer).get(SCALES)  # as torch or the script has set it; None: not set
-        if counts_skips:
-            setattr(optimizer, SCALES, True)
+        self._take_scaling_back = leave_scaling_to(optimizer) if counts_skips else None
         self._accepted, self._is_loading, self._is_back = True, False, False
         self._handles += [
             optimizer.register_state_dict_pre_hook(lambda _: self._show()),
@@ -446,10 +453,8 @@ class RemoteOptimizer(ParameterOptimizer):
         super().close()
         if self._keeps_state and not self._is_back:
             _tell_of_lost_state(self.optimizer, self._home)
-        if self._scales is None:
-            vars(self.optimizer).pop(SCALES, None)
-        else:
-            setattr(self.optimizer, SCALES, self._scales)
+        if self._take_scaling_back is not None:
+            self._take_scaling_back()
 
     def _show(self) -> None:
         self.restore()
@@ -459,23 +464,16 @@ class RemoteOptimizer(ParameterOptimizer):
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = super()._before(optimizer, args, kwargs)
-        self._accepted = not self._left_out and not self._found_infinity()
+        self._accepted = not self._left_out and not infinity_left_to(self.optimizer)
         if self._accepted:
             self._divide_by_scale()
-        for name in ("grad_scale", "found_inf"):
-            if hasattr(optimizer, name):  # it is done; a loop over parameters knows neither
-                setattr(optimizer, name, None)
+        forget_scaling_left_to(optimizer)  # it is done; a loop over parameters knows neither
         self._leave_out()
         return args, kwargs
 
-    def _found_infinity(self) -> bool:
-        """True where a GradScaler that leaves the check to the optimizer has found an infinity."""
-        found = getattr(self.optimizer, "found_inf", None)
-        return found is not None and bool(found)
-
     def _divide_by_scale(self) -> None:
         """Divide gradients whose division a GradScaler has left to the optimizer."""
-        scale = getattr(self.optimizer, "grad_scale", None)
+        scale = scale_left_to(self.optimizer)
         if scale is None:
             return
         by_place: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

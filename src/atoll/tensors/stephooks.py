@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from atoll.tensors.torch_compat import step_hooks
+
 Before: TypeAlias = Callable[[torch.optim.Optimizer, Any, Any], Any]
 After: TypeAlias = Callable[[torch.optim.Optimizer, Any, Any], None]
 
@@ -57,8 +59,7 @@ class _Within:
         return handle
 
     def put_in_order(self) -> None:
-        before: Any = self._optimizer._optimizer_step_pre_hooks  # ordered dictionaries
-        after: Any = self._optimizer._optimizer_step_post_hooks
+        before, after = step_hooks(self._optimizer)
         for each in self.ours:
             before.move_to_end(each.before.id)
         for each in reversed(self.ours):

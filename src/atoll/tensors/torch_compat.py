@@ -1,60 +1,569 @@
-"""Private parts of torch that Atoll relies on.
+"""The private parts of torch that Atoll relies on, each behind one function or name.
 
-`SCALES`: an optimizer with this attribute has kernels that divide gradients by `optimizer.grad_scale` and
-skip a step where `optimizer.found_inf` is set. A GradScaler then sets these two and always calls `step`.
-torch sets the attribute for fused optimizers (2.13). There is no public way to ask for it.
+No other module of Atoll may use them; `tests/unit/test_torch_compat.py` checks that. A function's docstring
+says what the private part is good for, in which versions of torch it was checked, and what the public way
+is, if there is one. "2.8 to 2.13" means: the part has this name and these arguments in 2.8.0, the oldest
+torch that Atoll allows, and the tests ran with 2.13.0.
 
-`count_unscaling`: a GradScaler divides gradients by `torch._amp_foreach_non_finite_check_and_unscale_`, which
-does not raise their version counters, unlike other functions that write into their arguments (2.13). Atoll
-detects by these counters which gradients a script has changed since they were reduced or lent out. There is
-no public way to hear of an unscaling. Once torch raises the counters, this function can go.
-
-`scale_of`: the factor by which a GradScaler divides an optimizer's gradients. `GradScaler._unscale_grads_`
-gets the optimizer and the factor; a fused kernel reads the factor as `optimizer.grad_scale` (2.13). A
-scaler's public `get_scale` does not say which optimizer's gradients were divided, or when.
-
-`clipped_at`: `clip_grad_norm_` writes through `torch.nn.utils.clip_grad._clip_grads_with_norm_`, also where a
-script has imported the function by its name (2.13). There is no public way to hear of a clipping.
-
-`before_unscaling`: `GradScaler._unscale_grads_` is also where a scaler first looks at the gradients of a
-step. It returns what it has found by device, and `step` raises if it found no gradient at all (2.13). There
-is no public way to reduce gradients before, or to let a worker without a batch step.
-
-`watch_loaders`: the iterator of a DataLoader is a `torch.utils.data.dataloader._BaseDataLoaderIter`, whose
-`__next__` gives the batches; `DataLoader.__iter__` begins each loop, also with persistent workers (2.13).
-There is no public way to hear of a DataLoader's batches.
+A torch without one of the parts is no reason to stop a script that does not need it: whoever imports the
+function that needs the part gets a UserError that names both. Nothing here fails later, in a step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
-from torch import Tensor
-from torch.nn.utils import clip_grad
-from torch.utils.data import DataLoader, dataloader
+from torch import Tensor, nn
+from torch.amp import grad_scaler
+from torch.autograd.graph import Node
+from torch.nn.utils import clip_grad, stateless
+from torch.optim.lr_scheduler import SequentialLR
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
+from atoll.core.errors import UserError
 from atoll.core.scriptline import script_line
 
-SCALES = "_step_supports_amp_scaling"
+F = TypeVar("F", bound=Callable[..., Any])
+
+_absent: dict[str, str] = {}  # functions of this module that the installed torch lacks a part for, and which
+
+
+def _holds(holder: Any, name: str) -> bool:
+    """Return whether `holder` has an attribute, or is a class whose instances have it.
+
+    A class declares such an attribute, or its `__init__` sets it.
+    """
+    if hasattr(holder, name):
+        return True
+    if not inspect.isclass(holder):
+        return False
+    stored = inspect.unwrap(holder.__init__).__code__.co_names if "__init__" in vars(holder) else ()
+    return name in stored or any(name in inspect.get_annotations(each) for each in inspect.getmro(holder))
+
+
+def missing_part(path: str) -> str:
+    """Return the first part of a dotted path ("torch.Tensor._version") that the installed torch lacks.
+
+    Returns "" where torch has all of them. The last part may be an attribute of a class's instances.
+    """
+    holder: Any = torch
+    names = path.split(".")
+    for index, name in enumerate(names[1:], 2):
+        if not _holds(holder, name):
+            return ".".join(names[:index])
+        holder = getattr(holder, name, None)
+    return ""
+
+
+def _needs(*paths: str) -> Callable[[F], F]:
+    """Declare the private parts that a function uses; without them nobody can import the function."""
+
+    def declare(function: F) -> F:
+        missing = next(filter(None, map(missing_part, paths)), "")
+        if missing:
+            _absent[function.__name__] = missing
+        return function
+
+    return declare
+
+
+def _part(path: str, *names: str) -> Any:
+    """Return torch's private object at `path`.
+
+    Returns None if torch has none; then nobody can import these `names` of this module.
+    """
+    missing = missing_part(path)
+    if missing:
+        _absent.update(dict.fromkeys(names, missing))
+        return None
+    return functools.reduce(getattr, path.split(".")[1:], torch)
+
+
+def __getattr__(name: str) -> Any:
+    """Say which private part the installed torch lacks, to whoever imports what needs it."""
+    if name in _absent:
+        raise UserError(
+            f"torch {torch.__version__} has no {_absent[name]}, which {__name__}.{name} needs; install "
+            "a torch from 2.8 to 2.13, with which Atoll was checked"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# Autograd
+
+
+@_needs("torch._C._current_graph_task_id")
+def is_within_backward() -> bool:
+    """Return whether autograd runs a backward on this thread.
+
+    A hook must know whether a forward is recomputed for a backward (a checkpoint), and whether a callback for
+    the end of the backward can be registered. Private: `torch._C._current_graph_task_id`, 2.8 to 2.13.
+    Public way: none.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+@_needs("torch._C._will_engine_execute_node")
+def will_run(node: Node) -> bool:
+    """Return whether the backward that runs will run this node of its graph.
+
+    So `torch.autograd.grad`, which leaves no gradients in parameters, is told from `backward`. Raises
+    RuntimeError for a leaf that `torch.autograd.grad` was asked about. Private:
+    `torch._C._will_engine_execute_node`, 2.8 to 2.13. Public way: none.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+@_needs("torch.autograd.Variable._execution_engine")
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward that runs has ended, on the thread that ends it.
+
+    DistributedDataParallel does so too. Raises RuntimeError outside a backward. Private:
+    `torch.autograd.Variable._execution_engine.queue_callback`, 2.8 to 2.13. Public way: none.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+@_needs("torch._C._autograd._top_saved_tensors_default_hooks")
+def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the (pack, unpack) hooks that autograd runs for the next saved tensor, or None.
+
+    Hooks of `torch.autograd.graph.saved_tensors_hooks` nest, and only the innermost pair runs: ours must not
+    hide those of a checkpoint. Private: `torch._C._autograd._top_saved_tensors_default_hooks`, 2.8 to 2.13.
+    Public way: none.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+@_needs("torch.Tensor._post_accumulate_grad_hooks")
+def hook_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a post-accumulate hook that runs before those that the script has registered.
+
+    The script's hooks are to find the gradient where it lies. Private:
+    `torch.Tensor._post_accumulate_grad_hooks`, a dictionary whose order is that of the calls, 2.8 to 2.13.
+    Public way: none; `register_post_accumulate_grad_hook` appends.
+    """
+    with AsPlainTensors():
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        hooks: Any = parameter._post_accumulate_grad_hooks
+    others = {key: other for key, other in hooks.items() if key != handle.id}
+    hooks.clear()  # autograd goes by the order of insertion, which move_to_end leaves as it is
+    hooks[handle.id] = hook
+    hooks.update(others)
+    return handle
+
+
+# Tensors
+
+
+@_needs("torch.Tensor._version")
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor, or a view of its memory, was written into in place.
+
+    Autograd's own check for changed tensors. Atoll detects by it what a script has changed. Private:
+    `torch.Tensor._version`, 2.8 to 2.13. Public way: none to read it;
+    `torch.autograd.graph.increment_version` raises it.
+    """
+    return tensor._version
+
+
+@_needs("torch.UntypedStorage._cdata")
+def storage_handle(storage: torch.UntypedStorage) -> int:
+    """Return the number by which `storage_uses` knows a storage, for as long as the storage lives.
+
+    Private: `torch.UntypedStorage._cdata`, 2.8 to 2.13. Public way: none.
+    """
+    handle: int = storage._cdata
+    return handle
+
+
+@_needs("torch._C._storage_Use_Count")
+def storage_uses(handle: int) -> int:
+    """Return how many tensors and storage objects share the storage of this `storage_handle`.
+
+    So memory that a script still has a view of is not given to other values. Private:
+    `torch._C._storage_Use_Count`, 2.8 to 2.13. Public way: none.
+    """
+    return torch._C._storage_Use_Count(handle)
+
+
+# Within it operations on a subclass of Tensor run as on plain tensors, without `__torch_function__`, as
+# torch's notes on extending torch show. Private: `torch._C.DisableTorchFunctionSubclass`, 2.8 to 2.13. Public
+# way: none; `torch._C` is all that is private about it.
+AsPlainTensors: Any = _part("torch._C.DisableTorchFunctionSubclass", "AsPlainTensors")
+
+
+@_needs("torch.Tensor._make_wrapper_subclass")
+def wrapper_tensor(
+    cls: type[Tensor],
+    shape: Sequence[int],
+    strides: Sequence[int] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """Return a tensor of a subclass that has a shape and no memory, for `__torch_dispatch__`.
+
+    Private: `torch.Tensor._make_wrapper_subclass`, 2.8 to 2.13. Public way: none.
+    """
+    make: Any = torch.Tensor._make_wrapper_subclass
+    return make(cls, tuple(shape), strides, dtype=dtype, device=device)
+
+
+@_needs("torch.ops.aten.detach.default._schema")
+def arguments_of(operation: Any) -> Sequence[Any]:
+    """Return the arguments of an operation that `__torch_dispatch__` is given, each with a name and an alias.
+
+    `alias_info.is_write` says that the operation writes into the argument. Private:
+    `torch._ops.OpOverload._schema`, 2.8 to 2.13. Public way: none.
+    """
+    arguments: Sequence[Any] = operation._schema.arguments
+    return arguments
+
+
+# Attributes of a tensor that belong to autograd, and tell nothing of the values. Private: the names, 2.8 to
+# 2.13. Public way: none.
+AUTOGRADS_ATTRIBUTES = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+# Methods of a tensor that give out its memory. Private: the names, 2.8 to 2.13. Public way:
+# `untyped_storage` and `__reduce_ex__`, which other libraries and torch itself do not always call.
+TYPED_STORAGE = "_typed_storage"
+REDUCE = "_reduce_ex_internal"
+
+# How functions begin that take lists of tensors, and which one overwrites whatever they hold. A script's
+# `clip_grad_norm_` and optimizers call them. Private: the names, 2.8 to 2.13. Public way: none.
+LIST_FUNCTIONS = ("_foreach_", "_amp_foreach_")
+ZERO_LIST = "_foreach_zero_"
+
+# Compares two tensors' kinds of memory, and reads no value; `p.data = value` calls it. Private:
+# `torch._has_compatible_shallow_copy_type`, 2.8 to 2.13. Public way: none.
+compare_kinds: Any = _part("torch._has_compatible_shallow_copy_type", "compare_kinds")
+
+# Moves an RNN's parameters into one piece of memory, as `flatten_parameters()` does on CUDA. Private:
+# `torch._cudnn_rnn_flatten_weight`, 2.8 to 2.13. Public way: none.
+flatten_rnn: Any = _part("torch._cudnn_rnn_flatten_weight", "flatten_rnn")
+
+
+# Nested containers of tensors: these functions take apart what `torch.func` takes apart, and no more.
+# Private: `torch.utils._pytree`, 2.8 to 2.13. Public way: none.
+tree_flatten: Any = _part("torch.utils._pytree.tree_flatten", "tree_flatten")
+tree_leaves: Any = _part("torch.utils._pytree.tree_leaves", "tree_leaves")
+tree_map: Any = _part("torch.utils._pytree.tree_map", "tree_map")
+tree_map_only: Any = _part("torch.utils._pytree.tree_map_only", "tree_map_only")
+tree_unflatten: Any = _part("torch.utils._pytree.tree_unflatten", "tree_unflatten")
+
+
+# Modules
+
+
+@_needs("torch.nn.Module._parameters")
+def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
+    """Return the parameters that hang at this module itself, by attribute, as they are at each later look.
+
+    A parameter that a script replaces is seen by one look-up, at each step. Private:
+    `torch.nn.Module._parameters`, 2.8 to 2.13. Public way: `named_parameters(recurse=False)`, which is not
+    live and leaves out tied parameters.
+    """
+    return module._parameters
+
+
+@_needs("torch.nn.Module._buffers")
+def own_buffers(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """Return the buffers that hang at this module itself, by attribute, as they are at each later look.
+
+    Private: `torch.nn.Module._buffers`, 2.8 to 2.13. Public way: `named_buffers(recurse=False)`, which is not
+    live and leaves out tied buffers.
+    """
+    return module._buffers
+
+
+@_needs("torch.nn.Module._non_persistent_buffers_set")
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Return whether a state_dict holds the buffer of this module that hangs at attribute `name`.
+
+    Private: `torch.nn.Module._non_persistent_buffers_set`, 2.8 to 2.13. Public way: the keys of a
+    state_dict, which copies values that lie elsewhere and calls the script's hooks.
+    """
+    return name not in module._non_persistent_buffers_set
+
+
+@_needs("torch.nn.Module._modules")
+def own_modules(holder: object) -> Mapping[str, nn.Module | None]:
+    """Return the modules that hang at `holder` itself, by attribute; none where it is no module.
+
+    Private: `torch.nn.Module._modules`, 2.8 to 2.13. Public way: `named_children`, which leaves out a module
+    that hangs at a second attribute.
+    """
+    found = getattr(holder, "_modules", None)
+    return found if isinstance(found, dict) else {}
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the script's module inside what `torch.compile` gave, or `model` where it is not compiled.
+
+    Private: `_orig_mod` of the module that `torch.compile` returns, 2.8 to 2.13. Public way: none.
+    """
+    module: nn.Module = getattr(model, "_orig_mod", model)
+    return module
+
+
+@_needs("torch.nn.Module._compiled_call_impl")
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is compiled, by `torch.compile(module)` or by `module.compile()`.
+
+    Private: `_orig_mod` and `torch.nn.Module._compiled_call_impl`, 2.8 to 2.13. Public way: none.
+    """
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_within_functional_call() -> bool:
+    """Return whether `torch.func.functional_call` has replaced a module's parameters for its duration.
+
+    Private: the file in which torch does so, that of `torch.nn.utils.stateless`, 2.8 to 2.13. Public way:
+    none.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_filename == stateless.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def makes_parameter(frame: FrameType | None) -> bool:
+    """Return whether the call of this frame is `nn.Parameter(tensor)`, which asks for `tensor.detach()`.
+
+    Private: that `nn.Parameter` asks so in its `__new__`, 2.8 to 2.13. Public way: none.
+    """
+    return frame is not None and frame.f_code is nn.Parameter.__new__.__code__
+
+
+def is_loaded_itself(module: nn.Module, frame: FrameType | None) -> bool:
+    """Return whether `load_state_dict` was called on this module, not on one that it is a part of.
+
+    `frame` is that of a hook on the module's load. Private: that `nn.Module.load_state_dict` calls the hooks
+    of all parts, and names the module `self`, 2.8 to 2.13. Public way: none.
+    """
+    while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_locals.get("self") is module
+
+
+# torch.compile
+
+
+@_needs(
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame._FrameAction",
+)
+def untraced(function: F) -> F:
+    """Return `function`, whose frames torch.compile leaves as they are, with those of all that it calls.
+
+    A script may compile a model after `memory.fit`. torch.compile would compile our code too, through
+    `__torch_function__` and hooks, and would run it with parameters that are on the move. A frame that is
+    compiled may still inline the function. Private: the strategy of a code object in
+    `torch._C._dynamo.eval_frame`, 2.8 to 2.13. Public way: `torch.compiler.disable`, which imports the
+    compiler, for seconds, and costs more at each call.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+# What the first optimizer of a process imports, which takes as long as torch itself. A fork server imports it
+# before. Private: the module's name, 2.8 to 2.13. Public way: none.
+SLOW_IMPORT = "torch._dynamo"
+
+
+# Optimizers
+
+
+@_needs("torch.optim.Optimizer._optimizer_step_pre_hooks", "torch.optim.Optimizer._optimizer_step_post_hooks")
+def step_hooks(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
+    """Return the hooks before and after an optimizer's step, by id of their handles, in the order of calls.
+
+    Private: `_optimizer_step_pre_hooks` and `_optimizer_step_post_hooks` of `torch.optim.Optimizer`, 2.8 to
+    2.13. Public way: none to change the order; `register_step_pre_hook` and `register_step_post_hook` append.
+    """
+    before: Any = optimizer._optimizer_step_pre_hooks
+    after: Any = optimizer._optimizer_step_post_hooks
+    return before, after
+
+
+@_needs("torch.optim.Optimizer._optimizer_step_pre_hooks", "torch.optim.Optimizer._optimizer_step_post_hooks")
+def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Leave an optimizer without step hooks; the dictionaries that it had are not changed.
+
+    For a copy that shares them with its original. Private: as in `step_hooks`.
+    """
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(optimizer, hooks, OrderedDict())
+
+
+def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return the step of an optimizer's class, without hooks on all optimizers.
+
+    Private: the wrapper that torch puts around `step` marks it as `hooked`, 2.8 to 2.13; the function inside
+    is `__wrapped__`. Public way: none.
+    """
+    step: Any = kind.step
+    bare: Callable[[torch.optim.Optimizer], Any] = (
+        step.__wrapped__ if getattr(step, "hooked", False) else step
+    )
+    return bare
+
+
+# Learning-rate schedulers
+
+
+@_needs(
+    "torch.optim.lr_scheduler.SequentialLR._schedulers",
+    "torch.optim.lr_scheduler.ChainedScheduler._schedulers",
+)
+def schedulers_in(scheduler: object) -> list[Any]:
+    """Return the schedulers that a SequentialLR or ChainedScheduler drives; none for other schedulers.
+
+    Private: `_schedulers`, 2.8 to 2.13. Public way: none; a state_dict holds their states alone.
+    """
+    return list(getattr(scheduler, "_schedulers", ()))
+
+
+@_needs("torch.optim.lr_scheduler.SequentialLR._milestones")
+def milestones_of(scheduler: SequentialLR) -> list[int]:
+    """Return the steps at which a SequentialLR goes on to its next scheduler.
+
+    Private: `_milestones`, 2.8 to 2.13. Public way: `state_dict()["_milestones"]`, which asks all its
+    schedulers for their states.
+    """
+    milestones: list[int] = scheduler._milestones
+    return milestones
+
+
+# torch.distributed
+
+
+@_needs("torch.distributed.distributed_c10d._get_default_store")
+def default_store() -> Any:
+    """Return the store of the script's own process group, which `init_process_group` has made.
+
+    Private: `torch.distributed.distributed_c10d._get_default_store`, 2.8 to 2.13. Public way: none.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+@_needs("torch.distributed.ProcessGroupGloo._Options")
+def gloo_options(timeout: timedelta, **where: str) -> Any:
+    """Return the options of a Gloo group that listens at one `hostname=` or `interface=`.
+
+    Private: `_Options` of `torch.distributed.ProcessGroupGloo`, with `_timeout` and `_devices`, 2.8 to 2.13.
+    Public way: the variable GLOO_SOCKET_IFNAME, which knows interfaces alone and holds for all groups.
+    """
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(**where)]
+    return options
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Return the options of an NCCL group whose collectives wait for `timeout`.
+
+    Private: `_timeout` of `torch.distributed.ProcessGroupNCCL.Options`, 2.8 to 2.13. Public way: the argument
+    of `init_process_group`, which makes the one default group of a process.
+    """
+    nccl: Any = torch.distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    return options
+
+
+# GradScaler
+
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
-_torchs: Any = getattr(torch, _UNSCALE, None)
+_torchs: Any = _part(f"torch.{_UNSCALE}", "count_unscaling", "unscale", "counted")
 _UNSCALE_OF = "_unscale_grads_"
-_scalers: Any = getattr(torch.amp.GradScaler, _UNSCALE_OF, None)
+_scalers: Any = _part(f"torch.amp.GradScaler.{_UNSCALE_OF}", "count_unscaling", "before_unscaling")
+
+# An optimizer with this attribute has kernels that divide gradients by `optimizer.grad_scale` and skip a step
+# where `optimizer.found_inf` is set. A GradScaler then sets these two and always calls `step`. torch sets the
+# attribute for fused optimizers. Private: the three names, 2.8 to 2.13. Public way: none.
+SCALES = "_step_supports_amp_scaling"
+_LEFT = ("grad_scale", "found_inf")
+
 # The factor by which each optimizer's gradients were multiplied, until `forget_scale`.
 _INVERSES: WeakKeyDictionary[torch.optim.Optimizer, Tensor] = WeakKeyDictionary()
-
 _FIRST: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
 
 
+def leave_scaling_to(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Let every GradScaler leave the division and the skip to `optimizer`, until the returned function is
+    called.
+
+    Private: `SCALES`.
+    """
+    own = vars(optimizer).get(SCALES)  # as torch or the script has set it; None: not set
+    setattr(optimizer, SCALES, True)
+
+    def take_back() -> None:
+        if own is None:
+            vars(optimizer).pop(SCALES, None)
+        else:
+            setattr(optimizer, SCALES, own)
+
+    return take_back
+
+
+def scale_left_to(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Return the scale by which a GradScaler leaves the division to an optimizer's step; None: it does not.
+
+    Private: as in `SCALES`.
+    """
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    return scale
+
+
+def infinity_left_to(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a GradScaler has found an infinity and leaves the skip to an optimizer's step.
+
+    On a GPU this waits. Private: as in `SCALES`.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+def forget_scaling_left_to(optimizer: torch.optim.Optimizer) -> None:
+    """Tell an optimizer's own step that gradients are divided, and that there is no infinity.
+
+    Private: as in `SCALES`.
+    """
+    for name in _LEFT:
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, None)
+
+
 def count_unscaling() -> None:
-    """Patch torch so that a GradScaler's unscaling raises version counters and is recorded for `scale_of`."""
-    if _torchs is not None and getattr(torch, _UNSCALE) is _torchs:
+    """Patch torch so that a GradScaler's unscaling raises version counters and is recorded for `scale_of`.
+
+    Atoll detects by version counters which gradients a script has changed since they were reduced or lent
+    out. Private: `torch._amp_foreach_non_finite_check_and_unscale_`, which does not raise the counters,
+    unlike other functions that write into their arguments, and `torch.amp.GradScaler._unscale_grads_`, 2.8
+    to 2.13. Public way: none to hear of an unscaling. The first half can go once torch raises the counters.
+    """
+    if getattr(torch, _UNSCALE) is _torchs:
         setattr(torch, _UNSCALE, unscale)
-    if _scalers is not None and getattr(torch.amp.GradScaler, _UNSCALE_OF) is _scalers:
+    if getattr(torch.amp.GradScaler, _UNSCALE_OF) is _scalers:
         setattr(torch.amp.GradScaler, _UNSCALE_OF, _unscale_of)
 
 
@@ -82,7 +591,10 @@ def _unscale_of(
 def before_unscaling(optimizer: torch.optim.Optimizer, function: Callable[[], None]) -> None:
     """Call `function` before a GradScaler unscales or checks an optimizer's gradients.
 
-    `function` is a bound method, and is held weakly.
+    `function` is a bound method, and is held weakly. It is called since `count_unscaling`. Private:
+    `torch.amp.GradScaler._unscale_grads_`, 2.8 to 2.13, is where a scaler first looks at the gradients of a
+    step. It returns what it has found by device, and `step` raises if it found no gradient at all. Public
+    way: none to reduce gradients before, or to let a worker without a batch step.
     """
     _FIRST[optimizer] = WeakMethod(function)
 
@@ -100,9 +612,11 @@ def forget_scale(optimizer: torch.optim.Optimizer) -> None:
 def scale_of(optimizer: torch.optim.Optimizer) -> float:
     """Return the factor by which a GradScaler divides an optimizer's gradients; 1 without a GradScaler.
 
-    The gradients are divided already, or the scaler leaves the division to the step.
+    The gradients are divided already, or the scaler leaves the division to the step. Private: as in `SCALES`
+    and `before_unscaling`. Public way: none; a scaler's `get_scale` does not say which optimizer's gradients
+    were divided, or when.
     """
-    scale = getattr(optimizer, "grad_scale", None)
+    scale = scale_left_to(optimizer)
     if isinstance(scale, Tensor):
         return _readable(inverse_of(scale))
     inverse = _INVERSES.get(optimizer)
@@ -140,14 +654,43 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tenso
         torch.autograd.graph.increment_version(gradients)
 
 
+_NEAREST = 8  # frames between the read of `p.grad` and the function that reads it
+
+
+def reader_of_all_gradients(frame: FrameType | None) -> str:
+    """Return the name of torch's function that reads a gradient to ask something of all gradients together.
+
+    `frame` is that of the code that gives out the gradient. Returns "" for other readers. Private: the files
+    of `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`, and that they read `p.grad` within few
+    calls, 2.8 to 2.13. Public way: none to know who reads.
+    """
+    for _ in range(_NEAREST):
+        if frame is None:
+            break
+        code = frame.f_code
+        if code.co_filename == clip_grad.__file__ and code.co_name == "clip_grad_norm_":
+            return "torch.nn.utils.clip_grad_norm_"
+        if code.co_filename == grad_scaler.__file__:
+            return "torch.amp.GradScaler"
+        frame = frame.f_back
+    return ""
+
+
+# Clipping
+
 _WRITES = "_clip_grads_with_norm_"
-_write: Any = getattr(clip_grad, _WRITES, None)
+_write: Any = _part(f"torch.nn.utils.clip_grad.{_WRITES}", "watch_clipping")
 _latest_clip = ""
 
 
 def watch_clipping() -> None:
-    """Patch torch so that `clipped_at` knows of the latest `clip_grad_norm_`."""
-    if _write is not None and getattr(clip_grad, _WRITES) is _write:
+    """Patch torch so that `clipped_at` knows of the latest `clip_grad_norm_`.
+
+    Private: `torch.nn.utils.clip_grad._clip_grads_with_norm_`, through which `clip_grad_norm_` writes, also
+    where a script has imported that function by its name, 2.8 to 2.13. Public way: none to hear of a
+    clipping.
+    """
+    if getattr(clip_grad, _WRITES) is _write:
         setattr(clip_grad, _WRITES, _watched_write)
 
 
@@ -169,6 +712,9 @@ def _watched_write(*arguments: Any, **named: Any) -> Any:
     return _write(*arguments, **named)
 
 
+# DataLoader
+
+
 class LoaderWatcher(Protocol):
     """Hears of the loops over DataLoaders. `iterator` is a loop's; a DataLoader may use one for all loops."""
 
@@ -180,29 +726,33 @@ class LoaderWatcher(Protocol):
 
 
 _watchers: list[LoaderWatcher] = []
-_ITERATOR: Any = getattr(dataloader, "_BaseDataLoaderIter", None)
+_ITERATOR: Any = _part("torch.utils.data.dataloader._BaseDataLoaderIter", "watch_loaders")
 _begin: Any = DataLoader.__iter__
 _give: Any = getattr(_ITERATOR, "__next__", None)
 
 
 def watch_loaders(watcher: LoaderWatcher) -> Callable[[], None]:
-    """Tell `watcher` of all loops over DataLoaders in this process, until the returned function is called."""
+    """Tell `watcher` of all loops over DataLoaders in this process, until the returned function is called.
+
+    Private: `torch.utils.data.dataloader._BaseDataLoaderIter`, whose `__next__` gives the batches, 2.8 to
+    2.13; `DataLoader.__iter__` begins each loop, also with persistent workers. Public way: none to hear of
+    a DataLoader's batches.
+    """
 
     def unwatch() -> None:
         if watcher in _watchers:
             _watchers.remove(watcher)
-        if not _watchers and _give is not None:
+        if not _watchers:
             if DataLoader.__iter__ is _watched_begin:
                 DataLoader.__iter__ = _begin  # type: ignore[method-assign]
             if _ITERATOR.__next__ is _watched_give:
                 _ITERATOR.__next__ = _give
 
     _watchers.append(watcher)
-    if _give is not None:
-        if DataLoader.__iter__ is _begin:
-            DataLoader.__iter__ = _watched_begin  # type: ignore[method-assign]
-        if _ITERATOR.__next__ is _give:
-            _ITERATOR.__next__ = _watched_give
+    if DataLoader.__iter__ is _begin:
+        DataLoader.__iter__ = _watched_begin  # type: ignore[method-assign]
+    if _ITERATOR.__next__ is _give:
+        _ITERATOR.__next__ = _watched_give
     return unwatch
 
 
@@ -225,3 +775,7 @@ def _watched_give(iterator: Any) -> Any:
     for watcher in _watchers:
         watcher.gave(iterator)
     return batch
+
+
+for _name in _absent:
+    globals().pop(_name, None)

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import atoll
 from atoll.core.config import Chunks, Config, Groups, Link, Run, Sync, Transport
 from atoll.core.errors import DeadlineError, RunError
+from atoll.tensors.torch_compat import uncompiled
 from atoll.testing.models import MODELS, TinyModel
 from atoll.testing.served import served_worker
 from atoll.train.place import Place
@@ -258,7 +259,7 @@ def train_plain(
         if scheduler is not None:
             scheduler.step()
         seen.losses.append(losses)
-        seen.parameters.append(arrays(getattr(model, "_orig_mod", model).named_parameters()))
+        seen.parameters.append(arrays(uncompiled(model).named_parameters()))
         seen.buffers.append([arrays(held.items()) for held in buffers])
     return seen
 

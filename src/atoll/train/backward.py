@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, gradients
+from atoll.tensors.torch_compat import at_end_of_backward
 from atoll.train.reducer import Reducer
 from atoll.train.rounds import Ring
 from atoll.train.speed import Stretch
@@ -40,7 +39,7 @@ class BackwardEnd:
             for reducer in self._reducers:
                 reducer.drop_kept()
                 reducer.look_for_edits()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            at_end_of_backward(self._end)
 
     def settle(self) -> None:
         """Gradients are about to leave: on a worker that is slowed down, not before its time."""

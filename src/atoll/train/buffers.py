@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from atoll.tensors.torch_compat import own_buffers, version_of
+
 # Values are compared, because BatchNorm and `buffer.data` write past the version counter. A buffer of
 # more than _COMPARED elements is compared by a sample of _SAMPLED.
 _COMPARED, _SAMPLED = 2**16, 2**12
@@ -31,10 +33,10 @@ class ModelBuffers:
         self.names: list[str] = []
         known: set[int] = set()
         for prefix, part in module.named_modules():
-            for key, buffer in part._buffers.items():
+            for key, buffer in own_buffers(part).items():
                 if buffer is not None and id(buffer) not in known:
                     known.add(id(buffer))
-                    self._places.append((part._buffers, key))
+                    self._places.append((own_buffers(part), key))
                     self.names.append(f"{prefix}.{key}" if prefix else key)
         self._kinds = [(each.shape, each.dtype) for each in self._now() if each is not None]
         self._seen: list[tuple[Tensor | None, int, Tensor | None]] = []
@@ -49,7 +51,7 @@ class ModelBuffers:
 
     def settle(self) -> None:
         """Remember the buffers as they are now. All workers hold equal buffers at this point."""
-        self._seen = [(now, -1 if now is None else now._version, _copy_of(now)) for now in self._now()]
+        self._seen = [(now, -1 if now is None else version_of(now), _copy_of(now)) for now in self._now()]
 
     def said(self) -> list[float]:
         """Return one value for each buffer: whether this worker has changed it since `settle`.
@@ -101,7 +103,7 @@ def _differs(now: Tensor | None, seen: tuple[Tensor | None, int, Tensor | None])
     before, version, copy = seen
     if now is None or now is not before:
         return now is not before
-    return now._version != version or (copy is not None and not torch.equal(_compared(now), copy))
+    return version_of(now) != version or (copy is not None and not torch.equal(_compared(now), copy))
 
 
 def _copy_of(buffer: Tensor | None) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Wo
 
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError
 from atoll.core.scriptline import is_atoll
+from atoll.tensors.torch_compat import gloo_options, nccl_options
 from atoll.train.ending import see_off
 from atoll.train.place import Place
 from atoll.train.sockets import listening_host, listening_ports, shut
@@ -80,19 +81,15 @@ class Channel:
     def _make(self) -> Any:
         place, deadline = self.place, timedelta(seconds=self.timeout)
         if self._on_cuda:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = deadline
-            return dist.ProcessGroupNCCL(self._store, place.rank, place.world, options)
+            return dist.ProcessGroupNCCL(self._store, place.rank, place.world, nccl_options(deadline))
         before = listening_ports()
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         if place.watch is None and (interface or not place.host):
             group = ProcessGroupGloo(self._store, place.rank, place.world, deadline)
             self._ports = listening_ports() - before
             return group
-        gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._timeout = deadline
         where = {"interface": interface} if interface else {"hostname": place.host}
-        gloo._devices = [ProcessGroupGloo.create_device(**where)]
+        gloo = gloo_options(deadline, **where)
         self._ports = listening_ports() - before
         return ProcessGroupGloo(self._store, place.rank, place.world, gloo)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.tensors.finite import is_finite
+from atoll.tensors.torch_compat import version_of
 
 
 class GradientNorm:
@@ -46,13 +47,13 @@ class GradientNorm:
         # Those below 1 do not see every value: 0 counts, and negative ones take the least.
         self._finite = []
         if float(norm_type) >= 1 and norm.device.type == "cpu" and math.isfinite(norm):
-            self._finite = [(gradient, gradient._version) for gradient in self._gradients()]
+            self._finite = [(gradient, version_of(gradient)) for gradient in self._gradients()]
 
     def says_finite(self) -> bool:
         """Whether the latest norm was finite and is of the gradients as they now are."""
         gradients = self._gradients()
         return len(gradients) == len(self._finite) > 0 and all(
-            gradient is seen and gradient._version == version
+            gradient is seen and version_of(gradient) == version
             for gradient, (seen, version) in zip(gradients, self._finite, strict=True)
         )
 

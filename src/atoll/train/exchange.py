@@ -30,6 +30,7 @@ from atoll.net.returning import Payload, elements_in_block
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters
 from atoll.tensors.payload import tensor_of
+from atoll.tensors.torch_compat import version_of
 from atoll.train.lossy import LossyPushes
 from atoll.train.messages import ChunkGradients, Message
 from atoll.train.reducer import Calls, Reducer, SendingReducer
@@ -233,7 +234,7 @@ class NewParameters:
 
     def _seen(self) -> list[tuple[str, int]]:
         return [
-            (name, parameter._version)
+            (name, version_of(parameter))
             for bound in self._chunks.values()
             for name, parameter in zip(bound.names, bound.parameters, strict=True)
         ]
@@ -543,7 +544,7 @@ class MeanSteps(Exchange):
 
     def _gradients_seen(self) -> list[tuple[Tensor | None, int]]:
         return [
-            (p.grad, -1 if p.grad is None else p.grad._version)
+            (p.grad, -1 if p.grad is None else version_of(p.grad))
             for chunk in self._gradients.values()
             for p in chunk.bound.parameters
         ]

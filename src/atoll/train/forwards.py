@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.tensors.modulehooks import LeftBehind
+from atoll.tensors.torch_compat import is_within_backward
 from atoll.train.samples import Seen, seen_in, tensors_in
 
 
@@ -56,7 +57,7 @@ class ForwardHooks:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _records(self, module: nn.Module) -> bool:
-        return module is self._model and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        return module is self._model and torch.is_grad_enabled() and not is_within_backward()
 
 
 class _Reached:

@@ -7,10 +7,9 @@ the model, its class, the script's line, and a digest of the model's initial val
 
 from __future__ import annotations
 
-import sys
+import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from torch import nn
 
 from atoll.core.errors import CheckpointError
 from atoll.core.scriptline import is_script, script_line
+from atoll.tensors.torch_compat import own_modules, uncompiled
 
 _MOST_ENTRIES = 64  # of a container whose entries are looked at
 _SAMPLED = 16  # values of each parameter that the digest is of
@@ -41,7 +41,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 def origin_of(model: nn.Module, name: str) -> Origin:
     """Return the origin of a model that the script is about to prepare."""
-    module: nn.Module = getattr(model, "_orig_mod", model)
+    module: nn.Module = uncompiled(model)
     held_as = sorted(
         {held for each in {id(model): model, id(module): module}.values() for held in _names(each)}
     )
@@ -130,7 +130,7 @@ def _names(model: nn.Module) -> Iterator[str]:
     These are variables in the frames of the script on this thread's stack, and keys and attributes of their
     values.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         if is_script(frame.f_code.co_filename):
             for variable, value in list(frame.f_locals.items()):
@@ -150,7 +150,7 @@ def _inside(holder: object, model: nn.Module) -> Iterator[str]:
         if len(holder) <= _MOST_ENTRIES:
             yield from (f"[{key!r}]" for key, value in holder.items() if value is model and type(key) is str)
         return
-    for attributes in (getattr(holder, "__dict__", None), getattr(holder, "_modules", None)):
+    for attributes in (getattr(holder, "__dict__", None), own_modules(holder)):
         if isinstance(attributes, dict) and len(attributes) <= _MOST_ENTRIES:
             yield from (f".{key}" for key, value in list(attributes.items()) if value is model)
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from atoll.core.errors import PrepareError
 from atoll.core.scriptline import at_script_line, script_line
+from atoll.tensors.torch_compat import is_within_backward
 
 
 class OtherSteps:
@@ -51,7 +52,7 @@ class OtherSteps:
                     return
 
     def _found(self, optimizer: torch.optim.Optimizer, name: str) -> None:
-        within = torch._C._current_graph_task_id() != -1
+        within = is_within_backward()
         step = f"{type(optimizer).__name__}.step() of parameter {name!r}{' within backward' * within}"
         step = at_script_line(step, script_line())
         if within or not self._shows_mean():

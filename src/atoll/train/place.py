@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.core.errors import ConfigError, DeadlineError
+from atoll.tensors.torch_compat import default_store
 from atoll.train.reach import host_among, whereabouts
 from atoll.train.standing import Standing
 
@@ -85,7 +86,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def _meet(environment: Mapping[str, str], timeout: float) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT, or the one of a default group that the script has made."""
     if dist.is_initialized():
-        found = _get_default_store()
+        found = default_store()
     else:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in environment:

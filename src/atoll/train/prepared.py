@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import stateless
 
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
@@ -30,7 +27,12 @@ from atoll.tensors.torch_compat import (
     clipped_at,
     count_unscaling,
     forget_scale,
+    infinity_left_to,
+    is_within_backward,
+    is_within_functional_call,
+    own_parameters,
     scale_of,
+    uncompiled,
     watch_clipping,
 )
 from atoll.train.agreement import check_same, describe
@@ -106,7 +108,7 @@ class Prepared:
         self._begins_step, self._forward = begins_step, forward
         self._backward, self._counted, self._stepped, self._skipped = backward, counted, stepped, skipped
         self._whole, self.origin, self._warn_once = whole, origin, warn_once
-        self.module: nn.Module = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
+        self.module: nn.Module = uncompiled(model)  # inside torch.compile's wrapper
         count_unscaling()
         watch_clipping()
         self.samples = SampleCount()
@@ -201,7 +203,8 @@ class Prepared:
             touched = BesideCompiled(self.reducer.before_use)
             self._lazy_hooks = [model.register_forward_pre_hook(touched)]
             if not isinstance(self.reducer, OfDevices):  # one device alone may look
-                self._lazy_hooks.append(self.module.register_state_dict_pre_hook(touched))
+                module: Any = self.module  # torch's hooks are not typed
+                self._lazy_hooks.append(module.register_state_dict_pre_hook(touched))
         self._hooks = ForwardHooks(
             model,
             before=self._before_forward,
@@ -336,7 +339,7 @@ class Prepared:
         torch.func.functional_call replaces parameters for its duration, and is allowed.
         """
         for held, attribute, parameter, name in self._homes:
-            if held.get(attribute) is not parameter and not _is_within_functional_call():
+            if held.get(attribute) is not parameter and not is_within_functional_call():
                 raise BindingError(
                     f"parameter {name!r} was replaced by another Parameter after session.prepare; copy "
                     "new values into it instead (with torch.no_grad(): parameter.copy_(...)), or replace "
@@ -349,7 +352,7 @@ class Prepared:
             samples, basis = self._counted(self, seen)
             if samples is not None:
                 self.samples.count(samples, basis)
-        if torch._C._current_graph_task_id() != -1:
+        if is_within_backward():
             self._backward.arm()
 
     def _gradient_came(self) -> None:
@@ -396,8 +399,7 @@ class Prepared:
             finite = self.norm.says_finite() or _all_finite(gradients)
         # A GradScaler has skipped the step, here by a fused optimizer. It may have looked before the
         # script wrote a NaN.
-        found = getattr(self.optimizer, "found_inf", None)
-        if finite or (found is not None and bool(found)):
+        if finite or infinity_left_to(self.optimizer):
             return True
         reason = self._blame()
         if self.config.sync.nonfinite == "skip":
@@ -433,15 +435,6 @@ class Prepared:
 def _blamed(named: Sequence[str]) -> str:
     where = named[0] if named else "a parameter, once it was summed"
     return f"the gradient of {where} holds NaN or infinity"
-
-
-def _is_within_functional_call() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == stateless.__file__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _all_finite(gradients: Sequence[Tensor]) -> bool:
@@ -482,9 +475,9 @@ def _homes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterato
     """Where each parameter hangs: in which module's parameters, under which attribute; and its full name."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for part in module.modules():
-        for attribute, parameter in part._parameters.items():
+        for attribute, parameter in own_parameters(part).items():
             if parameter is not None:
-                yield part._parameters, attribute, parameter, names[id(parameter)]
+                yield own_parameters(part), attribute, parameter, names[id(parameter)]
 
 
 def _to_device(module: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:

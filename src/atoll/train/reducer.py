@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -23,7 +22,7 @@ from atoll.memory.proxies import edits_of
 from atoll.tensors.binding import BoundChunk, check_usable
 from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
-from atoll.tensors.torch_compat import forget_clipping
+from atoll.tensors.torch_compat import forget_clipping, will_run
 from atoll.train.buffers import ModelBuffers
 from atoll.train.messages import ChunkGradients, Message, lay_messages
 from atoll.train.samples import Contribution
@@ -116,7 +115,7 @@ class Reducer:
         """Within a backward: whether it will leave gradients in these parameters, as torch.autograd.grad
         does not."""
         try:
-            return any(torch._C._will_engine_execute_node(node) for node in self._accumulators)
+            return any(will_run(node) for node in self._accumulators)
         except RuntimeError:  # raised for a parameter that torch.autograd.grad was asked about
             return False
 

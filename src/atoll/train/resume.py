@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from atoll.core.errors import AtollError, CheckpointError, UserError
 from atoll.memory.othergroups import check_held, of_member
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
+from atoll.tensors.torch_compat import is_persistent, own_buffers
 from atoll.tensors.trees import check_encodable
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.meetings import bytes_of
@@ -574,8 +575,8 @@ def _beside(prepared: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
         name: parameter for name, parameter in prepared.parameters.items() if name not in prepared.brought
     }
     for path, part in prepared.module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
+        for name, buffer in own_buffers(part).items():
+            if buffer is not None and is_persistent(part, name):
                 held[f"{path}.{name}" if path else name] = buffer
     groups = []
     for group in prepared.optimizer.param_groups:

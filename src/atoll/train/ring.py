@@ -37,6 +37,7 @@ from atoll.core.weighing import GUESSED, KNOWN, Certainty, beyond, counted, coun
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
+from atoll.tensors.torch_compat import version_of
 from atoll.train.alike import SAID, Treatments, Word, are_alike, refuse_unlike
 from atoll.train.buffers import ModelBuffers
 from atoll.train.channel import BrokenRingError
@@ -260,7 +261,7 @@ class RingReducer(SendingReducer):
         self._treatments.steps()
         now = [each.grad for bound in self._chunks for each in bound.parameters] if self._means_seen else []
         self._treatments.edited |= any(
-            gradient is not seen or (seen is not None and seen._version != version)
+            gradient is not seen or (seen is not None and version_of(seen) != version)
             for gradient, (seen, version) in zip(now, self._means_seen, strict=True)
         )
 
@@ -272,7 +273,7 @@ class RingReducer(SendingReducer):
         """See the means as they are, to notice what the script changes where members must do alike."""
         if self.steps_here:
             gradients = [each.grad for bound in self._chunks for each in bound.parameters]
-            self._means_seen = [(each, 0 if each is None else each._version) for each in gradients]
+            self._means_seen = [(each, 0 if each is None else version_of(each)) for each in gradients]
 
     def confirm(self, what: str) -> None:
         ring = self._ring

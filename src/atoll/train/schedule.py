@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import (
 
 from atoll.core.errors import UserError
 from atoll.core.scriptline import at_script_line, script_line
+from atoll.tensors.torch_compat import milestones_of, schedulers_in
 
 WAY_OUT = (
     "drive it by the samples of all workers: session.schedule(scheduler, total=epochs * len(dataset)) in "
@@ -54,16 +55,16 @@ def length_of(scheduler: LRScheduler) -> int | None:
     if isinstance(scheduler, LinearLR) and scheduler.end_factor < scheduler.start_factor:
         return int(scheduler.total_iters)
     if isinstance(scheduler, SequentialLR):
-        last = length_of(scheduler._schedulers[-1])
-        return None if last is None else int(scheduler._milestones[-1]) + last
+        last = length_of(schedulers_in(scheduler)[-1])
+        return None if last is None else int(milestones_of(scheduler)[-1]) + last
     if isinstance(scheduler, ChainedScheduler):
         warm_ups = (LinearLR, ConstantLR)
         lengths = [
             int(each.total_iters) if isinstance(each, warm_ups) else length_of(each)
-            for each in scheduler._schedulers
+            for each in schedulers_in(scheduler)
         ]
         known = [each for each in lengths if each is not None]
-        only_warm_ups = all(isinstance(each, warm_ups) for each in scheduler._schedulers)
+        only_warm_ups = all(isinstance(each, warm_ups) for each in schedulers_in(scheduler))
         return max(known) if len(known) == len(lengths) and not only_warm_ups else None
     return None
 
@@ -71,13 +72,13 @@ def length_of(scheduler: LRScheduler) -> int | None:
 def position_of(scheduler: LRScheduler) -> int:
     """Return the number of steps that a scheduler has made."""
     if isinstance(scheduler, ChainedScheduler):
-        return position_of(scheduler._schedulers[-1])
+        return position_of(schedulers_in(scheduler)[-1])
     return int(scheduler.last_epoch)
 
 
 def _computes_by_function(scheduler: LRScheduler) -> bool:
     """True where the rates come from functions of the script, which no checkpoint holds."""
-    parts = getattr(scheduler, "_schedulers", ())
+    parts = schedulers_in(scheduler)
     return isinstance(scheduler, (LambdaLR, MultiplicativeLR)) or any(map(_computes_by_function, parts))
 
 

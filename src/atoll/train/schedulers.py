@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from atoll.core.errors import CheckpointError
+from atoll.tensors.torch_compat import schedulers_in
 
 _count = itertools.count()
 _made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # schedulers that were made since Atoll was imported
@@ -51,7 +52,7 @@ def schedulers_of(optimizer: Optimizer) -> list[Any]:
         del found
         gc.collect()
         found = _drivers_of(optimizer)
-    held = {id(child) for scheduler in found for child in getattr(scheduler, "_schedulers", ())}
+    held = {id(child) for scheduler in found for child in schedulers_in(scheduler)}
     return [scheduler for scheduler in found if id(scheduler) not in held]
 
 

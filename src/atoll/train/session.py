@@ -33,6 +33,7 @@ from atoll.core.scriptline import script_line
 from atoll.core.stands import SAMPLER, UNKNOWN, Epoch, call, end
 from atoll.core.weighing import GUESSED, KNOWN, NONE
 from atoll.tensors.checkpoint import is_checkpoint_there
+from atoll.tensors.torch_compat import uncompiled
 from atoll.train.backward import BackwardEnd
 from atoll.train.device import device_of
 from atoll.train.entering import Entrance, ServedEntrance
@@ -868,7 +869,7 @@ class Session:
 
     def _check_new(self, model: nn.Module, name: str) -> None:
         """Raise if the model, one of its parameters or its `name` belongs to a model prepared before."""
-        module = getattr(model, "_orig_mod", model)
+        module = uncompiled(model)
         for prepared in self._state.prepared:
             if name and prepared.origin.name == name:
                 raise UserError(f"session.prepare(name={name!r}): another model has that name already")
@@ -889,7 +890,7 @@ class Session:
                 raise UserError("several models are prepared; say which is meant with model=...")
             return self._state.prepared[0]
         for prepared in self._state.prepared:
-            if prepared.module is getattr(model, "_orig_mod", model):
+            if prepared.module is uncompiled(model):
                 return prepared
         raise UserError("this model is not prepared; call session.prepare(model, optimizer) first")
 

@@ -25,6 +25,7 @@ from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gradients, gradients_in
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters
+from atoll.tensors.torch_compat import version_of
 from atoll.train.node.memory import HostMemory
 from atoll.train.node.worker import NodeWorker
 from atoll.train.reducer import Reducer
@@ -414,7 +415,7 @@ class PeerExchange(Reducer):
 
     def _seen(self) -> list[tuple[str, int]]:
         return [
-            (name, parameter._version)
+            (name, version_of(parameter))
             for bound in self._chunks
             for name, parameter in zip(bound.names, bound.parameters, strict=True)
         ]
