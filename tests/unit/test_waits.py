@@ -180,6 +180,8 @@ REVIEWED: dict[str, str] = {
     ),
     "net/fetches.py: _fill: link.recv_into(into, 0, socket.MSG_WAITALL)": _SLICES,
     "net/fetches.py: _say: link.send(left)": _SLICES,
+    "net/heartbeats.py: HeartbeatLine.open: link.connect(self._path)": "a socket that does not block",
+    "net/heartbeats.py: HeartbeatDoor._accept: self._listener.accept()": "a socket that does not block",
     "net/linkprobe.py: LinkServer._serve: self._listener.accept()": _SLICES,
     "net/linkprobe.py: _Link.say: self._link.sendall(data)": _PROBE,
     "net/linkprobe.py: _Link._some: self._link.recv_into(self._thrown, min(most, len(self._thrown)))": (

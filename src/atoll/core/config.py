@@ -27,6 +27,8 @@ HUB_VARIABLE = "ATOLL_HUB"  # the hub's address, tcp://HOST:PORT
 KEYS_VARIABLE = "ATOLL_KEY_FILE"
 # A folder of mode 0700: shards and nodes of a run on one machine listen at Unix sockets in it.
 SOCKETS_VARIABLE = "ATOLL_SOCKETS"
+# The name of the launcher that passes the heartbeats of its workers on, at a socket in that folder.
+LAUNCHER_VARIABLE = "ATOLL_LAUNCHER"
 RUN_VARIABLE = "ATOLL_RUN"  # the run's name; hub, shards and workers must have the same
 RANK_VARIABLE = "ATOLL_RANK"  # the rank that this worker wishes for
 SITE_VARIABLE = "ATOLL_SITE"  # the site that this worker is at, where the run has sites

@@ -181,6 +181,7 @@ class Book:
             record.site,
             record.token,
             record.before,
+            record.launcher,
         )
         if not admission.refused:
             if record.role == "worker" and self.groups is not None:

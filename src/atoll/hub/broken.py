@@ -42,6 +42,12 @@ class BrokenLinks:
         if self._silent.pop(incarnation, None) is not None:
             self._asked.discard(incarnation)
 
+    def hear(self, incarnation: int) -> None:
+        """A heartbeat has come through the member's launcher: it has the connection that it had."""
+        peer = self._beats.get(incarnation) or self._silent.get(incarnation)
+        if peer is not None:
+            self.beat(peer, incarnation)
+
     def poll(self, now: float) -> None:
         """Ask the log about those whose connection to the hub is no more. Only who is silent costs time, and
         a ring's members, which tell of each other, cost none."""

@@ -30,6 +30,7 @@ from atoll.store.blocks import Blocks, EpochBlocks
 from atoll.store.leases import Key
 from atoll.wire.messages import (
     AnyMessage,
+    Beat,
     Grouped,
     Heartbeat,
     InGroup,
@@ -246,7 +247,7 @@ class Groups:
         else:
             self._desk.handle_measured(self._now(), rank, word)
 
-    def beat(self, rank: int, beat: Heartbeat) -> None:
+    def beat(self, rank: int, beat: Heartbeat | Beat) -> None:
         """A worker's heartbeat says how many iterations it has made, and how long it computes a sample."""
         incarnation, iteration, pace = beat.incarnation, beat.iteration, beat.pace
         now, known = self._now(), self._progress.get(rank)

@@ -54,6 +54,7 @@ class Came(Record, frozen=True):
     before: int = 0  # a shard's forerunner's incarnation
     life: str = ""  # of a shard that is held twice: its process
     since: int = 0  # the incarnation that this process had before it was given up
+    launcher: str = ""  # who may pass a worker's heartbeats on
 
 
 class Left(Record, frozen=True):

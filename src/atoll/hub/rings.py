@@ -219,12 +219,16 @@ class Rings:
         )
 
     def beat(self, peer: bytes, incarnation: int) -> None:
-        """A heartbeat has come."""
+        """A heartbeat has come over the member's own connection."""
         self._beats[incarnation] = peer
+        self.hear(incarnation)
+
+    def hear(self, incarnation: int) -> None:
+        """A heartbeat has come: say what the member must know, over its own connection."""
         regroup = self._regroup_of(incarnation)
         stirs = incarnation in regroup.members and (regroup.broken or regroup.waiting)
         if stirs or self.grouping_of is not None:
-            self._send(peer, self._news(incarnation))
+            self.tell(incarnation)
 
     def left(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
         """A worker said goodbye or died; `finished`: at the end of its session."""

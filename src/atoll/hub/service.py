@@ -49,12 +49,15 @@ from atoll.wire.messages import (
     Accept,
     Accepted,
     AnyMessage,
+    Beat,
     Echo,
     Enter,
     Fenced,
     Gather,
     Goodbye,
+    Heard,
     Heartbeat,
+    Heartbeats,
     Hello,
     InGroup,
     InSync,
@@ -217,6 +220,7 @@ class Hub:
         self._known_shards: list[str] | None = None
         self._missing_since, self._missing_said = math.inf, ""  # shards; by the clock, in words
         self._ungrouped_said = False
+        self._stranger_said = False  # that a launcher spoke for who is not its own
         self.refused = 0  # messages
         if journal is not None:
             self._replay(journal)
@@ -438,13 +442,15 @@ class Hub:
             self._refuse(received.peer, str(error), "")
             return
         peer = received.peer
-        if isinstance(message, (Heartbeat, StoreCall)) and message.run != self._run:
+        if isinstance(message, (Heartbeat, Heartbeats, StoreCall)) and message.run != self._run:
             number = message.number if isinstance(message, StoreCall) else 0
             self._refuse(peer, self._of_another_run(message.run), type(message).__name__, number)
         elif isinstance(message, Hello):
             self._handle_hello(peer, message)
         elif isinstance(message, Heartbeat):
             self._handle_heartbeat(peer, message)
+        elif isinstance(message, Heartbeats):
+            self._handle_heartbeats(peer, message)
         elif isinstance(message, Lease):
             self._handle_lease(peer, message)
         elif isinstance(message, (Gather, StoreCall, Reform, Enter)):
@@ -513,7 +519,7 @@ class Hub:
             )
         if hello.run not in ("", self._run):
             return self._of_another_run(hello.run)
-        if not f"{hello.role}{hello.address}{hello.site}{hello.token}".isprintable():
+        if not f"{hello.role}{hello.address}{hello.site}{hello.token}{hello.launcher}".isprintable():
             return "a Hello with characters that cannot be printed"
         return ""
 
@@ -530,6 +536,7 @@ class Hub:
             site=hello.site,
             token=hello.token,
             before=hello.incarnation if hello.role == "shard" else 0,
+            launcher=hello.launcher if hello.role == "worker" else "",
         )
         newest, site_before = self._members.newest, self._members.site_address(hello.site)
         admission = self._book.come(came)
@@ -599,15 +606,44 @@ class Hub:
             self._send(peer, messages.Over())
         else:
             self._broken.beat(peer, beat.incarnation)
-            rank = self._members.rank_of(beat.incarnation)
-            if self._groups is not None and rank is not None:
-                self._groups.beat(rank, beat)
-            elif beat.pace and not self._ungrouped_said:
-                self._ungrouped_said = True
-                reason = "workers are of strategy ps-hra, and this hub was started without --groups"
-                self._decisions.add("groups", "none", reason)
+            self._note_pace(beat)
             self._rings.beat(peer, beat.incarnation)
             self._pairs.beat(peer, beat.incarnation)
+
+    def _handle_heartbeats(self, peer: bytes, message: Heartbeats) -> None:
+        """A launcher passes on what it has heard of its workers. Who is not there, or came from another
+        launcher, is named in the answer: it hears from the hub itself how things stand."""
+        now, unknown = self._clock.now(), []
+        for beat in message.beats:
+            incarnation = beat.incarnation
+            silence = self._members.silence_of(now, incarnation)
+            if silence is None or not message.launcher == self._members.launcher_of(incarnation) != "":
+                unknown.append(incarnation)
+                self._tell_of_stranger(incarnation)
+            elif beat.age <= silence:  # else the worker was heard directly since
+                self._members.handle_heartbeat(now, incarnation, beat.iteration, beat.age)
+                self._broken.hear(incarnation)
+                self._note_pace(beat)
+                self._rings.hear(incarnation)
+        self._send(peer, Heard(number=message.number, unknown=unknown))
+
+    def _tell_of_stranger(self, incarnation: int) -> None:
+        """Say once that a launcher speaks for who came from elsewhere."""
+        if self._stranger_said or not self._members.is_there(incarnation):
+            return
+        self._stranger_said = True
+        reason = f"a launcher passed on a heartbeat of incarnation {incarnation}, which it has not started"
+        self._decisions.add("heartbeat", "not taken", reason)
+
+    def _note_pace(self, beat: Heartbeat | Beat) -> None:
+        """A heartbeat says how fast its worker is."""
+        rank = self._members.rank_of(beat.incarnation)
+        if self._groups is not None and rank is not None:
+            self._groups.beat(rank, beat)
+        elif beat.pace and not self._ungrouped_said:
+            self._ungrouped_said = True
+            reason = "workers are of strategy ps-hra, and this hub was started without --groups"
+            self._decisions.add("groups", "none", reason)
 
     def _given_up(self, incarnation: int) -> str:
         return (

@@ -23,12 +23,23 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SERVED, SITE_VARIABLE, Config
-from atoll.core.errors import GivenUpError, RunError, UserError
+from atoll.core.config import (
+    HUB_VARIABLE,
+    KEYS_VARIABLE,
+    LAUNCHER_VARIABLE,
+    RANK_VARIABLE,
+    RUN_VARIABLE,
+    SERVED,
+    SITE_VARIABLE,
+    SOCKETS_VARIABLE,
+    Config,
+)
+from atoll.core.errors import AtollError, GivenUpError, RunError, UserError
 from atoll.core.events import AnyEvent, Decided, Failed, Gone, LinkSeen, Started, StepDone, Warned
 from atoll.core.runclock import record_time
 from atoll.core.units import format_seconds
 from atoll.hub.decisions import HUB, DecisionReader
+from atoll.hub.forwarder import Forwarder
 from atoll.launch.ends import EndWatch
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
@@ -36,6 +47,7 @@ from atoll.launch.processes import Standstill, appended, descendants, is_stopped
 from atoll.launch.restarts import DelayedProcess, Pauses, Process
 from atoll.launch.service import END_SIGNAL
 from atoll.launch.tail import last_lines
+from atoll.net.keys import read_keys
 from atoll.observe.groups import GROUPS
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
@@ -99,6 +111,7 @@ class ServedLaunch:
         self._environment = {**environment, **meeting, RUN_VARIABLE: directory.name}
         self.returncode: int | None = None
         self._script, self._address = list(script), ""
+        self._forwarder: Forwarder | None = None  # of the workers' heartbeats
         self._services: dict[str, subprocess.Popen[bytes]] = {}
         self._arguments: dict[str, list[str]] = {}  # of each service
         self._restarts: Counter[str] = Counter()  # by the name of a service or a worker
@@ -177,8 +190,32 @@ class ServedLaunch:
             arguments = ["--hub", address, "--site", site, *common, "--link", self._link()]
             arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
             self._serve(f"site-{site}", [*arguments, "--timeout", f"{self._config.timeout_seconds:g}"])
+        self._forward_heartbeats()
         for rank in range(count):
             self._workers.append(self._start_worker(rank))
+
+    def _forward_heartbeats(self) -> None:
+        """Pass on the workers' heartbeats to the hub from now on, where there is a folder for the socket."""
+        folder, keys = (self._environment.get(name) for name in (SOCKETS_VARIABLE, KEYS_VARIABLE))
+        if not folder or not sys.platform.startswith("linux"):  # others have no such sockets
+            return
+        try:
+            found = read_keys(keys) if keys else None
+            self._forwarder = Forwarder(Path(folder), self._address, found, self._directory.name)
+        except (OSError, AtollError) as error:
+            self._tell_of_heartbeats(str(error))
+            return
+        self._environment = {**self._environment, LAUNCHER_VARIABLE: self._forwarder.launcher.name}
+
+    def _tell_of_heartbeats(self, trouble: str) -> None:
+        message = f"the launcher passes no heartbeats on, and each worker sends its own: {trouble}"
+        self._write(0, Warned(time=record_time(), worker=0, message=message))
+
+    def _look_at_forwarder(self) -> None:
+        """Say so once if the workers' heartbeats are not passed on any more."""
+        if self._forwarder is not None and self._forwarder.trouble:
+            self._tell_of_heartbeats(self._forwarder.trouble)
+            self._forwarder = None
 
     def _link(self) -> str:
         """[link], for a site's shard."""
@@ -281,6 +318,7 @@ class ServedLaunch:
         if self.returncode is not None:
             return self.returncode
         self._take_decisions()
+        self._look_at_forwarder()
         self._end_standstill()
         self._end_waiting()
         lost = self._lost_service()
@@ -676,6 +714,8 @@ class ServedLaunch:
         for process in (*self._workers, *self._services.values()):
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
+        if self._forwarder is not None:
+            self._forwarder.close()
 
     def wait(self, timeout: float) -> int:
         """Return when every process has ended; raises subprocess.TimeoutExpired after `timeout` seconds."""

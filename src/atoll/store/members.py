@@ -51,6 +51,7 @@ class MemberState:
     iteration: int
     address: str
     token: str
+    launcher: str = ""
 
 
 @dataclass
@@ -81,19 +82,22 @@ class _Member:
     iteration: int = 0
     address: str = ""
     token: str = ""
+    launcher: str = ""  # that may pass its heartbeats on
     suspected: bool = False
     broken: bool = False  # its connections are
     due: float = 0.0  # when its silence is to be looked at next
 
     def hear(self, now: float) -> None:
-        """A sign of life."""
+        """A sign of life; one from before the latest changes nothing."""
+        if now < self.heard:
+            return
         if now > self.heard:
             self.patience.note(now - self.heard)
             self.heard = now
         self.suspected = self.broken = False
 
     def state(self) -> MemberState:
-        return MemberState(self.incarnation, self.iteration, self.address, self.token)
+        return MemberState(self.incarnation, self.iteration, self.address, self.token, self.launcher)
 
 
 class Membership:
@@ -166,13 +170,15 @@ class Membership:
         site: str = "",
         token: str = "",
         incarnation: int = 0,
+        launcher: str = "",
     ) -> Admission:
-        """A worker wishes for a rank (-1: any), or a shard, or a site's shard, says where it is; a shard that
-        was started again says which `incarnation` its forerunner was, and has its `token`. A worker whose
-        `token` is known is there already: its answer was lost."""
+        """A worker wishes for a rank (-1: any), or a shard, or a site's shard, says where it is; a shard
+        that was started again says which `incarnation` its forerunner was, and has its `token`. A worker
+        whose `token` is known is there already: its answer was lost. `launcher` is who may pass its
+        heartbeats on."""
         if role == "worker":
             refused = self._wrong_site(site)
-            return Admission(refused=refused) if refused else self._admit_worker(now, wish, token)
+            return Admission(refused=refused) if refused else self._admit_worker(now, wish, token, launcher)
         if role == "shard":
             return self._admit_shard(now, shard, address, incarnation, token)
         if role == "site":
@@ -276,7 +282,7 @@ class Membership:
             return None
         return Admission(member.place, member.incarnation, reason="it is there already")
 
-    def _admit_worker(self, now: float, wish: int, token: str) -> Admission:
+    def _admit_worker(self, now: float, wish: int, token: str, launcher: str) -> Admission:
         there = self.worker_of(token)
         if there is not None:
             return there
@@ -290,6 +296,7 @@ class Membership:
         if rank >= RANKS:
             return Admission(refused=f"rank {rank} is beyond {RANKS - 1}, the highest")
         self._workers[rank] = self._new(now, "worker", rank, token=token)
+        self._workers[rank].launcher = launcher
         reason = "the rank it wished for" if wish >= 0 else "the lowest free rank"
         return Admission(rank, self._incarnations, reason=reason)
 
@@ -399,12 +406,12 @@ class Membership:
         there = self._shards.get(shard)
         return there.incarnation if there is not None and there.address != address else None
 
-    def handle_heartbeat(self, now: float, incarnation: int, iteration: int = 0) -> bool:
-        """A sign of life; False from one who is not there (any more)."""
+    def handle_heartbeat(self, now: float, incarnation: int, iteration: int = 0, age: float = 0.0) -> bool:
+        """A sign of life, given `age` seconds ago; False from one who is not there (any more)."""
         member = self._known.get(incarnation)
         if member is None:
             return False
-        member.hear(now)
+        member.hear(now - age)
         member.iteration = max(iteration, member.iteration)
         return True
 
@@ -437,6 +444,12 @@ class Membership:
         """For how many seconds a member was not heard; None where it is not there."""
         member = self._known.get(incarnation)
         return now - member.heard if member is not None else None
+
+    def launcher_of(self, incarnation: int) -> str:
+        """Return the name of the launcher that may pass a member's heartbeats on; empty where there is
+        none, or no such member."""
+        member = self._known.get(incarnation)
+        return member.launcher if member is not None else ""
 
     def token_of(self, incarnation: int) -> str:
         """The token that a member came with; empty where it had none, or is not there."""
@@ -512,7 +525,7 @@ class Membership:
     def _next_look(self, now: float, member: _Member) -> float:
         """When a member that lives now may be dead at the earliest."""
         floor = member.patience.floor
-        if now - member.heard < floor and not member.suspected and not member.broken:
+        if now < member.heard + floor and not member.suspected and not member.broken:
             return member.heard + floor
         return min(member.heard + self._borne(member), now + floor)
 
@@ -526,7 +539,7 @@ class Membership:
     def _fatal_silence(self, now: float, member: _Member) -> str:
         """In words, a silence for which the member counts as dead; empty where it is shorter."""
         silence, most = now - member.heard, self._borne(member)
-        if silence < most:
+        if now < member.heard + most:  # not by `silence`, whose rounding could make a look that never ends
             return ""
         if member.suspected and most < member.patience.seconds:
             return f"was silent for {silence:.1f} s, and another member has lost touch with it"
@@ -658,7 +671,7 @@ class Membership:
 
         def alive(kind: _Kind, place: int, each: MemberState) -> _Member:
             patience = self._patience_for_site(each.token) if kind == "site" else self._fresh_patience()
-            here = (each.incarnation, now, patience, each.iteration, each.address, each.token)
+            here = (each.incarnation, now, patience, each.iteration, each.address, each.token, each.launcher)
             return self._enter(_Member(kind, place, *here))
 
         self._incarnations = state.incarnations

@@ -15,19 +15,21 @@ import msgspec
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
 from atoll.core.texts import one_line
 from atoll.net.endpoint import SOON, Client
+from atoll.net.heartbeats import Launcher
 from atoll.net.keys import Keys
 from atoll.net.requests import MOST_REASON, Answer, RefusedError, ask, late
 from atoll.net.route import own_address
+from atoll.train.heartbeats import HeartbeatSender
 from atoll.train.links import LinkEnd
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
+    Beat,
     Enter,
     Gather,
     Gathered,
     Goodbye,
     Grouped,
-    Heartbeat,
     Hello,
     InGroup,
     JoinGroup,
@@ -52,6 +54,7 @@ SILENCE = 3.0  # seconds without an answer, after which that is told
 _FAREWELL_SECONDS = 5.0  # for a hub that is being started again to know who says goodbye to it
 _AT_ONCE = 0.2  # seconds that who asks in passing waits for an answer
 _LISTEN_SECONDS = 0.1  # between looks at whether heartbeats are to end
+_OPENING_SECONDS = 0.05  # between looks whether there is a connection again
 _ASK_AGAIN = (0.01, 0.2)  # seconds before the same lease is asked for again: first, and at most
 
 
@@ -59,9 +62,10 @@ class HubClient:
     """A connection to the hub at `address`. `timeout` in seconds is the deadline of each wait (sync.timeout).
 
     `run` is the run's name where it is known; the hub's Welcome tells it. All calls come from one thread;
-    the heartbeats have a thread and a connection of their own, since a script may compute for minutes. On
-    that thread `tell(line)` is called when the hub has not answered for a while, and when it does again;
-    `meanwhile` ends the first line: what becomes of the run.
+    the heartbeats have a thread and a connection of their own, since a script may compute for minutes. They
+    go through `launcher` where it passes them on, and to the hub directly where it does not. On that thread
+    `tell(line)` is called when the hub has not answered for a while, and when it does again; `meanwhile`
+    ends the first line: what becomes of the run.
     """
 
     def __init__(
@@ -70,11 +74,13 @@ class HubClient:
         keys: Keys | None,
         run: str = "",
         timeout: float = 600.0,
+        launcher: Launcher | None = None,
     ) -> None:
         self.iteration = 0  # how many iterations are committed: the session sets it, heartbeats tell it
         self.welcome: Welcome | None = None
         self.seconds_waited = 0.0  # for leases, in all
         self._address, self._keys, self._run, self._timeout = address, keys, run, timeout
+        self._launcher = launcher
         self._client = Client(address, keys, limit=LIMIT, name="hub")
         self._losses = 0
         self._leases = 0  # requests
@@ -112,6 +118,7 @@ class HubClient:
             pid=os.getpid(),
             site=site,
             token=self._token,
+            launcher=self._launcher.name if self._launcher is not None else "",
         )
         welcome = self._ask(hello, Welcome, "a rank in the run")
         self.welcome, self._run = welcome, welcome.run
@@ -410,28 +417,31 @@ class HubClient:
 
     def _beat(self, welcome: Welcome) -> None:
         """The thread of heartbeats."""
-        with Client(self._address, self._keys, limit=LIMIT, name="hub", reconnect=SOON) as link:
+        with (
+            Client(self._address, self._keys, limit=LIMIT, name="hub", reconnect=SOON) as link,
+            HeartbeatSender(link, welcome, self._launcher) as sender,
+        ):
             pause = 0.0
             while not self._pause(link, pause):
-                pause = min(welcome.heartbeat or 1.0, 0.05 if not link.connected else 60.0)
+                pause = _OPENING_SECONDS
                 if link.connected:  # else they would only heap up
-                    self._send_beat(link, welcome)
+                    self._send_beat(link, sender, welcome.incarnation)
+                    pause = sender.pause()
                 if self._given_up:
                     return
                 self._look(link)
 
-    def _send_beat(self, link: Client, welcome: Welcome) -> None:
-        incarnation = welcome.incarnation
-        beat = Heartbeat(
-            run=welcome.run,
-            incarnation=incarnation,
-            iteration=self.iteration,
-            pace=self._pace,
-            size=self.size,
-            batch=self.batch,
-        )
-        link.send(encode(beat))
-        if self._links is not None and (place := self._links.place(incarnation)) is not None:
+    def _send_beat(self, link: Client, sender: HeartbeatSender, incarnation: int) -> None:
+        """Send a heartbeat, if it is time to. What the hub is to know beside goes with those that go to the
+        hub directly: the first over each connection, and those that are wanted at once."""
+        place = self._links.place(incarnation) if self._links is not None else None
+        at_once = self._at_once.is_set()
+        if at_once:  # before what is to be said is read
+            self._at_once.clear()
+        beat = Beat(incarnation, self.iteration, self._pace, self.size, self.batch)
+        if not sender.look(beat, at_once=at_once, directly=place is not None):
+            return
+        if place is not None:
             link.send(encode(place))
         contributor = self._contributor
         if contributor is not None:
@@ -443,7 +453,6 @@ class HubClient:
         until = time.monotonic() + seconds
         while not self._stop.is_set():
             if self._at_once.is_set() and link.connected:
-                self._at_once.clear()
                 return False
             if self._links is not None and self.welcome is not None and link.connected:
                 for word in self._links.measured(self.welcome.incarnation):

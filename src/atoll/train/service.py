@@ -22,6 +22,7 @@ from atoll.core.heap import keep_freed_memory
 from atoll.exchange.link import LOG, Link
 from atoll.exchange.parties import Parties
 from atoll.net.endpoint import is_path
+from atoll.net.heartbeats import launcher_from_environment
 from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError
 from atoll.observe.rundir import DIRECTORY_VARIABLE
@@ -60,7 +61,13 @@ class _RingIsOverError(RefusedError):
 
 
 def _joined(config: Config, address: str, keys: Keys | None, kept: bool) -> Service | HubRing:
-    hub = HubClient(address, keys, run=os.environ.get(RUN_VARIABLE, ""), timeout=config.timeout_seconds)
+    hub = HubClient(
+        address,
+        keys,
+        run=os.environ.get(RUN_VARIABLE, ""),
+        timeout=config.timeout_seconds,
+        launcher=launcher_from_environment(),
+    )
     hub.tell = print_warning
     try:
         # A ring's workers tell one another where they are; a hub that knows no sites refuses who names one.

@@ -13,7 +13,7 @@ from msgspec import Meta
 from atoll.core.errors import AtollError
 from atoll.core.texts import one_line
 
-VERSION = 13  # of the protocol; both sides must have the same
+VERSION = 14  # of the protocol; both sides must have the same
 MOST_AHEAD = 2**20  # how far an incarnation may be beyond the highest that is known: they are counted
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
 
@@ -55,18 +55,19 @@ class Hello(Message, frozen=True):
     """The first message of a connection. `run` is the run's name: a shard of another run refuses it.
 
     From a shard to the hub, `address` is where workers reach it, `shard` its index, and `incarnation` what
-    the hub gave it before it was started again (0: it begins). From a worker to the hub, `incarnation` is 0,
-    and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave. `token` is a
-    name that the sender has made up for itself: said twice, it is one who comes once; a shard's, a site's
-    shard's too, is its directory's. Where shards are held twice, a shard's `life` is a name of its process
-    alone, and `since` the incarnation that this process has been given already (0: none).
-    From the hub to shard 0, `role` is "hub"; from a shard's primary to its standby, "primary". Where the run
-    has sites, a worker names its own, also to its shard, which knows by it who has come to an old port; a
+    the hub gave it before it was started again (0: it begins). From a worker to the hub, `incarnation` is
+    0, and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave. `token`
+    is a name that the sender has made up for itself: said twice, it is one who comes once; a shard's, a
+    site's shard's too, is its directory's. Where shards are held twice, a shard's `life` is a name of its
+    process alone, and `since` the incarnation that this process has been given already (0: none). From the
+    hub to shard 0, `role` is "hub"; from a shard's primary to its standby, "primary". Where the run has
+    sites, a worker names its own, also to its shard, which knows by it who has come to an old port; a
     site's shard is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
     A node of strategy `peers` says it to the hub, over a connection for votes alone, as "node", with its
-    number as `worker`; that is answered only where it is refused.
-    A group of several says Hello to shards as one worker, with what the hub gave the group; `member` tells
-    its connections apart: the rank in the run of the member whose connection it is.
+    number as `worker`; that is answered only where it is refused. From a worker to the hub, `launcher` is
+    the name of the launcher that started it and passes on its heartbeats (see Heartbeats); empty: none
+    does. A group of several says Hello to shards as one worker, with what the hub gave the group; `member`
+    tells its connections apart: the rank in the run of the member whose connection it is.
     """
 
     version: int
@@ -82,6 +83,7 @@ class Hello(Message, frozen=True):
     life: Name = ""
     since: Count = 0
     member: Count = 0
+    launcher: Name = ""
 
 
 class Welcome(Message, frozen=True):

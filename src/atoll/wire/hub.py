@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
+import msgspec
 from msgspec import Meta
 
 from atoll.wire.base import Count, Key, Message, Name, Seconds, Text, Used, Value, Weight
@@ -11,6 +12,7 @@ from atoll.wire.base import Count, Key, Message, Name, Seconds, Text, Used, Valu
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
 Ranks: TypeAlias = Annotated[list[Count], Meta(max_length=2**17)]  # of workers: as many as a run may have
 LinkToken: TypeAlias = Annotated[bytes, Meta(max_length=64)]
+MOST_BEATS = 4096  # in a message: no machine has as many workers
 
 
 class Heartbeat(Message, frozen=True):
@@ -28,6 +30,49 @@ class Heartbeat(Message, frozen=True):
     pace: Seconds = 0.0
     size: Count = 0
     batch: Weight = 0.0
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's heartbeat as its launcher passes it on: what Heartbeat says, and `age`, for how many
+    seconds it was under way at the launcher's machine."""
+
+    incarnation: Count
+    iteration: Count = 0
+    pace: Seconds = 0.0
+    size: Count = 0
+    batch: Weight = 0.0
+    age: Seconds = 0.0
+
+
+class Heartbeats(Message, frozen=True):
+    """The launcher of some workers to the hub: those that it has heard since its last message. Answered by
+    Heard with the `number`.
+
+    `launcher` is the name that the launcher made up for itself, at random, and that its workers named in
+    their Hello: a launcher speaks for these workers and for no others. `run` is as in Heartbeat."""
+
+    run: Name
+    launcher: Name
+    number: Count
+    beats: Annotated[list[Beat], Meta(max_length=MOST_BEATS)]
+
+
+class Heard(Message, frozen=True):
+    """The hub has taken the Heartbeats of this number, but for these incarnations: they are not there, or
+    came from another launcher."""
+
+    number: Count
+    unknown: Annotated[list[Count], Meta(max_length=MOST_BEATS)] = []
+
+
+class ToLauncher(msgspec.Struct, frozen=True, array_like=True):
+    """A worker to its launcher, over a socket of their machine: a heartbeat, the `number`-th, said at `at`
+    by the machine's monotonic clock. The launcher answers with the number, once the hub has heard it."""
+
+    run: Name
+    number: Count
+    at: Seconds
+    beat: Beat
 
 
 class Echo(Message, frozen=True):

@@ -31,6 +31,8 @@ from atoll.wire.base import (
     decode_with,
 )
 from atoll.wire.hub import (
+    MOST_BEATS,
+    Beat,
     Duty,
     Echo,
     Enter,
@@ -40,7 +42,9 @@ from atoll.wire.hub import (
     Gathered,
     Goodbye,
     Grouped,
+    Heard,
     Heartbeat,
+    Heartbeats,
     InGroup,
     InSync,
     JoinGroup,
@@ -60,6 +64,7 @@ from atoll.wire.hub import (
     Shards,
     StoreAnswer,
     StoreCall,
+    ToLauncher,
     WhereAreShards,
 )
 from atoll.wire.linktest import (
@@ -131,6 +136,7 @@ from atoll.wire.workerstand import WorkerStand, unreadable
 
 __all__ = [
     "HEADER_BYTES",
+    "MOST_BEATS",
     "VERSION",
     "AbortRound",
     "Accept",
@@ -140,6 +146,7 @@ __all__ = [
     "Arrive",
     "AskJoin",
     "AskRound",
+    "Beat",
     "Begin",
     "ClockRead",
     "Commit",
@@ -165,7 +172,9 @@ __all__ = [
     "GiveState",
     "Goodbye",
     "Grouped",
+    "Heard",
     "Heartbeat",
+    "Heartbeats",
     "Hello",
     "Hyperparameters",
     "InGroup",
@@ -230,6 +239,7 @@ __all__ = [
     "Taken",
     "TcpOpened",
     "Text",
+    "ToLauncher",
     "Used",
     "ViewDecided",
     "WantState",
@@ -250,6 +260,7 @@ AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, Over, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
     Look, Looked, Ping, Gather, Gathered, Reform, Enter, Reformed, RingNews, JoinGroup, Grouped, InGroup,
     StoreCall, StoreAnswer, LinkPlace, MeasureLink, LinkMeasured, Echo,
+    Heartbeats, Heard,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
     PullState, State, StateEnd, Meet, Met, Ends, Ended, Mismatch, Arrive, WantState, GiveState,
     WhoIsMissing, Missing,

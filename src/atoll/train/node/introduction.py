@@ -38,6 +38,7 @@ from atoll.core.config import (
 from atoll.core.errors import AtollError, ConfigError, DeadlineError, RunError, UserError, error_named
 from atoll.core.sharing import make_folder_like_parent, open_like_folder
 from atoll.net.endpoint import host_and_port
+from atoll.net.heartbeats import launcher_from_environment
 from atoll.net.keys import Keys, read_keys
 from atoll.net.route import own_address
 from atoll.net.socketfolder import check_socket_folder, make_socket_folder
@@ -441,7 +442,8 @@ class HubMeeting(_InStore):
 
     def __init__(self, config: Config, address: str, keys: Keys | None, devices: int) -> None:
         timeout = config.timeout_seconds
-        self._client = HubClient(address, keys, run=os.environ.get(RUN_VARIABLE, ""), timeout=timeout)
+        run, launcher = os.environ.get(RUN_VARIABLE, ""), launcher_from_environment()
+        self._client = HubClient(address, keys, run=run, timeout=timeout, launcher=launcher)
         self._client.meanwhile = _WITHOUT_HUB
         try:
             welcome = self._client.join(wished_rank())

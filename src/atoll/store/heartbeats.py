@@ -1,0 +1,172 @@
+"""The way of a worker's heartbeats: through its launcher, or to the hub directly.
+
+A launcher sends one message for all its workers, so that the hub reads fewer. The hub's answer to that
+message is passed back to the workers. A worker that gets no answer in time says the same to the hub
+directly, so a launcher that is slow, stopped or dead costs a worker `confirm_seconds` of silence, once. A
+launcher passes on what it has heard, and how long ago that was said; it never speaks for a worker that it
+has not heard.
+
+`Route` is the worker's part, `Batches` the launcher's. Both are told the time, in seconds of a monotonic
+clock that all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from atoll.wire.messages import MOST_BEATS, Beat, Heartbeats, ToLauncher
+
+CONFIRM_SECONDS = 0.25  # for the hub's answer to come back by the launcher; a heartbeat, where that is less
+GATHER_SECONDS = 0.03  # from the first heartbeat that a launcher hears until it passes on what it has heard
+_OPEN_BATCHES = 64  # messages to the hub that may be without an answer; the oldest are forgotten
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Where a heartbeat goes now: to the launcher, as the `number`-th (0: not there), and to the hub
+    directly."""
+
+    number: int
+    direct: bool
+
+
+class Route:
+    """Says when a worker's heartbeat is due, each `heartbeat` seconds, and which way it goes.
+
+    The first one goes directly, and so does the first over each new connection to the hub: the hub learns
+    which connection is the worker's. While no answer has come to the last one that went to the launcher,
+    all go both ways. Where there is a launcher, its workers' heartbeats are due at the same times, the
+    multiples of `heartbeat`: one message holds them all.
+    """
+
+    def __init__(self, heartbeat: float, confirm_seconds: float = CONFIRM_SECONDS) -> None:
+        self._heartbeat, self._confirm_seconds = heartbeat, min(confirm_seconds, heartbeat)
+        self._number = self._confirmed = 0  # heartbeats to the launcher, and the last that the hub has heard
+        self._due = -math.inf  # when the next heartbeat is
+        self._owed = math.inf  # when the last one goes to the hub directly, unless it is confirmed
+        self._is_new = True  # the connection to the hub
+
+    def look(self, now: float, *, launcher: bool, at_once: bool = False) -> Ways | None:
+        """Return where to send a heartbeat now; None: nowhere yet. `launcher`: there is one. `at_once`: the
+        hub is to hear something that is new."""
+        if now < self._due and not at_once:
+            if now < self._owed:
+                return None
+            self._owed = math.inf
+            return Ways(0, direct=True)
+        direct = not launcher or at_once or self._is_new or self._confirmed < self._number
+        number = 0
+        if launcher:
+            self._number += 1
+            number = self._number
+        self._owed = math.inf if direct else now + self._confirm_seconds
+        self._is_new = False
+        self._due = self._next_due(now, launcher=launcher)
+        return Ways(number, direct)
+
+    def _next_due(self, now: float, *, launcher: bool) -> float:
+        if not launcher:
+            return now + self._heartbeat
+        due = (math.floor(now / self._heartbeat) + 1) * self._heartbeat
+        return due if due > now else now + self._heartbeat
+
+    def confirm(self, number: int) -> None:
+        """The hub has heard the heartbeat of this number, by the launcher."""
+        if self._confirmed < number <= self._number:
+            self._confirmed = number
+            if number == self._number:
+                self._owed = math.inf
+
+    def refuse(self) -> None:
+        """The launcher did not take the last heartbeat, which goes to the hub directly."""
+        self._owed = math.inf
+
+    def renew(self) -> None:
+        """The connection to the hub is a new one."""
+        self._is_new, self._due = True, -math.inf
+
+    def next_look(self) -> float:
+        """Return when `look` has something to do."""
+        return min(self._due, self._owed)
+
+
+_Source = TypeVar("_Source")
+
+
+@dataclass(frozen=True)
+class _Heard(Generic[_Source]):
+    source: _Source  # where a worker's answer goes
+    said: ToLauncher
+
+
+class Batches(Generic[_Source]):
+    """What a launcher has heard of its workers, for the hub of run `run`, in as few messages as can be.
+
+    `launcher` is the name that its workers have given to the hub. Nothing grows beyond `MOST_BEATS` workers
+    and 64 messages without an answer.
+    """
+
+    def __init__(self, run: str, launcher: str) -> None:
+        self._run, self._launcher = run, launcher
+        self._new: OrderedDict[int, _Heard[_Source]] = OrderedDict()  # by incarnation; what is not passed on
+        self._due = math.inf  # when that is
+        self._number = 0  # messages to the hub
+        self._open: OrderedDict[int, list[_Heard[_Source]]] = OrderedDict()  # those without an answer
+
+    def take(self, now: float, source: _Source, said: ToLauncher) -> None:
+        """A worker says that it lives. Of several words of one worker the latest is kept."""
+        if said.run != self._run:
+            return  # of another run: it has its own incarnation of this number
+        incarnation = said.beat.incarnation
+        before = self._new.get(incarnation)
+        if before is not None and before.said.at > said.at:
+            return
+        if before is None and len(self._new) >= MOST_BEATS:
+            return
+        self._new[incarnation] = _Heard(source, said)
+        self._due = min(self._due, now + GATHER_SECONDS)
+
+    def poll(self, now: float) -> Heartbeats | None:
+        """Return the message that the hub is to be sent now; None: none."""
+        if now < self._due:
+            return None
+        heard, self._due = list(self._new.values()), math.inf
+        self._new.clear()
+        self._number += 1
+        self._open[self._number] = heard
+        if len(self._open) > _OPEN_BATCHES:
+            self._open.popitem(last=False)
+        return Heartbeats(
+            run=self._run,
+            launcher=self._launcher,
+            number=self._number,
+            beats=[_aged(now, each.said) for each in heard],
+        )
+
+    def confirm(self, number: int, unknown: Iterable[int]) -> list[tuple[_Source, int]]:
+        """The hub has heard the message of this number, but for these incarnations.
+
+        Returns whom to tell, each with the number of its heartbeat.
+        """
+        left_out = set(unknown)
+        heard = self._open.pop(number, [])
+        return [
+            (each.source, each.said.number) for each in heard if each.said.beat.incarnation not in left_out
+        ]
+
+    def forget(self) -> None:
+        """The connection to the hub is lost: what went over it may be lost too, and nobody is told."""
+        self._open.clear()
+
+    def next_deadline(self) -> float:
+        """Return when `poll` has something to do."""
+        return self._due
+
+
+def _aged(now: float, said: ToLauncher) -> Beat:
+    beat = said.beat
+    return Beat(beat.incarnation, beat.iteration, beat.pace, beat.size, beat.batch, max(0.0, now - said.at))

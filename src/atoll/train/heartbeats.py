@@ -1,0 +1,71 @@
+"""A worker's heartbeats, through its launcher or to the hub directly (`store/heartbeats.py`)."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TypeVar
+
+from atoll.net.endpoint import Client
+from atoll.net.heartbeats import HeartbeatLine, Launcher
+from atoll.store.heartbeats import Route
+from atoll.wire.messages import Beat, Heartbeat, ToLauncher, Welcome, encode
+
+_Self = TypeVar("_Self", bound="HeartbeatSender")
+
+
+class HeartbeatSender:
+    """Sends the heartbeats of the worker that the hub has given this `welcome`, over `link` to the hub, and
+    to its `launcher`, if it has one. One thread makes all calls; no call waits."""
+
+    def __init__(self, link: Client, welcome: Welcome, launcher: Launcher | None) -> None:
+        self._link, self._run = link, welcome.run
+        self._line = HeartbeatLine(launcher.socket) if launcher is not None else None
+        self._route = Route(welcome.heartbeat or 1.0)
+        self._losses = link.losses
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._line is not None:
+            self._line.close()
+
+    def look(self, beat: Beat, *, at_once: bool = False, directly: bool = False) -> bool:
+        """Send a heartbeat, if it is time to or it is wanted `at_once`; the link to the hub must stand.
+        Returns whether one went to the hub directly, as it does where it is to (`directly`)."""
+        if self._link.losses != self._losses:
+            self._losses = self._link.losses
+            self._route.renew()
+        if self._line is not None:
+            self._route.confirm(self._line.confirmed())
+        now = time.monotonic()
+        ways = self._route.look(now, launcher=self._line is not None and self._line.open(), at_once=at_once)
+        if ways is None:
+            return False
+        direct = ways.direct or directly
+        if ways.number and self._line is not None:
+            said = ToLauncher(self._run, ways.number, now, beat)
+            if not self._line.send(said):
+                self._route.refuse()
+                direct = True
+        if direct:
+            self._link.send(
+                encode(
+                    Heartbeat(
+                        run=self._run,
+                        incarnation=beat.incarnation,
+                        iteration=beat.iteration,
+                        pace=beat.pace,
+                        size=beat.size,
+                        batch=beat.batch,
+                    )
+                )
+            )
+        return direct
+
+    def pause(self) -> float:
+        """Return for how many seconds `look` has nothing to do."""
+        return max(0.0, self._route.next_look() - time.monotonic())
