@@ -8,16 +8,13 @@ modes.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from pathlib import Path
 
 from atoll.core.config import KEYS_VARIABLE, SOCKETS_VARIABLE
 from atoll.net.keys import make_keys, write_keys
-from atoll.net.socketfolder import PREFIX, make_socket_folder
-
-KEY_FILE = "run.key"
+from atoll.net.socketfolder import KEY_FILE, hold_folder, make_socket_folder, remove_left_folders
 
 
 class PrivateFolder:
@@ -29,9 +26,8 @@ class PrivateFolder:
 
     def __init__(self, shown_at: Path) -> None:
         self.path = make_socket_folder()
-        # The lock tells that the launcher lives. systemd-tmpfiles, too, spares folders that are locked.
-        self._lock = _lock(self.path)
-        _remove_left(self.path.parent)
+        self._lock = hold_folder(self.path, alone=True)
+        remove_left_folders(self.path.parent)
         self._shown_at = shown_at
         try:
             write_keys(self.key_file, make_keys())
@@ -61,29 +57,3 @@ class PrivateFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _lock(folder: Path) -> int | None:
-    """Lock a folder; None where another process has it, or it cannot be locked."""
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
-
-
-def _remove_left(parent: Path) -> None:
-    """Remove what launchers of this user have left that were killed. With each its run's processes ended."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if folder.lstat().st_uid != os.geteuid() or not (folder / KEY_FILE).exists():
-                continue
-            lock = _lock(folder)
-            if lock is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)

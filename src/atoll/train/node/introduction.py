@@ -41,7 +41,12 @@ from atoll.net.endpoint import host_and_port
 from atoll.net.heartbeats import launcher_from_environment
 from atoll.net.keys import Keys, read_keys
 from atoll.net.route import own_address
-from atoll.net.socketfolder import check_socket_folder, make_socket_folder
+from atoll.net.socketfolder import (
+    check_socket_folder,
+    hold_folder,
+    make_socket_folder,
+    remove_left_folders,
+)
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.device import device_of
 from atoll.train.hub_client import HubClient
@@ -406,6 +411,7 @@ class StoreMeeting(_InStore):
         assert place.store is not None
         super().__init__(place.rank, place.world, incarnation=1, timeout=timeout, devices=devices)
         self._place = place
+        self._folder_lock: int | None = None  # on the folder of sockets, as long as this node lives
         self.run, self.hub = os.environ.get("TORCHELASTIC_RUN_ID", "") or "run", ""
         master = f"tcp://{os.environ.get('MASTER_ADDR', _LOOPBACK)}:{os.environ.get('MASTER_PORT', '1')}"
         self.host = place.host or own_address(master) or _LOOPBACK
@@ -419,9 +425,11 @@ class StoreMeeting(_InStore):
             return ""  # else all nodes are on this machine: nobody else reaches the store
         store = self._store()
         if self.node == 0:
-            folder = str(make_socket_folder())  # the last node's CPU side removes it
-            store.set(_SOCKETS, folder)
-            return folder
+            made = make_socket_folder()  # the last node's CPU side removes it
+            self._folder_lock = hold_folder(made)
+            remove_left_folders(made.parent)
+            store.set(_SOCKETS, str(made))
+            return str(made)
         try:
             store.wait([_SOCKETS], timedelta(seconds=self._timeout))
         except RuntimeError as error:
@@ -431,10 +439,14 @@ class StoreMeeting(_InStore):
             ) from None
         folder = bytes(store.get(_SOCKETS)).decode(errors="replace")
         check_socket_folder(folder)  # anybody of this machine can write to the store
+        self._folder_lock = hold_folder(Path(folder))
         return folder
 
     def close(self) -> None:
-        """The store is the launch's."""
+        """Let the folder of sockets go. The store is the launch's."""
+        if self._folder_lock is not None:
+            os.close(self._folder_lock)
+            self._folder_lock = None
 
 
 class HubMeeting(_InStore):
