@@ -322,6 +322,23 @@ def test_what_was_asked_as_the_connection_was_lost_does_no_harm(folder: Path) ->
         door.close()
 
 
+def test_why_a_worker_left_is_told(folder: Path) -> None:
+    """Of one whose place another has taken, say: "it said goodbye" would hide that."""
+    with hub_of(folder) as service:
+        for finished, why in (
+            (False, "worker 0 has come anew\x1b[31m,\nas 7"),
+            (True, "of no matter"),
+            (False, ""),
+        ):
+            with client(service) as one:
+                one.join()
+                one.leaves_because(why)
+                one.goodbye(finished)
+        wait_for(lambda: len(service.decisions("worker left")) == 3, "their leaving")
+        reasons = [decision.reason for decision in service.decisions("worker left")]
+        assert reasons == ["worker 0 has come anew\\x1b[31m, as 7", "it said goodbye", "it said goodbye"]
+
+
 def test_a_worker_that_was_given_up_is_told_on_a_new_connection_too(folder: Path) -> None:
     with hub_of(folder, patience=600.0, heartbeat=0.1) as service:
         door = Forwarder(service.address)

@@ -472,6 +472,25 @@ def test_who_came_late_to_a_ring_that_is_over_meets_in_the_next(
             late_one.hub.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ValueError("no label"), "its script raised ValueError"),
+        (RunError("worker 0 has come anew, as incarnation 9"), "worker 0 has come anew, as incarnation 9"),
+    ],
+)
+def test_the_hub_hears_why_a_session_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
+) -> None:
+    with hub_of(1, folder=tmp_path) as served:
+        monkeypatch.setenv(HUB_VARIABLE, served.address)
+        with pytest.raises(type(error)), atoll.join(ring_config()):
+            raise error
+        wait_for(lambda: told(tmp_path, "worker left"), "its leaving")
+    left = [decision for decision in read_decisions(tmp_path) if decision.what == "worker left"]
+    assert [decision.reason for decision in left] == [why]
+
+
 def goes_on(_place: Place, address: str, folder: Path) -> list[Tensor]:
     """Wait, once the ring stands, until the hub is gone; then train."""
     with served_worker(address, ANY), atoll.join(ring_config()) as session:

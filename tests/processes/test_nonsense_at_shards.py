@@ -1,14 +1,18 @@
 """What a client with the run's key may send to a shard, and what becomes of it: lies are refused by name."""
 
 import math
+import time
+from collections import deque
 from contextlib import closing
 
 import pytest
 import torch
-from shard_cluster import Peer, Run, Worker, gradients
+from shard_cluster import DEADLINE, Peer, Run, Worker, gradients
 from torch import nn
 
 from atoll.core.events import AnyEvent, Warned
+from atoll.net.endpoint import Server
+from atoll.observe.lastwords import LAST_WORDS_VARIABLE, LastWords
 from atoll.wire import messages as m
 from atoll.wire.base import MOST_AHEAD
 
@@ -81,6 +85,25 @@ def test_an_incarnation_that_nobody_has_given_takes_no_place() -> None:
         run.workers[0].push(0, gradients(0))
         run.workers[0].commit(0, hyperparameters=run.model.hyperparameters())
         run.workers[0].expect(0, m.Committed)
+
+
+def test_a_full_port_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To `atoll run`; the records have each line."""
+    told: list[AnyEvent] = []
+    reports = deque(f"{kind} {count} connections" for count in range(3) for kind in ("full:", "closed"))
+    words = LastWords()
+    monkeypatch.setenv(LAST_WORDS_VARIABLE, words.where)
+    monkeypatch.setattr(Server, "take_report", lambda _server: reports.popleft() if reports else "")
+    with closing(Run(1, 1, sgd, "asp", emit=lambda _shard: told.append)) as run:
+        address = run.cluster.addresses[0]
+        until = time.monotonic() + DEADLINE
+        while reports:
+            assert time.monotonic() < until, "the shard looks at its port no more"
+            time.sleep(0.01)
+    messages = [event.message for event in words.take() if isinstance(event, Warned)]
+    words.close()
+    assert messages == [f"shard 0's port {address}: {kind} 0 connections" for kind in ("full:", "closed")]
+    assert len([event for event in told if isinstance(event, Warned) and "'s port" in event.message]) == 6
 
 
 def test_whose_place_is_taken_is_told_so() -> None:

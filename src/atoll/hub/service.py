@@ -16,6 +16,7 @@ import msgspec
 from atoll.core.errors import UserError
 from atoll.core.heap import give_back_freed_memory
 from atoll.core.points import reach
+from atoll.core.texts import one_line
 from atoll.hub.book import GLOBAL, Book, Gone, Word
 from atoll.hub.broken import BrokenLinks
 from atoll.hub.decisions import Decisions
@@ -94,6 +95,7 @@ _WAITING = 2**15  # peers that wait for an answer: no more are kept
 _NODES = 4096  # connections for votes: of more, the oldest are forgotten
 _MISSING_SECONDS = 5.0  # that shards are waited for before people are told
 _RETRY_SECONDS = 5.0  # before a journal that could not be written is tried again
+_REASON_CHARACTERS = 300  # of why a worker leaves
 
 
 @dataclass
@@ -127,6 +129,12 @@ class Clock:
         self._now += min(read - self._last, self._most)
         self._last = read
         return self._now
+
+
+def _why_it_left(goodbye: Goodbye) -> str:
+    """Why a worker left before the end of the training; else, and of a shard, that it said goodbye."""
+    reason = one_line(goodbye.reason, _REASON_CHARACTERS)
+    return reason if reason and not goodbye.finished else "it said goodbye"
 
 
 class Hub:
@@ -667,7 +675,7 @@ class Hub:
         gone = self._book.leave(left)
         if gone is not None:
             self._new.append(left)
-            self._see_off(incarnation, gone, "left", "it said goodbye")
+            self._see_off(incarnation, gone, "left", _why_it_left(goodbye))
 
     # -- views of a run without a server ------------------------------------------------------------------
 

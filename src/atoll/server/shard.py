@@ -113,6 +113,7 @@ class Shard:
         self._inbox: deque[tuple[Received, AnyMessage | None]] = deque()
         self._strangers = 0
         self._warned: set[tuple[int, int]] = set()  # workers whose first refusal was told
+        self._port_told: set[str] = set()  # kinds of reports on the port
         self.refused = 0  # messages refused
         self.in_box = IN_BOX
         self.at_once: tuple[type, ...] = (messages.WhoIsMissing,)  # handled while chunks are stepped, too
@@ -290,13 +291,22 @@ class Shard:
 
     def _see_to_links(self) -> None:
         if report := self._server.take_report():
-            self.warn(f"{self.name}'s port {self._server.address}: {report}")
+            self._tell_of_port(report)
         if self._hub is not None:
             self._hub.steps = self._model.iterations if self._model is not None else 0
             self._hub.take()
         if self.kept.mirror is not None:
             self.kept.mirror.poll(self)
         self._lines.see_to_link()
+
+    def _tell_of_port(self, report: str) -> None:
+        """Tell people the first report of each kind, and put later ones into the records alone."""
+        line, kind = f"{self.name}'s port {self._server.address}: {report}", report.partition(" ")[0]
+        if kind in self._port_told:
+            self.warn(line)
+        else:
+            self._port_told.add(kind)
+            self._tell_people(line)
 
     # -- at the door --------------------------------------------------------------------------------------
 

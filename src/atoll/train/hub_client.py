@@ -52,6 +52,7 @@ from atoll.wire.messages import (
 LIMIT = 2**21  # bytes of a message, as the hub's
 SILENCE = 3.0  # seconds without an answer, after which that is told
 _FAREWELL_SECONDS = 5.0  # for a hub that is being started again to know who says goodbye to it
+_REASON_CHARACTERS = 300  # of why this worker leaves
 _AT_ONCE = 0.2  # seconds that who asks in passing waits for an answer
 _LISTEN_SECONDS = 0.1  # between looks at whether heartbeats are to end
 _OPENING_SECONDS = 0.05  # between looks whether there is a connection again
@@ -96,6 +97,7 @@ class HubClient:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._given_up = ""
+        self._leaves_because = ""  # what goodbye says, where it is no end of the training
         self.tell: Callable[[str], None] = lambda _line: None
         self.meanwhile = ""  # what becomes of the run while the hub is silent
         self._asked: float | None = None  # when a question was asked that the hub answers at once; monotonic
@@ -328,6 +330,10 @@ class HubClient:
         if self._given_up:
             raise RunError(f"hub at {self._address}: {self._given_up}")
 
+    def leaves_because(self, reason: str) -> None:
+        """Note why this worker leaves before the end; `goodbye` tells the hub."""
+        self._leaves_because = one_line(reason, _REASON_CHARACTERS)
+
     def goodbye(self, finished: bool = False) -> None:
         """Leave in good order: the hub frees what was leased and not used. Heartbeats end. `finished`: at the
         end of the training, as all others."""
@@ -337,7 +343,9 @@ class HubClient:
                 if self._has_lost():
                     self._losses = self._client.losses
                     self._introduce(_FAREWELL_SECONDS)
-                self._client.send(encode(Goodbye(incarnation=self._incarnation, finished=finished)))
+                reason = "" if finished else self._leaves_because
+                farewell = Goodbye(incarnation=self._incarnation, finished=finished, reason=reason)
+                self._client.send(encode(farewell))
         self.welcome = None
 
     def close(self) -> None:

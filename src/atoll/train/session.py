@@ -26,7 +26,7 @@ from atoll.axes.needs import check
 from atoll.core import events
 from atoll.core.config import SPEED_VARIABLE, Config
 from atoll.core.effects import without_effect
-from atoll.core.errors import PrepareError, RunError, UserError
+from atoll.core.errors import AtollError, PrepareError, RunError, UserError
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
 from atoll.core.scriptline import script_line
@@ -624,12 +624,15 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         if kind is None:
             self.close()
-        else:
-            self._leave()
+            return
+        if isinstance(self._member, (Service, HubRing)):
+            why = str(error) if isinstance(error, AtollError) else f"its script raised {kind.__name__}"
+            self._member.hub.leaves_because(why)
+        self._leave()
 
     def close(self) -> None:
         """Write the last records, wait for the other workers to finish too, and let the model go."""

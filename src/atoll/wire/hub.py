@@ -87,10 +87,12 @@ class Goodbye(Message, frozen=True):
     """A worker leaves in good order: it commits nothing any more, and what it had leased is free. From a
     shard: it ends, as Over has told it to. From a site's: all its workers have left, or it cannot go on.
     To a site's shard, from its worker: it leaves, so that nobody is to come back in its place.
-    `finished`: its session came to its end together with the other members' of its ring."""
+    `finished`: its session came to its end together with the other members' of its ring. Else `reason` says
+    why the worker leaves, for people."""
 
     incarnation: Count
     finished: bool = False
+    reason: Text = ""
 
 
 class Over(Message, frozen=True):
