@@ -184,7 +184,7 @@ def _prepare(module: str) -> None:
         from atoll.launch import run
 
         # Neither the picture nor TensorBoard's records, whose imports cost a second for each run.
-        vars(run).update(draw_picture=lambda _directory: "", _writers=lambda _directory, _progress: [])
+        vars(run).update(draw_picture=lambda *_: "", _writers=lambda _directory, _progress: [])
     if module == "atoll.launch.worker" and "peers" in Path(os.environ["ATOLL_CONFIG"]).read_text():
         from atoll.testing.cpu_sides import fork_cpu_sides
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from atoll.core.events import AnyEvent, Decided, Failed, Started, StepDone, Warn
 from atoll.hub.decisions import Decisions
 from atoll.launch.launcher import WorkerEnd, culprit_of, launcher_command, write_ends
 from atoll.launch.peers import PeerLaunch
+from atoll.launch.processes import start_process
 from atoll.launch.restarts import DelayedProcess, Pauses
+from atoll.launch.rings import RingLaunch
 from atoll.launch.served import SERVICE_RESTARTS, ServedLaunch
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
@@ -270,6 +273,134 @@ def test_a_half_that_was_left_out_is_no_failure_while_the_run_is_stopped(
     halves.launch._stopping = True  # as by Ctrl-C: the worker has some time to end by itself
     assert halves.launch.poll() is None
     assert not [event for event in halves.told() if isinstance(event, Failed)]
+
+
+# -- the start --------------------------------------------------------------------------------------------
+
+
+class Begun:
+    """A launch whose hub, a fake, has just been started."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ServedLaunch]) -> None:
+        self.directory = RunDirectory(folder)
+        self.directory.create()
+        self.started: list[str] = []
+        monkeypatch.setattr(ServedLaunch, "_serve", lambda launch, name, _: self._serve(launch, name))
+        monkeypatch.setattr(kind, "_worker", lambda _launch, rank: self._start(f"worker {rank}"))
+        strategy: Strategy = "server" if kind is ServedLaunch else "ring" if kind is RingLaunch else "peers"
+        config = Config(run=Run(workers=2, strategy=strategy, shards=1))
+        self.launch = kind(self.directory, config, ["train.py"], {})
+
+    def _serve(self, launch: ServedLaunch, name: str) -> None:
+        launch._arguments[name] = []
+        launch._services[name] = cast(Any, self._start(name))
+
+    def _start(self, name: str) -> FakeProcess:
+        self.started.append(name)
+        return FakeProcess(name)
+
+    @property
+    def hub(self) -> FakeProcess:
+        return cast(FakeProcess, self.launch._services["hub"])
+
+    def failure(self) -> Failed:
+        (failed,) = [word for word in self.launch.words() if isinstance(word, Failed)]
+        assert failed.by_launcher
+        return failed
+
+
+KINDS = [ServedLaunch, RingLaunch, PeerLaunch]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_others_start_once_the_hub_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ServedLaunch]
+) -> None:
+    begun = Begun(tmp_path / "run", monkeypatch, kind)
+    assert begun.launch.poll() is None
+    assert begun.started == ["hub"]
+    (begun.directory.path / "service" / "hub.address").write_text("tcp://127.0.0.1:5\n")
+    assert begun.launch.poll() is None
+    shards = ["server-0"] if kind is ServedLaunch else []
+    assert begun.started == ["hub", *shards, "worker 0", "worker 1"]
+    assert begun.launch.poll() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        ("atoll: the hub: too many open files\n", "the hub: too many open files"),
+        ("Traceback ...\nOSError: [Errno 98] in use\n", "the hub: OSError: [Errno 98] in use"),
+        ("", "the hub ended with status 2, and the run cannot go on without it; its log is "),
+    ],
+)
+def test_the_hub_s_reason_for_ending_at_the_start_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ServedLaunch], log: str, says: str
+) -> None:
+    begun = Begun(tmp_path / "run", monkeypatch, kind)
+    (begun.directory.logs / "hub.log").write_text(log)
+    begun.hub.returncode = 2
+    assert begun.launch.poll() is not None
+    failed = begun.failure()
+    assert failed.message.startswith(says)
+    assert failed.exit_status == 2
+    assert begun.started == ["hub"]
+
+
+def test_a_hub_that_is_killed_at_the_start_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = Begun(tmp_path / "run", monkeypatch, RingLaunch)
+    (begun.directory.logs / "hub.log").write_text("atoll: of a life before\n")
+    for _ in range(SERVICE_RESTARTS):
+        begun.hub.returncode = -signal.SIGKILL
+        assert begun.launch.poll() is None
+    begun.hub.returncode = -signal.SIGKILL
+    assert begun.launch.poll() is not None
+    assert begun.failure().message.startswith("the hub was killed by SIGKILL for the 4th time, and the run")
+
+
+def test_a_hub_that_does_not_listen_is_waited_for_with_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = Begun(tmp_path / "run", monkeypatch, ServedLaunch)
+    begun.launch._begins_by = time.monotonic() - 1.0
+    assert begun.launch.poll() is not None
+    assert begun.failure().message.startswith("the hub did not listen within 60 s; its log is ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_signal_before_the_hub_listens_ends_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ServedLaunch]
+) -> None:
+    begun = Begun(tmp_path / "run", monkeypatch, kind)
+    begun.launch.send_signal(signal.SIGTERM)
+    (begun.directory.path / "service" / "hub.address").write_text("tcp://127.0.0.1:5\n")
+    assert begun.launch.poll() is not None
+    assert begun.started == ["hub"]
+    assert begun.launch.words() == []
+
+
+def test_a_process_that_cannot_be_started_ends_the_run_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the user may have no more processes: the others that were started are stopped."""
+    begun = Begun(tmp_path / "run", monkeypatch, ServedLaunch)
+
+    def start(_launch: ServedLaunch, rank: int) -> FakeProcess:
+        return start_process(f"worker {rank}", ["true"]) if rank else begun._start("worker 0")  # type: ignore[return-value]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(ServedLaunch, "_worker", start)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    (begun.directory.path / "service" / "hub.address").write_text("tcp://127.0.0.1:5\n")
+    assert begun.launch.poll() is not None
+    said = "worker 1 cannot be started: Resource temporarily unavailable: there may be no more processes for "
+    assert begun.failure().message.startswith(said)
+    assert begun.launch._workers[0].returncode == -signal.SIGTERM
 
 
 # -- a worker that the hub has given up --------------------------------------------------------------------

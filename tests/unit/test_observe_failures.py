@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,8 @@ from atoll.core.texts import one_line, shortened, writable
 from atoll.launch.causes import Causes
 from atoll.launch.ends import EndWatch
 from atoll.launch.launcher import WorkerEnd, read_ends, write_ends
-from atoll.launch.tail import Tail, last_lines, shown
+from atoll.launch.program import Program
+from atoll.launch.tail import Tail, last_lines, last_word, shown
 from atoll.launch.verdict import Judge, Verdict
 from atoll.launch.worker import END_OF_OUTPUT, describe, is_echo
 from atoll.observe.lastwords import LAST_WORDS_VARIABLE, LastWords, say
@@ -44,6 +46,7 @@ from atoll.observe.rundir import RunDirectory
 def run(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(tmp_path / "run")
     directory.create()
+    directory.launcher_log.touch()
     return directory
 
 
@@ -241,6 +244,13 @@ class TestVerdict:
         causes.take(started(0))
         assert causes.absent() is None
 
+    def test_who_has_not_ended_or_was_killed(self) -> None:
+        causes = Causes()
+        events = [started(0), started(1), started(2), started(3), gone(1, 1.0, -9), gone(2, 1.0, 0)]
+        for event in (*events, failed(3, 1.0)):
+            causes.take(event)
+        assert causes.unfinished() == ["worker 0", "worker 1"]
+
     def test_an_end_that_the_run_survived_is_not_the_cause_of_a_later_error(self, run: RunDirectory) -> None:
         events: list[AnyEvent] = [started(0), started(1), gone(1, 1.0, -9), failed(0, 2.0), gone(0, 2.1, 1)]
         assert judged(run, *events).line.startswith("worker 1 was killed by SIGKILL")
@@ -268,9 +278,34 @@ class TestVerdict:
 
     def test_the_launcher_itself(self, run: RunDirectory) -> None:
         run.launcher_log.write_text("OSError: no port\n")
+        log = run.launcher_log
         assert judged(run) == Verdict(
-            1, f"torchrun's launcher failed; its log is {run.launcher_log}", "OSError: no port"
+            1, f"torchrun's launcher failed: OSError: no port; its log is {log}", "OSError: no port"
         )
+
+    def test_a_log_that_is_gone_is_not_named(self, run: RunDirectory) -> None:
+        shutil.rmtree(run.path)
+        assert judged(run).line == "torchrun's launcher failed"
+        assert judged(run, started(1), gone(1, 1.0, 3)).line == "worker 1 ended with status 3, after 1.0 s"
+        failure = failed(1, 1.0, traceback="Traceback")
+        assert judged(run, failure).line == "worker 1 ended with ValueError, after 1.0 s: message 1"
+
+    def test_a_run_in_which_nobody_joins_says_so(self, run: RunDirectory) -> None:
+        def line(*events: AnyEvent, words: tuple[str, ...] = (), workers: int = 2) -> str:
+            causes = Causes()
+            for event in (*events, gone(0, 2.0, 0), gone(1, 2.0, 0)):
+                causes.take(event)
+            program = Program("a/train.py", words)
+            verdict = Judge(causes, run, began=0.0, program=program, workers=workers).judge(0)
+            assert verdict.status == 0
+            return verdict.line
+
+        said = "no worker called atoll.join: "
+        assert line() == f"{said}2 workers ran train.py, and Atoll synchronised nothing between them"
+        assert line(ending(0, "sys.exit")) == line()
+        assert line(workers=1) == f"{said}train.py ran once, without Atoll"
+        assert line(Joining(time=0.5, worker=0)) == line(started(1)) == ""
+        assert line(words=("--help",)) == line(words=("run", "-h")) == line(words=("--version",)) == ""
 
     def test_stopped_from_outside(self, run: RunDirectory) -> None:
         judge = Judge(Causes(), run, began=0.0)
@@ -295,6 +330,23 @@ class TestVerdict:
         assert verdict.line == (
             "stopped by SIGTERM; worker 0 and worker 1 were killed, for not ending within run.grace"
         )
+
+
+@pytest.mark.parametrize(
+    ("log", "word"),
+    [
+        ("atoll: shard 0: no disk\n", "shard 0: no disk"),
+        ("Traceback ...\n  File\nzmq.error.ZMQError: Too many\n", "zmq.error.ZMQError: Too many"),
+        ("atoll: of an earlier life\nTraceback\nOSError: [Errno 24] files\n", "OSError: [Errno 24] files"),
+        ("ValueError: and in one line\natoll: in words\n\n", "in words"),
+        ("atoll: warning: the disk is slow\n12:00:00 hub: listens at tcp://a:1 (Error: no)\n", ""),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_the_last_word_of_a_log(tmp_path: Path, log: str, word: str) -> None:
+    (tmp_path / "log").write_text(log)
+    assert last_word(tmp_path / "log") == word
+    assert last_word(tmp_path / "none") == ""
 
 
 # -- texts and the pipe ------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import typer.core
 import atoll
 from atoll.axes.needs import check_configuration
 from atoll.cli import lab, link, memory, plan, services
+from atoll.cli.stops import end_at_signals
 from atoll.cli.streams import flush_streams, open_streams, say
 from atoll.core.config import Config, load_given, to_toml
 from atoll.core.effects import without_effect
@@ -231,6 +232,7 @@ def _is_lab_run(context: Any) -> bool:
 
 def main() -> NoReturn:
     """The entry point. Ends with 0, 1 (the run failed), 2 (the input is wrong) or the script's status."""
+    end_at_signals(sys.argv[1:])
     open_streams()
     try:
         status = app(standalone_mode=False)

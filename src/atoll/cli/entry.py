@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from atoll.cli.stops import end_at_signals
+
 
 def main() -> None:
     """The entry point; as `atoll.cli.app`: `main`, which it calls."""
+    end_at_signals(sys.argv[1:])
     try:
         from atoll.cli.streams import open_streams
 

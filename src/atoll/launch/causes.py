@@ -122,6 +122,16 @@ class Causes:
         gone = (life for life in lives if life.gone is not None and life.status == 0)
         return next(gone, None) if waiting else None
 
+    def unfinished(self) -> list[str]:
+        """The names of workers that have not ended, or were killed."""
+        last = {life.worker: life for life in self.lives() if life.worker != LAUNCHER}
+        going = (life for life in last.values() if life.status in (None, -signal.SIGKILL))
+        return [f"worker {worker}" for worker in sorted(life.worker for life in going)]
+
+    def has_joined(self) -> bool:
+        """True where a worker has called `atoll.join`."""
+        return any(life.joining is not None or life.started is not None for life in self.lives())
+
     def first(self, excuses: Callable[[Failed], bool]) -> Life | None:
         """The life whose end was the first cause of a run that has failed; None where nothing says why.
 

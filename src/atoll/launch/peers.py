@@ -11,7 +11,7 @@ from atoll.core.errors import GivenUpError
 from atoll.core.events import Failed, Warned
 from atoll.core.runclock import record_time
 from atoll.launch.launcher import WorkerEnd, launcher_command, read_ends
-from atoll.launch.processes import appended
+from atoll.launch.processes import appended, start_process
 from atoll.launch.rings import RingLaunch
 
 
@@ -43,7 +43,8 @@ class PeerLaunch(RingLaunch):
             FIRST_VARIABLE: str(self._lead(rank)),
         }
         with appended(self._directory.launcher_log) as log:
-            return subprocess.Popen(
+            return start_process(
+                self._name_of(rank),
                 launcher_command(self._devices, self._script),
                 env={**self._environment, **node},
                 stdin=subprocess.DEVNULL,

@@ -5,10 +5,13 @@ Run as a module, with the run directory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from atoll.core.errors import AtollError
@@ -17,28 +20,43 @@ from atoll.observe import report
 from atoll.observe.rundir import RunDirectory
 
 DRAW_SECONDS = 60.0  # takes about two
+_LOOK_SECONDS = 0.1  # between looks whether somebody is in a hurry
 _MISSING = 3  # the status where matplotlib is not there, which is said at the start of a run
 
 
-def draw_picture(run: RunDirectory) -> str:
-    """Draw report.png. Returns why there is none, where that was not said before."""
+def draw_picture(run: RunDirectory, hurried: Callable[[], bool] = lambda: False) -> str:
+    """Draw report.png. Returns why there is none, where that was not said before.
+
+    Once `hurried` is true the picture is given up.
+    """
     command = [sys.executable, "-m", "atoll.launch.picture", str(run.path.absolute())]
-    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
     try:
-        ended = subprocess.run(
+        drawing = subprocess.Popen(
             command,
-            env=environment,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=DRAW_SECONDS,
-            check=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # the terminal's Ctrl-C comes to this process alone
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         return str(error)
-    if ended.returncode in (0, _MISSING):
+    until = time.monotonic() + DRAW_SECONDS
+    while True:
+        try:
+            _, errors = drawing.communicate(timeout=_LOOK_SECONDS)
+            break
+        except subprocess.TimeoutExpired:
+            is_late = time.monotonic() > until
+            if is_late or hurried():
+                drawing.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
+                    drawing.wait(_LOOK_SECONDS)
+                return f"it took more than {DRAW_SECONDS:g} s" if is_late else "it was stopped"
+    if drawing.returncode in (0, _MISSING):
         return ""
-    said = ended.stderr.decode(errors="replace").strip().splitlines()
-    return said[-1] if said else f"its process ended with status {ended.returncode}"
+    said = errors.decode(errors="replace").strip().splitlines()
+    return said[-1] if said else f"its process ended with status {drawing.returncode}"
 
 
 def main(path: str) -> int:

@@ -12,19 +12,27 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from atoll.core.errors import RunError
 
 PARENT_VARIABLE = "ATOLL_PARENT"  # the process id that a launcher or a worker must be a child of
 GRACE_VARIABLE = "ATOLL_GRACE"  # seconds that a launcher gives its workers after SIGTERM: run.grace
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
+_WAYS_OUT = {
+    errno.EAGAIN: "there may be no more processes for this user or in this container (ulimit -u, pids.max)",
+    errno.EMFILE: "this process may have no more files open (ulimit -n)",
+    errno.ENOMEM: "the machine's memory is used up",
+}
 
 
 def die_with_parent(signum: int, parent: int) -> None:
@@ -117,6 +125,16 @@ def kill_descendants(spare: Collection[int] = (), deadline: float = 5.0) -> list
             with contextlib.suppress(ChildProcessError):  # a child's child, which its own parent reaps
                 os.waitpid(pid, os.WNOHANG)
     return []
+
+
+def start_process(who: str, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process with these options of `subprocess.Popen`. Raises RunError where there can be none."""
+    try:
+        return subprocess.Popen(command, **options)
+    except OSError as error:
+        why = error.strerror or str(error)
+        hint = f": {_WAYS_OUT[error.errno]}" if error.errno in _WAYS_OUT else ""
+        raise RunError(f"{who} cannot be started: {why}{hint}") from None
 
 
 @contextlib.contextmanager

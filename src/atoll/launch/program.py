@@ -44,6 +44,11 @@ class Program:
         """The name for a folder."""
         return self.name if self.is_module else Path(self.name).stem
 
+    @property
+    def asks_for_help(self) -> bool:
+        """True where the program is started to say what it can do, and not to train."""
+        return any(word in ("-h", "--help", "--version") for word in self.arguments)
+
     def file(self) -> str:
         """The path of the code that runs as `__main__`; empty where it has none."""
         if not self.is_module:

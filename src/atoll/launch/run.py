@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from atoll.launch.launcher import launcher_command, read_ends
 from atoll.launch.output import Output
 from atoll.launch.peers import PeerLaunch
 from atoll.launch.picture import draw_picture
-from atoll.launch.private import KEY_FILE, PrivateFolder
+from atoll.launch.private import PrivateFolder
 from atoll.launch.processes import (
     GRACE_VARIABLE,
     PARENT_VARIABLE,
@@ -51,11 +51,13 @@ from atoll.launch.processes import (
     appended,
     descendants,
     kill_descendants,
+    start_process,
 )
 from atoll.launch.program import Program
 from atoll.launch.rings import RingLaunch
 from atoll.launch.served import SERVICE, ServedLaunch
 from atoll.launch.verdict import Judge, Verdict
+from atoll.net.socketfolder import KEY_FILE
 from atoll.observe.groups import group_lines
 from atoll.observe.journal import TOLD
 from atoll.observe.lastwords import LAST_WORDS_VARIABLE, LastWords
@@ -124,25 +126,31 @@ def _run_in(
     screen = Screen(sys.stdout, sys.stderr)
     configured = directory.config
     try:
-        configured, trouble = _prepare(directory, config)
         with _Stop() as stop:
+            configured, trouble = _prepare(directory, config)
             warnings = [*warnings, *filter(None, [claim.trouble, trouble])]
             watch = _Watch(directory, config, configured, stop, screen, hub_module, warnings, umask)
             verdict = watch.run(program)
         status = verdict.status
+        told: list[str] = []
         if summary is not None:
             try:
                 with files_under(umask):
                     write_summary(watch.summary, summary)
             except UserError as error:
-                watch.unwritten.append(str(error))
+                told.append(str(error))
                 status = status or error.exit_status
-        if claim.removed:
-            watch.unwritten.append(f"warning: {claim.removed}")
-        lines = _close(watch.summary, watch.losses, directory, verdict)
-        screen.say(*(f"atoll: {line}" for line in watch.unwritten), *lines)
+        removed = claim.removed
+        told += [f"warning: {removed}"] if removed else filter(None, [watch.missing])
         with _Stop() as ended:
-            screen.close(_STOPPED_READER_SECONDS if stop.count else READER_SECONDS, lambda: ended.count > 0)
+            why = "" if removed else _draw(watch.summary, directory, lambda: ended.count > 0)
+            lines = _close(watch.summary, watch.losses, directory, verdict, why)
+            stops = ended.count  # until now
+            if stops and not status:
+                status = 128 + ended.signum
+            screen.say(*(f"atoll: {line}" for line in told), *lines)
+            patience = _STOPPED_READER_SECONDS if stop.count or stops else READER_SECONDS
+            screen.close(patience, lambda: ended.count > stops)
     except BaseException:
         screen.close(_STOPPED_READER_SECONDS)
         raise
@@ -222,7 +230,7 @@ class _Watch:
     """One run, from the launcher's start to the last process's end."""
 
     summary: Summary
-    unwritten: list[str]  # what is told at the end of records that cannot be written
+    missing = ""  # what is told at the end of records that could not be written
     losses: Sequence[str] = ()  # what is told at the end of who was lost, and came back
 
     def __init__(
@@ -243,7 +251,6 @@ class _Watch:
         self._killed: Sequence[str] = ()  # the workers that had not ended when run.grace was over
         self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
         self._causes, self._words = Causes(), LastWords()
-        self.unwritten = []
         self._left_early: set[int] = set()  # workers that were told of
         self._began = record_time()
         self._has_stalled = False  # the workers would have waited in vain for one that has ended
@@ -269,11 +276,10 @@ class _Watch:
             for failure in self._causes.failures():
                 recorder.hear(failure)
             self.summary = recorder.close()
-            if missing := recorder.missing():
-                self.unwritten.append(missing)
+            self.missing = recorder.missing()
         if isinstance(launcher, ServedLaunch):
             self.losses = launcher.losses.lines()
-        judge = self._judge(launcher)
+        judge = self._judge(launcher, program)
         self._words.close()
         if self._stop.count:
             return judge.stopped(self._stop.signum, self._stop.at, self._killed)
@@ -312,7 +318,8 @@ class _Watch:
         """torchrun's launcher, started."""
         command = launcher_command(self._config.run.workers, program.words())
         with appended(self._directory.launcher_log) as log:
-            return subprocess.Popen(
+            return start_process(
+                "torchrun's launcher",
                 command,
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
@@ -368,13 +375,14 @@ class _Watch:
             if self._stop.count > 1:
                 return
             if until is not None and now > until:
-                if self._stop.signum == signal.SIGTERM and isinstance(launcher, ServedLaunch):
-                    self._killed = launcher.unfinished()
+                if self._stop.signum == signal.SIGTERM:
+                    ends = launcher if isinstance(launcher, ServedLaunch) else self._causes
+                    self._killed = ends.unfinished()
                 return
             time.sleep(POLL_SECONDS)
         if self._stop.signum == signal.SIGTERM and not isinstance(launcher, ServedLaunch):
-            ends = read_ends(self._directory.ends)
-            self._killed = [f"worker {end.worker}" for end in ends if end.exit_code == -signal.SIGKILL]
+            told = read_ends(self._directory.ends)
+            self._killed = [f"worker {end.worker}" for end in told if end.exit_code == -signal.SIGKILL]
 
     def _ask_to_end(self, launcher: Launch, now: float) -> float:
         """Send the user's signal to every worker; returns the time at which to kill the remaining workers."""
@@ -426,8 +434,10 @@ class _Watch:
                 self._causes.survive(worker, record_time())
                 recorder.warn(f"{line}; the others go on without it")
 
-    def _judge(self, launcher: Launch) -> Judge:
-        return Judge(self._causes, self._directory, self._began, partial(_excuses, launcher))
+    def _judge(self, launcher: Launch, program: Program | None = None) -> Judge:
+        excuses = partial(_excuses, launcher)
+        workers = self._config.run.workers
+        return Judge(self._causes, self._directory, self._began, excuses, program, workers)
 
     def _show(self, worker: int, recorder: Recorder) -> None:
         """Pass on another worker's output from here on, and say so."""
@@ -469,12 +479,20 @@ def _count(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
 
 
-def _close(summary: Summary, losses: Sequence[str], directory: RunDirectory, verdict: Verdict) -> list[str]:
-    """Draw the picture; returns how it went, the failure last, where the eye falls."""
+def _draw(summary: Summary, directory: RunDirectory, hurried: Callable[[], bool]) -> str:
+    """Draw the picture where there is something to draw; returns why it was not drawn, else nothing."""
+    why = draw_picture(directory, hurried) if summary.steps else ""
+    return f"{directory.picture} was not drawn: {why}" if why else ""
+
+
+def _close(
+    summary: Summary, losses: Sequence[str], directory: RunDirectory, verdict: Verdict, undrawn: str
+) -> list[str]:
+    """The report, the failure last, where the eye falls. `undrawn`: why there is no picture; empty: there is
+    one, or nothing to draw."""
     lines = [f"atoll: {line}" for line in losses]
     if summary.steps:
-        why = draw_picture(directory)
-        lines = [f"atoll: {directory.picture} was not drawn: {why}"] if why else []
+        lines = [f"atoll: {undrawn}"] if undrawn else []
         lines += closing_lines(summary, directory, directory.picture.exists(), losses)
     if verdict.detail:
         lines.append(verdict.detail)
@@ -503,6 +521,9 @@ def closing_lines(
         for lines in (group_lines, link_lines, node_lines, memory_lines)
         for line in lines(summary)
     ]
-    files = [directory.summary, directory.metrics, *([directory.picture] if drawn else []), directory.logs]
-    lines.append(f"atoll: see {directory.path}: {', '.join(file.name for file in files)}")
+    files = [each for each in (directory.summary, directory.metrics) if each.exists()]
+    files += [directory.picture] if drawn else []
+    files += [directory.logs] if directory.logs.exists() else []
+    if files:  # nobody has removed the directory
+        lines.append(f"atoll: see {directory.path}: {', '.join(file.name for file in files)}")
     return lines

@@ -38,15 +38,15 @@ from atoll.core.errors import AtollError, GivenUpError, RunError, UserError
 from atoll.core.events import AnyEvent, Decided, Failed, Gone, LinkSeen, Started, StepDone, Warned
 from atoll.core.runclock import record_time
 from atoll.core.units import format_seconds
-from atoll.hub.decisions import HUB, DecisionReader
+from atoll.hub.decisions import HUB, Decision, DecisionReader
 from atoll.hub.forwarder import Forwarder
 from atoll.launch.ends import EndWatch
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
-from atoll.launch.processes import Standstill, appended, descendants, is_stopped, signal_name
+from atoll.launch.processes import Standstill, appended, descendants, is_stopped, signal_name, start_process
 from atoll.launch.restarts import DelayedProcess, Pauses, Process
 from atoll.launch.service import END_SIGNAL
-from atoll.launch.tail import last_lines
+from atoll.launch.tail import last_word
 from atoll.net.keys import read_keys
 from atoll.observe.groups import GROUPS
 from atoll.observe.journal import Journal, JournalReader
@@ -55,7 +55,6 @@ from atoll.observe.rundir import RunDirectory
 SERVICE = "atoll.launch.service"  # the module that a service's process runs
 SERVICE_RESTARTS = 3  # times that a hub or a shard that is killed is started again, each
 START_SECONDS = 60.0  # for the hub to say where it listens
-_POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.5  # between looks at who stands still
 _GIVEN_UP_SECONDS = 1.0  # longer than the hub's patience is what a process may stand still: the hub is first
 _LOOPBACK = "127.0.0.1"
@@ -125,6 +124,7 @@ class ServedLaunch:
         self._standstill = Standstill(config.patience_seconds + _GIVEN_UP_SECONDS)
         self._next_look = 0.0  # monotonic
         self._left_halves: set[str] = set()  # processes of shards that are not started again
+        self._port_told: set[str] = set()  # kinds of the hub's reports on its port
         self._began = time.monotonic()
         self._decisions = DecisionReader(directory.path / "service")
         self._site_journals = [
@@ -146,6 +146,8 @@ class ServedLaunch:
         self._words: list[AnyEvent] = []  # how processes ended, for who judges the run
         self._gone: set[int] = set()  # the processes of workers that are in `_words`, or were
         self.survived: dict[int, float] = {}  # worker -> until when its ends have ended nothing else
+        self._awaited: Path | None = None  # where the hub will say where it listens, until it has
+        self._begins_by = math.inf  # monotonic: when it must have
         self._start()
 
     def _devices_of(self, _config: Config) -> int:
@@ -161,23 +163,38 @@ class ServedLaunch:
         return f"worker {rank}"
 
     def _start(self) -> None:
-        run = self._config.run
-        count, shards = len(self._sites), run.shards if run.strategy in SERVED else 0
+        """Start the hub; the rest is started by `poll`, once the hub listens."""
+        count, shards = len(self._sites), self._shard_count
         folder = self._directory.path / "service"
         folder.mkdir(exist_ok=True)
         where = folder / "hub.address"
         where.unlink(missing_ok=True)
-        common = ["--run", self._directory.name, "--directory", str(folder)]
         patience = ["--patience", f"{self._config.patience_seconds:g}"]
-        sites = {site: self._sites.count(site) for site in self._sites if site}
-        named = [part for site, workers in sites.items() for part in ("--site", f"{site}={workers}")]
+        named = [
+            part for site, workers in self._workers_of().items() for part in ("--site", f"{site}={workers}")
+        ]
         replicas = self._config.server.replicas if shards else 1
         of_run = ["--workers", str(count), "--shards", str(shards), "--replicas", str(replicas)]
-        self._serve("hub", [*of_run, *named, *self._grouping(), *patience, *common])
-        # Shards and workers import torch, which takes longest: none waits for another to have done so.
-        address = self._address = self._address_in(where)
-        for shard in range(shards):
-            arguments = ["--hub", address, "--shard", str(shard), *common]
+        self._serve("hub", [*of_run, *named, *self._grouping(), *patience, *self._common()])
+        self._awaited, self._begins_by = where, time.monotonic() + START_SECONDS
+
+    @property
+    def _shard_count(self) -> int:
+        return self._config.run.shards if self._config.run.strategy in SERVED else 0
+
+    def _workers_of(self) -> dict[str, int]:
+        """How many workers each site has."""
+        return {site: self._sites.count(site) for site in self._sites if site}
+
+    def _common(self) -> list[str]:
+        """The options of every service."""
+        return ["--run", self._directory.name, "--directory", str(self._directory.path / "service")]
+
+    def _start_others(self, address: str) -> None:
+        """Start shards and workers. They import torch, which takes longest: none waits for another."""
+        replicas = self._config.server.replicas
+        for shard in range(self._shard_count):
+            arguments = ["--hub", address, "--shard", str(shard), *self._common()]
             arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
             arguments += ["--link-rate", f"{self._config.link_options.rate:g}"]
             arguments += ["--journal", self._config.server.journal]
@@ -186,12 +203,12 @@ class ServedLaunch:
             self._serve(f"server-{shard}", arguments)
             if replicas > 1:
                 self._serve(f"second-{shard}", [*arguments, "--second"])
-        for site in sites:
-            arguments = ["--hub", address, "--site", site, *common, "--link", self._link()]
+        for site in self._workers_of():
+            arguments = ["--hub", address, "--site", site, *self._common(), "--link", self._link()]
             arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
             self._serve(f"site-{site}", [*arguments, "--timeout", f"{self._config.timeout_seconds:g}"])
         self._forward_heartbeats()
-        for rank in range(count):
+        for rank in range(len(self._sites)):
             self._workers.append(self._start_worker(rank))
 
     def _forward_heartbeats(self) -> None:
@@ -236,7 +253,8 @@ class ServedLaunch:
         """Start the hub or a shard, with a log of its own."""
         kind, self._arguments[name] = name.partition("-")[0].replace("second", "server"), list(arguments)
         with appended(self._directory.logs / f"{name}.log") as log:
-            self._services[name] = subprocess.Popen(
+            self._services[name] = start_process(
+                _called(name),
                 [sys.executable, "-m", self._hub_module if kind == "hub" else SERVICE, kind, *arguments],
                 env={**self._environment, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -249,7 +267,8 @@ class ServedLaunch:
         count = str(self._config.run.workers)
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         with appended(self._directory.launcher_log) as log:
-            return subprocess.Popen(
+            return start_process(
+                self._name_of(rank),
                 [sys.executable, "-m", "atoll.launch.worker", *self._script],
                 env={
                     **self._environment,
@@ -265,19 +284,24 @@ class ServedLaunch:
                 start_new_session=True,
             )
 
-    def _address_in(self, path: Path) -> str:
-        """The address that the hub has written to `path`, once it listens."""
-        until = time.monotonic() + START_SECONDS
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                if address := path.read_text(encoding="utf-8").strip():
-                    return address
-            ended = self._services["hub"].poll()
-            if ended is not None or time.monotonic() > until:
-                self.kill()
-                said = "ended" if ended is not None else f"did not listen within {START_SECONDS:g} s"
-                raise RunError(f"the hub {said}; its log is {self._directory.logs / 'hub.log'}")
-            time.sleep(_POLL_SECONDS)
+    def _await_hub(self, path: Path) -> None:
+        """Start the others once the hub has written its address to `path`; end where it does not."""
+        if self._stopping:
+            self._finish(_SERVICE_ENDED)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            if address := path.read_text(encoding="utf-8").strip():
+                self._awaited, self._address = None, address
+                self._start_others(address)
+                return
+        if lost := self._lost_service():
+            self._tell_lost(lost)
+        elif time.monotonic() > self._begins_by:
+            log = self._directory.logs / "hub.log"
+            self._tell_failed(0, f"the hub did not listen within {START_SECONDS:g} s; its log is {log}")
+        else:
+            return
+        self._finish(_SERVICE_ENDED)
 
     def _start_worker(self, rank: int) -> subprocess.Popen[bytes]:
         worker = self._worker(rank)
@@ -315,8 +339,20 @@ class ServedLaunch:
 
     def poll(self) -> int | None:
         """The status, once all workers have ended; None before."""
-        if self.returncode is not None:
-            return self.returncode
+        if self.returncode is None:
+            try:
+                self._look()
+            except RunError as error:  # a process cannot be started
+                self._tell_failed(0, str(error), error.exit_status)
+                self._stop_workers()
+                self._finish(_SERVICE_ENDED)
+        return self.returncode
+
+    def _look(self) -> None:
+        """See who has ended, and what follows from it."""
+        if self._awaited is not None:
+            self._await_hub(self._awaited)
+            return
         self._take_decisions()
         self._look_at_forwarder()
         self._end_standstill()
@@ -334,7 +370,6 @@ class ServedLaunch:
             self._finish(_SERVICE_ENDED)
         elif all(worker.returncode is not None for worker in self._workers):
             self._finish(self._status())
-        return self.returncode
 
     def _worker_ended(self, rank: int, code: int) -> None:
         """A worker has ended with an error, or was killed."""
@@ -448,13 +483,21 @@ class ServedLaunch:
         if self._stopping:
             return
         for each in self._decisions.take():
-            if self.losses.take(each, self._now()) or each.what == GROUPS:
+            if self.losses.take(each, self._now()) or each.what == GROUPS or self._is_new_of_port(each):
                 what = each.what if each.what in ("hub", GROUPS) else f"hub: {each.what}"
                 self._news.append(
                     Decided(time=each.time, worker=HUB, what=what, choice=each.choice, reason=each.reason)
                 )
             if each.what.endswith(" died"):
                 self._see_to_given_up(who_of(each))
+
+    def _is_new_of_port(self, decision: Decision) -> bool:
+        """True for the hub's first report of its kind that its port is full, or that strangers fill it."""
+        kind = decision.reason.partition(" ")[0]
+        if decision.what != "port" or kind in self._port_told:
+            return False
+        self._port_told.add(kind)
+        return True
 
     def _see_to_given_up(self, who: str) -> None:
         """The hub has given this part up: if its process stands still, it is of no use any more."""
@@ -643,7 +686,7 @@ class ServedLaunch:
         """Say which of hub and shards has ended, and why: without it the run cannot go on."""
         code, log = self._services[name].returncode, self._directory.logs / f"{name}.log"
         who = _called(name)
-        said = self._last_word(name)
+        said = self._last_word(name) if code >= 0 else ""
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
         often = f" for the {self._restarts[name] + 1}th time" if self._restarts[name] else ""
         message = f"{who} {how}{often}, and the run cannot go on without it; its log is {log}"
@@ -652,9 +695,7 @@ class ServedLaunch:
 
     def _last_word(self, name: str) -> str:
         """What a service said last of why it ends; empty where it said nothing."""
-        lines = reversed(last_lines(self._directory.logs / f"{name}.log", 20))
-        said = next((line for line in lines if line.startswith("atoll: ")), "")
-        return said.removeprefix("atoll: ")
+        return last_word(self._directory.logs / f"{name}.log")
 
     def _tell_failed(self, rank: int, message: str, status: int = 1) -> None:
         """Leave word of what ends the run."""

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
+import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +28,7 @@ from atoll.core.config import KEYS_VARIABLE, SOCKETS_VARIABLE, LinkOptions
 from atoll.core.errors import AtollError
 from atoll.core.events import NO_WORKER, Ended
 from atoll.core.runclock import record_time
-from atoll.core.texts import shortened
+from atoll.core.texts import one_line, shortened
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 from atoll.observe.lastwords import say
 from atoll.observe.logstream import LogStreams
@@ -53,9 +56,21 @@ def main(arguments: list[str], score_for: ScoreFor | None = None) -> int:
             print(f"atoll: {error}", file=sys.stderr)
         return error.exit_status
     except Exception as error:
-        _tell(arguments, f"{type(error).__name__}: {error}", 1)
-        raise
+        message = _described(error)
+        _tell(arguments, message, 1)
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+            print(f"atoll: {message}", file=sys.stderr, flush=True)
+        os._exit(1)  # whatever the error has left open, nothing waits for it
     return 0
+
+
+def _described(error: Exception) -> str:
+    """An error that nobody expected, in one line."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"too many open files, of which it may have {allowed}: raise the limit (ulimit -n)"
+    return one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARACTERS)
 
 
 def _tell(arguments: list[str], message: str, status: int) -> None:

@@ -21,6 +21,8 @@ _MOVES = re.compile(
     r"|\x1b\[[0-?]*[ -/]*[@-ln-~]"
     r"|\x1b(?!\[[0-9;:]*m)"
 )
+_ERROR = re.compile(r"(?:\w+\.)*\w+(?:Error|Exception): ")  # the last line of a traceback
+_LOOKED_AT = 20  # lines, for a process's last word
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
@@ -168,6 +170,19 @@ def _last_line(path: Path) -> int:
     with path.open("rb") as file:
         file.seek(start)
         return start + file.read(size - start).rfind(b"\n") + 1
+
+
+def last_word(path: Path) -> str:
+    """What a process of Atoll's said last, in its log, of why it ends: its own line, or the last one of a
+    traceback. Empty where it said nothing of the kind."""
+    return next(filter(None, map(_word_in, reversed(last_lines(path, _LOOKED_AT)))), "")
+
+
+def _word_in(line: str) -> str:
+    said = line.removeprefix("atoll: ")
+    if said != line:
+        return "" if said.startswith("warning: ") else said
+    return line if _ERROR.match(line) else ""
 
 
 def last_lines(path: Path, count: int) -> list[str]:

@@ -13,7 +13,8 @@ from atoll.core.texts import one_line
 from atoll.core.units import format_seconds
 from atoll.launch.causes import LAUNCHER, Causes, Life
 from atoll.launch.processes import signal_name
-from atoll.launch.tail import last_lines
+from atoll.launch.program import Program
+from atoll.launch.tail import last_lines, last_word
 from atoll.observe.rundir import RunDirectory
 
 _SHOWN_LINES = 20  # of a log, where there is no traceback to show
@@ -37,13 +38,16 @@ class Verdict:
 class Judge:
     """Judges the run in `run`, which began at `began` (seconds since the epoch), by its `causes`.
 
-    `excuses` says of a worker's error that the run went on in spite of it.
+    `excuses` says of a worker's error that the run went on in spite of it. `program` is what the workers ran;
+    where it is None nothing is said of a run in which no worker has joined.
     """
 
     causes: Causes
     run: RunDirectory
     began: float
     excuses: Callable[[Failed], bool] = lambda _failure: False
+    program: Program | None = None
+    workers: int = 1
 
     def judge(self, launcher_status: int, has_stalled: bool = False) -> Verdict:
         """Judge a run whose launcher ended with `launcher_status`.
@@ -54,12 +58,14 @@ class Judge:
         is_own = first is not None and first.failed is not None and not first.failed.echo
         is_own = is_own and not first.survived and not self.excuses(first.failed)  # type: ignore[union-attr, arg-type]
         if launcher_status == 0 and not has_stalled and not is_own:
-            return Verdict(0)
+            return Verdict(0, self._unjoined())
         if first is not None:
             return self._of(first)
         shown = "\n".join(last_lines(self.run.launcher_log, _SHOWN_LINES))
         said = f"was killed by {signal_name(-launcher_status)}" if launcher_status < 0 else "failed"
-        return Verdict(1, f"torchrun's launcher {said}; its log is {self.run.launcher_log}", shown)
+        why = last_word(self.run.launcher_log)
+        said += f": {one_line(why, _SHOWN_CHARACTERS)}" if why else ""
+        return Verdict(1, f"torchrun's launcher {said}{_in_log(self.run.launcher_log)}", shown)
 
     def before(self, time: float) -> Verdict:
         """Judge a run that was stopped from outside at `time`: what had failed by then, if anything had."""
@@ -105,6 +111,16 @@ class Judge:
         begun = [life for life in lives if life.started is not None and not life.survived]
         return {life.worker: self._of_end(life, "").line for life in begun}
 
+    def _unjoined(self) -> str:
+        """Return a line for a run that has ended well and of which Atoll knows nothing; else nothing."""
+        if self.program is None or self.program.asks_for_help or self.causes.has_joined():
+            return ""
+        said = "no worker called atoll.join"
+        if self.workers == 1:
+            return f"{said}: {self.program.title} ran once, without Atoll"
+        ran = f"{self.workers} workers ran {self.program.title}"
+        return f"{said}: {ran}, and Atoll synchronised nothing between them"
+
     # One life
 
     def _of(self, first: Life) -> Verdict:
@@ -121,7 +137,7 @@ class Judge:
         text = one_line(failure.message, _SHOWN_CHARACTERS)
         line = f"worker {first.worker} ended with {how}, {self._when(first)}{f': {text}' if text else ''}"
         detail = f"worker {first.worker}:\n{failure.traceback}"
-        return Verdict(failure.exit_status, f"{line}; its log is {self._log(first)}", detail, followed)
+        return Verdict(failure.exit_status, f"{line}{_in_log(self._log(first))}", detail, followed)
 
     def _said(self, first: Life, failure: Failed, text: str) -> str:
         """An error of Atoll's, which is one line: whose it is and since when, where not all say the same."""
@@ -155,7 +171,7 @@ class Judge:
             code = status or 1
         if ended is not None and ended.message:
             line += f": {one_line(ended.message, _SHOWN_CHARACTERS)}"
-        return Verdict(code, f"{line}; its log is {log}", detail, followed)
+        return Verdict(code, f"{line}{_in_log(log)}", detail, followed)
 
     def _early(self, first: Life) -> str:
         """Return which part of the run was not over when a worker ended with status 0."""
@@ -194,6 +210,11 @@ class Judge:
             for end, workers in by_end.items()
         ]
         return f"then {'; '.join(ends)}" if ends else ""
+
+
+def _in_log(log: Path) -> str:
+    """Return where to read more; nothing where the log is gone with its directory."""
+    return f"; its log is {log}" if log.exists() else ""
 
 
 def _says_the_same(life: Life, first: Life) -> bool:

@@ -202,7 +202,12 @@ class Server(Endpoint):
             door.curve_publickey = keys.server_public.encode("ascii")
             process.admit(self._domain, z85.decode(keys.client_public))
         monitor = _monitor_of(door, STRANGERS_EVENTS, _MONITOR_EVENTS)
-        self._strangers = Strangers(self.name, monitor, has_keys=keys is not None)
+        try:
+            self._strangers = Strangers(self.name, monitor, has_keys=keys is not None)
+        except BaseException:  # no descriptors are left: open sockets would keep the process from ending
+            door.monitor(None, 0)
+            monitor.close(linger=0)
+            raise
         try:
             door.bind(self.address.replace("tcp://localhost:", "tcp://127.0.0.1:"))
         except zmq.ZMQError as error:
