@@ -432,7 +432,7 @@ def check_gone(fitted: Sharded, rank: int) -> None:
             gradients += [parameter.grad] if parameter.grad is not None and not is_mine else []
     assert gradients
     for gradient in gradients:
-        with pytest.raises(UserError, match=r"lies with member \d, .*; read it before optimizer.step\(\)"):
+        with pytest.raises(UserError, match=r"lies with worker \d, .*; read it before optimizer.step\(\)"):
             gradient.norm()
 
 
@@ -722,7 +722,9 @@ def test_parameters_written_to_and_trained_on_before_all_have_met(
         with torch.no_grad():
             for parameter in model.parameters():
                 write(parameter)
-        with pytest.raises(UserError, match=r"has written to chunk .* call session\.barrier\(\)"):
+        with pytest.raises(
+            UserError, match=r"has written to \S+.*, of which worker .* call session\.barrier\(\)"
+        ):
             script.loss(model, member.rank, 1)
         fitted.sync("written")
         script.train(member, model, optimizer, fitted, 1)
@@ -883,16 +885,16 @@ def read_too_early(member: Member, model: Any, optimizer: Any, fitted: Sharded) 
     ("body", "kind", "said"),
     [
         (no_second_reduction, UserError, r"the gradient of '.*' is set aside for .* call Fitted.reduce"),
-        (read_too_early, UserError, r"^head.weight.grad: gradients have come after the members' mean, and"),
-        (no_reduction, UserError, r"the gradient of '.*' is this member's own: call Fitted.reduce"),
-        (another_presence, UserError, r"1 of 2 members have a gradient of 'head.weight' after their mean"),
+        (read_too_early, UserError, r"^head.weight.grad: gradients have come after the workers' mean, and"),
+        (no_reduction, UserError, r"the gradient of '.*' is this worker's own: call Fitted.reduce"),
+        (another_presence, UserError, r"1 of 2 workers have a gradient of 'head.weight' after their mean"),
         (
             other_steps,
             MismatchError,
             r"^worker 0 is in here \(.*\); worker 1 is in optimizer\.step \(.*\)\. All",
         ),
-        (edited_by_one, UserError, r"^member 1 has changed the gradient of 'head.weight' after the mean was"),
-        (no_weight, UserError, r"step 0: the members' weights sum to 0"),
+        (edited_by_one, UserError, r"^worker 1 has changed the gradient of 'head.weight' after the mean was"),
+        (no_weight, UserError, r"step 0: the workers' weights sum to 0"),
     ],
 )
 def test_mistakes_are_one_line(body: Body, kind: type[AtollError], said: str) -> None:
@@ -946,22 +948,22 @@ def test_plans_that_members_agree_on() -> None:
     assert all(each.fits and "each holds the whole model" in each.reason for each in whole)
     assert not any(each.fits for each in found(("64MiB", "192KiB")))
     with pytest.raises(
-        UserError, match=r"^member 1: the budget of the device is too small: .*bytes .*would do"
+        UserError, match=r"^worker 1: the budget of the device is too small: .*bytes .*would do"
     ):
         found(("128KiB", "1KiB"))
     with pytest.raises(
-        UserError, match=r"^member 0: the budget of the host is too small: .*bytes .*would do"
+        UserError, match=r"^worker 0: the budget of the host is too small: .*bytes .*would do"
     ):
         found(("128KiB", "128KiB"), ("16KiB", ""))
     shardings = "auto", "asymmetric"
     with pytest.raises(
-        ConfigError, match=r"^memory.sharding: member 1 asks for asymmetric, and member 0 for symmetric"
+        ConfigError, match=r"^memory.sharding: worker 1 asks for asymmetric, and worker 0 for symmetric"
     ):
         together(
             2,
             lambda m: plan(*built[m.rank], memory(built[0][0], 0.5, sharding=shardings[m.rank]), m),
         )
-    with pytest.raises(PrepareError, match="member 1 has other parameters"):
+    with pytest.raises(PrepareError, match="worker 1 has other parameters"):
         found(("128KiB", "128KiB"), wide=True)
 
 

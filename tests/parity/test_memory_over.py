@@ -213,19 +213,19 @@ def test_what_members_give_unlike_is_refused_in_one_line() -> None:
     def lists(*given: tuple[int, ...]) -> Given:
         return lambda member, model: over(model.expert, given[member.rank])
 
-    of = "atoll.memory.over of 'expert.0.weight': member"
+    of = "atoll.memory.over of 'expert.0.weight': worker"
     said = refusal(lists((0, 1), (0, 1), (0, 3), (2, 3)), PrepareError)
     assert said == f"{of} 2 gives [0, 3], and is not among them itself"
     said = refusal(lists((0, 1), (0, 1), (2, 3), (1, 3)), PrepareError)
-    assert said == f"{of} 2 gives [2, 3], and member 3 [1, 3]; all members of a list give the same"
+    assert said == f"{of} 2 gives [2, 3], and worker 3 [1, 3]; all workers of a list give the same"
     said = refusal(lists((0, 1), (0, 1), (2, 4), (3,)), PrepareError)
-    assert said == f"{of} 2 gives [2, 4], and there are 4 members"
+    assert said == f"{of} 2 gives [2, 4], and there are 4 workers"
     said = refusal(lists((0,), (1, 2, 3), (1, 2, 3), (1, 2, 3)), PrepareError)
-    assert said.startswith(f"{of} 1 gives [1, 2, 3], and member 0 [0]; the lists are to be equally long")
+    assert said.startswith(f"{of} 1 gives [1, 2, 3], and worker 0 [0]; the lists are to be equally long")
     said = refusal(
         lambda member, model: over(model.expert, [0, 1]) if member.rank < 2 else None, PrepareError
     )
-    assert said.startswith("atoll.memory.over: member 2 has given it nothing, and member 0 4 parameters from")
+    assert said.startswith("atoll.memory.over: worker 2 has given it nothing, and worker 0 4 parameters from")
     pinned = msgspec.structs.replace(memory(Model(0), 0.5), step="device")
     said = refusal(lists((0, 1), (0, 1), (2, 3), (2, 3)), ConfigError, pinned)
     assert said.startswith("memory.step: with atoll.memory.over chunks are stepped in host memory")

@@ -67,10 +67,9 @@ def life(
     settings: dict[str, Any],
     folder: str,
     begin: int,
-    goes_on: bool,
 ) -> list[Tensor]:
-    """Resume, make STEPS steps and save, and then, with `goes_on`, as many in plain torch on the whole batch;
-    the parameters."""
+    """Resume, make STEPS steps and save, and then as many in plain torch on the whole batch; the
+    parameters."""
     config, has_budgets = WAYS[way]
     served = served_worker(address, place.rank) if address else nullcontext()
     with served, atoll.join(config, place=None if address else place) as session:
@@ -82,8 +81,6 @@ def life(
             session.load(folder)
         steps(model, optimizer, begin, begin + STEPS, session.rank, session.world)
         session.save(folder)
-    if not goes_on:
-        return []
     seen = set()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a state that has not come back
@@ -141,15 +138,14 @@ def test_lives_of_one_training(
     reference = make(name, settings, plain)
     steps(plain, reference, 0, STEPS)
     for number, (way, world) in enumerate(zip((source, to), worlds, strict=True)):
-        goes_on = way != "members"  # of which each worker has a part
         with ExitStack() as stack:
             address = ""
             if way in SERVED:
                 address = stack.enter_context(ServedRun(workers=world, shards=2)).address
-            arguments = (way, address, name, settings, str(tmp_path / "saved"), number * STEPS, goes_on)
+            arguments = (way, address, name, settings, str(tmp_path / "saved"), number * STEPS)
             lived = pool.run(life, *arguments, world=world)
         steps(plain, reference, (number + 1) * STEPS, (number + 2) * STEPS)
-        for rank, parameters in enumerate(lived if goes_on else ()):
+        for rank, parameters in enumerate(lived):
             for got, right in zip(parameters, plain.parameters(), strict=True):
                 off = (got - right).abs().max()
                 assert off <= TOLERANCE, f"{way}, worker {rank}: differs by {off:.3g}"
@@ -184,32 +180,3 @@ def test_a_state_that_was_lost_by_an_error_is_said_once(way: str, where: str, po
     assert line.startswith("AdamW is used after its session, and begins anew: ")
     assert where in line
     assert "session.load" in line
-
-
-def ends_under_budgets(place: Place, way: str, address: str) -> list[str]:
-    """What is said where the script uses the optimizer twice after a session that has ended as it should."""
-    config, _ = WAYS[way]
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters())
-    served = served_worker(address, place.rank) if address else nullcontext()
-    with served, atoll.join(config, place=None if address else place) as session:
-        session.prepare(model, optimizer, memory=Memory(device="16KiB", chunk="1KiB"))
-        assert session._state.tiers
-        steps(model, optimizer, 0, 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert not optimizer.state_dict()["state"]
-        optimizer.state_dict()
-    return [str(each.message) for each in caught if each.category is RuntimeWarning]
-
-
-@pytest.mark.parametrize(("way", "where"), [("server", "at the shards"), ("peers", "at the node's CPU side")])
-def test_a_state_that_no_budget_holds_is_said_once(way: str, where: str, pool: WorkerPool) -> None:
-    with ExitStack() as stack:
-        address = ""
-        if way in SERVED:
-            address = stack.enter_context(ServedRun(workers=1, shards=1)).address
-        ((line,),) = pool.run(ends_under_budgets, way, address, world=1)
-    assert line.startswith("AdamW is used after its session, and begins anew: ")
-    assert where in line
-    assert "budgets" in line

@@ -103,7 +103,10 @@ def run_script(
             model(torch.ones(4, 8)).square().mean().backward()
             if step == at and kind == "call before step" and odd:
                 CALLS[which](session, folder)
-            optimizer.step()
+            if step == at and kind == "call for step" and odd:
+                CALLS[which](session, folder)
+            else:
+                optimizer.step()
             optimizer.zero_grad()
         if which == "reduce after" or (which == "reduce after, of worker 0" and not odd):
             in_reduce(session, folder)

@@ -112,7 +112,7 @@ def shards_of_its_own(place: Place) -> None:
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        (one_has_too_little, "UserError: member 2: the budget of the device is too small: "),
+        (one_has_too_little, "UserError: worker 2: the budget of the device is too small: "),
         (shards_of_its_own, "PrepareError: atoll.memory.over has given '0.weight' the workers ["),
     ],
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ import atoll
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.errors import AtollError
 from atoll.core.memory import Memory
+from atoll.memory import fitted
 from atoll.observe.summary import read_summary
 from atoll.testing.pool import WorkerPool
 from atoll.train.place import Place
@@ -188,8 +190,8 @@ def one_gradient_is_nan(place: Place) -> None:
             "PrepareError: the workers differ: the configuration's 'memory' is given on worker 0 "
             "and not given on worker 1; give every worker the same configuration",
         ),
-        (one_has_too_little, "UserError: member 1: the budget of the device is too small: "),
-        (nobody_weighs, "UserError: step 0: the members' weights sum to 0; session.weight must be above 0"),
+        (one_has_too_little, "UserError: worker 1: the budget of the device is too small: "),
+        (nobody_weighs, "UserError: step 0: the workers' weights sum to 0; session.weight must be above 0"),
         (
             one_gradient_is_nan,
             "NonFiniteGradientError: iteration 0: the gradient of 'NAME', summed over the "
@@ -356,9 +358,10 @@ def test_two_models_of_a_session(pool: WorkerPool) -> None:
 
 
 def after_the_session(place: Place) -> list[str]:
-    """What uses of the model come to."""
+    """What uses of the model come to, where nobody has room for all of it."""
     model, optimizer = build()
-    with atoll.join(CONFIG, place=place) as session:
+    short = patch.object(fitted, "available_bytes", lambda: 100_000)
+    with short, atoll.join(CONFIG, place=place) as session:
         session.prepare(model, optimizer, memory=BUDGET)
         step(session, model, optimizer)
         entries = model.state_dict()
@@ -376,7 +379,8 @@ def test_a_use_after_the_session_says_where_it_belongs(pool: WorkerPool) -> None
     for each in pool.run(after_the_session, world=2):
         for line in each:
             assert isinstance(line, str)
-            assert "this one has left them; read or save its values before that" in line
+            assert "this one has left them without the whole of it: model and optimizer state would" in line
+            assert "; read or save its values before that" in line
             assert "\n" not in line
 
 
@@ -423,8 +427,8 @@ def raises(place: Place) -> None:
 def test_a_worker_that_is_gone_ends_the_others_in_a_line(part: Callable[[Place], None]) -> None:
     for rank, (said, seconds) in outcomes(part, 3, silent=2).items():
         # Or by a member that has ended by now, for this reason:
-        why = r"(member \d has gone|.*was let go of)"
-        gone = rf"RefusedError: worker {rank} cannot have worker \d's chunk .*: {why}"
+        why = r"(worker \d has gone|.*the session ended before it)"
+        gone = rf"RefusedError: worker {rank} cannot have worker \d's \S+ of .*: {why}"
         lost = f"PeerLostError: worker {rank} lost touch with another worker, waiting for "
         assert re.match(f"{lost}|{gone}", said), said
         assert "\n" not in said

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from differing_scripts import ASKED, AT, CALLS, HERE, PAIRS, STEPS, line_of, run_script
@@ -39,6 +40,13 @@ def config(consistency: str, strategy: str = "server") -> Config:
 
 def train(place: Place, address: str, consistency: str, kind: str, which: str, folder: str) -> None:
     with served_worker(address, place.rank), atoll.join(config(consistency)) as session:
+        run_script(session, kind, which, folder)
+
+
+def train_lazily(place: Place, address: str, consistency: str, kind: str, which: str, folder: str) -> None:
+    settings = config(consistency)
+    settings = msgspec.structs.replace(settings, sync=msgspec.structs.replace(settings.sync, lazy=True))
+    with served_worker(address, place.rank), atoll.join(settings) as session:
         run_script(session, kind, which, folder)
 
 
@@ -82,7 +90,7 @@ def fails(
     sites, grouping = None, None
     if script is train_at_sites:
         sites = dict.fromkeys(SITES, 1)
-    elif script is not train:
+    elif script not in (train, train_lazily):
         count = workers // 2 if script is train_in_a_group else workers
         grouping = GroupingSettings(count=count, consistency=consistency, regroup=False)
     run = ServedRun(workers=workers, shards=2, sites=sites, grouping=grouping)
@@ -103,6 +111,28 @@ def test_bsp_a_call_beside_a_step(pool: WorkerPool, tmp_path: Path, which: str) 
     where += rf"worker 1 is in session\.{which}{ASKED} \({line_of(f'in_{which}')}\)\. "
     where += rf"Every worker calls session\.{which}"
     assert re.match(where, said), said
+
+
+@pytest.mark.parametrize("which", CALLS)
+@pytest.mark.parametrize("script", [train, train_lazily])
+def test_bsp_a_call_in_place_of_a_step(
+    pool: WorkerPool, tmp_path: Path, script: Callable[..., None], which: str
+) -> None:
+    """With `sync.lazy` worker 0 waits in its next forward, and not in its step."""
+    said = fails(pool, tmp_path, "bsp", "call for step", which, script=script)
+    where = rf"worker 0 is at the gradients of step {AT} \({HERE}:\d+\); "
+    where += rf"worker 1 is in session\.{which}{ASKED} \({line_of(f'in_{which}')}\)\. "
+    assert re.match(where, said), said
+
+
+@pytest.mark.parametrize("kind", ["call", "skip", "leave", "call before step"])
+def test_bsp_lazy_steps_are_compared_as_others(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
+    said = fails(pool, tmp_path, "bsp", kind, "reduce" if "call" in kind else "", script=train_lazily)
+    at = STEPS - 1 if kind == "skip" else AT
+    place = "in session.reduce" if "call" in kind else f"at the end of its session after {at} steps"
+    assert re.match(
+        rf"worker 0 is at the gradients of step {at} \({HERE}:\d+\); worker 1 is {place}", said
+    ), said
 
 
 @pytest.mark.parametrize("which", PAIRS)

@@ -80,26 +80,44 @@ def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
     return text
 
 
-def test_a_use_that_needs_more_than_the_budget_says_the_least_that_would_do() -> None:
+def test_a_use_that_needs_more_than_the_budget_says_at_once_what_is_enough() -> None:
     model, _, fitted = layers(blocks=3)
-    with pytest.raises(UserError, match=r"too small to use parameter 'layers\.\d\.weight'") as error:
-        torch.cat([layer.weight for layer in model.layers])
-    least = int(one_line(error).split("(")[1].split(" bytes")[0])
-    assert re.search(r" would do here \(test_memory_engine\.py:\d+\)$", one_line(error))
+    with pytest.raises(
+        UserError, match=r"^parameter 'layers\.\d\.weight' does not fit on the device"
+    ) as error:
+        torch.cat([layer.weight for layer in model.layers[:5]])
+    said = one_line(error)
+    found = re.search(
+        r" beside .*, which are in use or of which views are kept \(test_memory_engine\.py:\d+\); keep no "
+        r"views, or raise memory\.device from 12\.0 KiB to at least (\d+) bytes \(20\.0 KiB\); (\d+) bytes "
+        r"\(\S+ KiB\) hold all parameters$",
+        said,
+    )
+    assert found, said
     assert model(torch.ones(1, 32)).isfinite().all()  # nothing is stuck
     fitted.close()
-    for _ in range(8):  # the least grows by what the next use finds to be held, up to what is really needed
-        model, _, fitted = layers(blocks=least // BLOCK)
-        try:
-            torch.cat([layer.weight for layer in model.layers])
-            break
-        except UserError as again:
-            more = int(str(again).split("(")[1].split(" bytes")[0])
-            assert more > least
-            least = more
-        finally:
-            fitted.close()
-    assert least == 8 * BLOCK
+    model, _, fitted = layers(blocks=int(found[1]) // BLOCK)
+    torch.cat([layer.weight for layer in model.layers[:5]])
+    fitted.close()
+    model, _, fitted = layers(blocks=int(found[2]) // BLOCK)
+    kept = [parameter.view(-1) for parameter in model.parameters()]
+    assert torch.cat(kept).isfinite().all()
+    del kept
+    fitted.close()
+
+
+def test_views_that_are_kept_are_told_what_all_parameters_take() -> None:
+    model, _, fitted = layers(blocks=4)
+    whole = re.compile(r"; (\d+) bytes \(\S+ KiB\) hold all|to (\d+) bytes \(\S+ KiB\), which holds all p")
+    with pytest.raises(UserError) as error:
+        torch.nn.utils.parameters_to_vector(model.parameters())
+    found = whole.search(one_line(error))
+    assert found, one_line(error)
+    del error
+    fitted.close()
+    model, _, fitted = layers(blocks=int(found[1] or found[2]) // BLOCK)
+    assert torch.nn.utils.parameters_to_vector(model.parameters()).isfinite().all()
+    fitted.close()
 
 
 def test_flattening_an_rnn_s_parameters_leaves_them_in_their_chunks() -> None:

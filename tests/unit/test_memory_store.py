@@ -363,8 +363,8 @@ def test_without_a_disk_it_holds_what_fits_and_says_what_would_do() -> None:
         with pytest.raises(UserError) as raised:
             store.pin_now((4, "values"))
         assert str(raised.value) == (
-            "the host tier of 16.0 KiB cannot hold chunk 4's values (4.0 KiB): "
-            "give it at least 28672 bytes (28.0 KiB), or a disk tier"
+            "memory.host of 16.0 KiB does not hold the values of chunk 4 (4.0 KiB) beside the rest: "
+            "raise it to at least 28672 bytes (28.0 KiB), or give memory.disk"
         )
         store.drop(keys[0])
         assert not store.get(keys[0]).any()
@@ -403,7 +403,7 @@ def test_the_least_host_budget_is_named_and_is_enough() -> None:
                 memory = stack.enter_context(store.pin((number, "master"), writes=True))
                 assert bool((memory == number).all())
 
-    with pytest.raises(UserError, match=r"host tier of 16\.0 KiB cannot hold chunk 2's master") as raised:
+    with pytest.raises(UserError, match=r"of 16\.0 KiB does not hold the master of chunk 2") as raised:
         pin_three(4)
     least = int(re.search(r"at least (\d+) bytes", str(raised.value))[1])  # type: ignore[index]
     assert least == 6 * PAGE
@@ -519,8 +519,8 @@ def test_a_disk_budget_that_is_too_small_is_named() -> None:
         with pytest.raises(UserError) as raised:
             filled(store, 9)
         assert re.fullmatch(
-            r"/\S+: the disk tier of 16\.0 KiB has no room for chunk \d's values \(4\.0 KiB\): "
-            r"with 32768 bytes \(32\.0 KiB\) it holds all",
+            r"memory\.disk of 16\.0 KiB in /\S+ has no room for the values of chunk \d \(4\.0 KiB\): "
+            r"raise it to at least 32768 bytes \(32\.0 KiB\), which holds all",
             str(raised.value),
         )
         with pytest.raises(UserError) as again:  # and nothing is given out after that
@@ -653,8 +653,8 @@ def test_such_a_wait_has_a_deadline_and_a_name() -> None:
         thread.start()
         thread.join(60)
         assert [str(error) for error in errors] == [
-            "no room in the host tier for chunk 2's values (4.0 KiB): "
-            "other threads have held theirs for 50.0 ms"
+            "memory.host of 8.0 KiB had no room for the values of chunk 2 (4.0 KiB) in 50.0 ms: "
+            "other threads use all of it; raise it"
         ]
         assert len(held) == 2
 
@@ -681,7 +681,7 @@ def test_two_threads_that_wait_for_each_other_are_told_the_least_budget_at_once(
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert sorted(each[:32] for each in said) == ["served", "the host tier of 16.0 KiB cannot"]
+        assert sorted(each[:32] for each in said) == ["memory.host of 16.0 KiB does not", "served"]
 
 
 @pytest.mark.parametrize("poison", [False, True])

@@ -622,13 +622,66 @@ def test_before_a_scaler_looks_at_gradients() -> None:
         def reduce(self) -> None:
             order.append("reduced")
 
+        def has_batch(self) -> bool:
+            return True
+
     reducing = Reducing()
-    compat.before_unscaling(optimizer, reducing.reduce)
+    compat.before_unscaling(optimizer, reducing.reduce, reducing.has_batch)
     optimizer.register_step_pre_hook(lambda *_: order.append("step"))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
     scaler.step(optimizer)
     assert order == ["reduced", "step"]
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("has_batch", [False, True])
+def test_a_scaler_needs_no_scaled_loss_where_there_is_no_batch(has_batch: bool) -> None:
+    _, optimizer = make_optimizer()
+    steps: list[None] = []
+
+    class Known:
+        def reduce(self) -> None:
+            pass
+
+        def has_batch(self) -> bool:
+            return has_batch
+
+    known = Known()
+    compat.before_unscaling(optimizer, known.reduce, known.has_batch)
+    optimizer.register_step_pre_hook(lambda *_: steps.append(None))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    if has_batch:  # torch's own words on a script that forgets to scale
+        with pytest.raises(AssertionError, match="scaler.scale"):
+            scaler.unscale_(optimizer)
+        return
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (len(steps), scaler.get_scale()) == (1, 8.0)
+
+
+def test_who_zeroes_gradients_is_heard_until_it_is_enough() -> None:
+    parameter, optimizer = make_optimizer()
+    heard: list[list[nn.Parameter]] = []
+
+    class Ear:
+        def hear(self, parameters: Any) -> None:
+            heard.append(list(parameters))
+
+    ear = Ear()
+    unwatch = compat.watch_zeroing(ear.hear)
+    optimizer.zero_grad(set_to_none=False)
+    module = nn.Linear(2, 1)
+    module.zero_grad()
+    assert [len(each) for each in heard] == [1, 2]
+    assert heard[0][0] is parameter
+    unwatch()
+    unwatch()  # twice does no harm
+    optimizer.zero_grad()
+    compat.watch_zeroing(Ear().hear)  # which nobody holds
+    optimizer.zero_grad()
+    assert len(heard) == 2
 
 
 @pytest.mark.usefixtures("patched")

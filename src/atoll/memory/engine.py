@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from atoll.core.errors import DeadlineError, UserError
 from atoll.core.scriptline import at_script_line, waiting_line
 from atoll.core.units import format_bytes
-from atoll.memory.arena import Arena
+from atoll.memory.arena import Arena, exactly
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import resident_bytes, spilled_to, take
 from atoll.memory.interrupts import uninterrupted
@@ -64,6 +64,7 @@ class Engine:
         self.unpacked: Callable[[Place], None] | None = None  # told of what backward uses
         self.moves, self.nbytes = Counter[str](), Counter[str]()  # by direction
         self.written_back, self.waited = 0, 0.0
+        self.beside = 0  # bytes of the device's budget that are not in the arena
         self._lock = threading.RLock()
         self._resident: dict[int, Stay] = {}
         self._stays: dict[tuple[int, int], Stay] = {}  # by chunk and first block
@@ -134,7 +135,7 @@ class Engine:
             pinned_here: list[int] = []
             try:
                 for chunk in chunks:
-                    stay = self._bring(chunk)
+                    stay = self._bring(chunk, chunks)
                     stay.given_out |= gives_out
                     if gives_out and self.must_tell(chunk):
                         stay.seal()
@@ -175,8 +176,8 @@ class Engine:
             self._prefetch()
             return derived
 
-    def _bring(self, chunk: int) -> Stay:
-        """The chunk on the device; makes room as `moves` decides."""
+    def _bring(self, chunk: int, together: Sequence[int] = ()) -> Stay:
+        """The chunk on the device; makes room as `moves` decides. A call uses it `together` with these."""
         self._check_open()
         self._mend()
         self._cut_short = True
@@ -184,7 +185,7 @@ class Engine:
             decision = self._decide(chunk)
         except Full as full:  # which changed nothing
             self._cut_short = False
-            raise self._too_small(chunk, full) from None
+            raise self._too_small(chunk, full, together) from None
         if not decision.hit:
             self._evict(decision)
             began = time.perf_counter()
@@ -226,16 +227,22 @@ class Engine:
         self.cache.resume({chunk: stay.block.first for chunk, stay in self._resident.items()})
         self._cut_short = False
 
-    def _too_small(self, chunk: int, full: Full) -> UserError:
+    def _too_small(self, chunk: int, full: Full, together: Sequence[int]) -> UserError:
+        """Return the error where a chunk finds no room; `together` are all that the call uses at once."""
         names = [repr(self.chunks[c].names[0]) for c in self._resident if self._is_held(c)]
-        least = full.least_blocks * self.arena.block_bytes
         if len(names) > 3:
             names[3:] = [f"{len(names) - 3} more"]
-        here = at_script_line("here", waiting_line())
+        beside = f" beside {', '.join(names)}, which are in use or of which views are kept" if names else ""
+        needed = {*together, chunk, *(c for c in self._resident if self._is_held(c))}
+        least = max(full.least_blocks, sum(map(self._blocks, needed))) * self.arena.block_bytes + self.beside
+        whole = sum(map(self._blocks, self.chunks)) * self.arena.block_bytes + self.beside
+        raised = f"{exactly(whole)}, which holds all parameters"
+        if least < whole:
+            raised = f"at least {exactly(least)}; {exactly(whole)} hold all parameters"
+        what = f"parameter {self.chunks[chunk].names[0]!r} does not fit on the device{beside}"
         return UserError(
-            f"the device's budget of {format_bytes(self.arena.nbytes)} is too small to use parameter "
-            f"{self.chunks[chunk].names[0]!r} together with {', '.join(names)}, which are in use or of which "
-            f"views are kept; {format_bytes(least)} ({least} bytes) would do {here}"
+            f"{at_script_line(what, waiting_line())}; keep no views, or raise memory.device from "
+            f"{format_bytes(self.arena.nbytes + self.beside)} to {raised}"
         )
 
     def _is_held(self, chunk: int) -> bool:
@@ -289,12 +296,15 @@ class Engine:
     def _wait(self, stay: Stay) -> None:
         """Wait until nobody copies into it any more, whether the values came or not."""
         if stay.coming is not None:
-            self._wait_for(stay.coming, f"the chunk of {stay.each.names[0]!r}")
+            self._wait_for(stay.coming, stay.each.words)
 
     @staticmethod
     def _wait_for(coming: Future[None], what: str) -> None:
         if not coming.done() and not wait([coming], timeout=_DEADLINE).done:
-            raise DeadlineError(f"waited {_DEADLINE:.0f} s for {what}, which has not come")
+            raise DeadlineError(
+                f"waited {_DEADLINE:.0f} s for {what} to come to the device: the disk of memory.disk, or a "
+                "worker that holds it, is too slow or stands still"
+            )
 
     def _settled(self, chunk: int) -> Stay:
         """The stay of a chunk that is resident or on its way, once its values are there."""
@@ -511,7 +521,7 @@ class Engine:
             if wanted != given:
                 raise UserError(
                     f"parameter {self.name(place)!r} got data of another {what} ({given}, not {wanted}) "
-                    "while it lies in a chunk; change the model before memory.fit or after close()"
+                    "under budgets of memory; change the model before it is prepared, or after the session"
                 )
         with self._lock, torch.no_grad():
             self._check_open()

@@ -257,6 +257,9 @@ class Exchanged(Moving):
         else:
             self.engine.refresh(self._stepped)
 
+    def _plain_bytes(self) -> int:
+        return sum(parameter.nbytes for each in self.engine.chunks.values() for parameter in each.parameters)
+
     def stats(self) -> MemoryFigures:
         figures = super().stats()
         return msgspec.structs.replace(figures, host_peak=figures.host_peak + self.plan.staging_bytes)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import Chunk, ChunkMap
+from atoll.core.available import available_bytes
 from atoll.core.errors import UserError
 from atoll.core.heap import FreedMemory, give_back_freed_memory, keep_freed_memory
 from atoll.core.memory import Budgets, MemoryFigures
@@ -166,11 +167,13 @@ class Moving(Fitted):
         self._blocks = plan.cache_blocks + sum(self._sizes[chunk] for chunk in self._staying)
         device = next(iter(parameters.values())).device
         self._arena = Arena(self._blocks * plan.chunk_bytes, plan.chunk_bytes, device, "device")
-        self._store = _store(budgets, plan, spilled_bytes(parameters.values()))
+        names = {each.chunk.id: each.words for each in chunks}
+        self._store = _store(budgets, plan, spilled_bytes(parameters.values()), names)
         self._trained = trained
         self.engine = self._engine_of(chunks, Cache(self._blocks, self._sizes))
         self.gradients = self._gradients_of(trained)
         self.engine.gradients = self.gradients
+        self.engine.beside = self._aside
         held = {id(parameter) for each in there for parameter in each.parameters}
         self.gradients.beside = {n: p for n, p in enumerate(parameters.values()) if id(p) in held}
         self._handles = watch_modules(model.modules())
@@ -379,29 +382,44 @@ class Moving(Fitted):
             return
         if self._stepper is not None:
             self._stepper.wait_over()  # the first step makes the state
-        whole, room = self._plain_bytes(), self._room_for_plain()
-        if whole <= room:
+        why = self.lacks_room()
+        if not why:
             self.close()
-            return
-        if stays:
-            return
-        self.let_go(
-            "this model was trained in chunks by a session that has ended, and as a plain one, with its "
-            f"optimizer's state, it takes {format_bytes(whole)} where the budgets hold {format_bytes(room)}; "
-            "read or save its values before that, inside the block of `with`"
-        )
+        elif not stays:
+            self.let_go(
+                f"this model was trained in chunks by a session that has ended: {why}; read or save its "
+                "values before that, inside the block of `with`"
+            )
+
+    def lacks_room(self, state: int = 0) -> str:
+        """Return why the model does not fit as a plain one; an empty string where it fits.
+
+        Args:
+            state: bytes of the optimizer's state that lie elsewhere, and are to come here with the model.
+        """
+        whole = self._plain_bytes() + state
+        room, holds = self._room_for_plain()
+        if whole <= room:
+            return ""
+        what = "the plain model" if self._stepper is None and not state else "model and optimizer state"
+        return f"{what} would take {format_bytes(whole)}, and {holds} {format_bytes(room)}"
 
     def _plain_bytes(self) -> int:
+        """Return the bytes of the plain model, and of the optimizer's state where its steps are made here."""
         there = 0 if self._there is None else self._aside - self._there.nbytes  # without gradients
         return self._store.nbytes_without(GRADIENT) + there
 
-    def _room_for_plain(self) -> int:
-        """Bytes that the budgets give a plain model, which lies on the device: where that is a CPU, the
-        host's are its own too, and what has no disk lies there already."""
+    def _room_for_plain(self) -> tuple[int, str]:
+        """Return the bytes that there are for a plain model, and who gives them, in words.
+
+        A plain model lies on the device. A CPU has the host's budget too, and without one the memory that is
+        free.
+        """
         if self._arena.device.type != "cpu":
-            return self.budgets.device
-        host = self.budgets.host
-        return sys.maxsize if host is None or not self.budgets.disk else self.budgets.device + host
+            return self.budgets.device, "the device's budget is"
+        host, free = self.budgets.host, available_bytes()
+        room = sys.maxsize if host is None else self.budgets.device + host
+        return (room, "the budgets hold") if room <= free else (free, "this worker's machine has free")
 
     @interrupts.uninterrupted
     def let_go(self, why: str) -> None:
@@ -414,7 +432,7 @@ class Moving(Fitted):
         leave_gone()
         stepper, self._stepper = self._stepper, None
         if stepper is not None:
-            stepper.abandon()
+            stepper.abandon(why)
         self.engine.abandon(why)
         self._end_interrupts()
         self._part()
@@ -466,11 +484,15 @@ def _parted(
     return parts
 
 
-def _store(budgets: Budgets, plan: MemoryPlan, spilled: int) -> Store:
+def _store(budgets: Budgets, plan: MemoryPlan, spilled: int, names: Mapping[int, str]) -> Store:
     """Where all payloads lie. Without a disk they are packed closely; with one, blocks are moved whole, and
-    its file is kept so small at first that the budget holds the `spilled` bytes of `init`, too."""
+    its file is kept so small at first that the budget holds the `spilled` bytes of `init`, too. `names` are
+    what errors call the chunks."""
+
     if not plan.disk_bytes:
-        return Store(Arena(max(plan.host_bytes, PAGE), PAGE, "cpu", "host", alignment=PAGE))
+        arena = Arena(max(plan.host_bytes, PAGE), PAGE, "cpu", "host", alignment=PAGE)
+        return Store(arena, named=names.__getitem__)
     host = Arena(plan.host_bytes, plan.host_block_bytes, "cpu", "host", alignment=PAGE)
     beside = max(budgets.disk - spilled, 0)
-    return Store(host, DiskFile(budgets.folder, plan.disk_bytes, plan.host_block_bytes, reserved=beside))
+    disk = DiskFile(budgets.folder, plan.disk_bytes, plan.host_block_bytes, reserved=beside)
+    return Store(host, disk, named=names.__getitem__)

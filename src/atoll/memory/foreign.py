@@ -64,7 +64,7 @@ def _told(key: str, value: Any, name: str) -> Value:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise UserError(
-        f"the optimizer keeps a {type(value).__name__} as {key!r} for {name!r}, which other members cannot "
+        f"the optimizer keeps a {type(value).__name__} as {key!r} for {name!r}, which other workers cannot "
         "be told; it can keep tensors, numbers and texts"
     )
 
@@ -138,7 +138,7 @@ class SharedStates:
         if holder not in self._known:
             chunk, count = self.trained.chunk.id, len(self.trained.parameters)
             word = self._sharing.description(chunk, holder)
-            who = f"member {holder}'s word on {self._sharing.words(chunk)}"
+            who = f"worker {holder}'s word on {self._sharing.words(chunk)}"
             try:
                 slots = msgspec.msgpack.decode(word, type=list[_Slot]) if word else [_Slot({}, {})] * count
             except msgspec.MsgspecError as error:

@@ -53,6 +53,12 @@ class TrainedChunk:
             torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parameters
         ]
 
+    @property
+    def words(self) -> str:
+        """Return the chunk's parameters, for people: `'h.0.weight'`, or `'h.0.bias' to 'h.0.weight'`."""
+        first, last = self.names[0], self.names[-1]
+        return repr(first) if len(self.names) == 1 else f"{first!r} to {last!r}"
+
     def part(self, flat: Tensor, slot: int) -> Tensor:
         """The part of `flat`, (extent,), that is slot `slot`'s, with its parameter's shape and strides."""
         like = self.likes[slot]

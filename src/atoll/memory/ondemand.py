@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from atoll.core.errors import UserError
 from atoll.tensors.optimizer import State
 
 
@@ -40,6 +41,14 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
         super().clear()
         self._elsewhere = dict.fromkeys(self._elsewhere, not whole)
         self.update(states)
+
+    def lose(self, why: str) -> None:
+        """Raise UserError with `why` from now on, where a script asks for a state that lies elsewhere."""
+
+        def lost(_parameter: nn.Parameter) -> State:
+            raise UserError(why)
+
+        self._fetch = lost
 
     def held(self) -> set[nn.Parameter]:
         """Those whose states are here."""

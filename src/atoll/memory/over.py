@@ -103,7 +103,7 @@ def share_among(model: nn.Module, members: Members) -> Share:
         try:
             told.append(msgspec.msgpack.decode(word, type=list[_Word]))
         except msgspec.MsgspecError as error:
-            raise RunError(f"member {member}'s word on {what}: {error}") from None
+            raise RunError(f"worker {member}'s word on {what}: {error}") from None
     _check_alike(told)
     if own and members.replicas:
         refuse_apart(model, fit="replicas")
@@ -116,8 +116,8 @@ def _check_alike(told: Sequence[Sequence[_Word]]) -> None:
     for member, words in enumerate(told):
         if [(word.names, word.count) for word in words] != first:
             raise PrepareError(
-                f"atoll.memory.over: member {member} has given it {_words(words)}, and member 0 "
-                f"{_words(told[0])}; give it the same parts of the model on all members"
+                f"atoll.memory.over: worker {member} has given it {_words(words)}, and worker 0 "
+                f"{_words(told[0])}; give it the same parts of the model on all workers"
             )
 
 
@@ -132,19 +132,19 @@ def _groups(words: Sequence[_Word]) -> Groups:
     for member, word in enumerate(words):
         given = list(word.members)
         if member not in given:
-            raise PrepareError(f"{what}: member {member} gives {given}, and is not among them itself")
+            raise PrepareError(f"{what}: worker {member} gives {given}, and is not among them itself")
         if given[-1] >= len(words):
-            raise PrepareError(f"{what}: member {member} gives {given}, and there are {len(words)} members")
+            raise PrepareError(f"{what}: worker {member} gives {given}, and there are {len(words)} workers")
         for other in given:
             if words[other].members != word.members:
                 theirs = list(words[other].members)
                 raise PrepareError(
-                    f"{what}: member {member} gives {given}, and member {other} {theirs}; all members of a "
+                    f"{what}: worker {member} gives {given}, and worker {other} {theirs}; all workers of a "
                     "list give the same"
                 )
         if len(given) != len(words[0].members):
             raise PrepareError(
-                f"{what}: member {member} gives {given}, and member 0 {list(words[0].members)}; the lists "
+                f"{what}: worker {member} gives {given}, and worker 0 {list(words[0].members)}; the lists "
                 "are to be equally long"
             )
     return tuple(sorted({word.members for word in words}))

@@ -49,6 +49,9 @@ from atoll.tensors.modulehooks import LeftBehind
 from atoll.tensors.settings import SettingsCode, settings_of
 from atoll.tensors.torch_compat import is_loaded_itself
 
+_LEFT = "the workers held this model between them, and this one has left them"
+_BEFORE = "read or save its values before that, inside the block of `with`"
+
 
 class Sharded(Moving):
     """What `fit(..., members=...)` gives: on each member, its part of one model.
@@ -103,7 +106,7 @@ class Sharded(Moving):
         self.sharing = Sharing(
             self._members,
             [each.chunk for each in chunks],
-            [each.names[0] for each in chunks],
+            [each.words for each in chunks],
             self.plan.holding,
             self._store,
             self.plan.staging_bytes,
@@ -237,8 +240,8 @@ class Sharded(Moving):
                 for name, count in zip(each.names, group, strict=True):
                     if 0 < count < len(members):
                         raise UserError(
-                            f"{count:g} of {len(members)} members have a gradient of {name!r} after their "
-                            "mean was taken: what a script does to p.grad, it must do on all members alike"
+                            f"{count:g} of {len(members)} workers have a gradient of {name!r} after their "
+                            "mean was taken: what a script does to p.grad, it must do on all workers alike"
                         )
 
     def _compare_epochs(self, epoch: Epoch) -> None:
@@ -273,8 +276,8 @@ class Sharded(Moving):
         name = min(told[0] ^ told[other])
         who, others = (0, other) if name in told[0] else (other, 0)
         return (
-            f"member {who} has changed the gradient of {name!r} after the mean was taken, and member "
-            f"{others} has not: what a script does to p.grad, it must do on all members alike, also on one "
+            f"worker {who} has changed the gradient of {name!r} after the mean was taken, and worker "
+            f"{others} has not: what a script does to p.grad, it must do on all workers alike, also on one "
             "that has no batch"
         )
 
@@ -329,9 +332,33 @@ class Sharded(Moving):
         self.sync("close()")
         super().close()
 
+    @interrupts.uninterrupted
+    def give_back(self) -> None:
+        """At the end of a session, `close` where this member's room holds the whole model and its optimizer's
+        state; else let them go. All members call it, whatever each has room for."""
+        if self.engine.is_closed:
+            return
+        if self._stepper is not None:
+            self._stepper.wait_over()  # the first step makes the state
+        self.sync("the end of the session")
+        why = self.lacks_room()
+        if not why:
+            super().close()
+            return
+        self._until_all_have_it()
+        self.let_go(f"{_LEFT} without the whole of it: {why}; {_BEFORE}")
+
+    def _plain_bytes(self) -> int:
+        there = 0 if self._there is None else self._aside - self._there.nbytes  # without gradients
+        values = sum(each.chunk.extent * each.dtype.itemsize for each in self.engine.chunks.values())
+        return values + there + (0 if self._stepper is None else self._stepper.state_bytes())
+
+    def _until_all_have_it(self) -> None:
+        self.sharing.agree([], "close(): all members to have the whole model")
+
     def _end(self) -> None:
         try:
-            self.sharing.agree([], "close(): all members to have the whole model")
+            self._until_all_have_it()
         finally:
             self.sharing.close()
             super()._end()
@@ -339,10 +366,7 @@ class Sharded(Moving):
     def abandon(self) -> None:
         """End this member's threads and its part in the group, alone: after an error, or where nobody wants
         the whole model. Its parameters cannot be used any more."""
-        self.let_go(
-            f"this model was shared by {self._members.count} members, and this one has left them; read or "
-            "save its values before that, inside the block of `with`"
-        )
+        self.let_go(f"{_LEFT}; {_BEFORE}")
 
     def _part(self) -> None:
         self.sharing.close()

@@ -62,6 +62,7 @@ class _SharedSlot(Slot):
         before = version_of(lent)
         yield lent
         if version_of(lent) != before:
+            self.edits += 1
             chunk.write(index, lent)
 
     def leave(self) -> None:
@@ -301,7 +302,7 @@ class _SharedChunk(ChunkGradients):
         name = self.trained.names[index]
         if self.earlier[index]:
             raise UserError(
-                f"{name}.grad: gradients have come after the members' mean, and are not in it yet; read it "
+                f"{name}.grad: gradients have come after the workers' mean, and are not in it yet; read it "
                 "when the backward has ended that is outside of no_sync"
             )
         if self.is_stepped and not self.is_whole(index) and index not in self.edits:
@@ -369,7 +370,7 @@ class _SharedChunk(ChunkGradients):
                 if self._former is not None and self._former[0] == self._sharing.count:
                     return self._former[1]
                 raise UserError(
-                    f"member {self._sharing.rank} has let go of the gradient of "
+                    f"worker {self._sharing.rank} has let go of the gradient of "
                     f"{self._sharing.words(self.trained.chunk.id)}; read p.grad before optimizer.step()"
                 )
             return self._as_summed()
@@ -471,7 +472,7 @@ class SharedGradients(Gradients):
         certainty = Certainty(list(islice(heard, SAID)))
         if total <= 0 and with_gradients:
             raise UserError(
-                f"step {self._sharing.steps}: the members' weights sum to {total:g}; session.weight must be "
+                f"step {self._sharing.steps}: the workers' weights sum to {total:g}; session.weight must be "
                 "above 0 on a worker that has gradients"
             )
         scales = {}
@@ -528,13 +529,13 @@ class SharedGradients(Gradients):
         """Raise UserError where gradients have come that no `reduce` has seen, or a mean is set aside for
         such."""
         for each in self._chunks.values():
-            what = "is this member's own" if any(each.come) else "is set aside for what came after its mean"
+            what = "is this worker's own" if any(each.come) else "is set aside for what came after its mean"
             waiting = each.come if any(each.come) else each.earlier
             if any(waiting):
                 name = each.trained.names[waiting.index(True)]
                 raise UserError(
                     f"the gradient of {name!r} {what}: call Fitted.reduce(weight, samples) on "
-                    "all members when the backward has ended, before clipping and optimizer.step()"
+                    "all workers when the backward has ended, before clipping and optimizer.step()"
                 )
 
     @property
@@ -673,6 +674,6 @@ def combined(parts: Sequence[float], norm_type: float) -> float:
 
 def _heard(word: bytes, count: int, what: str) -> Sequence[float]:
     if len(word) != count * 8:
-        raise RunError(f"{what}: a member tells of {len(word) // 8} gradients, and this one has {count}")
+        raise RunError(f"{what}: a worker tells of {len(word) // 8} gradients, and this one has {count}")
     heard: list[float] = torch.frombuffer(bytearray(word), dtype=torch.float64).tolist() if word else []
     return heard

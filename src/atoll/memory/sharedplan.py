@@ -67,21 +67,21 @@ def agree(
     if not all(each.fits for each in words):
         size = words[0].chunk_bytes
         if words[0].error:
-            raise UserError(f"member 0: {words[0].error}")
+            raise UserError(f"worker 0: {words[0].error}")
         if plan is None or plan.fits or plan.chunk_bytes != size:
             pins = msgspec.structs.replace(budgets.pins, chunk_bytes=size, steps_on="host")
             plan, word = found(msgspec.structs.replace(budgets, pins=pins))
         words = _told(word, members, f"the plans of all members, with chunks of {size} bytes")
         for member, each in enumerate(words):
             if each.error:
-                raise UserError(f"member {member}: {each.error} (with chunks of {size} bytes)")
+                raise UserError(f"worker {member}: {each.error} (with chunks of {size} bytes)")
             if each.sharding != words[0].sharding:
                 raise ConfigError(
-                    f"memory.sharding: member {member} asks for {each.sharding}, and member 0 for "
+                    f"memory.sharding: worker {member} asks for {each.sharding}, and worker 0 for "
                     f"{words[0].sharding}; write the same on all"
                 )
             if each.holding != words[0].holding:
-                raise PrepareError(f"member {member} finds other holders of chunks than member 0")
+                raise PrepareError(f"worker {member} finds other holders of chunks than worker 0")
     assert plan is not None
     return msgspec.structs.replace(plan, share=share)
 
@@ -133,10 +133,10 @@ def _told(word: _Word, members: Members, what: str) -> list[_Word]:
         try:
             words.append(msgspec.msgpack.decode(told, type=_Word))
         except msgspec.MsgspecError as error:
-            raise RunError(f"member {member}'s word on its plan: {error}") from None
+            raise RunError(f"worker {member}'s word on its plan: {error}") from None
         if words[-1].model != words[0].model:
             raise PrepareError(
-                f"member {member} has other parameters, param groups or memory.master than member 0; all "
-                "members must build the same model"
+                f"worker {member} has other parameters, param groups or memory.master than worker 0; all "
+                "workers must build the same model"
             )
     return words

@@ -136,15 +136,15 @@ class Sharing:
         return end > begin
 
     def words(self, chunk: int) -> str:
-        """`chunk 7 ('h.3.mlp.weight')`."""
-        return f"chunk {chunk} ({self._names[chunk]!r})"
+        """Return a chunk's parameters, for people: `'h.3.mlp.weight'`."""
+        return self._names[chunk]
 
     def held_by_others(self, chunk: int) -> str:
-        """`member 1`, or `members 0 and 2`: who else holds a part of it."""
+        """Return the other workers that hold a part of a chunk: `worker 1`, or `workers 0 and 2`."""
         members = [str(part.member) for part in self._others[chunk]]
         if len(members) == 1:
-            return f"member {members[0]}"
-        return f"members {', '.join(members[:-1])} and {members[-1]}"
+            return f"worker {members[0]}"
+        return f"workers {', '.join(members[:-1])} and {members[-1]}"
 
     # Payloads
 
@@ -238,8 +238,8 @@ class Sharing:
         with self._condition:
             if not self._condition.wait_for(lambda: self._stages, _DEADLINE):
                 raise DeadlineError(
-                    f"waited {_DEADLINE:.0f} s for room in which {self.words(chunk)} is to arrive from other "
-                    "members"
+                    f"waited {_DEADLINE:.0f} s for room in host memory in which the values of "
+                    f"{self.words(chunk)} are to arrive: another worker that sends values stands still"
                 )
             stage = self._stages[0]
             if wanted is not None:
@@ -273,7 +273,10 @@ class Sharing:
                 self._fetch_part(key, memory, parts[0])
         finally:  # nobody writes into the memory any more
             if wait(under_way, timeout=_DEADLINE).not_done:
-                raise DeadlineError(f"waited {_DEADLINE:.0f} s for the parts of {self.words(key[0])}")
+                raise DeadlineError(
+                    f"waited {_DEADLINE:.0f} s for the values of {self.words(key[0])} from "
+                    f"{self.held_by_others(key[0])}: one of them stands still"
+                )
         for each in under_way:
             each.result(timeout=0)
 
@@ -301,10 +304,10 @@ class Sharing:
     def fetch(self, holder: int, key: Key, into: Tensor) -> None:
         """Fill `into` with the first of what a member holds of a payload."""
         chunk, kind = key
-        what = f"{self.words(chunk)} as of step {self.steps}"
-        if kind != VALUES:
-            what = f"{kind} of {what}"
-        self.members.fetch(holder, key, self.count, into, what)
+        kind = "optimizer state" if kind.startswith("described") else kind
+        self.members.fetch(
+            holder, key, self.count, into, f"{kind} of {self.words(chunk)} at step {self.steps}"
+        )
         self.came(into.nbytes)
 
     def description(self, chunk: int, holder: int) -> bytes:
@@ -336,7 +339,7 @@ class Sharing:
         chunk, kind = key
         if not 0 <= chunk < len(self._parts) or not self.holds_any(chunk):
             raise UserError(
-                f"member {self.rank} was asked for the {kind} of chunk {chunk}, of which it holds nothing"
+                f"worker {self.rank} was asked for the {kind} of chunk {chunk}, of which it holds nothing"
             )
         self._wait_until(count, chunk)
         if kind == GRADIENT:
@@ -348,7 +351,9 @@ class Sharing:
             yield torch.tensor([len(word)]) if kind != "described" else _bytes(word)
             return
         if not self.store.has(key):
-            raise UserError(f"member {self.rank} was asked for the {kind} of chunk {chunk}, and has none")
+            raise UserError(
+                f"worker {self.rank} was asked for the {kind} of {self.words(chunk)}, and has none"
+            )
         with self._reading, self.store.pin(key) as payload:
             yield payload
 
@@ -356,15 +361,16 @@ class Sharing:
         with self._condition:
             if not self._condition.wait_for(lambda: self.count >= count or self._is_closed, _DEADLINE):
                 raise DeadlineError(
-                    f"member {self.rank} was asked for {self.words(chunk)} as {count} sync points leave it, "
-                    f"and was at {self.count} for {_DEADLINE:.0f} s"
+                    f"worker {self.rank} was asked for {self.words(chunk)} at a point of the script that it "
+                    f"has not reached in {_DEADLINE:.0f} s; it stands still, or its script differs"
                 )
             if self._is_closed:
-                raise RunError(f"member {self.rank} has gone: it holds its part of the model no more")
+                raise RunError(f"worker {self.rank} has gone: it holds its part of the model no more")
             if count < self._changed[chunk]:
                 raise RunError(
-                    f"member {self.rank} was asked for {self.words(chunk)} as {count} sync points left it, "
-                    f"and it was stepped at {self._changed[chunk]}: optimizer.step() came while it was used"
+                    f"worker {self.rank} was asked for {self.words(chunk)} as they were before its latest "
+                    "optimizer.step(): a forward or backward of another worker was not over by then; let all "
+                    "workers end their backward before optimizer.step()"
                 )
 
     # Sync points
@@ -380,9 +386,9 @@ class Sharing:
         for chunk in (*chunks, *self._written):
             raise UserError(
                 f"the script has written to {self.words(chunk)}, of which {self.held_by_others(chunk)} "
-                f"hold{'s' * (len(self._others[chunk]) == 1)} a part, and trains on before the members have "
+                f"hold{'s' * (len(self._others[chunk]) == 1)} a part, and trains on before the workers have "
                 "met: after such writes call session.barrier(), or sync() of what memory.fit gave, on all "
-                "members"
+                "workers"
             )
 
     def passed(self, changed: Sequence[int] = (), *, stepped: bool = False, published: bool = False) -> None:

@@ -211,7 +211,8 @@ class Stepper:
             if step is not None and chunk in step.waiting:
                 step.waiting.remove(chunk)
                 step.waiting.appendleft(chunk)
-            self._wait(lambda: step is None or not step.has(chunk), seconds, f"chunk {chunk}")
+            what = self._chunks[chunk].trained.words if chunk in self._chunks else "a parameter"
+            self._wait(lambda: step is None or not step.has(chunk), seconds, what)
             if chunk in self._failed and not self._closing:
                 if not tells:
                     raise self._failed[chunk]
@@ -227,7 +228,7 @@ class Stepper:
         """The same, whatever a step has raised."""
         with self._condition:
             step = self._step
-            self._wait(lambda: step is None or step.is_over, seconds, "the optimizer's chunks")
+            self._wait(lambda: step is None or step.is_over, seconds, "all parameters")
 
     def _tell(self, error: BaseException) -> None:
         self._untold = None
@@ -238,10 +239,16 @@ class Stepper:
         began = time.monotonic()
         while not over():
             if self._closed and (self._step is None or self._step.under_way is None):
-                raise RunError(f"the step of {what} will not come: the model was let go of before it")
+                raise RunError(
+                    f"the optimizer's step of {what} will not come: the session ended before it; use the "
+                    "model inside the session"
+                )
             left = began + seconds - time.monotonic()
             if left <= 0:
-                raise DeadlineError(f"waited {seconds:.0f} s for the step of {what}, which has not ended")
+                raise DeadlineError(
+                    f"waited {seconds:.0f} s for the optimizer's step of {what}, which has not ended: the "
+                    "disk of memory.disk is too slow or stands still"
+                )
             self._condition.wait(left)
         self.figures.waited += time.monotonic() - began
 
@@ -278,11 +285,23 @@ class Stepper:
         if self._untold is not None:
             self._tell(self._untold)
 
-    def abandon(self) -> None:
-        """Leave the optimizer as it is, without its state, after an error."""
+    def abandon(self, why: str) -> None:
+        """Leave the optimizer without its state: who reads the state gets a UserError with `why`."""
         self._restore()
         self._closing = True
         self._leave()
+        self._shown.lose(why)
+
+    def state_bytes(self) -> int:
+        """Return the bytes that plain torch takes for what is kept for each element.
+
+        No step may be under way.
+        """
+        return sum(
+            states.trained.chunk.slots[slot].numel * dtype.itemsize
+            for states, slot in self._slots.values()
+            for dtype in states.kept(slot).values()
+        )
 
     def _leave(self) -> None:
         for handle in self._handles:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -87,10 +87,12 @@ class Store:
         disk: DiskFile | None = None,
         policy: Policy = "belady",
         seconds: float = DISK_SECONDS,
+        named: Callable[[int], str] = "chunk {}".format,
     ) -> None:
+        """`named(chunk)` is what errors call a chunk."""
         if disk is not None and (host.block_bytes % PAGE or host.block_bytes != disk.block_bytes):
             raise ValueError(f"blocks of {host.block_bytes} bytes in the host and {disk.block_bytes} on disk")
-        self.host, self.disk, self._seconds = host, disk, seconds
+        self.host, self.disk, self._seconds, self._named = host, disk, seconds, named
         self._payloads: dict[Key, _Payload] = {}
         self._counts: dict[Key, int] = {}  # blocks in the host
         self._cache = None if disk is None else Cache[Key](host.blocks, self._counts, policy=policy)
@@ -267,7 +269,7 @@ class Store:
         if self.disk is None or not payload.is_moving:
             payload.block.memory.zero_()
         else:
-            name, job = f"zeros for {_words(payload)}", payload.block.memory.zero_
+            name, job = f"zeros for {self._words(payload)}", payload.block.memory.zero_
             payload.transfers = [self.disk.begin(name, job, behind=payload.transfers)]
 
     def _take(self, payload: _Payload) -> Block:
@@ -278,8 +280,8 @@ class Store:
             if self.least_nbytes <= self.host.nbytes:
                 raise  # in pieces
             raise UserError(
-                f"the host tier of {format_bytes(self.host.nbytes)} cannot hold {_words(payload)}: "
-                f"give it at least {exactly(self.least_nbytes)}, or a disk tier"
+                f"memory.host of {format_bytes(self.host.nbytes)} does not hold {self._words(payload)} "
+                f"beside the rest: raise it to at least {exactly(self.least_nbytes)}, or give memory.disk"
             ) from None
 
     def _decide(self, cache: Cache[Key], payload: _Payload, *, writes: bool, fresh: bool) -> Decision[Key]:
@@ -294,15 +296,17 @@ class Store:
                 if not others:  # nobody will let go
                     least = full.least_blocks * self.host.block_bytes
                     raise UserError(
-                        f"the host tier of {format_bytes(self.host.nbytes)} cannot hold {_words(payload)} "
-                        f"beside what is in use with it: give it at least {exactly(least)}"
+                        f"memory.host of {format_bytes(self.host.nbytes)} does not hold "
+                        f"{self._words(payload)} beside what is in use with it: raise it to at least "
+                        f"{exactly(least)}"
                     ) from None
             self._blocked.add(mine)
             try:
                 if not self._unpinned.wait(until - time.monotonic()):
                     raise DeadlineError(
-                        f"no room in the host tier for {_words(payload)}: other threads have held theirs for "
-                        f"{format_seconds(self._seconds)}"
+                        f"memory.host of {format_bytes(self.host.nbytes)} had no room for "
+                        f"{self._words(payload)} in {format_seconds(self._seconds)}: other threads use all "
+                        "of it; raise it"
                     )
             finally:
                 self._blocked.discard(mine)
@@ -328,7 +332,7 @@ class Store:
             ]
             self._count(from_disk=1, bytes_from_disk=payload.nbytes)
         elif left:
-            room = self.disk.begin(f"room for {_words(payload)}", _nothing, behind=left)
+            room = self.disk.begin(f"room for {self._words(payload)}", _nothing, behind=left)
             payload.transfers = [*payload.transfers, room]
 
     def _transfers_in(self, place: Block) -> list[Transfer]:
@@ -388,8 +392,8 @@ class Store:
             self._give_slots(other)
         if self.disk.free_blocks < count:
             raise UserError(
-                f"{self.disk.folder}: the disk tier of {format_bytes(self.disk.nbytes)} has no room for "
-                f"{_words(payload)}: with {exactly(self.least_nbytes)} it holds all"
+                f"memory.disk of {format_bytes(self.disk.nbytes)} in {self.disk.folder} has no room for "
+                f"{self._words(payload)}: raise it to at least {exactly(self.least_nbytes)}, which holds all"
             )
         payload.slots = [self.disk.take() for _ in range(count)]
 
@@ -405,6 +409,10 @@ class Store:
             if decision is None:
                 return
             self._bring(self._payloads[decision.chunk], decision)
+
+    def _words(self, payload: _Payload) -> str:
+        chunk, kind = payload.key
+        return f"the {kind} of {self._named(chunk)} ({format_bytes(payload.nbytes)})"
 
     def _wait(self, transfers: Sequence[Transfer]) -> None:
         began = time.perf_counter()
@@ -422,8 +430,3 @@ class Store:
 
 def _nothing() -> None:
     """What is done where only the room is wanted."""
-
-
-def _words(payload: _Payload) -> str:
-    chunk, kind = payload.key
-    return f"chunk {chunk}'s {kind} ({format_bytes(payload.nbytes)})"

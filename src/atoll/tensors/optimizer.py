@@ -31,6 +31,7 @@ from atoll.axes.needs import check, error_of
 from atoll.core.errors import UserError
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys, tried_alike
+from atoll.tensors.lazy import read_whole
 from atoll.tensors.stephooks import AroundStep, Handle
 from atoll.tensors.tensorfile import storage_key
 from atoll.tensors.torch_compat import (
@@ -418,6 +419,7 @@ class RemoteOptimizer(ParameterOptimizer):
         self._make, self._fetch, self._home = make, fetch, home
         self._take_scaling_back = leave_scaling_to(optimizer) if counts_skips else None
         self._accepted, self._is_loading, self._is_back = True, False, False
+        self._why_lost = "an error ended the session: go on from a checkpoint (session.save, session.load)"
         self._handles += [
             optimizer.register_state_dict_pre_hook(lambda _: self._show()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._check_load()),
@@ -444,15 +446,31 @@ class RemoteOptimizer(ParameterOptimizer):
             self.optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: take(state_dict))
         )
 
-    def give_back(self) -> None:
-        """Bring the optimizer's state here, so that the script may go on with a plain optimizer."""
+    def give_back(self, lacks_room: Callable[[int], str] = lambda _nbytes: "") -> None:
+        """Bring the optimizer's state here, so that the script may go on with a plain optimizer.
+
+        Args:
+            lacks_room: returns why this worker has no room for a state of so many bytes; an empty string
+                where it has. Without room the state stays where it is, and the script is told the reason when
+                it uses the optimizer.
+        """
         self._show()
+        states = self.optimizer.state
+        tensors = [each for state in states.values() for each in state.values() if isinstance(each, Tensor)]
+        why = lacks_room(sum(each.numel() * each.element_size() for each in tensors))
+        if why:
+            states.clear()
+            self._why_lost = f"{why}: save it inside the session (session.save), or raise the budgets"
+            return
+        for state in states.values():
+            for key, value in state.items():
+                state[key] = read_whole(value)
         self._is_back = True
 
     def close(self) -> None:
         super().close()
         if self._keeps_state and not self._is_back:
-            _tell_of_lost_state(self.optimizer, self._home)
+            _tell_of_lost_state(self.optimizer, self._home, self._why_lost)
         if self._take_scaling_back is not None:
             self._take_scaling_back()
 
@@ -495,8 +513,13 @@ class RemoteOptimizer(ParameterOptimizer):
         super()._after(optimizer, args, kwargs)
 
 
-def _tell_of_lost_state(optimizer: torch.optim.Optimizer, home: str) -> None:
-    """Warn once where a script uses an optimizer after its session without its state, and has loaded none."""
+def _tell_of_lost_state(optimizer: torch.optim.Optimizer, home: str, why: str) -> None:
+    """Warn once where a script uses an optimizer after its session without its state, and has loaded none.
+
+    Args:
+        home: where the state lived.
+        why: the reason why the state did not come back, with the way out.
+    """
     handles: list[Handle] = []
 
     def forget() -> None:
@@ -507,9 +530,8 @@ def _tell_of_lost_state(optimizer: torch.optim.Optimizer, home: str) -> None:
         forget()
         if not any(optimizer.state.values()):
             warnings.warn(
-                f"{type(optimizer).__name__} is used after its session, and begins anew: {home}, and the "
-                "session ended without giving it back (an error, or budgets that do not hold it); go on from "
-                "a checkpoint (session.save, session.load)",
+                f"{type(optimizer).__name__} is used after its session, and begins anew: {home}, and did not "
+                f"come back, since {why}",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, Protocol, TypeVar
@@ -505,6 +505,9 @@ _LEFT = ("grad_scale", "found_inf")
 # The factor by which each optimizer's gradients were multiplied, until `forget_scale`.
 _INVERSES: WeakKeyDictionary[torch.optim.Optimizer, Tensor] = WeakKeyDictionary()
 _FIRST: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
+_HAS_BATCH: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
+_unscale_gradients: Any = torch.amp.GradScaler.unscale_
+_make_step: Any = torch.amp.GradScaler.step
 
 
 def leave_scaling_to(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -565,6 +568,39 @@ def count_unscaling() -> None:
         setattr(torch, _UNSCALE, unscale)
     if getattr(torch.amp.GradScaler, _UNSCALE_OF) is _scalers:
         setattr(torch.amp.GradScaler, _UNSCALE_OF, _unscale_of)
+    for name, original, replaced in (
+        ("unscale_", _unscale_gradients, _unscale_with_scale),
+        ("step", _make_step, _step_with_scale),
+    ):
+        if getattr(torch.amp.GradScaler, name) is original:
+            setattr(torch.amp.GradScaler, name, replaced)
+
+
+def _begin_scale(scaler: torch.amp.GradScaler, optimizer: object) -> None:
+    """Let a scaler have a scale on a worker that has no batch of `optimizer`, and so has scaled no loss.
+
+    A scaler makes its scale as it first scales anything, and raises in `unscale_` and `step` before that.
+    """
+    known = _HAS_BATCH.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
+    has_batch = None if known is None else known()
+    if has_batch is None or has_batch():
+        return
+    parameters = (p for group in optimizer.param_groups for p in group["params"])  # type: ignore[attr-defined]
+    first = next(parameters, None)
+    if first is not None:
+        scaler.scale(torch.zeros((), device=first.device))
+
+
+@functools.wraps(_unscale_gradients)
+def _unscale_with_scale(scaler: torch.amp.GradScaler, optimizer: Any, *more: Any, **named: Any) -> Any:
+    _begin_scale(scaler, optimizer)
+    return _unscale_gradients(scaler, optimizer, *more, **named)
+
+
+@functools.wraps(_make_step)
+def _step_with_scale(scaler: torch.amp.GradScaler, optimizer: Any, *more: Any, **named: Any) -> Any:
+    _begin_scale(scaler, optimizer)
+    return _make_step(scaler, optimizer, *more, **named)
 
 
 @functools.wraps(_scalers or count_unscaling)
@@ -588,15 +624,19 @@ def _unscale_of(
     return found
 
 
-def before_unscaling(optimizer: torch.optim.Optimizer, function: Callable[[], None]) -> None:
+def before_unscaling(
+    optimizer: torch.optim.Optimizer, function: Callable[[], None], has_batch: Callable[[], bool]
+) -> None:
     """Call `function` before a GradScaler unscales or checks an optimizer's gradients.
 
-    `function` is a bound method, and is held weakly. It is called since `count_unscaling`. Private:
+    `has_batch()` is False on a worker without a batch in this iteration: there the scaler needs no scaled
+    loss. Both are bound methods, are held weakly, and are called since `count_unscaling`. Private:
     `torch.amp.GradScaler._unscale_grads_`, 2.8 to 2.13, is where a scaler first looks at the gradients of a
     step. It returns what it has found by device, and `step` raises if it found no gradient at all. Public
     way: none to reduce gradients before, or to let a worker without a batch step.
     """
     _FIRST[optimizer] = WeakMethod(function)
+    _HAS_BATCH[optimizer] = WeakMethod(has_batch)
 
 
 def note_scale(optimizer: torch.optim.Optimizer, inverse_scale: Tensor) -> None:
@@ -677,6 +717,58 @@ def reader_of_all_gradients(frame: FrameType | None) -> str:
 
 
 # Clipping
+
+_ZERO_GRAD = "zero_grad"
+_zero_of_optimizer: Any = torch.optim.Optimizer.zero_grad
+_zero_of_module: Any = nn.Module.zero_grad
+_told_of_zeros: list[WeakMethod[Callable[[Iterable[nn.Parameter]], None]]] = []
+
+
+def watch_zeroing(tell: Callable[[Iterable[nn.Parameter]], None]) -> Callable[[], None]:
+    """Call `tell` with the parameters of each `zero_grad`, until the returned function is called.
+
+    `tell` is a bound method, and is held weakly. With `set_to_none=False`, `zero_grad` writes zeros, which
+    only a look at the gradients would show, and on a GPU a look waits. Private: nothing; `zero_grad` of
+    `torch.optim.Optimizer` and of `nn.Module` are replaced. Public way: none, `zero_grad` has no hooks.
+    """
+    told = WeakMethod(tell)
+
+    def unwatch() -> None:
+        if told in _told_of_zeros:
+            _told_of_zeros.remove(told)
+
+    _told_of_zeros.append(told)
+    for of, original, watched in (
+        (torch.optim.Optimizer, _zero_of_optimizer, _watched_zero_of_optimizer),
+        (nn.Module, _zero_of_module, _watched_zero_of_module),
+    ):
+        if of.zero_grad is original:
+            setattr(of, _ZERO_GRAD, watched)
+    return unwatch
+
+
+@functools.wraps(_zero_of_optimizer)
+def _watched_zero_of_optimizer(optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> None:
+    _zero_of_optimizer(optimizer, *arguments, **named)
+    if not torch.compiler.is_compiling():
+        _tell_of_zeros([parameter for group in optimizer.param_groups for parameter in group["params"]])
+
+
+@functools.wraps(_zero_of_module)
+def _watched_zero_of_module(module: nn.Module, *arguments: Any, **named: Any) -> None:
+    _zero_of_module(module, *arguments, **named)
+    if not torch.compiler.is_compiling():
+        _tell_of_zeros(list(module.parameters()))
+
+
+def _tell_of_zeros(parameters: Sequence[nn.Parameter]) -> None:
+    for told in list(_told_of_zeros):
+        tell = told()
+        if tell is not None:
+            tell(parameters)
+        else:
+            _told_of_zeros.remove(told)
+
 
 _WRITES = "_clip_grads_with_norm_"
 _write: Any = _part(f"torch.nn.utils.clip_grad.{_WRITES}", "watch_clipping")

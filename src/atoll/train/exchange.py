@@ -526,7 +526,7 @@ class MeanSteps(Exchange):
                 edited=edited,
                 edits=edits,
                 accepted=accepted,
-                stand=None if self._lazy and not edited else self._stand(),
+                stand=self._stand(),
                 unscaled=self._calls.unscaled() if accepted else 1.0,
             ),
             until=STEP,

@@ -139,6 +139,14 @@ class Tiers:
         if self.shared is not None:
             self.shared.sync(what)
 
+    def lacks_room(self, state: int) -> str:
+        """Return why model and optimizer do not fit as plain ones; an empty string where they fit.
+
+        Args:
+            state: bytes of the optimizer's state, which lies elsewhere.
+        """
+        return self.fitted.lacks_room(state) if isinstance(self.fitted, Moving) else ""
+
     def refuse_loss(self, lost: Sequence[int]) -> None:
         """Raises RunError if members are lost: what they held is in no other's memory."""
         if lost and self.shared is not None:
@@ -149,8 +157,9 @@ class Tiers:
             )
 
     def close(self) -> None:
-        """Part from the other members: what they hold cannot be had any more. Alone, give the model back as a
-        plain one where its budgets hold that; else it stays as it is."""
+        """Part from the other members: what they hold cannot be had any more. Without members, give the model
+        back as a plain one where there is room. Else it stays as it is, or where its steps are made elsewhere
+        is let go of."""
         if self.shared is not None:
             self.shared.abandon()
         elif self._members is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -34,6 +34,7 @@ from atoll.tensors.torch_compat import (
     scale_of,
     uncompiled,
     watch_clipping,
+    watch_zeroing,
 )
 from atoll.train.agreement import check_same, describe
 from atoll.train.apart import take_from_groups
@@ -111,11 +112,13 @@ class Prepared:
         self.module: nn.Module = uncompiled(model)  # inside torch.compile's wrapper
         count_unscaling()
         watch_clipping()
+        # Before the tiers wrap the optimizer's method:
+        self._unwatch_zeroing = watch_zeroing(self._note_zeros)
         self.samples = SampleCount()
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
         self.own_samples = 0.0  # since the last step
-        self._closed = False
+        self._closed = self._ready = False
         _refuse_wrapped(self.module)
         _refuse_sparse(self.module)
         if not workers.alone:
@@ -194,8 +197,9 @@ class Prepared:
             if self._shared is not None:
                 self._shared.epoch = lambda: epoch_of(self)
                 self._shared.epochs_mixed = epochs_mixed
+        self._ready = True
         backward.add(self.reducer)
-        before_unscaling(optimizer, self._before_unscaling)
+        before_unscaling(optimizer, self._before_unscaling, self._has_batch)
         self._lazy_hooks = []
         lazy = isinstance(self.reducer, Exchange) and config.sync.lazy
         if lazy or isinstance(self.reducer, PeerExchange):
@@ -242,12 +246,15 @@ class Prepared:
         return self.stepper.loading() if isinstance(self.stepper, RemoteOptimizer) else nullcontext()
 
     def give_back(self) -> None:
-        """Bring the optimizer's state here from elsewhere, where this worker can hold it.
+        """Bring here what other processes hold of the optimizer's state, where this worker has room for it.
 
-        After the session a plain optimizer goes on from the state.
+        Where the workers hold the model between them, its values come too. After the session model and
+        optimizer go on as plain ones. Of a ring all workers make this call.
         """
-        if isinstance(self.stepper, RemoteOptimizer) and not self._in_tiers:
-            self.stepper.give_back()
+        if self._shared is not None:
+            self._shared.give_back()
+        elif isinstance(self.stepper, RemoteOptimizer):
+            self.stepper.give_back(self.tiers.lacks_room if self.tiers is not None else lambda _: "")
 
     def close(self) -> None:
         """Take the hooks off the model; its parameters and gradients stay where they are. What other members
@@ -258,6 +265,7 @@ class Prepared:
             self._other_steps.close()
         for handle in self._lazy_hooks:
             handle.remove()
+        self._unwatch_zeroing()
         self.reducer.close()
         self.stepper.close()
         if self.tiers is not None:
@@ -373,6 +381,14 @@ class Prepared:
         """Reduce before a GradScaler looks for infinities, also on a worker without a batch."""
         if self.reducer.synchronous and not self._closed:
             self.reducer.before_step()
+
+    def _has_batch(self) -> bool:
+        """False where no backward of this iteration has left gradients on this worker."""
+        return self._closed or self.reducer.has_batch
+
+    def _note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._ready:
+            self.reducer.note_zeros(parameters)
 
     def _before_step(self) -> None:
         self._check_homes()

@@ -9,7 +9,7 @@ a gradient".
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from atoll.tensors.torch_compat import forget_clipping, will_run
 from atoll.train.buffers import ModelBuffers
 from atoll.train.messages import ChunkGradients, Message, lay_messages
 from atoll.train.samples import Contribution
+
+_READABLE = frozenset({"cpu"})  # types of device whose memory may be read without a wait
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Reducer:
         self.unsent = False  # gradients have come that no reduction has seen
         self._reduced = False  # since the last step
         self._first_reduced: tuple[nn.Parameter, int] | None = None  # with a gradient, and how often written
+        # By parameter: a gradient to which `zero_grad` has written zeros, and how often it was written then.
+        self._zeros: dict[int, tuple[Tensor, int]] = {}
         self._edits_seen: list[int | None] = []  # of each gradient, at the end of a backward under no_sync
         self.steps = 0
         self.bytes_sent = 0
@@ -88,8 +92,14 @@ class Reducer:
         """True between reduction and optimizer step."""
         return self._reduced
 
+    @property
+    def has_batch(self) -> bool:
+        """True where a backward has left gradients in this iteration."""
+        return self.unsent or self._reduced
+
     def close(self) -> None:
         """Let go of the model: its parameters stay where they are, but nothing is reduced any more."""
+        self._zeros.clear()
         self._chunks.clear()
         self._accumulators.clear()
 
@@ -189,6 +199,7 @@ class Reducer:
 
     def _done(self, own: Contribution, samples: float) -> None:
         self._reduced, self.unsent = True, False
+        self._zeros.clear()
         edits = ((p, edits_of(p.grad)) for p in self._trained() if p.grad is not None)
         self._first_reduced = next(edits, None)
         self.begin()
@@ -215,8 +226,8 @@ class Reducer:
     def _is_left_out(self) -> bool:
         """True where the script has zeroed the latest gradients without a step, as after a GradScaler's skip.
 
-        Then this step is of a later iteration, in which this worker has no batch. Zeros are seen on a CPU
-        only: on a GPU a look at them waits.
+        Then this step is of a later iteration, in which this worker has no batch. On a GPU a look at the
+        gradients waits, so there only zeros of `zero_grad` are seen.
         """
         if self._first_reduced is None:
             return False
@@ -224,13 +235,38 @@ class Reducer:
         gradient = first.grad
         if gradient is None:
             return not self._has_gradients()
-        if gradient.device.type != "cpu" or edits_of(gradient) == edits:
+        if edits_of(gradient) == edits:
             return False
-        return not self._has_values()
+        return not self._has_values() if gradient.device.type in _READABLE else self._are_zeroed()
+
+    def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Hear of a `zero_grad`: gradients of these parameters that are still there are zeros.
+
+        Between a reduction and its step the script leaves the step out by that. At other times nobody asks.
+        """
+        if not self._reduced or self.unsent:
+            return
+        given = {id(parameter) for parameter in parameters}
+        for parameter in self._trained():
+            gradient = parameter.grad if id(parameter) in given else None
+            if gradient is not None:
+                self._zeros[id(parameter)] = gradient, edits_of(gradient)
+
+    def _are_zeroed(self) -> bool:
+        """True where nothing was written to any gradient since `zero_grad` has written zeros."""
+        for parameter in self._trained():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            zeroed, edits = self._zeros.get(id(parameter), (None, 0))
+            if gradient is not zeroed or edits_of(gradient) != edits:
+                return False
+        return True
 
     def after_step(self) -> None:
         """The step is made: the next iteration begins."""
         self._reduced = False
+        self._zeros.clear()
         self.steps += 1
         self.drop_kept()
 
