@@ -137,10 +137,10 @@ def train(
                     total += 0 if each is None else each.double()
         session.barrier()
         books.values = [weight.detach().clone() for weight in model.weights]
-        books.dropped = sum(kept.dropped for kept in exchange.lossy._held.values())
+        books.dropped = exchange.feedback.dropped
         books.held = held_by(exchange)[0]
         for shard in range(way.shards):
-            losses = exchange.lossy.losses(shard)
+            losses = exchange.feedback.losses(shard)
             books.borne, books.filled = books.borne + losses.borne, books.filled + losses.filled
     return books
 
@@ -150,12 +150,13 @@ def held_by(exchange: Exchange) -> tuple[list[Tensor], list[Tensor]]:
     the weights, by parameter."""
     held, on_way = ([torch.zeros(size).double() for size in SIZES] for _ in range(2))
     for bound in exchange._chunks:
-        kept = exchange.lossy._held[bound.chunk.id]
-        parts = [(held, kept.held, kept._weight)]
-        parts += [(on_way, sent.taken, sent.weight) for sent in kept._sent.values()]
+        chunk = bound.chunk.id
+        parts = [(held, *state) for state in [exchange.feedback.state().get(chunk)] if state is not None]
+        for sent in (each[chunk] for each in exchange.feedback._flights.values() if chunk in each):
+            if sent.claim is not None:
+                parts.append((on_way, sent.claim.of(0, bound.chunk.extent), sent.weight))
         for totals, flat, weight in parts:
-            for slot in bound.chunk.slots if flat is not None else ():
-                assert flat is not None
+            for slot in bound.chunk.slots:
                 part = flat[slot.offset : slot.offset + slot.numel].double() * weight
                 totals[slot.parameter] += part.reshape(SIZES[slot.parameter])
     return held, on_way

@@ -21,11 +21,11 @@ from ring_world import ITERATIONS, MOST, Fault, Member, Schedule, World, WrongEr
 from torch import Tensor
 
 from atoll.core.config import LinkOptions
+from atoll.exchange.feedback import Feedback
 from atoll.net.tunnel import Lossy
 from atoll.train.channel import BrokenRingError
 from atoll.train.exchange import Connection
 from atoll.train.groupexchange import GroupExchange, Outgoing
-from atoll.train.lossy import LossyPushes
 from atoll.train.samples import Contribution
 from atoll.train.uplink import Kind, Uplink
 from atoll.wire.messages import AnyMessage, Commit, Committed, LostBlocks, Push, run_of
@@ -98,7 +98,12 @@ class Grouped(Member):
     def _prepare(self) -> None:
         super()._prepare()
         options = LinkOptions(transport="ltp")
-        self.lossy = LossyPushes(self.reducer._chunks, dict.fromkeys(CHUNKS, 0), options, lambda _dtype: 1)
+        self.feedback = Feedback(
+            [bound.chunk for bound in self.reducer._chunks],
+            dict.fromkeys(CHUNKS, 0),
+            options,
+            block_elements=lambda _dtype: 1,
+        )
         connection: Any = Connection(
             self,  # type: ignore[arg-type]
             dict.fromkeys(CHUNKS, 0),
@@ -109,8 +114,8 @@ class Grouped(Member):
             link=options,
         )
         exchange: Any = GroupExchange.__new__(GroupExchange)
-        exchange._ring, exchange.connection, exchange.lossy = self.ring, connection, self.lossy
-        exchange.uplink = Uplink(self.kind, self.ring, connection, self.reducer._chunks, self.lossy)
+        exchange._ring, exchange.connection, exchange.feedback = self.ring, connection, self.feedback
+        exchange.uplink = Uplink(self.kind, self.ring, connection, self.reducer._chunks, self.feedback)
         exchange.parameters, exchange._calls = self, SimpleNamespace(leaving=lambda: None, epoch=lambda: -1)
         exchange._grouping, exchange._pipeline, exchange._in_flight = (lambda: 0), self.pipeline, None
         exchange._told = exchange._heard = exchange.bytes_sent = exchange.consumed = 0
@@ -167,7 +172,7 @@ class Grouped(Member):
             start, stop = run_of(MOST, *self._share)
             missing = np.packbits(lost[start:stop].numpy(), bitorder="little").tobytes()
             told = LostBlocks(block=1, missing=missing, how="zero") if lost[start:stop].any() else None
-            self.lossy.answered(self._asked, chunk, told)
+            self.feedback.answered(self._asked, chunk, told)
             found[chunk] = values[start:stop].clone()
         return found
 
@@ -211,7 +216,7 @@ def judge(world: World) -> None:
     """Of what was given all is applied or held, element by element, but for what those who are gone had sent
     along, or had been told was lost, of an exchange that was not over."""
     finished: list[Any] = [member for member in world.members.values() if member.finished]
-    began = [member for member in world.members.values() if hasattr(member, "lossy")]
+    began = [member for member in world.members.values() if hasattr(member, "feedback")]
     gone: list[Any] = [member for member in began if not member.finished]
     for chunk in CHUNKS if finished else ():
         rest, open_ = torch.zeros(MOST), torch.zeros(MOST, dtype=torch.bool)
@@ -219,12 +224,12 @@ def judge(world: World) -> None:
             rest[who] += (iteration + 1) * (chunk + 1)
             rest -= finished[0].shard.applied(iteration, chunk)[0]
         for member in [*finished, *gone]:
-            held = member.lossy._held[chunk].held
-            rest -= 0 if held is None else held
-        for sent in (each for member in gone for each in member.lossy._held[chunk]._sent.values()):
-            open_ |= torch.zeros(MOST, dtype=torch.bool) if sent.taken is None else sent.taken != 0
-            for lost in sent.lost:
-                open_[lost.start + lost.which] = True
+            if chunk in member.feedback.state():
+                rest -= member.feedback.state()[chunk][0]
+        for sent in (each[chunk] for member in gone for each in member.feedback._flights.values()):
+            open_ |= torch.zeros(MOST, dtype=torch.bool) if sent.claim is None else sent.claim.values != 0
+            if sent.lost is not None:
+                open_[sent.lost.start + sent.lost.which] = True
         assert bool((rest[~open_].abs() < 1e-4).all()), (chunk, rest, open_)
 
 

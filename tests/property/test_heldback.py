@@ -4,8 +4,10 @@ only late."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +16,11 @@ from torch import Tensor
 
 from atoll.chunks import Chunk
 from atoll.chunks.maps import Slot
-from atoll.tensors.heldback import HeldBack, Missing
+from atoll.core.config import LinkOptions
+from atoll.exchange.feedback import Feedback
+from atoll.wire.messages import LostBlocks
+
+Missing: TypeAlias = npt.NDArray[np.bool_]  # (blocks,)
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -24,6 +30,51 @@ def chunk_of(sizes: Sequence[int], dtype: str = "float32", gap: int = 0) -> Chun
     offsets = [sum(sizes[:index]) + gap * index for index in range(len(sizes))]
     slots = tuple(Slot(index, *each) for index, each in enumerate(zip(offsets, sizes, strict=True)))
     return Chunk(id=0, group=0, dtype=dtype, numel=offsets[-1] + sizes[-1], slots=slots, oversize=False)
+
+
+class Held:
+    """Feedback of one chunk."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+        self.feedback = Feedback(
+            [chunk], {chunk.id: 0}, LinkOptions(transport="ltp"), block_elements=lambda _dtype: 4
+        )
+
+    @property
+    def held(self) -> Tensor | None:
+        """(extent,), what is held and claimed by no contribution."""
+        found = self.feedback.state().get(self.chunk.id)
+        return None if found is None else found[0]
+
+    def send(
+        self,
+        exchange: int,
+        gradient: Tensor,
+        present: Sequence[bool],
+        weight: float,
+        start: int = 0,
+        along: Tensor | None = None,
+        *,
+        again: bool = False,
+        step: float = 0.0,
+    ) -> Tensor:
+        """`again`: others may have sent it before, and `along` goes with it. `step`: the code's, which rounds
+        towards 0."""
+        others = {} if along is None else {self.chunk.id: along}
+        added = self.feedback.add(
+            exchange, self.chunk.id, gradient, present, weight, start=start, along=others if again else None
+        )
+        decoded = (added / step).trunc() * step if step else added
+        self.feedback.sent(exchange, self.chunk.id, decoded)
+        return decoded
+
+    def answered(self, exchange: int, missing: Missing, block: int) -> None:
+        bits = np.packbits(missing, bitorder="little").tobytes()
+        self.feedback.answered(exchange, self.chunk.id, LostBlocks(block, bits, "borne"))
+
+    def settle(self, exchange: int, counted: bool = True) -> None:
+        self.feedback.settle(exchange, counted=counted)
 
 
 def losses(rng: np.random.Generator, elements: int, block: int, share: float) -> Missing:
@@ -39,7 +90,7 @@ def applied(sent: Tensor, missing: Missing, block: int) -> Tensor:
 class Books:
     """What a chunk's gradients amount to, and where all of it is: in exact whole numbers."""
 
-    def __init__(self, held: HeldBack, chunk: Chunk) -> None:
+    def __init__(self, held: Held, chunk: Chunk) -> None:
         self.held, self.chunk = held, chunk
         self.given = torch.zeros(chunk.extent, dtype=torch.float64)
         self.applied = torch.zeros(chunk.extent, dtype=torch.float64)
@@ -62,7 +113,7 @@ def test_what_is_sent_is_applied_or_held(
 ) -> None:
     """Up to two contributions on their way at once, of some of the slots; some of them do not count."""
     chunk = chunk_of(sizes, dtype, gap)
-    held = HeldBack(chunk)
+    held = Held(chunk)
     books = Books(held, chunk)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     flying: list[tuple[int, Tensor, Tensor]] = []
@@ -75,22 +126,86 @@ def test_what_is_sent_is_applied_or_held(
                     whole = torch.from_numpy(rng.integers(-3, 4, slot.numel))
                     gradient[slot.offset : slot.offset + slot.numel] = whole.to(gradient.dtype)
             books.given += gradient.double()
-            sent = held.outgoing(turn, gradient, present, weight=2.0)
+            sent = held.send(turn, gradient, present, 2.0)
             assert not (sent != gradient)[[not each for each in covered(chunk, present)]].any()
             flying.append((turn, gradient, sent))
         elif flying:
             exchange, gradient, sent = flying.pop(0)
             missing = losses(rng, chunk.extent, block, data.draw(st.sampled_from([0.0, 0.4, 1.0])))
-            held.answered(exchange, sent, missing, block)
+            held.answered(exchange, missing, block)
             accepted = data.draw(st.booleans())
-            held.made(exchange, accepted)
+            held.settle(exchange, accepted)
             if accepted:
                 books.applied += applied(sent, missing, block).double()
             else:
                 books.given -= gradient.double()  # nobody steps with it, as without losses
         if not flying:
             books.check()
-    assert held.dropped == 0
+    assert held.feedback.dropped == 0
+
+
+@given(st.data(), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 7))
+def test_with_a_code_what_it_leaves_out_is_held_too(
+    data: st.DataObject, sizes: list[int], block: int
+) -> None:
+    """A code that rounds to multiples of 2 or 3; up to two contributions on their way; some do not count."""
+    chunk = chunk_of(sizes)
+    held = Held(chunk)
+    books = Books(held, chunk)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    flying: list[tuple[int, Tensor, Tensor]] = []
+    for turn in range(data.draw(st.integers(1, 12))):
+        if len(flying) < 2 and data.draw(st.booleans()):
+            gradient = torch.from_numpy(rng.integers(-9, 10, chunk.extent)).float()
+            books.given += gradient.double()
+            step = data.draw(st.sampled_from([2.0, 3.0]))
+            sent = held.send(turn, gradient, [True] * len(sizes), 1.0, step=step)
+            assert not (sent % step).any()
+            flying.append((turn, gradient, sent))
+        elif flying:
+            exchange, gradient, sent = flying.pop(0)
+            missing = losses(rng, chunk.extent, block, data.draw(st.sampled_from([0.0, 0.4, 1.0])))
+            held.answered(exchange, missing, block)
+            counted = data.draw(st.booleans())
+            held.settle(exchange, counted)
+            if counted:
+                books.applied += applied(sent, missing, block).double()
+            else:
+                books.given -= gradient.double()
+        if not flying:
+            books.check()
+
+
+@given(
+    st.data(), st.sampled_from(DTYPES), st.floats(0.1, 50), st.floats(0.1, 50), st.booleans(), st.booleans()
+)
+def test_before_it_is_settled_a_contribution_changes_nothing(
+    data: st.DataObject, dtype: str, before: float, weight: float, first: bool, counted: bool
+) -> None:
+    """Added again it is the same, to the bit; and one that does not count leaves what was held, to the bit,
+    whatever the weights. One that counts takes along what it took, however often it was added."""
+    chunk = chunk_of([3, 4], dtype)
+    one, other = Held(chunk), Held(chunk)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    values = [torch.from_numpy(rng.standard_normal(7)).to(getattr(torch, dtype)) for _ in range(2)]
+    for each in (one, other):
+        each.send(0, values[0], [True, True], before)
+        each.answered(0, np.array([True, False, True]), 3)
+        each.settle(0)
+    was = held_of(one)
+    present = [first, True]
+    sent = [one.send(1, values[1], present, weight) for _ in range(3)]
+    other.send(1, values[1], present, weight)
+    assert torch.equal(sent[0], sent[1])
+    assert torch.equal(sent[0], sent[2])
+    for each in (one, other):
+        each.answered(1, np.array([False, True, False]), 3)
+        each.answered(1, np.array([True, True, True]), 3)  # told once more: the first word counts
+        each.settle(1, counted)
+    assert torch.equal(held_of(one), held_of(other))
+    if not counted:
+        assert torch.equal(held_of(one), was)
+        assert one.feedback.state()[0][1] == before
 
 
 def covered(chunk: Chunk, present: Sequence[bool]) -> list[bool]:
@@ -106,7 +221,7 @@ def test_runs_of_a_chunk_that_change_from_one_exchange_to_the_next(
     data: st.DataObject, extent: int, block: int
 ) -> None:
     chunk = chunk_of([extent])
-    held = HeldBack(chunk)
+    held = Held(chunk)
     books = Books(held, chunk)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     for turn in range(data.draw(st.integers(1, 8))):
@@ -114,10 +229,10 @@ def test_runs_of_a_chunk_that_change_from_one_exchange_to_the_next(
         stop = data.draw(st.integers(start + 1, extent))
         gradient = torch.from_numpy(rng.integers(-3, 4, stop - start)).float()
         books.given[start:stop] += gradient
-        sent = held.outgoing(turn, gradient, [True], 1.0, start=start)
+        sent = held.send(turn, gradient, [True], 1.0, start)
         missing = losses(rng, stop - start, block, 0.5)
-        held.answered(turn, sent, missing, block, start=start)
-        held.made(turn)
+        held.answered(turn, missing, block)
+        held.settle(turn)
         books.applied[start:stop] += applied(sent, missing, block)
         books.check()
 
@@ -128,17 +243,17 @@ def test_by_their_weights_nothing_is_lost_and_none_counts_for_more_than_it_did(
 ) -> None:
     """Weight times values: sent = applied + held; and no value is sent in more than its own size, ever."""
     chunk = chunk_of([12], "float64")
-    held, rng = HeldBack(chunk), np.random.default_rng(seed)
+    held, rng = Held(chunk), np.random.default_rng(seed)
     given_, done = torch.zeros(12, dtype=torch.float64), torch.zeros(12, dtype=torch.float64)
     for turn, weight in enumerate([*weights, 8.0]):
         before = torch.zeros(12, dtype=torch.float64) if held.held is None else held.held.clone()
         gradient = torch.from_numpy(rng.integers(-3, 4, 12)).double()
         given_ += weight * gradient
-        sent = held.outgoing(turn, gradient, [True], weight)
+        sent = held.send(turn, gradient, [True], weight)
         assert ((sent - gradient).abs() <= before.abs()).all()
         missing = losses(rng, 12, 5, 0.5 if turn < len(weights) else 0.0)
-        held.answered(turn, sent, missing, 5)
-        held.made(turn)
+        held.answered(turn, missing, 5)
+        held.settle(turn)
         done += weight * applied(sent, missing, 5)
     assert held.held is None  # the last one weighs as much as any before, and came whole
     assert torch.equal(given_, done)
@@ -172,7 +287,7 @@ def test_a_contribution_that_a_group_sends_again_is_owed_by_nobody_who_lives(
     the living gave, and what they held, is applied or held."""
     extent = 12
     chunk = chunk_of([extent])
-    held = [HeldBack(chunk) for _ in range(3)]
+    held = [Held(chunk) for _ in range(3)]
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     living = [0, 1, 2]
     for exchange in range(data.draw(st.integers(1, 4))):
@@ -186,27 +301,24 @@ def test_a_contribution_that_a_group_sends_again_is_owed_by_nobody_who_lives(
         sent: dict[int, tuple[int, Tensor]] = {}
         for attempt, alive in enumerate(attempts):
             leader = data.draw(st.integers(0, 2)) if by_leader else None
-            taken = [held[member].taken(exchange) for member in alive] if attempt else []
-            there = [each for each in taken if each is not None]
+            taken = [held[member].feedback.again(exchange) for member in alive] if attempt else []
+            there = [each[chunk.id] for each in taken if each]
             along = torch.stack(there).sum(0) if there else None
             sent, copy = {}, torch.zeros(extent)
             for member, start, stop in runs_of(alive, leader, extent):
                 run = gradient[start:stop]
-                if attempt:
-                    values = held[member].outgoing_again(exchange, run, along, 1.0, start=start)
-                else:
-                    values = held[member].outgoing(exchange, run, [True], 1.0, start=start)
+                values = held[member].send(exchange, run, [True], 1.0, start, along, again=attempt > 0)
                 sent[member] = start, values
                 copy[start:stop] = values
             copies.append(copy)
         counts = copies[data.draw(st.integers(0, len(copies) - 1))]
         missing = losses(rng, extent, 1, 0.4)
         for member, (start, values) in sent.items():
-            held[member].answered(exchange, values, missing[start : start + len(values)], 1, start=start)
+            held[member].answered(exchange, missing[start : start + len(values)], 1)
         living = attempts[-1]
         accepted = data.draw(st.booleans())
         for member in living:
-            held[member].made(exchange, accepted)
+            held[member].settle(exchange, accepted)
         after = sum((held_of(held[member]) for member in living), torch.zeros(extent))
         gone = [member for member in before if member not in living]
         if not accepted:
@@ -223,38 +335,37 @@ def test_a_contribution_that_a_group_sends_again_is_owed_by_nobody_who_lives(
             ).all()
 
 
-def held_of(held: HeldBack) -> Tensor:
-    return torch.zeros(held._chunk.extent) if held.held is None else held.held.clone()
+def held_of(held: Held) -> Tensor:
+    like = torch.zeros(held.chunk.extent, dtype=getattr(torch, held.chunk.dtype))
+    return like if held.held is None else held.held.clone()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_is_dropped_and_counted(dtype: str) -> None:
     chunk = chunk_of([5], dtype)
-    held = HeldBack(chunk)
+    held = Held(chunk)
     gradient = torch.tensor([1.0, np.nan, 2.0, -np.inf, np.inf], dtype=getattr(torch, dtype))
-    sent = held.outgoing(0, gradient, [True], 1.0)
-    held.answered(0, sent, np.array([True, True, True]), 2)
-    held.made(0)
+    held.send(0, gradient, [True], 1.0)
+    held.answered(0, np.array([True, True, True]), 2)
+    held.settle(0)
     assert held.held is not None
     assert held.held.tolist() == [1, 0, 2, 0, 0]
-    assert held.dropped == 3
-    assert held.size == 3
+    assert held.feedback.dropped == 3
 
 
 def test_what_overflows_once_it_is_added_up_is_dropped_too() -> None:
-    held = HeldBack(chunk_of([2], "float16"))
+    held = Held(chunk_of([2], "float16"))
     for exchange in (0, 1):
-        held.outgoing(exchange, torch.full((2,), 6e4, dtype=torch.float16), [True], 1.0)
+        held.send(exchange, torch.full((2,), 6e4, dtype=torch.float16), [True], 1.0)
     for exchange in (0, 1):
-        sent = torch.full((2,), 6e4, dtype=torch.float16)
-        held.answered(exchange, sent, np.array([True]), 2)
-        held.made(exchange)
+        held.answered(exchange, np.array([True]), 2)
+        held.settle(exchange)
     assert held.held is not None
     assert held.held.tolist() == [0, 0]
 
 
 def test_an_exchange_that_nobody_has_made_is_passed_over() -> None:
-    held = HeldBack(chunk_of([2]))
-    held.answered(7, torch.ones(2), np.array([True]), 2)
-    held.made(7)
+    held = Held(chunk_of([2]))
+    held.answered(7, np.array([True]), 2)
+    held.settle(7)
     assert held.held is None

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import CheckpointError
+from atoll.exchange.feedback import Feedback
 from atoll.train.channel import Channel
 from atoll.train.groupworkers import GroupWorkers
 from atoll.train.leased_sampler import LeasedSampler
-from atoll.train.lossy import LossyPushes
 from atoll.train.pace import Pace
 from atoll.train.place import Place
 from atoll.train.regrouping import GroupState, Leases
@@ -108,7 +108,7 @@ def chunks() -> list[Any]:
 def made(kind: Wanted, ring: Any) -> Uplink:
     """An uplink that spreads answers: it sends nothing."""
     sends: Any = SimpleNamespace()
-    return Uplink(kind, ring, sends, chunks(), LossyPushes((), {}, LinkOptions(), lambda _dtype: 1))
+    return Uplink(kind, ring, sends, chunks(), Feedback((), {}, LinkOptions()))
 
 
 @pytest.mark.parametrize("kind", ["leader", "members"])

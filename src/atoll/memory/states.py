@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from atoll.memory.gradients import TrainedChunk
 from atoll.memory.payloads import MASTER, VALUES, Key, Payloads, spare_kind, state_kind
-from atoll.tensors.optimizer import State, comparable, copied, ends_run
+from atoll.tensors.optimizer import State, comparable, copied, runs_alike
 from atoll.tensors.torch_compat import bare_step, drop_step_hooks
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
@@ -224,22 +224,13 @@ class ChunkStates:
 
     def _cut(self, present: tuple[bool, ...], fused: bool) -> None:
         """Find the runs of slots that step alike, and let each have numbers of its own."""
-        runs: list[list[int]] = []
-        last: object = None
-        for slot, here in enumerate(present):
-            if not here or not self.has(slot):
-                last = None
-                continue
-            signature = (
-                self._kept[slot],
-                [(k, comparable(v, False)) for k, v in sorted(self._numbers[slot].items())],
-            )
-            if last is None or signature != last:
-                runs.append([])
-            runs[-1].append(slot)
-            nbytes = self.trained.chunk.slots[slot].numel * self.dtype.itemsize
-            last = None if ends_run(nbytes, self.dtype, self._device, fused) else signature
-        self._runs = [(run[0], run[-1]) for run in runs]
+        signatures = [
+            (self._kept[slot], [(k, comparable(v, False)) for k, v in sorted(self._numbers[slot].items())])
+            if here and self.has(slot)
+            else None
+            for slot, here in enumerate(present)
+        ]
+        self._runs = runs_alike(self.trained.chunk, signatures, self.dtype, self._device, fused)
         self._cut_for = present, fused
         for first, end in self._runs:
             numbers = {key: copied(value) for key, value in self._numbers[first].items()}

@@ -16,7 +16,10 @@ from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, MismatchError
 from atoll.core.events import AnyEvent
 from atoll.core.points import reach
+from atoll.core.runclock import record_time
+from atoll.exchange.feedback import Feedback
 from atoll.exchange.link import LOG, Link, ignored
+from atoll.exchange.linksseen import LinksSeen
 from atoll.net.endpoint import Endpoint, Server, poll
 from atoll.net.keys import Keys
 from atoll.server.gathered import merge_untrusted, pack
@@ -31,7 +34,6 @@ from atoll.server.siteentrance import SiteEntrance
 from atoll.server.sitemodel import SiteModel
 from atoll.server.siteplace import Place, in_sites
 from atoll.server.siterecovery import HELD, FoundSite, SiteImage, encode_site_image
-from atoll.server.sitereport import SiteReport
 from atoll.store.members import RETURN_PATIENCES
 from atoll.store.outcomes import Meeting
 from atoll.store.records import Part, Told
@@ -219,7 +221,10 @@ class SiteShard(Shard):
         self.at_once = (messages.WhoIsMissing, messages.Goodbye, messages.GiveState)
         self._image_seconds, self._image_at = image_seconds, time.monotonic() + image_seconds
         self._upstream: Link | None = None
-        self._report = SiteReport(self.site, emit)
+        self._links_seen = LinksSeen(
+            f"site {self.site}",
+            lambda kind, **fields: emit(kind(time=record_time(), worker=-1, site=self.site, **fields)),
+        )
         self._meets: dict[int, tuple[messages.Meet, memoryview]] = {}  # that are not over, by number
         self._alone_since = math.inf  # monotonic: when the last of its workers was lost
         self._refreshed = 0  # the parameters are those after so many meetings
@@ -269,12 +274,12 @@ class SiteShard(Shard):
 
     def close(self) -> None:
         super().close()
-        self._tell_of_links(self._report.tell)
+        self._tell_of_links(self._links_seen.tell)
         if self._upstream is not None:
             self._upstream.close()
 
-    def _tell_of_links(self, tell: Callable[[Link | None, SiteModel | None], None]) -> None:
-        tell(self._upstream, self._model if isinstance(self._model, SiteModel) else None)
+    def _tell_of_links(self, tell: Callable[[Link | None, Feedback | None], None]) -> None:
+        tell(self._upstream, self._model.feedback if isinstance(self._model, SiteModel) else None)
 
     def _endpoints(self) -> list[Endpoint]:
         above = self._upstream.clients if self._upstream is not None else []
@@ -286,7 +291,7 @@ class SiteShard(Shard):
             self._upstream = self._connect_up(self._link_up.addresses)
         if self._upstream is not None:
             self._upstream.take(_GRACE_SECONDS)
-        self._tell_of_links(self._report.poll)
+        self._tell_of_links(self._links_seen.tell_if_due)
         if not self._over:
             self._see_to_end()
 
@@ -338,7 +343,7 @@ class SiteShard(Shard):
         if self._until():
             raise _StoppedError
         self._link_up.take()
-        self._tell_of_links(self._report.poll)
+        self._tell_of_links(self._links_seen.tell_if_due)
         self._serve_meanwhile()
 
     def _door_with_room(self) -> list[Endpoint]:
@@ -348,7 +353,7 @@ class SiteShard(Shard):
     def _leave(self, reason: str) -> None:
         """No other site is to wait for this one."""
         self._over, self._ends_at = True, time.monotonic() + _FAREWELL
-        self._tell_of_links(self._report.tell)
+        self._tell_of_links(self._links_seen.tell)
         last = self._site_log.last
         if self._upstream is not None and self._site_log.has_left and last is not None:
             self._upstream.send(LOG, messages.Ends(incarnation=self._place.incarnation, stand=last))
@@ -522,7 +527,7 @@ class SiteShard(Shard):
         model.optimizer.set_hyperparameters(image.hyperparameters)
         model.clock = image.clock
         held = found.parts[HELD]
-        model.losses.restore(
+        model.feedback.restore(
             {
                 chunk: (tensor_of(held[chunk], model.optimizer.dtype(chunk)), weight)
                 for chunk, weight in image.held.items()
@@ -606,7 +611,7 @@ class SiteShard(Shard):
             return
         self._image_at = time.monotonic() + self._image_seconds
         shard, parts = self.image()
-        held = model.losses.state()
+        held = model.feedback.state()
         # What is held now is changed while the journal still writes it.
         parts += [(Part(HELD, chunk), payload_of(values.clone())) for chunk, (values, _) in held.items()]
         image = SiteImage(

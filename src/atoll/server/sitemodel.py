@@ -7,7 +7,7 @@ contribution. Each waits for the global shards, chunk by chunk. Source: S4, "The
 
 A site's shard that is started again goes through its journal without the global shards. At most one thing
 was on its way up when it was killed, the last: that one it does once more, and what comes twice counts once.
-Where parts of what goes up may be lost (`server/sitelosses.py`), the journal has what the global shards said
+Where parts of what goes up may be lost (`exchange/feedback.py`), the journal has what the global shards said
 was lost of all before, and so what is held back is what it was.
 """
 
@@ -26,11 +26,11 @@ from atoll.chunks import ChunkMap
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
+from atoll.exchange.feedback import Feedback
 from atoll.exchange.link import LOG, Link
-from atoll.net.returning import elements_in_block
+from atoll.net.tunnel import Lossy
 from atoll.server.model import Done, Holder, MeanOf, Model
 from atoll.server.payloads import payload_of
-from atoll.server.sitelosses import SiteLosses
 from atoll.server.siteplace import Place
 from atoll.store.actions import CombineChunks, StepChunks
 from atoll.store.balance import balance
@@ -131,7 +131,7 @@ class SiteModel(Model):
         sizes = {chunk.id: chunk.nbytes for chunk in self.optimizer.layout.trainable}
         places = balance(list(sizes.values()), shards)
         self._shard_of = dict(zip(sizes, places, strict=True))
-        self.losses = SiteLosses(self.optimizer.layout.trainable, link or LinkOptions())
+        self.feedback = Feedback(self.optimizer.layout.trainable, self._shard_of, link or LinkOptions())
         self.clock = setup.steps  # iterations of the site that count globally
         self._lacking: set[int] = set()  # chunks that are waited for
         self._consumed = setup.consumed  # by all sites, as the global shards have told
@@ -240,7 +240,7 @@ class SiteModel(Model):
         # The gradients are let go before this is done, if it is.
         means = {chunk: self._mean_of(action, chunk) for chunk in self.chunks}
         for chunk, (values, present) in means.items():
-            self.losses.outgoing(self.clock, chunk, values, present, action.weight)
+            self._outgoing(chunk, values, present, action.weight, self.clock)
         self._pass(lambda _: self._pass_mean(action, means.__getitem__, used, _nothing))
 
     def _pass_mean(
@@ -281,16 +281,12 @@ class SiteModel(Model):
     def _take_losses(self, iteration: int, answer: messages.Mean | messages.Parameters) -> None:
         if answer.lost is not None:
             self._note(answer)
-            self.losses.told(iteration, answer.chunk, answer.lost)
-
-    def lost_to(self, shard: int) -> tuple[int, int, float]:
-        """Of what goes to a global shard, as SiteLosses.of."""
-        return self.losses.of([chunk for chunk, place in self._shard_of.items() if place == shard])
+            self.feedback.answered(iteration, answer.chunk, answer.lost)
 
     def hear_losses(self, answer: messages.Mean | messages.Parameters) -> None:
         """Of a journal: what a global shard had said was lost."""
         iteration = answer.iteration if isinstance(answer, messages.Mean) else answer.asked - 1
-        self.losses.told(iteration, answer.chunk, answer.lost)
+        self.feedback.answered(iteration, answer.chunk, answer.lost)
 
     def _step(self, action: StepChunks, _before: Done, done: Done) -> None:
         mean, self.mean = self.mean, None
@@ -307,24 +303,24 @@ class SiteModel(Model):
         word: Callable[[], None]
         if self.between.consistency == "bsp":
             # Where nobody has said this step, the other sites do; as a rule they accept it.
-            self.losses.made(action.accepted or action.nobody)
+            self._settle_losses(action.accepted or action.nobody)
             word = partial(self._say_step, action, edits, clock)
         else:
             assert mean is not None
             # What nobody has stepped with is in no step: its samples are dealt again once the site ends.
             used = self._used()
             settings, used = self.optimizer.hyperparameters, [] if action.nobody else used
-            self.losses.made()  # of a journal: the contribution before this one is over
+            self._settle_losses()  # of a journal: the contribution before this one is over
             word = partial(self._contribute, action, mean, edits, settings, used, clock)
-            if self._above is None and self.losses.are_possible:
+            if self._above is None and self.feedback.loses:
                 for chunk, values, present in self._made_of(action, mean, edits):
-                    self.losses.outgoing(clock, chunk, values, present, _weight(action, mean))
+                    self._outgoing(chunk, values, present, _weight(action, mean), clock)
 
         def passing(_upstream: Link) -> None:
             word()
             self._fetch(clock + 1, told)
             if self.between.consistency != "bsp":
-                self.losses.made()
+                self._settle_losses()
 
         self._pass(passing)
         self.clock = clock + 1
@@ -377,21 +373,30 @@ class SiteModel(Model):
             else:
                 yield chunk, values if action.scale == 1 else values * action.scale, present
 
+    def _outgoing(
+        self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int
+    ) -> tuple[Tensor, Lossy | None]:
+        """What is sent of a chunk's gradients, (extent,), with what was held back; and how."""
+        sent = self.feedback.add(clock, chunk, values, present, weight)
+        return sent, self.feedback.sent(clock, chunk, sent)
+
+    def _settle_losses(self, counted: bool = True) -> None:
+        """The contribution that is under way, if one is, is over."""
+        for clock in self.feedback.under_way:
+            self.feedback.settle(clock, counted=counted)
+
     def _push(
         self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int, until: str
     ) -> None:
         shard, upstream = self._shard_of[chunk], self._upstream
-        sent, how = self.losses.outgoing(clock, chunk, values, present, weight), None
-        if self.losses.may_lose(present, weight):
-            dtype = self.optimizer.layout.chunks[chunk].dtype
-            how = self.losses.how(chunk, elements_in_block(upstream.options, dtype))
+        sent, how = self._outgoing(chunk, values, present, weight, clock)
         push = messages.Push(
             incarnation=self._incarnation,
             iteration=clock,
             chunk=chunk,
             chunks_in_all=sum(place == shard for place in self._shard_of.values()),
             present=present,
-            late=self.losses.holds_back,
+            late=self.feedback.holds_back,
         )
         upstream.send(shard, push, payload_of(sent), until, how)
 

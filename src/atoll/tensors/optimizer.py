@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check, error_of
+from atoll.chunks import Chunk
 from atoll.core.errors import UserError
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys, tried_alike
@@ -135,20 +136,9 @@ class ChunkState:
     def cut(self, present: tuple[bool, ...], fused: bool) -> None:
         """Make the segments for the slots that have a gradient; `fused` is the param group's setting."""
         self.dissolve()
-        runs: list[list[int]] = []
-        last: tuple[object, ...] | None = None
-        for slot, here in enumerate(present):
-            if not here:
-                last = None
-                continue
-            signature = self.signature(slot)
-            if last is None or signature != last:
-                runs.append([])
-            runs[-1].append(slot)
-            nbytes = self.chunk.parameters[slot].nbytes
-            ends = ends_run(nbytes, self.chunk.flat.dtype, self.chunk.flat.device, fused)
-            last = None if ends else signature
-        self.segments = [self._segment(run[0], run[-1]) for run in runs]
+        signatures = [self.signature(slot) if here else None for slot, here in enumerate(present)]
+        runs = runs_alike(self.chunk.chunk, signatures, self.chunk.flat.dtype, self.chunk.flat.device, fused)
+        self.segments = [self._segment(first, last) for first, last in runs]
         self.present = present
         self.note_shown()
 
@@ -739,7 +729,35 @@ def elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:
     raise error_of("prepare", Choices(facts))
 
 
-def ends_run(nbytes: int, dtype: torch.dtype, device: torch.device, fused: bool) -> bool:
+def runs_alike(
+    chunk: Chunk,
+    signatures: Sequence[object],
+    dtype: torch.dtype,
+    device: torch.device,
+    fused: bool,
+) -> list[tuple[int, int]]:
+    """Return the first and last slot of each run of neighbouring slots that step alike.
+
+    Args:
+        chunk: where the slots lie.
+        signatures: by slot, what must be equal for two to step alike; None: the slot is not stepped.
+        dtype: the precision in which they are stepped.
+        device: where they are stepped.
+        fused: the param group's setting.
+    """
+    runs: list[tuple[int, int]] = []
+    before: object = None
+    for slot, signature in enumerate(signatures):
+        if signature is not None and signature == before:
+            runs[-1] = runs[-1][0], slot
+        elif signature is not None:
+            runs.append((slot, slot))
+        ends = _ends_run(chunk.slots[slot].numel * dtype.itemsize, dtype, device, fused)
+        before = None if ends else signature
+    return runs
+
+
+def _ends_run(nbytes: int, dtype: torch.dtype, device: torch.device, fused: bool) -> bool:
     """Whether what follows a parameter must not step in one run with it, as plain torch steps both.
 
     On a CPU, fused kernels and half precision round differently in a vector loop and in the scalar loop

@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,13 +24,13 @@ from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import gradients_in
+from atoll.exchange.feedback import Feedback
 from atoll.exchange.link import LOG, Link
-from atoll.net.returning import Payload, elements_in_block
+from atoll.net.returning import Payload
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters
 from atoll.tensors.payload import tensor_of
 from atoll.tensors.torch_compat import version_of
-from atoll.train.lossy import LossyPushes
 from atoll.train.messages import ChunkGradients, Message
 from atoll.train.reducer import Calls, Reducer, SendingReducer
 from atoll.train.samples import Contribution
@@ -290,11 +289,12 @@ class Exchange(Reducer):
         self.connection, self._lazy = connection, lazy
         self.parameters = self._new_parameters(connection)
         self.parameters.told_consumed = self._hear_consumed
-        self.lossy = LossyPushes(
-            self._chunks,
+        names = {bound.chunk.id: bound.names[0] for bound in self._chunks}
+        self.feedback = Feedback(
+            [bound.chunk for bound in self._chunks],
             connection.shard_of,
             connection.link,
-            partial(elements_in_block, connection.link),
+            named=lambda chunk: f"parameter {names[chunk.id]!r}",
         )
         self._held_by = Counter(connection.shard_of.values())  # shard -> chunks
         self._pushed: Counter[int] = Counter()  # of them, in this iteration
@@ -363,7 +363,7 @@ class Exchange(Reducer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.lossy.clear()
+        self.feedback.clear()
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         """Which iteration this worker makes next is the shards' to say."""
@@ -386,7 +386,8 @@ class Exchange(Reducer):
         """
         chunk_id, shards = bound.chunk.id, self.connection.shards
         shard = self.connection.shard_of[chunk_id]
-        sent, lossy = self.lossy.outgoing(self.steps, bound, flat, present, weight)
+        sent = self.feedback.add(self.steps, chunk_id, flat, present, weight)
+        lossy = self.feedback.sent(self.steps, chunk_id, sent)
         message = self._push_of(chunk_id, present, pull)
         shards.send(shard, message, bytes_of(sent), until=self._contribution, lossy=lossy)
         self.bytes_sent += flat.numel() * flat.element_size()
@@ -402,7 +403,7 @@ class Exchange(Reducer):
             chunks_in_all=self._held_by[shard],
             present=bytes(present),
             pull=pull and self._pushed[shard] == self._held_by[shard],
-            late=self.lossy.holds_back,
+            late=self.feedback.holds_back,
         )
 
     def _commit(
@@ -591,7 +592,7 @@ class WorkerMean(MeanSteps):
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         edited = self._edited() if accepted else []  # what is left out needs no gradients
-        self.lossy.made(self.steps, accepted)
+        self.feedback.settle(self.steps, counted=accepted)
         edits = self._send_edited(edited)
         self._say_step(accepted, hyperparameters, edited, edits)
         self._scale_at_step = 1.0
@@ -600,7 +601,7 @@ class WorkerMean(MeanSteps):
             self.parameters.publish()
 
     def _step_left_out(self) -> None:
-        self.lossy.made(self.steps, accepted=False)
+        self.feedback.settle(self.steps, counted=False)
         self._say_step(accepted=False, hyperparameters=[], edited=[], edits="")
         self._scale_at_step = 1.0
         self.parameters.pull(self.steps + 1)
@@ -670,7 +671,7 @@ class MeanExchange(SendingReducer, WorkerMean):
             shards = self.connection.shards
             rest = PullMean(incarnation=shards.incarnation, iteration=self.steps)
             shards.answered(CONTRIBUTION, shard, instead=rest)
-        self.lossy.answered(message.iteration, message.chunk, message.lost)
+        self.feedback.answered(message.iteration, message.chunk, message.lost)
         chunk.published.flat.copy_(values_of(payload, chunk.bound, shard))
         self._means[message.chunk] = message
 
@@ -786,8 +787,8 @@ class AsyncExchange(Exchange):
             self._send_chunk(bound, flat, present, own.weight, pull)
 
     def _handle_lost(self, iteration: int, chunk_id: int, lost: LostBlocks | None) -> None:
-        self.lossy.answered(iteration, chunk_id, lost)
-        self.lossy.made_of(iteration, chunk_id)
+        self.feedback.answered(iteration, chunk_id, lost)
+        self.feedback.settle(iteration, chunk_id)
 
     def _gather(self, bound: BoundChunk, present: Sequence[bool]) -> Tensor:
         """A copy of a chunk's gradients, zeros where there are none."""

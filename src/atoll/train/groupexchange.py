@@ -120,9 +120,9 @@ class GroupReducer(RingReducer, Exchange):
         """
         super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls, settings=settings)
         self._connect(connection, lazy=False)
-        self.parameters.told_lost = self.lossy.answered
+        self.parameters.told_lost = self.feedback.answered
         self.parameters.told_consumed = lambda _: None  # all members hear it at once
-        self.uplink = Uplink(uplink, ring, connection, chunks, self.lossy)
+        self.uplink = Uplink(uplink, ring, connection, chunks, self.feedback)
         self._grouping, self._move, self._hyperparameters = grouping, told, hyperparameters
         self._pipeline = pipeline
         self._in_flight: Outgoing | None = None
@@ -235,7 +235,7 @@ class GroupReducer(RingReducer, Exchange):
         channel.wait(work, what)
         if not any(bool(each) for each in said):
             return None
-        own = self.lossy.taken(outgoing.iteration)
+        own = self.feedback.again(outgoing.iteration)
         parts = gather_bytes(channel, msgspec.msgpack.encode(sorted(own)), what)
         along = {}
         for chunk_id in sorted({each for part in parts for each in msgspec.msgpack.decode(part)}):
@@ -497,7 +497,7 @@ class GroupExchange(GroupReducer):
             answer, values = self._ring.round(
                 what, lambda: self._exchange(outgoing, what), outgoing.iteration
             )
-        self.lossy.made(outgoing.iteration)
+        self.feedback.settle(outgoing.iteration)
         self.parameters.adopt(values)
         self.connection.staleness(answer.staleness)
         self._hear_consumed(answer.consumed)
@@ -606,7 +606,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
 
         with self._timed():
             values = self._ring.round(what, act, self.steps, self._where)
-        self.lossy.made(self.steps, accepted)
+        self.feedback.settle(self.steps, counted=accepted)
         self._scale_at_step = 1.0
         return values
 
@@ -624,7 +624,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
         check_mean(self.connection.shard_of, shard, message, chunk.bound)
         if not any(self.connection.shard_of[chunk_id] == shard for chunk_id in self._means):
             self._shard_answers(shard)
-        self.lossy.answered(message.iteration, message.chunk, message.lost)
+        self.feedback.answered(message.iteration, message.chunk, message.lost)
         self._mean_runs[message.chunk] = values_of(payload, chunk.bound, shard, self._mean_share).clone()
         self._means[message.chunk] = message
 

@@ -18,6 +18,7 @@ from atoll.core import events
 from atoll.core.config import LAB_JOURNALS_VARIABLE, LAB_WORKER_VARIABLE, Config
 from atoll.core.errors import UserError
 from atoll.core.runclock import record_time
+from atoll.exchange.linksseen import LinksSeen
 from atoll.groups.grouping import show
 from atoll.observe.journal import Journal
 from atoll.observe.lastwords import say
@@ -26,9 +27,7 @@ from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory
 from atoll.train.exchange import Exchange
 from atoll.train.hierarchy import Hierarchy
-from atoll.train.linkreport import LinkReport
 from atoll.train.logged import finite, loggable
-from atoll.train.lossy import LossyPushes
 from atoll.train.meter import Taken
 from atoll.train.node.worker import NodeWorker
 from atoll.train.resume import TrainingState
@@ -60,7 +59,9 @@ class Records:
         self._read_at = time.perf_counter()
         self._confirming = ""  # how, as was last told
         self._warned_of: set[str] = set()  # the subjects of `warn_once`
-        self._links = self._make_link_report(service)
+        shards = service.shards if service is not None else None
+        self._link = shards if shards is not None and shards.options.transport == "ltp" else None
+        self._links = LinksSeen(f"worker {self._workers.place.name}", self.emit)
 
     # The journals
 
@@ -154,8 +155,7 @@ class Records:
     ) -> None:
         """An iteration is over, of so many of this worker's samples; `figures` are more of StepDone's fields,
         and `staleness` is logged where it is measured."""
-        if self._links is not None:
-            self._links.tell_if_due()
+        self._tell_of_links(now=False)
         if staleness is not None:
             self._log(1.0, {"staleness": staleness})
         self.emit(
@@ -178,8 +178,7 @@ class Records:
         """The script has come to its end."""
         self.read_logged()
         self._tell_of_memory()
-        if self._links is not None:
-            self._links.tell()
+        self._tell_of_links(now=True)
         self.emit(events.Finished, iteration=self._state.iteration)
 
     # Groups, rings and nodes
@@ -265,16 +264,14 @@ class Records:
         self._lab_journal = Journal(Path(folder) / f"{worker}-{os.getpid()}.jsonl")
         self._bus.subscribe(self._lab_journal)
 
-    def _make_link_report(self, service: Service | None) -> LinkReport | None:
-        """What tells of the links to the shards, where parts of gradients may be lost on them."""
-        if service is None or service.shards.options.transport != "ltp":
-            return None
-
-        def lossy() -> LossyPushes | None:
-            reducers = [prepared.reducer for prepared in self._state.prepared]
-            return next((each.lossy for each in reducers if isinstance(each, Exchange)), None)
-
-        return LinkReport(service.shards, f"worker {self._workers.place.name}", lossy, self.emit)
+    def _tell_of_links(self, *, now: bool) -> None:
+        """What the links to the shards do, where parts of gradients may be lost on them."""
+        if self._link is None:
+            return
+        reducers = [prepared.reducer for prepared in self._state.prepared]
+        feedback = next((each.feedback for each in reducers if isinstance(each, Exchange)), None)
+        tell = self._links.tell if now else self._links.tell_if_due
+        tell(self._link, feedback)
 
     def _log(self, weight: float, values: dict[str, Any]) -> None:
         self._logged.append((self._state.iteration, weight, values))

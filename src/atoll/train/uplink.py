@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from atoll.exchange.feedback import Feedback
 from atoll.net.returning import Made
 from atoll.tensors.binding import BoundChunk
 from atoll.train.exchange import CONTRIBUTION, Connection, bytes_of
-from atoll.train.lossy import LossyPushes
 from atoll.train.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.rounds import Ring
 from atoll.wire.messages import PullMean, Push, run_of
@@ -55,9 +55,9 @@ class Uplink:
         ring: Ring,
         connection: Connection,
         chunks: Sequence[BoundChunk],
-        lossy: LossyPushes,
+        feedback: Feedback,
     ) -> None:
-        self._wanted, self._ring, self._connection, self._lossy = wanted, ring, connection, lossy
+        self._wanted, self._ring, self._connection, self._feedback = wanted, ring, connection, feedback
         self.kind: Kind = "leader" if wanted == "auto" else wanted
         self.reason = "sync.uplink"
         self._chunks = list(chunks)
@@ -104,12 +104,13 @@ class Uplink:
     ) -> None:
         """Send this member's share of each chunk (`flats`: 1-D, by chunk), and ask for the same of what comes
         of them; `flats` must stay as they are until the answer. `weight` is the group's contribution's;
-        `along` as `LossyPushes.outgoing` has it, where another member may have sent it before."""
+        `along` as `Feedback.add` has it, where another member may have sent it before."""
         shards, shard_of = self._connection.shards, self._connection.shard_of
         for bound, start, stop, message in self._pushes(role, iteration, present, pull=True):
             chunk_id = bound.chunk.id
             flat, here = flats[chunk_id][start:stop], present[chunk_id]
-            run, lossy = self._lossy.outgoing(iteration, bound, flat, here, weight, start=start, along=along)
+            run = self._feedback.add(iteration, chunk_id, flat, here, weight, start=start, along=along)
+            lossy = self._feedback.sent(iteration, chunk_id, run)
             shards.send(shard_of[chunk_id], message, bytes_of(run), until=CONTRIBUTION, lossy=lossy)
             self.bytes_sent += run.numel() * run.element_size()
 
@@ -150,7 +151,7 @@ class Uplink:
                 pull=pull and not left[shard],
                 share=role.share[0],
                 shares=role.share[1],
-                late=self._lossy.holds_back,
+                late=self._feedback.holds_back,
             )
             yield bound, start, stop, message
 

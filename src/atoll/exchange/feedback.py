@@ -1,0 +1,395 @@
+"""Error feedback: what a link or a code drops of a gradient is added to a later one (docs/ltp-training.md).
+
+Element by element, times the contributions' weights: given = applied + held back. What the shard's answer
+says was lost is what counts: a contribution may be sent twice, and only one copy of it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from atoll.axes.choices import Choices
+from atoll.axes.needs import check
+from atoll.chunks import Chunk
+from atoll.core.config import LinkOptions
+from atoll.core.errors import RunError
+from atoll.net.lossychunks import Priorities
+from atoll.net.returning import elements_in_block
+from atoll.net.tunnel import Lossy
+from atoll.wire.lost import BORNE, flaw, missing_of
+from atoll.wire.messages import LostBlocks
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What was lost of the gradients to one shard since the beginning, in blocks, and how much of a gradient
+    is held back now: the sum of its absolute values over that of the latest gradient's."""
+
+    borne: int = 0
+    filled: int = 0
+    held: float = 0.0
+
+
+class Feedback:
+    """Of one model's trained chunks, over one link. Contributions are known by their exchange's number.
+
+    What is held back of a chunk goes along with the next contribution, and with no other until that one is
+    settled. What is not finite is never held, for it would never leave again; `dropped` counts such elements.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        shard_of: Mapping[int, int],
+        link: LinkOptions,
+        *,
+        named: Callable[[Chunk], str] = lambda chunk: f"a parameter in chunk {chunk.id}",
+        block_elements: Callable[[str], int] | None = None,
+    ) -> None:
+        """Check that parts of the chunks may be lost.
+
+        Args:
+            chunks: those that are trained.
+            shard_of: the shard of each, by the chunk's id.
+            link: how contributions travel. Where it loses nothing, they pass as they are.
+            named: the parameter to be named where a chunk cannot be sent.
+            block_elements: the elements of a dtype in a block on the link; None: as the link has it.
+
+        Raises:
+            PrepareError: No part of a chunk may be lost.
+        """
+        for chunk in chunks:
+            facts = {"dtype": chunk.dtype, "parameter": named(chunk)}
+            check("prepare", Choices({**facts, "link.lossy": link.lossy, "link.fill": link.fill}))
+        self._link, self._shard_of = link, dict(shard_of)
+        self._block_elements = block_elements or partial(elements_in_block, link)
+        self._dtypes = {chunk.id: chunk.dtype for chunk in chunks}
+        self._residuals = {chunk.id: _Residual(chunk) for chunk in chunks if link.holds_back}
+        self._priorities = Priorities(link.high)
+        self._flights: dict[int, dict[int, _Flight]] = {}  # by exchange and chunk, until they are settled
+        self._lost: dict[tuple[int, bool], int] = {}  # blocks by shard, and whether they were borne
+
+    @property
+    def loses(self) -> bool:
+        """Whether the link may lose anything."""
+        return self._link.lossy
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether what is lost of a contribution goes along with a later one."""
+        return self._link.holds_back
+
+    @property
+    def dropped(self) -> int:
+        return sum(residual.dropped for residual in self._residuals.values())
+
+    @property
+    def under_way(self) -> list[int]:
+        """The exchanges of contributions that are not settled."""
+        return list(self._flights)
+
+    # -- a contribution's way -----------------------------------------------------------------------------
+
+    def add(
+        self,
+        exchange: int,
+        chunk: int,
+        values: Tensor,
+        present: Sequence[bool | int],
+        weight: float,
+        *,
+        start: int = 0,
+        along: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the values with what is held back of them, to be sent. Called again it returns the same: the
+        residual is as it was until the contribution is settled.
+
+        A contribution that weighs nothing goes as it is: nobody misses it.
+
+        Args:
+            exchange: the contribution's number.
+            values: (elements,), the chunk's gradients from element `start` on.
+            present: by slot of the chunk, whether it has a gradient; what is held of others stays.
+            weight: the contribution's.
+            along: by chunk, (extent,): what goes along in place of what is held here, with a contribution
+                that others may have sent before (see `again`), so that it is the same, whoever sends it.
+
+        Returns:
+            (elements,), on the CPU: new memory, or the values themselves where nothing goes along. It must
+            stay as it is until `answered`.
+        """
+        if not self._link.lossy or weight <= 0 or not any(present) or not values.numel():
+            return values
+        values = values.detach().to("cpu")  # where it is sent from
+        stop = start + values.numel()
+        flights = self._flights.setdefault(exchange, {})
+        flight = flights.get(chunk)
+        if flight is None:
+            residual = self._residuals.get(chunk) if along is None else None
+            claim = residual.claim(present, start, stop, weight) if residual is not None else None
+            flight = flights[chunk] = _Flight(weight, claim)
+        if along is not None:
+            held = along[chunk][start:stop] if chunk in along else None
+        else:
+            held = flight.claim.of(start, stop) if flight.claim is not None else None
+        flight.start, flight.added = start, values if held is None else values + held
+        return flight.added
+
+    def sent(self, exchange: int, chunk: int, decoded: Tensor) -> Lossy | None:
+        """Note what of the values that `add` gave leaves, as the receiver decodes it; returns which blocks of
+        it must arrive. None: all of it must."""
+        flight = self._flights.get(exchange, {}).get(chunk)
+        if flight is None or flight.added is None:
+            return None
+        added, flight.added = flight.added, None
+        if decoded is not added and chunk in self._residuals:
+            flight.error = added - decoded
+        flight.decoded = decoded
+        dtype = self._dtypes[chunk]
+        numbers = (decoded.float() if decoded.dtype == torch.bfloat16 else decoded).numpy()
+        high = self._priorities.high(chunk, numbers, self._block_elements(dtype), flight.start)
+        return Lossy(chunk=chunk, iteration=exchange, dtype=dtype, high=high)
+
+    def again(self, exchange: int) -> dict[int, Tensor]:
+        """This contribution is to be sent again, by whomever: returns what went along with it of what is held
+        here, by chunk, (extent,), to be read. Answers to what was sent before are passed over."""
+        found = {}
+        for chunk, flight in self._flights.get(exchange, {}).items():
+            flight.forget()
+            if flight.claim is not None:
+                found[chunk] = flight.claim.of(0, flight.claim.before.numel())
+        return found
+
+    def answered(self, exchange: int, chunk: int, lost: LostBlocks | None) -> None:
+        """The shard's answer says what of this contribution was lost: its first word counts. Raises RunError
+        for what cannot be of it."""
+        flight = self._flights.get(exchange, {}).get(chunk)
+        if flight is None or flight.is_answered or flight.decoded is None:
+            return
+        decoded, flight.decoded, flight.is_answered = flight.decoded, None, True
+        if lost is None:
+            return
+        elements, shard = decoded.numel(), self._shard_of[chunk]
+        if wrong := flaw(lost, elements):
+            raise RunError(f"shard {shard}, of chunk {chunk} of iteration {exchange}: {wrong}")
+        missing = missing_of(lost, elements)
+        size = max(1, self._block_elements(self._dtypes[chunk]) // lost.block)
+        key = shard, chunk in self._residuals or lost.how == BORNE
+        self._lost[key] = self._lost.get(key, 0) + -(-int(missing.sum()) // size)
+        if chunk in self._residuals and missing.any():
+            flight.lost = _Lost.of(decoded, missing, lost.block, flight.start)
+
+    def settle(self, exchange: int, chunk: int | None = None, *, counted: bool = True) -> None:
+        """The contribution, or one chunk of it, is over. If it counted, its residual is what was added and
+        not applied; else the residual is what it was before."""
+        flights = self._flights.get(exchange, {})
+        for each in list(flights) if chunk is None else [chunk] * (chunk in flights):
+            flight, residual = flights.pop(each), self._residuals.get(each)
+            if residual is None:
+                continue
+            if not counted:
+                residual.give_back(flight)
+            else:
+                residual.keep(flight)
+        if not flights:
+            self._flights.pop(exchange, None)
+
+    def clear(self) -> None:
+        """Hold nothing, and forget what is on its way: other parameters were loaded, and are owed nothing."""
+        self._flights.clear()
+        for residual in self._residuals.values():
+            residual.values = None
+
+    # -- what is told of it, and kept ---------------------------------------------------------------------
+
+    def losses(self, shard: int) -> Losses:
+        """Of the gradients to one shard, up to now."""
+        chunks = [chunk for chunk, place in self._shard_of.items() if place == shard]
+        held = sum(self._residuals[chunk].size for chunk in chunks if chunk in self._residuals)
+        whole = sum(self._priorities.size(chunk) for chunk in chunks)
+        return Losses(
+            borne=self._lost.get((shard, True), 0),
+            filled=self._lost.get((shard, False), 0),
+            held=held / whole if whole > 0 else 0.0,
+        )
+
+    def state(self) -> dict[int, tuple[Tensor, float]]:
+        """What is held back, by chunk, (extent,), to be read, and the weight that it is of; without what is
+        on its way."""
+        return {
+            chunk: (residual.values, residual.weight)
+            for chunk, residual in self._residuals.items()
+            if residual.values is not None
+        }
+
+    def restore(self, state: Mapping[int, tuple[Tensor, float]]) -> None:
+        """Hold what `state` gave; values are copied."""
+        for chunk, (values, weight) in state.items():
+            if chunk in self._residuals:
+                self._residuals[chunk].values = values.clone()
+                self._residuals[chunk].weight = weight
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What of a residual goes along with a contribution: of `before`, (extent,), which has the weight
+    `weight`, the elements in `spans` (None: all). `part` of them is sent, and `moved` of them left the
+    residual, which had changed `changes` times then."""
+
+    before: Tensor
+    weight: float
+    spans: list[slice] | None
+    part: float
+    moved: float
+    changes: int
+
+    def of(self, start: int, stop: int) -> Tensor:
+        """What goes along with a run."""
+        return _times(self.values[start:stop], self.part)
+
+    @property
+    def values(self) -> Tensor:
+        """(extent,), zeros outside the spans."""
+        if self.spans is None:
+            return self.before
+        values = torch.zeros_like(self.before)
+        for here in self.spans:
+            values[here] = self.before[here]
+        return values
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """What was lost of a run of the chunk: `rows`, (lost, block), are the blocks `which` of it, and `rest`
+    are elements of its last one, where that is shorter and was lost."""
+
+    start: int  # the run's first element
+    stop: int
+    block: int
+    which: Tensor
+    rows: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, missing: npt.NDArray[np.bool_], block: int, start: int) -> _Lost:
+        whole = values.numel() // block
+        which = torch.from_numpy(np.flatnonzero(missing[:whole]))
+        rows = values[: whole * block].view(whole, block)[which]
+        rest = values[whole * block :].clone() if len(missing) > whole and missing[-1] else values[:0]
+        return cls(start, start + values.numel(), block, which, rows, rest)
+
+
+@dataclass
+class _Flight:
+    """A chunk of a contribution on its way."""
+
+    weight: float
+    claim: _Claim | None
+    start: int = 0  # the first element of the run that this side sends
+    added: Tensor | None = None  # as `add` gave it, until it is `sent`
+    decoded: Tensor | None = None  # as it was sent, until it is answered
+    error: Tensor | None = None  # what of `added` is not in `decoded`
+    is_answered: bool = False
+    lost: _Lost | None = None
+
+    def forget(self) -> None:
+        """Whatever this side has sent of it does not count."""
+        self.added = self.decoded = self.error = self.lost = None
+        self.is_answered = False
+
+
+class _Residual:
+    """What is held back of one chunk and claimed by no contribution: (extent,), on the CPU and in the chunk's
+    dtype, or None for nothing. `weight` is that of the contributions that it is of."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk = chunk
+        self.values: Tensor | None = None
+        self.weight = 1.0
+        self.dropped = 0
+        self._changes = 0
+
+    @property
+    def size(self) -> float:
+        """The sum of the absolute values."""
+        return 0.0 if self.values is None else float(self.values.abs().sum(dtype=torch.float64))
+
+    def claim(self, present: Sequence[bool | int], start: int, stop: int, weight: float) -> _Claim | None:
+        """What goes along with a contribution's elements `start` to `stop`; None for nothing.
+
+        The residual times its weight is what goes times the new one. Where the new weight is smaller, only as
+        much goes as counted before: a last batch of few samples must not count many times over.
+        """
+        held = self.values
+        if held is None:
+            return None
+        part, moved = min(1.0, self.weight / weight), min(1.0, weight / self.weight)
+        spans: list[slice] | None = list(self._spans(present, start, stop))
+        if all(present) and stop - start == held.numel() and moved == 1:
+            spans, self.values = None, None
+        else:
+            rest = held.clone()
+            for here in spans or ():
+                rest[here] *= 1.0 - moved
+            self.values = rest if rest.any() else None
+        self._changes += 1
+        return _Claim(held, self.weight, spans, part, moved, self._changes)
+
+    def give_back(self, flight: _Flight) -> None:
+        """The contribution was in no step: what went along with it is held as before."""
+        claim = flight.claim
+        if claim is None:
+            return
+        if self._changes == claim.changes:
+            self.values, self.weight = claim.before, claim.weight
+        elif self.values is None:
+            self.values, self.weight = _times(claim.values, claim.moved), claim.weight
+        else:
+            self.values += _times(claim.values, claim.moved) * (claim.weight / self.weight)
+        self._changes += 1
+
+    def keep(self, flight: _Flight) -> None:
+        """The contribution counts: hold what its code left out and what its link lost."""
+        error, lost = flight.error, flight.lost
+        if error is not None:
+            run, factor = self._run(flight.start, flight.start + error.numel(), flight.weight)
+            run.copy_(self._finite(run + error * factor))
+        if lost is not None:
+            run, factor = self._run(lost.start, lost.stop, flight.weight)
+            whole = run.numel() // lost.block * lost.block
+            blocks, rest = run[:whole].view(-1, lost.block), run[whole:]
+            blocks[lost.which] = self._finite(blocks[lost.which] + lost.rows * factor)
+            if lost.rest.numel():
+                rest.copy_(self._finite(rest + lost.rest * factor))
+
+    def _run(self, start: int, stop: int, weight: float) -> tuple[Tensor, float]:
+        """A run of what is held, to be changed, and what values of this weight are multiplied by there."""
+        self._changes += 1
+        if self.values is None:
+            self.weight = weight
+            self.values = torch.zeros(self._chunk.extent, dtype=getattr(torch, self._chunk.dtype))
+        return self.values[start:stop], weight / self.weight
+
+    def _spans(self, present: Sequence[bool | int], start: int, stop: int) -> Iterator[slice]:
+        """Where the slots that are present lie within a run."""
+        for slot, here in zip(self._chunk.slots, present, strict=True):
+            first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            if here and first < last:
+                yield slice(first, last)
+
+    def _finite(self, values: Tensor) -> Tensor:
+        """`values`, with 0 in the place of what is not finite."""
+        wrong = ~torch.isfinite(values)
+        self.dropped += int(wrong.sum())
+        return values.masked_fill_(wrong, 0)
+
+
+def _times(values: Tensor, factor: float) -> Tensor:
+    return values if factor == 1 else values.mul(factor)

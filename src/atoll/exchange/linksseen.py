@@ -1,0 +1,40 @@
+"""What a client's loss-tolerant connections to shards do, told at intervals and at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from atoll.core.events import LinkSeen
+from atoll.exchange.feedback import Feedback, Losses
+from atoll.exchange.link import Link
+from atoll.net.linkcounts import EVERY_SECONDS, LinkCounts
+
+
+class LinksSeen:
+    """`who` is the client, in words. `emit(kind, **fields)` makes an event of that kind, with its time."""
+
+    def __init__(self, who: str, emit: Callable[..., None]) -> None:
+        self._who, self._emit = who, emit
+        self._due = time.monotonic() + EVERY_SECONDS
+        self._counts = LinkCounts()
+
+    def tell_if_due(self, link: Link | None, feedback: Feedback | None) -> None:
+        """Tell, if it is time."""
+        if time.monotonic() >= self._due:
+            self.tell(link, feedback)
+
+    def tell(self, link: Link | None, feedback: Feedback | None) -> None:
+        """Tell of each connection as it is now; `feedback` is the model's, once there is one."""
+        self._due = time.monotonic() + EVERY_SECONDS
+        for shard, figures in (link.figures() if link is not None else {}).items():
+            losses = feedback.losses(shard) if feedback is not None else Losses()
+            self._emit(
+                LinkSeen,
+                who=self._who,
+                peer=f"shard {shard}",
+                borne=losses.borne,
+                filled=losses.filled,
+                held=losses.held,
+                **self._counts.fields(shard, figures),
+            )
