@@ -1,7 +1,7 @@
 """Nodes of strategy `peers` in a virtual world: the real `Node`s, and doubles of their devices, payloads and
 network, which delays, loses, repeats and reorders; nodes die, come back, stand still, and are cut off.
 
-The world knows all, and checks at each step what must always hold (S0): see `World`.
+The world knows all, and checks at each step what must always hold: see `World`.
 """
 
 from __future__ import annotations

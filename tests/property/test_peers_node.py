@@ -1,5 +1,5 @@
 """Nodes of strategy `peers` over random schedules: what must always hold, whatever comes late, is lost, twice
-or out of order, whoever dies, comes back, stands still or is cut off (S0; `peers_world.World` checks)."""
+or out of order, whoever dies, comes back, stands still or is cut off (`peers_world.World` checks)."""
 
 from __future__ import annotations
 

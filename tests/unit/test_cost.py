@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from atoll.cli.app import main
 from atoll.core.errors import UserError
-from atoll.plan import cost, shapes
-from atoll.rings import Tree, choose, disjoint, order, tree
+from atoll.plan import cost
+from atoll.rings import disjoint, order
 
 AT = {"nodes": 16, "size": 160e6, "bandwidth": 1.25e9, "latency": 1e-3, "compute": 1e-10}
 SCHEMES: dict[str, Callable[..., float]] = {
@@ -130,7 +130,7 @@ def test_the_ring_s_cost_is_what_its_messages_take(members: int, given: dict[str
     st.floats(1e3, 1e9),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_ring_over_uneven_links_takes_about_what_its_score_says(
+def test_a_ring_over_uneven_links_takes_about_what_its_mean_latency_says(
     latencies: list[float], bandwidth: float, size: float
 ) -> None:
     """With the greatest latency in place of the mean it would be up to ten times as much."""
@@ -140,7 +140,9 @@ def test_a_ring_over_uneven_links_takes_about_what_its_score_says(
     ring = order(links, latencies=late)
     walked = [latencies[source] for source, _ in ring.links]
     assert ring.latency == pytest.approx(sum(walked))
-    seconds = shapes.score(bandwidths=links, latencies=late, size=size)(ring)
+    seconds = cost.ring(
+        nodes=members, size=size, bandwidth=ring.slowest, latency=ring.latency / members, compute=0
+    )
     simulated = followed(size, [bandwidth] * members, walked)
     assert 0.6 * simulated <= seconds <= 1.7 * simulated
 
@@ -163,9 +165,6 @@ def test_the_v100s_rings_as_in_the_worked_example() -> None:
     assert cost.ring_of(**v100s) == pytest.approx(2 * 160e6 / (3 * 18e9))
     assert cost.ring_of(**v100s) == pytest.approx(5.93e-3, abs=5e-6)
     assert cost.ring_of(**v100s, exact=True) == pytest.approx(5.19e-3, abs=5e-6)
-    assert shapes.rings_seconds(rings, latencies=None, size=160e6, compute=0) == pytest.approx(
-        cost.ring_of(**v100s, exact=True)
-    )
 
 
 @given(st.integers(1, 64), st.floats(0, 1e12), st.floats(1, 1e12))
@@ -178,35 +177,6 @@ def test_devices_cost_what_their_transfers_take(devices: int, size: float, bandw
     assert cost.spread(**one) == pytest.approx(transfer / devices * (devices - 1) * 2)
     assert cost.ring_of(**one, exact=True) == pytest.approx(cost.spread(**one))
     assert cost.ring_of(**one, links=2) == pytest.approx(transfer)
-
-
-def test_a_star_costs_what_one_device_does() -> None:
-    links = [[0.0] * 4 for _ in range(4)]
-    links[0] = [0.0, 16e9, 16e9, 16e9]
-    for member in (1, 2, 3):
-        links[member][0] = 16e9
-    seconds = shapes.score(bandwidths=links, size=160e6)(tree(links))
-    assert seconds == pytest.approx(cost.one_device(devices=4, size=160e6, bandwidth=16e9))
-
-
-def test_a_tree_of_equal_links_takes_a_step_for_each_doubling() -> None:
-    links = [[1e9] * 32 for _ in range(32)]
-    seconds = shapes.score(bandwidths=links, latencies=[[1e-3] * 32 for _ in range(32)], size=1e6)(
-        tree(links)
-    )
-    assert seconds == pytest.approx(2 * 5 * (1e-3 + 1e6 / 1e9))
-
-
-@pytest.mark.parametrize(
-    ("size", "shape"), [(1e3, Tree), (1e9, type(order([[0, 1], [1, 0]])))], ids=["small", "large"]
-)
-def test_small_messages_take_the_tree_and_large_ones_the_ring(size: float, shape: type) -> None:
-    links, late = [[1e9] * 32 for _ in range(32)], [[1e-3] * 32 for _ in range(32)]
-    score = shapes.score(bandwidths=links, latencies=late, size=size)
-    choice = choose(links, score=score, latencies=late)
-    assert isinstance(choice.shape, shape)
-    assert choice.seconds == min(choice.scores.values())
-    assert "against a " in choice.reason
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

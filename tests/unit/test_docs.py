@@ -19,7 +19,65 @@ ROOT = Path(__file__).parents[2]
 PLACE = re.compile(r"`((?:\w+/)+\w+\.py)`:\s+`([\w.]+)`")
 # A row of a table of constants: | `ltp/acks.py`: `ACK_EVERY` | 64 | reason |
 CONSTANT = re.compile(r"^\| `(\w+/\w+)\.py`: `(\w+)` \| ([^ |]+)", re.MULTILINE)
+# What a docstring gives as its source: docs/ltp.md, "Grants" and "The tunnel".
+PAGE = re.compile(r'\b([\w/-]+\.md)\b((?:(?:,| and) "[^"]+")*)')
+SHORTHAND = re.compile(r"\bS\d\b")  # for a text that is not in the repository
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def docstrings_of(source: str) -> list[str]:
+    """The docstrings of a module, each as one line."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [" ".join(text.split()) for node in nodes if (text := ast.get_docstring(node)) is not None]
+
+
+def headings_of(page: Path) -> set[str]:
+    return set(re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def unknown_sources(docstring: str) -> list[str]:
+    """What a docstring cites that is not in the repository: pages, their headings, and shorthands."""
+    found = SHORTHAND.findall(docstring)
+    for name, headings in PAGE.findall(docstring):
+        page = next((each for each in (ROOT / name, ROOT / "docs" / name) if each.exists()), None)
+        known = headings_of(page) if page is not None else set()
+        cited = re.findall(r'"([^"]+)"', headings)
+        found += [name] if page is None else [f"{name}, {each!r}" for each in cited if each not in known]
+    return found
+
+
+def test_every_source_that_a_docstring_cites_is_there() -> None:
+    """A page of the documentation with its heading; a paper is cited by its authors and where it is found."""
+    pages, wrong = 0, []
+    for path in sorted((ROOT / "src" / "atoll").rglob("*.py")):
+        for docstring in docstrings_of(path.read_text(encoding="utf-8")):
+            pages += len(PAGE.findall(docstring))
+            wrong += [f"{path.relative_to(ROOT)}: {each}" for each in unknown_sources(docstring)]
+    assert pages >= 80
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "unknown"),
+    [
+        ('Source: docs/ltp.md, "Grants".', []),
+        ("Source: docs/notes/peers.md; Zheng et al., ICML 2017.", []),
+        ('Source: docs/memory.md, "How a parameter is reached" and "Moves".', []),
+        ('Source: S3, "The sender", 4.', ["S3"]),
+        ("Source: S0.", ["S0"]),
+        ('Source: design.md, "The way of a gradient".', ["design.md"]),
+        ('Source: docs/ltp.md, "No such heading".', ["docs/ltp.md, 'No such heading'"]),
+        ('Source: docs/ltp.md, "Grants" and "Gone".', ["docs/ltp.md, 'Gone'"]),
+    ],
+)
+def test_a_source_that_is_not_there_is_found(docstring: str, unknown: list[str]) -> None:
+    assert unknown_sources(docstring) == unknown
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_no_page_cites_by_a_shorthand(page: Path) -> None:
+    assert SHORTHAND.findall(page.read_text(encoding="utf-8")) == []
 
 
 def names_in(path: Path) -> set[str]:

@@ -64,7 +64,7 @@ def test_the_shapes_are_those_of_the_published_models(model: str, parameters: in
 
 
 def regular_waste(layout: ChunkMap) -> float:
-    """S2's measure: chunks of one size count whole, an oversize parameter's chunk in its own size."""
+    """Chunks of one size count whole, an oversize parameter's chunk in its own size."""
     total = sum(chunk.nbytes if chunk.oversize else layout.chunk_bytes for chunk in layout.chunks)
     return 1 - layout.used_bytes / total
 
@@ -72,7 +72,7 @@ def regular_waste(layout: ChunkMap) -> float:
 @pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_models_waste_at_most_a_thousandth(model: str) -> None:
-    """Of the blocks, by S2's measure and of what is stored; found in less than a second."""
+    """Of the blocks, by that measure and of what is stored; found in less than a second."""
     specs = PUBLISHED[model]()
     begin = time.process_time()
     layout = lay_out_memory(specs)

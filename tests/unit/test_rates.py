@@ -1,4 +1,4 @@
-"""The rate table: each row holds where S3 says, alone, and is missed when it is left out."""
+"""The rate table: each row holds where docs/ltp-rates.md says, alone, and is missed when it is left out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from atoll.ltp.rates import QUIET_ROUNDS, TABLE, Seen, decide, deviation, surely_above
 
 FILL, TARGET = 0.03, 0.01
-# What S3's table says, row by row: packets lost of 10,000, rounds without loss before, and what follows.
+# What the table says, row by row: packets lost of 10,000, rounds without loss before, and what follows.
 ROWS = [
     ("no loss for several round trips in a row", 0, QUIET_ROUNDS, "up"),
     ("no loss, not yet for so long", 0, QUIET_ROUNDS - 1, "held"),

@@ -1,4 +1,4 @@
-"""Predicted samples per second: on equal nodes the table of spec S1, written here again; uneven ones."""
+"""Predicted samples per second: on equal nodes the table of docs/planning.md, written again; uneven ones."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ a chunk lies in one block, an oversize parameter in a contiguous run of them. At
 on disk, a chunk takes what it uses. So there are two kinds of waste: of what is stored (alignment, whole
 pages), and of blocks (the tails of chunks and of runs), as long as a chunk is in the arena.
 
-Source: S2, parts 1 to 3.
+Source: docs/memory.md, "Layout"; the idea is Elixir's (Huang et al., arXiv 2212.05339).
 """
 
 from __future__ import annotations

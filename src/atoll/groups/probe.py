@@ -1,5 +1,5 @@
-"""The probe's queue (spec S1, "Grouping"): workers that finish their probe batches at about the same time
-make a group.
+"""The probe's queue (docs/grouping.md, "At the start of a run: the queue"): workers that finish their probe
+batches at about the same time make a group.
 
 Arrival decides when a group leaves the queue, and the measured speed who of the queue is in it; workers whose
 speeds differ by no more than the tolerance count as equal, and go by rank. So that jitter does not decide

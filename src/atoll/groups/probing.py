@@ -1,5 +1,5 @@
-"""Which links between workers are measured, and in which order, at the start of a run (spec S1: "measured
-bandwidths").
+"""Which links between workers are measured, and in which order, at the start of a run (docs/grouping.md,
+"Measuring the links").
 
 A pair is measured once, and holds for both directions. Pairs come in rounds in which every worker has one
 partner (the circle method for round robins). Two rounds that follow one another join all workers in one

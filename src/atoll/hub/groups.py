@@ -1,6 +1,6 @@
 """The hub's part in groups: what workers compute, who is to share a ring, and how they move there.
 
-Source: S1, "Grouping"; docs/notes/ps-hra.md.
+Source: docs/grouping.md; docs/notes/ps-hra.md.
 """
 
 from __future__ import annotations

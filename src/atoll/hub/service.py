@@ -1,6 +1,6 @@
 """The hub's loop: messages in, decisions by the store's state machines, answers out.
 
-Source: S4, "The store".
+Source: docs/server.md; Li et al., OSDI 2014.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What of a stripe's datagrams has come, and when to acknowledge it. Source: S3, "The receiver", 1.
+"""What of a stripe's datagrams has come, and when to acknowledge it. Source: docs/ltp.md,
+"Acknowledgements".
 
 Acknowledged is out of order: an Ack tells a bit for each of the last numbers, so that one that is lost costs
 nothing, for the next tells the same again.

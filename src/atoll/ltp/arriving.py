@@ -1,6 +1,6 @@
 """The transfers that come to a session: which datagrams are whose, what is refused, what is handed on.
 
-Source: S3, "The receiver". Bounds are checked before memory is taken.
+Source: docs/ltp.md, "The receiver". Bounds are checked before memory is taken.
 """
 
 from __future__ import annotations

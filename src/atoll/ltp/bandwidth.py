@@ -1,6 +1,7 @@
 """What the path can carry and how long it takes: measured at the sender, by its acknowledgements.
 
-Source: S3, "The sender", 4. All of it is fed once for each acknowledgement, so each step is a few operations.
+Source: docs/ltp-rates.md, "The estimate". All of it is fed once for each acknowledgement, so each step is a
+few operations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Blocks: the runs of a chunk that a DATA datagram each carries, and how much they matter.
 
-A block of high priority is one of those with the largest mean |g|, smoothed over iterations. Source: S3, "The
-sender", 2.
+A block of high priority is one of those with the largest mean |g|, smoothed over iterations. Source:
+docs/ltp.md, "Blocks and their order".
 """
 
 from __future__ import annotations

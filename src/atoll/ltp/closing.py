@@ -9,7 +9,7 @@
 | need | a high block is missing for longer than the sender takes to see it | Need is said |
 | wait | none of these | nothing, until the next datagram or the next of these times |
 
-A transfer is never handed on while a high block is missing. Source: S3, "The receiver", 2 and 3.
+A transfer is never handed on while a high block is missing. Source: docs/ltp.md, "The receiver".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rate of a session: start-up, the rate table, the draining of queues, and grants.
 
-Source: S3, "The sender", 4 and 5. Everything is decided once a round trip; an acknowledgement costs a few
-additions. docs/ltp.md has the states and the reason of each constant.
+Everything is decided once a round trip; an acknowledgement costs a few additions. Source: docs/ltp-rates.md,
+which has the states and the reason of each constant.
 """
 
 from __future__ import annotations
@@ -208,9 +208,10 @@ class RateControl:
         self._set_within("timeout", f"nothing was heard, {self._timeouts} times in a row")
 
     def handle_path_change(self, reason: str) -> None:
-        """Data goes another way: what the target was fitted to is past (S3, "The sender", 6), and so is the
-        least round trip. The estimate stays, for most changes are of a router's table and not of the path; if
-        it is another, its loss and its queue tell."""
+        """Data goes another way: what the target was fitted to is past (docs/ltp-rates.md, "The target
+        loss"), and so is the least round trip. The estimate stays, for most changes are of a router's
+        table and not of the path; if it is another, its loss and its queue tell.
+        """
         self._target.handle_path_change(reason)
         self._came.clear()
         self._trip.forget_least()

@@ -3,7 +3,7 @@
 A group's data go as they are, its parity after them; any losses up to the number of parity datagrams are
 restored exactly. The code is a Cauchy matrix over GF(256), its columns scaled so that the first parity is the
 XOR of the data: with `data` datagrams of data, parity p's coefficient of data d is data^d / ((data + p)^d),
-where ^ is XOR. Source: S3, "The sender", 3.
+where ^ is XOR. Source: docs/ltp.md, "Forward error correction".
 """
 
 from __future__ import annotations

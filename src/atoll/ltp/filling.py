@@ -12,7 +12,7 @@
 
 A borne block does not count in a mean, a filled one does. Rescaling keeps the expectation of each element
 (which blocks are lost is chance), and so excludes error feedback, which would send the lost once more.
-Source: S3, "The receiver", 4.
+Source: docs/ltp.md, "Lost blocks".
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a session has on its way, over all stripes: how much more may go, and when silence is too long.
 
-Joins the records of what was sent, what Acks measure, and the rate. Source: S3, "The sender", 4 and 5.
+Joins the records of what was sent, what Acks measure, and the rate. Source: docs/ltp.md, "What is on
+its way".
 """
 
 from __future__ import annotations

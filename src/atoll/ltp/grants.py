@@ -1,6 +1,6 @@
 """Grants against incast: a receiver shares its link among the senders that have something to send.
 
-Source: S3, "Beyond the paper", incast. Shares are max-min: alike among the sites that have something to
+Source: docs/ltp.md, "Grants". Shares are max-min: alike among the sites that have something to
 send, and by weight among the sessions of a site. What was granted binds the receiver
 until it expires, for a sender may not hear of less in time: so a newcomer waits for others' grants to run
 out, on a small reserve, and the sum of all grants in force never passes the link.

@@ -1,7 +1,7 @@
 """The transfers that a session sends: which one is next, and who is told what came of its datagrams.
 
 A transfer is sent in its window; the next one's begins when all of it was sent once, or the receiver said
-Early. Repairs of earlier ones go first. Source: S3, "The sender", 5.
+Early. Repairs of earlier ones go first. Source: docs/ltp.md, "A transfer's window".
 """
 
 from __future__ import annotations

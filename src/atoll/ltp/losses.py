@@ -1,8 +1,8 @@
 """What a path loses: of late, at any rate, and in which bursts; told by packets that came and that were lost.
 
-Source: S3, "The sender", 5. The table asks for loss over the last few round trips. What a path loses at any
-rate (the path's own: radio, a bad line) says nothing of the rate; it is known when half of the rate did not
-lessen it, while no queue stood.
+Source: docs/ltp-rates.md, "What is measured". The table asks for loss over the last few round trips. What a
+path loses at any rate (the path's own: radio, a bad line) says nothing of the rate; it is known when half of
+the rate did not lessen it, while no queue stood.
 """
 
 from __future__ import annotations

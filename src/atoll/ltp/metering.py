@@ -1,7 +1,8 @@
 """How fast the path delivers, by what Acks tell: bytes and times by the receiver's own clock.
 
 So neither a late Ack nor several that come together change what is measured, and a short transfer is measured
-by its own length and not by the round trip before it. Source: S3, "The sender", 4.
+by its own length and not by the round trip before it. Source: docs/ltp-rates.md,
+"What is measured".
 """
 
 from __future__ import annotations

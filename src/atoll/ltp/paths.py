@@ -1,7 +1,8 @@
 """The addresses of the other end of one stripe: where data goes, what is not believed yet, and who moved.
 
 An address is believed once it has sent back the token of a Challenge that went there; before, it gets at most
-three times the bytes that came from it. Source: S3, "Safe"; RFC 9000, sections 8 and 9.
+three times the bytes that came from it. Source: docs/ltp.md, "Addresses"; RFC 9000,
+sections 8 and 9.
 """
 
 from __future__ import annotations

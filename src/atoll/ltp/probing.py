@@ -1,4 +1,5 @@
-"""Probes for more: "up", when the rate is at the estimate already. Source: S3, "The sender", 4 and 5.
+"""Probes for more: "up", when the rate is at the estimate already. Source:
+docs/ltp-rates.md, "The rate table".
 
 A probe is one round above the estimate. What it did is known two rounds later: if the delivery rate grew
 with it, the next one follows at once and is greater; if not, it has built a queue, which is paid back, and

@@ -2,7 +2,7 @@
 repair of those would come after the end.
 
 High blocks are to be restored all, of low ones as many as make the transfer usable; so they have groups of
-their own. Source: S3, "The sender", 3; docs/ltp.md, "Forward error correction".
+their own. Source: docs/ltp.md, "Forward error correction".
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The rate table: what the path's loss means for the rate. Source: S3, "The sender", 5.
+"""The rate table: what the path's loss means for the rate. Source: docs/ltp-rates.md,
+"The rate table".
 
 The rows exclude each other: each says all of what it needs, so that a row left out leaves a hole and not
 another row's answer. What "up" and "halved" come to, and what stands above the table (a queue, a grant), is

@@ -1,7 +1,7 @@
 """A transfer that this end receives: where its blocks go, what the code gives back, and when it is handed on.
 
-Source: S3, "The receiver". The first datagram says what the transfer is; one that contradicts it, or itself,
-has the whole transfer refused, with a reason.
+Source: docs/ltp.md, "The receiver". The first datagram says what the transfer is; one that contradicts it, or
+itself, has the whole transfer refused, with a reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Which numbers of datagrams have come already: a window of bits behind the highest. Source: S3, "Safe"."""
+"""Which numbers of datagrams have come already: a window of bits behind the highest. Source: docs/ltp.md,
+"Keys, seals and replays".
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A transfer that this end sends: what of it goes next, what goes again, and what the receiver says of it.
 
-Items are the transfer's datagrams: data by index (atoll.ltp.order), then parity. Source: S3, "The sender".
+Items are the transfer's datagrams: data by index (atoll.ltp.order), then parity. Source: docs/ltp.md, "The
+sender".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What of a stripe's datagrams is on its way: which were acknowledged, and which are lost.
 
 The records are arrays, a place for each number from `first` on; they move down when they are used up. Source:
-S3, "The sender", 4; the rules of loss follow RFC 9002, section 6.
+docs/ltp.md, "What is on its way"; the rules of loss follow RFC 9002, section 6.
 """
 
 from __future__ import annotations

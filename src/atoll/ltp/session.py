@@ -2,7 +2,7 @@
 
 No socket, no clock: whoever drives a session opens and seals (atoll.net.ltplink). A session joins the parts
 that decide: the transfers that leave (Sender) and that come (Receiver), SentRecords, Arrivals and Paths of
-each stripe, RateControl. Source: S3; docs/ltp.md has the states and timers.
+each stripe, RateControl. Source: docs/ltp.md, which has the states and timers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The target loss rate: how much loss serves best, fitted to what was seen.
 
-Source: S3, "The sender", 6. Throughput and delay are fitted as functions of the loss rate by least squares, a
-straight line or, where it explains clearly more, a parabola; the target is where throughput over delay is
-greatest. Where the history cannot tell, the target stays at its safe value, and the reason says why.
+Source: docs/ltp-rates.md, "The target loss". Throughput and delay are fitted as functions of the loss rate by
+least squares, a straight line or, where it explains clearly more, a parabola; the target is where throughput
+over delay is greatest. Where the history cannot tell, the target stays at its safe value, and the reason says
+why.
 """
 
 from __future__ import annotations

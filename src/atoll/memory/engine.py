@@ -3,7 +3,8 @@
 The device's arena is cut into blocks; a chunk that is resident takes one, or several in a row. Its parameters
 are views with storages of their own. Whoever else holds a view (the script, a checkpoint, a custom function)
 raises that storage's use count: such a chunk is held, and stays where it is until the view is gone. So no
-memory is pulled away from under anybody. Source: S2, parts 5 and 6, and "Traps that are known".
+memory is pulled away from under anybody. Source: docs/memory.md, "How a parameter is
+reached" and "Moves".
 """
 
 from __future__ import annotations

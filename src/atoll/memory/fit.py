@@ -62,7 +62,7 @@ def fit(
     member keeps what it owns (see `memory/sharded.py`). `plan` is what the function `plan` has given.
     Results are those of the plain model, to the bit. Raises ConfigError for budgets that cannot be read,
     PrepareError for a model or an optimizer that cannot be held in chunks, UserError where the budgets are
-    too small, with the least that would do. Source: S2.
+    too small, with the least that would do. Source: docs/memory.md.
     """
     budgets = memory.budgets()
     if plan is None:

@@ -3,8 +3,7 @@
 As autograd finishes a parameter's gradient, a hook takes it away from the parameter, and a thread moves it
 into its chunk's payload "gradient" while backward goes on. What the script reads as `p.grad` is a
 `GradientProxy`: whatever is done with it is done with the payload. So `torch.nn.utils.clip_grad_norm_` works,
-and never holds all gradients. Source: S2, "What users of rival systems suffer from": gradient accumulation
-that drops gradients; no clipping.
+and never holds all gradients. Source: docs/memory.md, "Gradients".
 """
 
 from __future__ import annotations

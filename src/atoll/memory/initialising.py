@@ -3,8 +3,8 @@
 While `init` is active, a hook of torch's sees every parameter that a module registers and makes it an
 `InitialisedParameter`, whose value may lie in memory, or in a file; any use brings it back. So code that
 initialises weights runs as it is, in its order and with its random numbers, and later code that
-initialises them once more (`model.apply(...)`) finds them. Source: S2, "What users of rival systems suffer
-from": host memory blown up by initialisation.
+initialises them once more (`model.apply(...)`) finds them. Source: docs/memory.md, "Building a
+model that does not fit".
 """
 
 from __future__ import annotations

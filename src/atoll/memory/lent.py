@@ -5,7 +5,7 @@ Who steps it lends the newest values from time to time (`LentModel.take`); until
 change. So a device under a budget reads its chunks from there, and writes nothing back: what a script writes
 into parameters lies in memory of its own, outside of the budgets, until new values come. The lender's chunks
 are its own: chunks of the device are of another size, and each parameter is found in both.
-Source: S2, part 7; S0, "A node's iteration".
+Source: docs/memory.md, "Lent values".
 """
 
 from __future__ import annotations

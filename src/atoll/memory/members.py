@@ -2,7 +2,8 @@
 
 Each chunk's elements are held by one member, or in parts by several (moves/owners.py): who holds an element
 holds its value and what the optimizer keeps for it, and steps it. A member that uses a chunk fetches what
-others hold of its values; gradients are summed to the holders. Source: S2, part 4.
+others hold of its values; gradients are summed to the holders. Source: docs/memory.md,
+"Members".
 """
 
 from __future__ import annotations

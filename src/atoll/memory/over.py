@@ -1,5 +1,6 @@
 """Parts of a model that only some of the members share: experts that lie with one group, and other experts of
-the same names with another. Source: S2, part 3."""
+the same names with another. Source: docs/memory.md, "Groups of workers".
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Many operations save a parameter, or a view of it, for backward: `F.linear` its weight, `w.t()` a view. A
 saved tensor whose memory is a parameter's in a chunk is packed to what it was made of (the parameter, dtype,
 size, stride, offset), so that the chunk may leave, and is derived again when backward unpacks it. Everything
-else is kept as it is. Source: S2, "Traps that are known".
+else is kept as it is. Source: docs/memory.md, "How a parameter is reached".
 
 The hooks are `torch.autograd.graph.saved_tensors_hooks`. They are entered around the forward of the model and
 of each of its modules that is called by itself (`watch_modules`), and by each operation that uses a

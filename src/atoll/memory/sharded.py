@@ -2,7 +2,7 @@
 sharding), or whole with one (asymmetric).
 
 Values that other members hold are fetched as they are used; gradients are summed to the holders at the end
-of a backward; each member steps what it holds. Source: S2, part 4.
+of a backward; each member steps what it holds. Source: docs/memory.md, "Members".
 """
 
 from __future__ import annotations

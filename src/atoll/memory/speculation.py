@@ -7,7 +7,7 @@ of what counted, and nothing is copied; else it is dropped, and the chunk is ste
 counted is ever taken back, and nobody sees what does not count yet.
 
 This is done where it is worth its copies: where the steps of all chunks take longer than the forward beside
-which they would else be made. Source: S2, part 7.
+which they would else be made. Source: docs/memory.md, "Steps during backward".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The optimizer object stays the user's own. Its `step` runs on no parameter that lies in a chunk; its
 hyperparameters and its own attributes are noted, and on a thread of this module's the same code then steps a
 copy of it on flat segments of one chunk after another, in host memory. `step` returns at once; whoever needs
-a chunk's values calls `wait_stepped` first. Source: S2, part 7.
+a chunk's values calls `wait_stepped` first. Source: docs/memory.md, "The step".
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The sum of a chunk's gradients, to those who hold it: over the members of each group, and where several
-groups hold a replica of the model each, over these. Source: S2, part 4.
+groups hold a replica of the model each, over these. Source: docs/memory.md, "Groups of workers".
 
 Inside a group each member sends the holders their parts, and each adds up what came for its own, in order of
 rank. Then each holder sends that to those who hold the same elements in the other groups, and adds up what

@@ -1,6 +1,6 @@
 """Weights in files: safetensors, read and written one tensor at a time.
 
-Source: S2, "What users of rival systems suffer from": host memory blown up by initialisation or saving.
+Source: docs/memory.md, "Loading and saving weights".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A cache of equal blocks: which chunk is brought, where to, and which leaves for it.
 
 The same decisions serve the device's arena (its keys are chunks) and the host's (payloads, the rest lies on
-disk). docs/memory.md has the rules and what they promise; S2, part 6.
+disk). docs/memory.md, "Moves", has the rules and what they promise; the rule for one size and one cost is L.
+A. Belady's (IBM Systems Journal 5, 1966).
 """
 
 from __future__ import annotations

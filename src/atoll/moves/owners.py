@@ -1,4 +1,4 @@
-"""Which member of a group holds which part of each chunk. Source: S2, part 4."""
+"""Which member of a group holds which part of each chunk. Source: docs/memory.md, "Members"."""
 
 from __future__ import annotations
 

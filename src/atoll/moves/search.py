@@ -1,7 +1,8 @@
 """The search for a plan: from a profile of the model, measured bandwidths and budgets, how memory is used.
 
-S2, "Search for the plan". Each candidate is run through an event model of compute, copies each way and the
-optimizer's steps (`moves/timeline.py`); the one with the shortest step wins.
+Source: docs/memory.md, "The plan"; the idea is Elixir's (Huang et al., arXiv 2212.05339). Each candidate is
+run through an event model of compute, copies each way and the optimizer's steps (`moves/timeline.py`); the
+one with the shortest step wins.
 """
 
 from __future__ import annotations

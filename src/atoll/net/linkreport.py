@@ -94,7 +94,9 @@ class Outcome:
 
     @property
     def short(self) -> int:
-        """Transfers that were handed on, late, with less than makes one usable (S3, "The receiver", 3)."""
+        """Transfers that were handed on, late, with less than makes one usable (docs/ltp.md, "The
+        receiver").
+        """
         return sum(turn.lows_there < USABLE * turn.lows for turn in self.turns)
 
     @property

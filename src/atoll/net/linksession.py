@@ -1,5 +1,6 @@
 """One session of the loss-tolerant transport, as an application has it: keys, replay windows and events
-around the state machine of `atoll.ltp.session`. Source: S3, "Safe".
+around the state machine of `atoll.ltp.session`. Source: docs/ltp.md, "Keys,
+seals and replays".
 
 Any thread may use a LinkSession. The link's thread drives it (atoll.net.ltplink).
 """

@@ -2,7 +2,7 @@
 
 A link has a port for each stripe, and any number of sessions, told apart by the id in their datagrams. The
 thread sleeps until something comes, an application has something to send, or a session's deadline has come.
-Source: S3, "Beyond the paper".
+Source: docs/ltp.md, "Bursts, stripes, and a link's thread".
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 One call each, on views of the burst's memory: 1.2 us at 1,400 bytes. `encrypt` into a new object that is
 then copied takes as long as `encrypt_into`, needs no newer release, and does not hang on what the library
 makes of input and output in one memory. The key of each direction, stripe and phase comes from the session's
-secret by HKDF; the nonce is the datagram's number, which never comes twice. Source: S3, "Safe"; docs/ltp.md.
+secret by HKDF; the nonce is the datagram's number, which never comes twice. Source: docs/ltp.md,
+"Keys, seals and replays".
 """
 
 from __future__ import annotations

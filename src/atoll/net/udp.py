@@ -2,8 +2,8 @@
 
 Where the system has segmentation offload, the kernel cuts a burst into datagrams (UDP_SEGMENT) and joins
 those that came one after the other (UDP_GRO). Where it has not, or refuses it, each datagram takes a call of
-its own; `UdpPort.offload` says which, and why. Nothing here waits: `poll` the port. Source: S3, "Beyond the
-paper", fast.
+its own; `UdpPort.offload` says which, and why. Nothing here waits: `poll` the port. Source: docs/ltp.md,
+"Bursts, stripes, and a link's thread".
 """
 
 from __future__ import annotations

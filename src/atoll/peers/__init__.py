@@ -1,7 +1,7 @@
 """The decisions of nodes that train without a server: what is applied when, rounds, and who is in the view.
 
 Pure state machines on keys; the runtime (`train.node`) holds the gradients, the sockets and the clock.
-Source: S0.
+Source: docs/peers.md.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Node:
     gives what is to be done, in order; `deadline` says when `poll` is due at the latest.
 
     Payloads are the runtime's, under their keys. Iterations are numbered without ever going back: where a
-    script loads an earlier checkpoint the runtime keeps the difference. Source: S0.
+    script loads an earlier checkpoint the runtime keeps the difference. Source: docs/peers.md.
 
     `view` is the newest that it is in; `life` its own (of a joiner incarnation 0, until it is in a view);
     `iteration` k, that it makes next; `met` the meetings that have taken place here; `is_member`: False for a

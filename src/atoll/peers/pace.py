@@ -1,6 +1,6 @@
 """Limits in time that follow what was measured: how long an answer, an iteration, a round may take.
 
-Source: issue of strategy `peers`: the median plus a multiple of the deviation, never a fixed guess.
+Each is the median plus a multiple of the deviation, never a fixed guess. Source: docs/notes/peers.md.
 """
 
 from __future__ import annotations

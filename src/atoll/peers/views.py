@@ -28,7 +28,7 @@ a majority of the view's members is known to hold (d, t).
 Who has promised waits for the next view, and sees to it that there is one: after a while it proposes itself,
 and where the reason has gone meanwhile the next view has the same members.
 
-Source: S0, "Members come and go".
+Source: docs/peers.md, "When an iteration may be applied".
 """
 
 from __future__ import annotations

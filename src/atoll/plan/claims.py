@@ -1,9 +1,9 @@
 """What is said of PS-HRA's two figures, held against the closed forms: where each claim holds, where it
 stops.
 
-Source: S1, "Costs, closed form". A figure against latency is drawn for N workers in k groups, and for four
-times as many workers with k kept and with N/k kept; one against N with k kept and with N/k kept, at each
-latency.
+Source: docs/planning.md, "The figures, and what they claim". A figure against latency is drawn for N workers
+in k groups, and for four times as many workers with k kept and with N/k kept; one against N with k kept and
+with N/k kept, at each latency.
 """
 
 from __future__ import annotations

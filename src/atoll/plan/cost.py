@@ -1,5 +1,5 @@
-"""What one synchronisation costs: four schemes in closed form (S1, "Costs, closed form"), and where one
-machine's devices add up their gradients (S4, "Worked figures").
+"""What one synchronisation costs: four schemes in closed form (docs/planning.md, "Costs in closed
+form"), and where one machine's devices add up their gradients.
 
 Every argument has a keyword, every result is in seconds. The four schemes share their arguments:
 

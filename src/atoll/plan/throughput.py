@@ -4,12 +4,12 @@ A group's period is what it computes (a ring waits for its slowest member), its 
 the server; groups go on independently of one another, so the cluster's figure is the sum over groups of
 samples per period. One group of all is the synchronous ring, which needs no server.
 
-On equal nodes and links a group's period is the time of the table in spec S1 beside its own computing: the
-row "ring" for one group, the row "PS-HRA" for more (`tests/unit/test_throughput.py` writes them down). Where
-links differ, each step of a ring lasts as long as its slowest link. The order of a ring goes site after site.
-A site's link and the server's are shared: where groups together ask for more than such a link carries, what
-they send over it is stretched until they do not (`plan/contention.py`). Groups that only meet there now and
-then, by chance, do not slow one another down in this model; they do in truth, by a little.
+On equal nodes and links a group's period is the time of the table in docs/planning.md beside its own
+computing: the row "ring" for one group, the row "PS-HRA" for more (`tests/unit/test_throughput.py` writes
+them down). Where links differ, each step of a ring lasts as long as its slowest link. The order of a ring
+goes site after site. A site's link and the server's are shared: where groups together ask for more than such
+a link carries, what they send over it is stretched until they do not (`plan/contention.py`). Groups that only
+meet there now and then, by chance, do not slow one another down in this model; they do in truth, by a little.
 """
 
 from __future__ import annotations

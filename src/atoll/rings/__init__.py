@@ -1,7 +1,7 @@
 """The way of data between members whose links are uneven: one ring, several at once, or a tree.
 
-Pure: from matrices of bandwidths, latencies and numbers of links; costs are passed in as a score. Source: S4,
-"Rings from the topology".
+Pure: from matrices of bandwidths, latencies and numbers of links; costs are passed in as a score. Source:
+docs/planning.md, "Rings from the links at hand".
 """
 
 from atoll.rings.choice import Choice, Shape, choose

@@ -3,7 +3,7 @@
 Inside the site it is always bsp. Between the sites it is what the run's `sync.consistency` says: under `bsp`
 the site's mean goes up as soon as it is made, and the global mean and the new parameters come down; under
 `ssp` and `asp` the site's workers see their site's mean, and what their step makes of it goes up as one
-contribution. Each waits for the global shards, chunk by chunk. Source: S4, "The store", levels.
+contribution. Each waits for the global shards, chunk by chunk. Source: docs/server.md, "Levels".
 
 A site's shard that is started again goes through its journal without the global shards. At most one thing
 was on its way up when it was killed, the last: that one it does once more, and what comes twice counts once.

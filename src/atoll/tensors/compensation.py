@@ -2,7 +2,8 @@
 
 A contribution's gradient g was computed at parameters w_then, and its step is made from others, w_now. To
 first order the gradient there is g + H (w_now - w_then), and lambda * g * g stands for the diagonal of H.
-Source: S1, "Beyond the paper"; Zheng et al., ICML 2017.
+Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017;
+docs/server.md, "Stale contributions".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Test whether an optimizer is element-wise, by trial.
 
 Chunks may be stepped whole, in parts, or on different machines only if the update of one element depends on
-no other (S4, "Data-parallel training"). A list of names would miss subclasses and other libraries'
+no other (docs/notes/optimizers.md). A list of names would miss subclasses and other libraries'
 optimizers. So a probe is stepped twice, once as a matrix and once as flat pieces, and the two results must
 agree.
 

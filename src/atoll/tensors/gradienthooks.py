@@ -2,7 +2,7 @@
 
 A script's post-accumulate hooks may change `p.grad`, and may be registered at any time. torch runs them
 inside the node that accumulates the gradient, so a hook on that node runs after all of them.
-DistributedDataParallel uses such a hook (docs/notes/gradients.md, "After the script's own hooks").
+DistributedDataParallel uses such a hook (docs/notes/gradients.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A ring broadcasts buffers after each iteration that changed any, like DistributedDataParallel with
 broadcast_buffers. Other strategies broadcast them at barriers, saves and the session's end. The rule is in
-docs/from-ddp.md, "Evaluation".
+docs/from-ddp.md, "What differs, and may surprise".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Under `bsp` the contribution is committed when backward ends, and `p.grad` then 
 `step()` tells the shards to step with it. Under `ssp` and `asp` a contribution is this worker's own until
 `step()` commits it. In both, new parameters are staged as they arrive and published at the end of `step()`
 (`sync.lazy`: at the next forward; `sync.pipeline`: at the end of the next `step()`), so that none changes
-between forward and backward. Source: S4, "The store"; S1, "Beyond the paper".
+between forward and backward. Source: docs/server.md; Li et al., OSDI 2014.
 """
 
 from __future__ import annotations

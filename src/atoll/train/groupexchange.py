@@ -4,8 +4,8 @@ shards by the group as one.
 Each iteration of a group is two rounds of its ring (`train/rounds.py`). The first sums the members'
 gradients; it is made again, from what each has kept, where a member was lost. The second is the exchange. All
 members hold then what is exchanged, to the bit, and the shards know it by the group's number and the
-iteration: where the member that spoke was lost, the next one sends it again, and it counts once. Source: S1,
-"A step"; docs/notes/ps-hra.md.
+iteration: where the member that spoke was lost, the next one sends it again, and it counts once. Source:
+docs/ps-hra.md; docs/notes/ps-hra.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Strategy `hierarchical`: a sum inside each group, a sum over the groups' leaders, and a broadcast.
 
 It is a channel, so a ring's reducer, agreement and confirmation are what they are over one group. Source:
-S1, "Costs, closed form"; docs/notes/ps-hra.md.
+docs/hierarchical.md; docs/planning.md, "Costs in closed form".
 """
 
 from __future__ import annotations

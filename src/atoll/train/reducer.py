@@ -2,8 +2,8 @@
 
 `Reducer` is the way of a worker that is alone, and what all ways have in common. `SendingReducer` brings
 gradients into messages and sends those that are complete while backward goes on: over a ring
-(`train/ring.py`) or to the shards of a parameter server (`train/exchange.py`). Source: design.md, "The way of
-a gradient".
+(`train/ring.py`) or to the shards of a parameter server (`train/exchange.py`). Source: docs/architecture.md,
+"The gradient".
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The hub counts its groupings, and tells workers of the latest. A contribution says which one its workers know
 of, and its answer, to which they all move at the end of that step: so the members of a group leave it
-together. What is in flight is none: the iteration before is whole, and the next has not begun. Source: S1,
-"Beyond the paper"; docs/notes/ps-hra.md.
+together. What is in flight is none: the iteration before is whole, and the next has not begun. Source:
+docs/ps-hra.md; docs/notes/ps-hra.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ or several small ones) whose last gradient has come is reduced there, while back
 ends, the workers agree on the iteration; once all of it is whole, and only then, `p.grad` shows the published
 mean. A worker's own gradients, in the tensors that autograd made, are kept until the step, so that an
 iteration can be reduced again (a chunk whose gradient changed after it had left; a ring that lost a member).
-Source: design.md, "The way of a gradient".
+Source: docs/architecture.md, "The gradient".
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 `members`: each sends and fetches its own share of every chunk, and an all-gather makes the answers whole.
 All members hold what is contributed, to the bit, so that any may send it again. Where the link may lose parts
 of it, each member holds back what was lost of what it sent itself. What of that goes along with a
-contribution that is sent again they tell one another, so that it stays the same. Source: S1, "A step" and
-"Beyond the paper".
+contribution that is sent again they tell one another, so that it stays the same. Source: docs/ps-hra.md.
 """
 
 from __future__ import annotations

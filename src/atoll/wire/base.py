@@ -1,6 +1,6 @@
 """What messages are made of, and those that all roles say: who comes says Hello, and is welcomed or refused.
 
-Sizes, counts and names are bounded here, before anything is allocated for them. Source: S4, "The store".
+Sizes, counts and names are bounded here, before anything is allocated for them. Source: docs/server.md.
 """
 
 from __future__ import annotations

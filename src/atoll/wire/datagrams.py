@@ -3,7 +3,7 @@
 A burst of datagrams is one array of bytes, a row each, and all of a burst have one length: so headers are
 written, and payloads scattered, without a step of Python for each. Numbers are little-endian. A datagram is a
 header in clear, which the seal covers, and a body, which it hides. docs/ltp.md has the same as tables.
-Source: S3, "The sender", 1.
+Source: docs/ltp.md, "Datagrams".
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ share (train/node/memory.py), so messages are small. `Post` (train/node/post.py)
 packets, and carries file descriptors with it.
 
 The order: Begin, Listening, Introduce; then meetings; SetUp, Ready; then iterations, until Leave and Left.
-Source: S0, "A node's iteration".
+Source: docs/peers.md, "What a step does".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A message is a MessagePack map, whose key `m` names it. Each has a `sequence`, which rises by one with every
 message of its sender: one that is lost goes again with the same sequence, and is handled once. Sizes and
-counts are bounded here. Source: S3, "The receiver"; docs/ltp.md.
+counts are bounded here. Source: docs/ltp.md, "Control messages".
 """
 
 from __future__ import annotations

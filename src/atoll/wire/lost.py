@@ -1,7 +1,7 @@
 """Which blocks of a gradient were lost on its way, as the link that it came over tells it.
 
 A block is a run of the payload's elements that one datagram carries. Of a lost one nothing counts (it is
-*borne*: absent), or something has taken its place. Source: S3, "The receiver", 4.
+*borne*: absent), or something has taken its place. Source: docs/ltp.md, "Lost blocks".
 """
 
 from __future__ import annotations

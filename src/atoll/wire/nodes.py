@@ -1,5 +1,6 @@
 """What the CPU sides of nodes say to one another below the decisions' own messages (wire/peers.py): who they
-are, contributions chunk by chunk, and the state that a node takes over. Source: S0, "A node's iteration".
+are, contributions chunk by chunk, and the state that a node takes over. Source: docs/peers.md, "What
+a step does".
 
 A node says all this on connections that it has made, and hears on those that others have made to it; back on
 them go only Greeted and Refused.

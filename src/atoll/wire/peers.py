@@ -1,6 +1,7 @@
 """What nodes say to one another under strategy `peers`: reports, rounds, what is missing, and views.
 
-Whatever is counted here is "all below": a node that holds a member's iterations up to 7 says 8. Source: S0.
+Whatever is counted here is "all below": a node that holds a member's iterations up to 7 says 8. Source:
+docs/peers.md.
 """
 
 from __future__ import annotations

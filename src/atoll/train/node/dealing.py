@@ -4,8 +4,8 @@ All nodes make the same **ticks**: in tick q they take the next `batch` samples 
 a part of it. The parts of a **block** of ticks are by facts alone that every node has by then: what the
 applied contributions of iterations up to a fixed distance before said, whose speeds, and who was there at
 all. So no two nodes ever deal differently, however far each has come, or has a loader that fetches ahead.
-What was dealt to a node whose contribution of that iteration was not applied is dealt again. Source: S0, "The
-global parameters"; design.md, "Processes, and who starts them".
+What was dealt to a node whose contribution of that iteration was not applied is dealt again. Source:
+docs/peers.md, "Data".
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The first one leads: it alone has the node's CPU side. What that says the leader tells the others at the same
 lines of their scripts, so that all devices of a node know the same wherever they decide anything, and make
-the same calls. A launch is one failure domain: where a device is lost, so is the node. Source: S0, "Setting";
-design.md, "Two tiers of synchronisation".
+the same calls. A launch is one failure domain: where a device is lost, so is the node. Source:
+docs/peers.md, "Several devices a node".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ may want on any one of them, at any time.
 It is no call that all devices make, and the leader may be anywhere in its script meanwhile: so each asks over
 a connection of its own, to a socket that the CPU side listens at and whose name comes with Ready. The name is
 in no directory, so nothing of it stays where a process is killed; processes of other users are not let in.
-Source: S0, "Setting".
+Source: docs/peers.md, "Several devices a node".
 """
 
 from __future__ import annotations

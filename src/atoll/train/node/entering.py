@@ -1,7 +1,8 @@
 """A node that comes into a run that goes on, or comes back to it; and what members do for one.
 
 It asks to be in the next view, takes over the state from a member, and gets what a member's script was at
-when that came to the newcomer's first iteration. Source: S0, "Members come and go".
+when that came to the newcomer's first iteration. Source: docs/peers.md, "When an iteration may be
+applied".
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ parameters that the CPU side has published, which is one copy. It gives the CPU 
 contribution, and what has come meanwhile, over the global parameters, where this is short beside an
 iteration: one step later they would be worth much less (docs/notes/peers.md). It waits for other nodes only
 where the next iteration would begin with parameters that are staler than `sync.stale_max` allows. Of a node's
-several devices (train/node/ring.py) the leader does so, and all take the same parameters. Source: S0, "A
-node's iteration".
+several devices (train/node/ring.py) the leader does so, and all take the same parameters. Source:
+docs/peers.md, "What a step does".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An iteration's contributions make one step: their mean by weight, in order of node, clipped by its global
 norm where the scripts ask for it, with hyperparameters that depend on the iteration alone. Every node makes
 the same operations in the same order, each of them on one thread (torch's reductions depend on how many
-there are), so all have the same bits. Source: S0, "The global parameters".
+there are), so all have the same bits. Source: docs/peers.md, "What a step does".
 """
 
 from __future__ import annotations

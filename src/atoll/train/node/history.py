@@ -1,5 +1,7 @@
 """The iterations that a node has applied: what its worker and newcomers are told that they were made of, and
-the digests of the global parameters after them, which nodes hold against one another's. Source: S0."""
+the digests of the global parameters after them, which nodes hold against one another's. Source:
+docs/peers.md.
+"""
 
 from __future__ import annotations
 

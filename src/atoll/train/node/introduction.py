@@ -3,8 +3,7 @@ in which torchrun's workers meet.
 
 Of a node's devices the leader is introduced, and tells the others. After that nobody is needed for it. Each
 node keeps what it knows in the run's directory, so that one that is started again finds the others with the
-hub dead. Source: S0, "Members come and go"; design.md, "Processes,
-and who starts them".
+hub dead. Source: docs/peers.md, "When an iteration may be applied".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the nodes of a run tell one another outside the iterations: through the members' meetings.
 
-A value counts everywhere or nowhere, and a node that is left out is not waited for (`peers`). Source: S0,
-"Members come and go".
+A value counts everywhere or nowhere, and a node that is left out is not waited for (`peers`). Source:
+docs/peers.md, "When an iteration may be applied".
 """
 
 from __future__ import annotations

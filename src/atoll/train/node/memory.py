@@ -6,7 +6,7 @@
 
 A slot, like a buffer, holds every trainable chunk in order, each at a multiple of 64 bytes. The file is
 passed to the other process as a descriptor; when both are gone, however they ended, so is it.
-Source: S0, "Setting" (M_i).
+Source: docs/peers.md, "What it takes".
 """
 
 from __future__ import annotations

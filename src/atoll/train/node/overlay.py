@@ -4,8 +4,8 @@ them, uncommitted.
 For each pending iteration in order comes the optimizer's step with the mean of the contributions that are
 there. When all of an iteration's are there, the result is what applying will give, bit for bit.
 
-S0 would multiply each step by its contributions' part of a full batch. A mean over those who are there stands
-for the mean over all, though, and whole steps learn better (docs/notes/peers.md).
+Each step could be multiplied by its contributions' part of a full batch. A mean over those who are there
+stands for the mean over all, though, and whole steps learn better (docs/notes/peers.md).
 
 Chunks are done one by one, each through all the steps: so little memory is needed, and of a chunk that fits
 into the processor's cache it is only the gradients that each step reads from memory.
@@ -19,7 +19,7 @@ of what late contributions have made and what is not shown yet, a tenth at once,
 each iteration that becomes pending. Where nothing is pending, local parameters are the global ones, which
 know nothing of this.
 
-Source: S0, "Overlay".
+Source: docs/peers.md, "What a step does".
 """
 
 from __future__ import annotations

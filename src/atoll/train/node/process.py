@@ -3,7 +3,7 @@ thread that computes.
 
 The decisions (`peers.node`) know contributions by their keys; here are the payloads, the sockets and the
 clock. What the worker says is its own count of iterations, which is the decisions' shifted by what a
-checkpoint had made before. Source: S0.
+checkpoint had made before. Source: docs/peers.md.
 """
 
 from __future__ import annotations

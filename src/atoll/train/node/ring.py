@@ -3,7 +3,7 @@ leader hands to the node's one CPU side.
 
 All devices wait for what the leader waits for, and take the very same local parameters: those of the buffer
 that it says, which each reads from the memory that leader and CPU side share. The CPU side gets a buffer back
-when all have copied it. Source: S0, "A node's iteration"; design.md, "Two tiers of synchronisation".
+when all have copied it. Source: docs/peers.md, "Several devices a node".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The CPU side holds values and optimizer state in host memory and makes the steps; what it publishes is what a
 device reads its chunks from, and a device's gradients go straight into the iteration's slot. So a device
 under a budget has an arena of its own and nothing else: no tier of host memory, no second copy.
-Source: S0, "A node's iteration"; S2, part 5; design.md, "between groups every strategy works on the shards".
+Source: docs/memory.md, "Lent values".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A CPU side's connection to the hub, which is the witness in views of two nodes: it votes, and holds
-nothing. Whatever is sent while there is no connection is lost; nothing is ever waited for. Source: S0,
-"Members come and go".
+nothing. Whatever is sent while there is no connection is lost; nothing is ever waited for. Source:
+docs/peers.md, "When an iteration may be applied".
 """
 
 from __future__ import annotations
