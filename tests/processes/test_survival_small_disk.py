@@ -93,6 +93,18 @@ def start_shard(hub: str, folder: Path, log: Path, *options: str) -> subprocess.
         )
 
 
+CONFIG = Config(
+    run=Run(strategy="server"),
+    chunks=Chunks(size="64KiB"),
+    sync=Sync(timeout=f"{DEADLINE:g}s"),
+    link=LINK,
+)
+
+
+def hub_of_one(folder: Path) -> HubProcess:
+    return HubProcess(folder, "--workers", "1", "--shards", "1", "--patience", "10")
+
+
 def plain(steps: int) -> torch.nn.Module:
     model, optimizer = make()
     for step in range(steps):
@@ -118,18 +130,12 @@ def test_a_shard_without_room_for_its_journal_ends_and_goes_on_when_there_is_som
 ) -> None:
     """A process; the worker waits for it. Each iteration takes 400 KB of the journal."""
     log = tmp_path / "log"
-    config = Config(
-        run=Run(strategy="server"),
-        chunks=Chunks(size="64KiB"),
-        sync=Sync(timeout=f"{DEADLINE:g}s"),
-        link=LINK,
-    )
     model, optimizer = make()
     done: list[int] = []
     errors: list[BaseException] = []
-    with HubProcess(tmp_path / "hub", "--workers", "1", "--shards", "1", "--patience", "10") as hub:
+    with hub_of_one(tmp_path / "hub") as hub:
         shard = start_shard(hub.address, disk.folder / "shard", log, "--journal", "required")
-        with mock.patch.dict(os.environ, {HUB_VARIABLE: hub.address}), atoll.join(config) as session:
+        with mock.patch.dict(os.environ, {HUB_VARIABLE: hub.address}), atoll.join(CONFIG) as session:
             session.prepare(model, optimizer)
 
             def steps() -> None:
@@ -169,17 +175,11 @@ def test_a_shard_serves_on_without_its_journal_and_keeps_one_again_when_there_is
 ) -> None:
     """The default. Killed after that, it goes on where it stood."""
     log = tmp_path / "log"
-    config = Config(
-        run=Run(strategy="server"),
-        chunks=Chunks(size="64KiB"),
-        sync=Sync(timeout=f"{DEADLINE:g}s"),
-        link=LINK,
-    )
     model, optimizer = make()
-    with HubProcess(tmp_path / "hub", "--workers", "1", "--shards", "1", "--patience", "10") as hub:
+    with hub_of_one(tmp_path / "hub") as hub:
         begin = partial(start_shard, hub.address, disk.folder / "shard", log, "--snapshot-seconds", "0.5")
         shard = begin()
-        with mock.patch.dict(os.environ, {HUB_VARIABLE: hub.address}), atoll.join(config) as session:
+        with mock.patch.dict(os.environ, {HUB_VARIABLE: hub.address}), atoll.join(CONFIG) as session:
             session.prepare(model, optimizer)
             steps = itertools.count()
             for _ in range(3):
@@ -224,7 +224,7 @@ def served_hub(disk: SmallDisk, tmp_path: Path) -> HubProcess:
     """What it says goes elsewhere: beside its folder."""
     (disk.folder / "hub").mkdir()
     (tmp_path / "hub").symlink_to(disk.folder / "hub")
-    return HubProcess(tmp_path / "hub", "--workers", "1", "--shards", "1", "--patience", "10")
+    return hub_of_one(tmp_path / "hub")
 
 
 def fill_up(disk: SmallDisk, hub: HubProcess, one: HubClient) -> int:

@@ -1,4 +1,7 @@
-"""Who may read a run's files: the modes of its folders and files."""
+"""Set the permissions of a run's folders and files.
+
+`run.readable` says whether the owner, the group or everyone may read them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ FOLDER_MODES: dict[Readable, int] = {"owner": 0o700, "group": 0o750, "all": 0o75
 
 
 def open_like_folder(path: Path, flags: int) -> int:
-    """Open a file, made where it is missing: whoever may read its folder may read the file."""
+    """Open a file for the readers of its folder, and create it if it is missing; returns the descriptor."""
     handle = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
     # A file of another owner, or on a filesystem without modes, stays as it is.
     with contextlib.suppress(OSError):
@@ -24,7 +27,7 @@ def open_like_folder(path: Path, flags: int) -> int:
 
 
 def make_folder_like_parent(path: Path) -> None:
-    """Make a folder, where it is missing: whoever may read the one above may read this one."""
+    """Create a folder, and its parents, if it is missing. The readers of its parent may read it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         return
@@ -35,15 +38,17 @@ def make_folder_like_parent(path: Path) -> None:
 
 @contextlib.contextmanager
 def files_for(readable: Readable) -> Iterator[int]:
-    """Give files and folders that this process makes while this is entered the modes of `readable`. Gives the
-    process's own umask, for children that are not to follow."""
+    """Create files and folders inside the block with the permissions of `readable`.
+
+    Yields the umask from before, for child processes that do not follow.
+    """
     with files_under(~FOLDER_MODES[readable] & 0o777) as before:
         yield before
 
 
 @contextlib.contextmanager
 def files_like(folder: Path) -> Iterator[None]:
-    """Let whoever may read `folder` read what this process makes while this is entered."""
+    """Create files and folders inside the block for the readers of `folder`."""
     mode = stat.S_IMODE(folder.stat().st_mode) if folder.is_dir() else FOLDER_MODES["owner"]
     with files_under(~mode & 0o077 | 0o022):
         yield
@@ -51,7 +56,7 @@ def files_like(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def files_under(mask: int) -> Iterator[int]:
-    """Make files and folders under this umask while this is entered. Gives the one before."""
+    """Set this process's umask inside the block; yields the umask from before."""
     before = os.umask(mask)
     try:
         yield before
