@@ -195,26 +195,26 @@ def test_memory_that_is_no_whole_pages_is_refused(disk: DiskFile) -> None:
 def test_a_disk_tier_with_no_block_left(disk: DiskFile) -> None:
     for _ in range(8):
         disk.take()
-    with pytest.raises(UserError, match=r"128\.0 KiB are all in use; give it at least 147456 bytes"):
+    with pytest.raises(UserError, match=r"all of 128\.0 KiB in .* are in use; raise it to at least 147456 b"):
         disk.take()
 
 
 def test_a_budget_below_one_block_says_the_least(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the disk tier has 10 bytes, .* at least 16384 bytes"):
+    with pytest.raises(UserError, match=r"memory\.disk: 10 bytes are .* at least 16384 bytes"):
         DiskFile(tmp_path, 10, BLOCK)
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     place = tmp_path / "file"
     place.touch()
-    with pytest.raises(UserError, match="file: cannot keep the disk tier there: File exists"):
+    with pytest.raises(UserError, match=r"memory\.disk: \S+file cannot be used: File exists"):
         DiskFile(place, BLOCK, BLOCK)
-    with pytest.raises(UserError, match="inside: cannot keep the disk tier there: Not a directory"):
+    with pytest.raises(UserError, match="inside cannot be used: Not a directory"):
         DiskFile(place / "inside", BLOCK, BLOCK)
 
 
 def test_a_folder_that_cannot_be_written_to() -> None:
-    with pytest.raises(UserError, match=r"^/proc/atoll: cannot keep the disk tier there: "):
+    with pytest.raises(UserError, match=r"^memory\.disk: /proc/atoll cannot be used: "):
         DiskFile("/proc/atoll", BLOCK, BLOCK)
 
 
@@ -233,8 +233,8 @@ def test_a_disk_without_the_room_is_found_before_the_first_write(small: SmallDis
     with pytest.raises(UserError) as raised:
         DiskFile(small.folder, 8 * BLOCK, BLOCK)
     assert str(raised.value) == (
-        f"{small.folder}: cannot keep the disk tier of 128.0 KiB there: No space left on device, "
-        "64.0 KiB are free"
+        f"memory.disk: {small.folder} does not take 128.0 KiB: No space left on device, "
+        "64.0 KiB are free; lower the budget, or name another folder"
     )
     DiskFile(small.folder, 4 * BLOCK, BLOCK).close()  # and what was tried is not there any more
 

@@ -35,7 +35,7 @@ def test_the_accounts_are_exact_and_no_block_is_given_out_twice(
                 (len(run) for run in re.findall("0+", "".join("01"[o > 0] for o in owners))), default=0
             )
             if count > room:
-                with pytest.raises(UserError, match=r"host tier .* in a row"):
+                with pytest.raises(UserError, match=r"memory\.host: .* in a row"):
                     arena.take(count)
                 continue
             block = arena.take(count)
@@ -92,7 +92,7 @@ def test_a_run_is_contiguous_in_the_smallest_gap_that_has_it() -> None:
     assert arena.free_runs == [(0, 2), (3, 3)]
     assert arena.fragmentation == pytest.approx(1 - 3 / 5)
     with pytest.raises(
-        UserError, match=r"512 B in a row: 640 B of its 1\.2 KiB are free, 384 B of them in a row"
+        UserError, match=r"512 B in a row: 640 B of 1\.2 KiB are free, 384 B of them in a row"
     ):
         arena.take(4)
     run = arena.take(2)
@@ -162,13 +162,13 @@ def test_blocks_begin_on_the_alignment_and_a_budget_is_never_passed() -> None:
 
 
 def test_a_budget_below_one_block_says_the_least() -> None:
-    with pytest.raises(UserError, match=r"the device tier has 1000 .* at least 4194304 bytes \(4\.0 MiB\)"):
+    with pytest.raises(UserError, match=r"memory\.device: 1000 .* at least 4194304 bytes \(4\.0 MiB\)"):
         Arena(1000, 4 * MIB, what="device")
 
 
 def test_memory_that_the_system_does_not_have() -> None:
     with pytest.raises(
-        UserError, match=r"the host tier's 1048576\.0 GiB cannot be had on cpu: Cannot allocate"
+        UserError, match=r"memory\.host: 1048576\.0 GiB cannot be had on cpu: Cannot allocate"
     ):
         Arena(2**50, MIB)
 
@@ -224,6 +224,4 @@ def test_an_arena_is_one_allocation_of_exactly_its_bytes_and_counts_under_a_limi
     said = run.stdout.splitlines()
     assert said[0].split() == [str(96 * 1024), str(96 * MIB)], run.stderr
     assert int(said[1]) <= 96 * 1024 + 512
-    assert said[2].startswith(
-        "UserError the host tier's 96.0 MiB cannot be had on cpu: Cannot allocate memory"
-    )
+    assert said[2].startswith("UserError memory.host: 96.0 MiB cannot be had on cpu: Cannot allocate memory")

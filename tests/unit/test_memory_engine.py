@@ -178,7 +178,7 @@ def replace(model: Any) -> None:
         (lambda model: nn.Parameter(model.layers[2].weight), r"'layers\.2\.weight' would be another"),
         (
             lambda model: weight_norm(model.layers[3]),
-            r"'layers\.3\.weight' would be another one in its chunk's memory, as parametrizations",
+            r"'layers\.3\.weight' would be another one in its memory, as parametrizations",
         ),
     ],
 )

@@ -195,7 +195,7 @@ def test_forward_and_backward_before_fit_are_right(tmp_path: Path) -> None:
     with init(Memory(device="1MiB", host=f"{size_of(plain) + 4096}", disk=f"{tmp_path}:64MiB")):
         model = plainly(Gpt)
         loss = model(tokens).logsumexp(-1).sum()
-        with pytest.raises(UserError, match="of which somebody keeps a view; give at least"):
+        with pytest.raises(UserError, match="of which views are kept; raise it to at least"):
             nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(40))  # takes all the room that it can have
     loss.backward()
     for (name, parameter), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -281,19 +281,20 @@ def test_lazy_modules_and_the_meta_device_are_left_alone() -> None:
         (
             Memory(device="1MiB", host="40KiB", disk="{}:1MiB"),
             lambda: nn.Linear(200, 200),
-            "host: the budget of 40.0 KiB cannot hold a parameter of 156.2 KiB; give at least that",
+            "memory.host: the budget of 40.0 KiB does not hold a parameter of 156.2 KiB; raise it to at "
+            "least that",
         ),
         (
             Memory(device="1MiB", host="40KiB"),
             lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(9))),
-            "host: the budget of 40.0 KiB holds no more of the model, which needs 48.5 KiB by now; give "
-            "more, or a disk",
+            "memory.host: the budget of 40.0 KiB holds no more of the model, which needs 48.5 KiB by now; "
+            "raise it, or add a disk",
         ),
         (
             Memory(device="1MiB", host="40KiB", disk="{}:50KiB"),
             lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(9))),
-            "disk: the budget of 50.0 KiB in {} does not hold the parameters; give at least 64.8 KiB, and "
-            "what training adds",
+            "memory.disk: the budget of 50.0 KiB in {} does not hold the parameters; give at least 64.8 "
+            "KiB, and what training adds",
         ),
     ],
 )

@@ -212,7 +212,7 @@ def test_bandwidths_are_measured_for_this_optimizer_and_leave_nothing(tmp_path: 
     assert list(tmp_path.iterdir()) == []
     assert stepped == []
     assert not optimizer.state
-    with pytest.raises(ConfigError, match=r"^disk: .*none: cannot be written to"):
+    with pytest.raises(ConfigError, match=r"^memory\.disk: .*none cannot be written to"):
         measure(torch.device("cpu"), optimizer, str(tmp_path / "none"))
 
 

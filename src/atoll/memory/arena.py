@@ -74,8 +74,8 @@ class Arena:
         self.poison = os.environ.get(POISON_VARIABLE) == "1" if poison is None else poison
         if self.blocks < 1:
             raise UserError(
-                f"the {what} tier has {nbytes} bytes, which is less than one of its blocks: "
-                f"give it at least {exactly(self.block_bytes)}"
+                f"memory.{what}: {nbytes} bytes are less than a block of the model; raise it to at least "
+                f"{exactly(self.block_bytes)}"
             )
         self._memory = self._allocate()
         if self.poison:
@@ -99,8 +99,8 @@ class Arena:
         except (OSError, torch.OutOfMemoryError) as error:
             why = error.strerror if isinstance(error, OSError) else "the accelerator has not that much left"
             raise UserError(
-                f"the {self.what} tier's {format_bytes(self.nbytes)} cannot be had on {self.device}: {why}; "
-                "give it a smaller budget"
+                f"memory.{self.what}: {format_bytes(self.nbytes)} cannot be had on {self.device}: {why}; "
+                "lower it to what is free there"
             ) from None
 
     @property
@@ -152,9 +152,9 @@ class Arena:
         last = self._free[-1] if self._free else (0, 0)
         least = self.nbytes + (count - (last[1] if sum(last) == self.blocks else 0)) * self.block_bytes
         raise UserError(
-            f"the {self.what} tier has no room for {format_bytes(count * self.block_bytes)} in a row: "
-            f"{format_bytes(free)} of its {format_bytes(self.nbytes)} are free, "
-            f"{format_bytes(largest)} of them in a row; give it at least {exactly(least)}"
+            f"memory.{self.what}: no room for {format_bytes(count * self.block_bytes)} in a row: "
+            f"{format_bytes(free)} of {format_bytes(self.nbytes)} are free, {format_bytes(largest)} of them "
+            f"in a row; raise it to at least {exactly(least)}"
         )
 
     def _find_at(self, count: int, at: int) -> int:

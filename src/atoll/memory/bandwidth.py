@@ -106,7 +106,9 @@ def _disk(folder: str, nbytes: int) -> tuple[float, float]:
             finally:
                 os.close(file)
         except OSError as error:
-            raise ConfigError(f"disk: {folder}: cannot be written to: {error.strerror}") from None
+            raise ConfigError(
+                f"memory.disk: {folder} cannot be written to: {error.strerror}; name another folder"
+            ) from None
 
 
 def _write_and_read(file: int, memory: mmap.mmap) -> tuple[float, float]:

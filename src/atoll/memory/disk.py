@@ -32,6 +32,7 @@ DISK_SECONDS = 120.0  # for a transfer, what it goes after included
 THREADS = 2  # one sums while another transfers
 _PREFIX = ".atoll-scratch-"
 _NEVER = -1  # the size of a block that was never written
+_WAY_OUT = "go on from a checkpoint, with memory.disk in a folder of another disk"
 
 
 class Transfer:
@@ -56,7 +57,10 @@ class Transfer:
     def wait_over(self, seconds: float = DISK_SECONDS) -> None:
         """Until it is done, well or badly; raises DeadlineError after `seconds`."""
         if not self._done.wait(seconds):
-            raise DeadlineError(f"{self.name} has not come to an end in {format_seconds(seconds)}")
+            raise DeadlineError(
+                f"{self.name} has not come to an end in {format_seconds(seconds)}: the disk is too slow or "
+                "stands still"
+            )
 
     def end(self, error: AtollError | None) -> None:
         """By the thread that made it."""
@@ -93,8 +97,8 @@ class DiskFile:
         self.blocks = nbytes // self.block_bytes
         if self.blocks < 1:
             raise UserError(
-                f"the disk tier has {nbytes} bytes, which is less than one of its blocks: "
-                f"give it at least {exactly(self.block_bytes)}"
+                f"memory.disk: {nbytes} bytes are less than a block of the model; raise it to at least "
+                f"{exactly(self.block_bytes)}"
             )
         self._reserved = 0  # bytes
         self._file = self._make()
@@ -123,7 +127,10 @@ class DiskFile:
             _remove_left(self.folder)
             file = _open_nameless(self.folder)
         except OSError as error:
-            raise UserError(f"{self.folder}: cannot keep the disk tier there: {error.strerror}") from None
+            raise UserError(
+                f"memory.disk: {self.folder} cannot be used: {error.strerror}; name a folder that can be "
+                "written to"
+            ) from None
         return file
 
     def reserve(self, nbytes: int | None = None) -> None:
@@ -142,7 +149,8 @@ class DiskFile:
             else:
                 why = str(error.strerror)
             raise UserError(
-                f"{self.folder}: cannot keep the disk tier of {format_bytes(self.nbytes)} there: {why}"
+                f"memory.disk: {self.folder} does not take {format_bytes(self.nbytes)}: {why}; lower the "
+                "budget, or name another folder"
             ) from None
 
     @property
@@ -164,8 +172,8 @@ class DiskFile:
         """A free block, which holds nothing yet; raises UserError if none is left."""
         if not self._free:
             raise UserError(
-                f"{self.folder}: the disk tier's {format_bytes(self.nbytes)} are all in use; "
-                f"give it at least {exactly(self.nbytes + self.block_bytes)}"
+                f"memory.disk: all of {format_bytes(self.nbytes)} in {self.folder} are in use; raise it to "
+                f"at least {exactly(self.nbytes + self.block_bytes)}"
             )
         block = self._free.pop()
         self.peak = max(self.peak, self.used)
@@ -247,13 +255,13 @@ class DiskFile:
         while done < len(into):
             count = os.preadv(self._file, [into[done:]], block * self.block_bytes + done)
             if not count:
-                raise RunError(f"{what} is cut off: {done} of its {len(into)} bytes are there")
+                raise RunError(f"{what} is cut off: {done} of its {len(into)} bytes are there; {_WAY_OUT}")
             done += count
         checksum = zlib.crc32(into)
         if checksum != self._sums[block]:
             raise RunError(
                 f"{what} is damaged: the checksum of its {len(into)} bytes is {checksum:08x}, and was "
-                f"{self._sums[block]:08x} when they were written"
+                f"{self._sums[block]:08x} when they were written; {_WAY_OUT}"
             )
 
     def close(self, seconds: float = DISK_SECONDS) -> None:
@@ -270,7 +278,7 @@ class DiskFile:
             if thread.is_alive():
                 raise DeadlineError(
                     f"{self.folder}: transfers of the disk tier have not come to an end in "
-                    f"{format_seconds(seconds)}"
+                    f"{format_seconds(seconds)}: the disk is too slow or stands still"
                 )
         os.close(self._file)
         self._file = -1

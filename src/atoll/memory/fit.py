@@ -128,7 +128,7 @@ _plan = plan  # `fit` has an argument of this name
 def _check(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise PrepareError for a model that cannot be held in chunks."""
     if not parameters:
-        raise PrepareError("memory.fit was given a model without parameters")
+        raise PrepareError("memory.fit was given a model without parameters; leave the budgets out")
     for name, module in model.named_modules():
         which = f"module {name or type(module).__name__!r}"
         if is_compiled(module):
@@ -137,7 +137,10 @@ def _check(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
                 "model as it is without torch.compile"
             )
         if isinstance(module, torch.jit.ScriptModule):
-            raise PrepareError(f"{which} is a TorchScript module, whose uses of parameters cannot be seen")
+            raise PrepareError(
+                f"{which} is a TorchScript module, whose uses of parameters cannot be seen; give the model "
+                "as it was before torch.jit"
+            )
     for name, parameter in parameters.items():
         if isinstance(parameter, ChunkParameter):
             raise PrepareError(

@@ -318,14 +318,14 @@ class _Room:
         budget = self._budget(tier)
         needed = format_bytes(self._held[tier] + nbytes)
         assert budget is not None
-        where = f"{tier}: the budget of {format_bytes(budget)}"
+        where = f"memory.{tier}: the budget of {format_bytes(budget)}"
         if nbytes > budget:
-            return f"{where} cannot hold a parameter of {format_bytes(nbytes)}; give at least that"
+            return f"{where} does not hold a parameter of {format_bytes(nbytes)}; raise it to at least that"
         if self._file is None:
-            return f"{where} holds no more of the model, which needs {needed} by now; give more, or a disk"
+            return f"{where} holds no more of the model, which needs {needed} by now; raise it, or add a disk"
         return (
-            f"{where} is taken by parameters that are used together, or of which somebody keeps a view; "
-            f"give at least {needed}"
+            f"{where} is taken by parameters that are used together, or of which views are kept; raise it to "
+            f"at least {needed}"
         )
 
 

@@ -19,7 +19,10 @@ _DEADLINE = 600.0  # seconds for one gradient: the slowest disk has made room by
 def wait_for(coming: Future[None] | None, what: str) -> None:
     """Wait until it is over, whether it came or not."""
     if coming is not None and not coming.done() and not wait([coming], timeout=_DEADLINE).done:
-        raise DeadlineError(f"waited {_DEADLINE:.0f} s for {what}, which has not come")
+        raise DeadlineError(
+            f"waited {_DEADLINE:.0f} s for {what}, which has not come: the disk of memory.disk is too slow "
+            "or stands still"
+        )
 
 
 class Leaving:

@@ -102,8 +102,8 @@ class ChunkParameter(nn.Parameter):
             engine, place = _engine(parameters[0]), parameters[0]._atoll
             raise UserError(
                 f"{getattr(func, '__name__', func)}() would replace the memory of parameter "
-                f"{engine.name(place)!r}, which lies in a chunk; write values with copy_(), or call it after "
-                "close()"
+                f"{engine.name(place)!r}, which lies in Atoll's memory under budgets; write values with "
+                "copy_(), or call it before the model is prepared, or after the session"
             )
         return cls._on_values(parameters, func, types, args, kwargs)
 
@@ -277,9 +277,8 @@ def _detach(func: Any, args: Arguments, _kwargs: Keywords) -> Tensor:
     if makes_parameter(caller(1)):  # beyond __torch_function__
         name = _engine(parameter).name(parameter._atoll)
         raise UserError(
-            f"nn.Parameter(...) of parameter {name!r} would be another one in its chunk's memory, as "
-            "parametrizations make them; do it before memory.fit or after close(), or give it "
-            "p.detach().clone()"
+            f"nn.Parameter(...) of parameter {name!r} would be another one in its memory, as "
+            "parametrizations make them; do it before the model is prepared, or give it p.detach().clone()"
         )
     lazy = statedicts.lazily(parameter)
     if lazy is not None:

@@ -81,7 +81,10 @@ def agree(
                     f"{words[0].sharding}; write the same on all"
                 )
             if each.holding != words[0].holding:
-                raise PrepareError(f"worker {member} finds other holders of chunks than worker 0")
+                raise PrepareError(
+                    f"worker {member} finds another division of the model than worker 0; give all workers "
+                    "the same version of Atoll and the same [memory]"
+                )
     assert plan is not None
     return msgspec.structs.replace(plan, share=share)
 

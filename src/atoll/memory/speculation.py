@@ -154,8 +154,11 @@ class Speculation:
             self._held[chunk] = 0
             over = self._condition.wait_for(lambda: self._under_way is not ahead, _DEADLINE)
         if not over:
-            what = f"the step of chunk {chunk} during backward"
-            raise DeadlineError(f"waited {_DEADLINE:.0f} s for {what}, which has not ended")
+            what = f"the optimizer's step of {self._states[chunk].trained.words} during backward"
+            raise DeadlineError(
+                f"waited {_DEADLINE:.0f} s for {what}, which has not ended: this machine's processors stand "
+                "still"
+            )
 
     def _drop(self, ahead: Ahead) -> None:
         if ahead in self._queue:

@@ -39,7 +39,7 @@ class SpillFile:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise UserError(
-                f"disk: no file can be made in {folder}: {error.strerror}; name another folder"
+                f"memory.disk: no file can be made in {folder}: {error.strerror}; name another folder"
             ) from None
 
     def keep(self, memory: Tensor) -> Piece:
@@ -53,7 +53,7 @@ class SpillFile:
             begin = self.end
         if begin + len(raw) > self.budget:
             raise UserError(
-                f"disk: the budget of {format_bytes(self.budget)} in {self.folder} does not hold the "
+                f"memory.disk: the budget of {format_bytes(self.budget)} in {self.folder} does not hold the "
                 f"parameters; give at least {format_bytes(begin + len(raw))}, and what training adds"
             )
         self.end = max(self.end, begin + len(raw))
@@ -62,7 +62,9 @@ class SpillFile:
             while done < len(raw):
                 done += os.pwrite(self._file.fileno(), raw[done:], begin + done)
         except OSError as error:
-            raise UserError(f"disk: {self.folder} cannot be written to: {error.strerror}") from None
+            raise UserError(
+                f"memory.disk: {self.folder} cannot be written to: {error.strerror}; name another folder"
+            ) from None
         return Piece(begin, len(raw), zlib.crc32(raw))
 
     def copy_into(self, piece: Piece, into: Tensor) -> None:
@@ -79,8 +81,8 @@ class SpillFile:
             why = str(error.strerror)
         if done < len(raw) or zlib.crc32(raw) != piece.checksum:
             raise RunError(
-                f"disk: {piece.nbytes} bytes at {piece.begin} of a file in {self.folder} are damaged: {why}; "
-                "build the model again, on another disk"
+                f"memory.disk: {piece.nbytes} bytes at {piece.begin} of a file in {self.folder} are damaged: "
+                f"{why}; build the model again, on another disk"
             )
 
     def free(self, piece: Piece) -> None:
