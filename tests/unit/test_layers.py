@@ -183,7 +183,70 @@ def _against_layers(rules: Layer, layer: str, target: str, item: Import) -> str:
     return ""
 
 
+# Private names that Python documents.
+DOCUMENTED = {"os._exit", "sys._current_frames"}
+# The harness of the parity tests looks into a session for what no script is to see.
+LOOKED_INTO = {"testing/parity.py": {"session._regrouping"}}
+
+
+def foreign_private_names(source: str, file: str) -> list[str]:
+    """The private names in a module that it does not define itself, one line each.
+
+    A private name of `self`, or of a superclass, is the module's own.
+    """
+    tree = ast.parse(source)
+    own, used = set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            owner = ast.unparse(node.value)
+            if owner in ("self", "cls", "super()"):
+                own |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+            else:
+                used.append((node.lineno, node.attr, f"{owner}.{node.attr}"))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "atoll":
+            used += [
+                (node.lineno, name.name, f"{node.module}.{name.name}")
+                for name in node.names
+                if _is_private(name.name)
+            ]
+    allowed = DOCUMENTED | LOOKED_INTO.get(file, set())
+    return [f"{file}:{line}: {what}" for line, name, what in used if name not in own and what not in allowed]
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
 MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def test_a_module_leaves_the_private_names_of_others_alone() -> None:
+    """But for the one place for those of torch, which test_torch_compat.py checks."""
+    found = []
+    for path in MODULES:
+        file = path.relative_to(SOURCE).as_posix()
+        if file != "tensors/torch_compat.py":
+            found += foreign_private_names(path.read_text(encoding="utf-8"), file)
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from atoll.memory.disk import _open", ["a.py:1: atoll.memory.disk._open"]),
+        ("def f(session):\n    return session._ring", ["a.py:2: session._ring"]),
+        ("def f(self):\n    return self.other._ring", ["a.py:2: self.other._ring"]),
+        ("class A:\n    def f(self, other):\n        self._x = other._x", []),
+        ("class A(B):\n    def f(self):\n        return self._x + super()._x", []),
+        ("import os\nos._exit(1)", []),
+    ],
+)
+def test_a_use_of_another_module_s_private_name_is_found(source: str, found: list[str]) -> None:
+    assert foreign_private_names(source, "a.py") == found
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(SOURCE).as_posix())

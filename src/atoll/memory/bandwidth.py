@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from atoll.core.errors import ConfigError
 from atoll.memory import copies
-from atoll.memory.disk import _open_nameless, _try_direct
+from atoll.memory.disk import open_nameless, try_direct
 from atoll.moves.timeline import Bandwidths
 from atoll.tensors.elementwise import copy_for
 
@@ -100,7 +100,7 @@ def _disk(folder: str, nbytes: int) -> tuple[float, float]:
     with mmap.mmap(-1, nbytes) as memory:
         memory.write(os.urandom(_LEAST) * (nbytes // _LEAST))  # zeros may be stored as nothing
         try:
-            file = _open_nameless(Path(folder))
+            file = open_nameless(Path(folder))
             try:
                 return _write_and_read(file, memory)
             finally:
@@ -112,7 +112,7 @@ def _disk(folder: str, nbytes: int) -> tuple[float, float]:
 
 
 def _write_and_read(file: int, memory: mmap.mmap) -> tuple[float, float]:
-    _try_direct(file)  # as the disk tier does, which makes do with the system's cache too
+    try_direct(file)  # as the disk tier does, which makes do with the system's cache too
 
     def write() -> None:
         if os.pwrite(file, memory, 0) != len(memory):

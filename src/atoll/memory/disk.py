@@ -107,7 +107,7 @@ class DiskFile:
         except UserError:
             os.close(self._file)
             raise
-        self.direct, self.reason = _try_direct(self._file)
+        self.direct, self.reason = try_direct(self._file)
         self._free = list(range(self.blocks - 1, -1, -1))  # the lowest is taken first
         self._sizes = array.array("q", [_NEVER]) * self.blocks  # bytes that were written last
         self._sums = array.array("L", [0]) * self.blocks
@@ -125,7 +125,7 @@ class DiskFile:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _remove_left(self.folder)
-            file = _open_nameless(self.folder)
+            file = open_nameless(self.folder)
         except OSError as error:
             raise UserError(
                 f"memory.disk: {self.folder} cannot be used: {error.strerror}; name a folder that can be "
@@ -297,7 +297,8 @@ def _why(error: BaseException) -> str:
     return str(error.strerror)
 
 
-def _open_nameless(folder: Path) -> int:
+def open_nameless(folder: Path) -> int:
+    """Open a new file in `folder` that has no name, or loses it at once: it goes with its process."""
     flags = os.O_RDWR | os.O_CLOEXEC
     if hasattr(os, "O_TMPFILE"):
         try:
@@ -326,7 +327,7 @@ def _remove_left(folder: Path) -> None:
                 path.unlink()
 
 
-def _try_direct(file: int) -> tuple[bool, str]:
+def try_direct(file: int) -> tuple[bool, str]:
     """Pass the page cache by from now on, if the file system lets it: whether, and why."""
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:

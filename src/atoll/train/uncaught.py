@@ -13,7 +13,7 @@ def show_errors_as_one_line() -> None:
 
     Every other exception goes to the hook that was there before. May be called again; it then does nothing.
     """
-    if getattr(sys.excepthook, "_is_atoll", False):
+    if getattr(sys.excepthook, "is_atoll", False):
         return
     before = sys.excepthook
 
@@ -24,5 +24,5 @@ def show_errors_as_one_line() -> None:
         print(f"atoll: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_status)
 
-    hook._is_atoll = True  # type: ignore[attr-defined]
+    hook.is_atoll = True  # type: ignore[attr-defined]
     sys.excepthook = hook
