@@ -9,19 +9,23 @@ The million is a soak test; a part of it runs with the others.
 from __future__ import annotations
 
 import contextlib
+import gc
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Union
+from types import SimpleNamespace
+from typing import Any, Union, cast
 
 import msgspec
 import pytest
 import torch
-from hostile_messages import Draw, FedServer, Maker, drawing, mutated
+from hostile_messages import Draw, FedServer, Maker, drawing, mutated, told_in_a_line
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from atoll.chunks import lay_out
+from atoll.core.errors import AtollError
 from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
 from atoll.hub.journal import HubJournal
@@ -31,6 +35,7 @@ from atoll.hub.service import Hub
 from atoll.net.linkserver import LinkServer
 from atoll.net.tunnelorder import Inbox, Message, Outbox
 from atoll.server.shard import Shard
+from atoll.server.standby import Standby
 from atoll.store.balance import balance
 from atoll.store.entries import Entry, decode_entry_untrusted, encode_entry
 from atoll.store.outcomes import StoreError
@@ -48,6 +53,7 @@ from atoll.wire.tunnel import Batch, decode_batch_untrusted, encode_batch
 
 RUN = "test"
 WORDS = (RUN, "worker", "shard", "hub", "primary", "node", "guest", "site", "paris", "token", "", "")
+MOST_KEPT = 2**17  # bytes of 400 messages
 PEERS = [b"peer %d" % each for each in range(6)] + [b"gone"]
 
 
@@ -195,6 +201,29 @@ class NodeHost(Host):
         return [self._greet(0, "tcp://127.0.0.1:1")]  # refused: it is this node's own name
 
 
+class StandbyHost(Host):
+    """A standby, which hears its primary alone; `primary` is one connection of its."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        super().__init__(FedServer("standby"), stack)
+        duty = m.Duty(term=1, primary=False, partner=1, address="tcp://127.0.0.1:1")
+        welcome = m.Welcome(run=RUN, incarnation=2, replicas=2)
+        hub = SimpleNamespace(client=self.server, duty=duty, welcome=welcome, steps=0)
+        hub.take = hub.say = lambda *_: None
+
+        def make() -> Shard:
+            return Shard(0, self.server, run=RUN, workers=2)
+
+        self.standby = Standby(0, RUN, self.server, cast(Any, hub), make)
+        stack.callback(self.standby.close)
+
+    def turn(self) -> None:
+        self.standby._turn()
+
+    def question(self) -> list[Any]:
+        return [m.Hello(version=m.VERSION, run=RUN, role="primary", shard=0, incarnation=1)]
+
+
 class LinkHost(Host):
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.link = stack.enter_context(LinkServer("tcp://127.0.0.1:0", None))
@@ -224,6 +253,7 @@ HOSTS: dict[str, Callable[[contextlib.ExitStack], Host]] = {
     "shard, ssp": lambda stack: ShardHost(stack, "ssp"),
     "shard, asp": lambda stack: ShardHost(stack, "asp"),
     "shard without a log": lambda stack: ShardHost(stack, "asp", 1),
+    "standby": StandbyHost,
     "node": NodeHost,
     "link server": LinkHost,
 }
@@ -263,6 +293,22 @@ def test_a_flood_of_lies_ends_nothing(name: str, stack: contextlib.ExitStack) ->
         host.lives()
 
 
+@pytest.mark.check
+@pytest.mark.parametrize("name", list(HOSTS))
+def test_lies_are_not_kept(name: str, stack: contextlib.ExitStack) -> None:
+    """What it has taken of them is bounded: the second half leaves as much as the first has, and no more."""
+    host, kept = HOSTS[name](stack), list[int]()
+    tracemalloc.start()
+    try:
+        for seed in range(4):
+            attack(host, drawing(seed), 200)
+            gc.collect()
+            kept.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert kept[3] - kept[1] < MOST_KEPT, kept
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", list(HOSTS))
 def test_a_million_lies_end_nothing(name: str, stack: contextlib.ExitStack) -> None:
@@ -281,6 +327,38 @@ def test_a_few_lies_end_nothing(name: str, data: st.DataObject) -> None:
         host = HOSTS[name](inner)
         attack(host, lambda low, high: data.draw(st.integers(low, high)), 12)
         host.lives()
+
+
+STREAM = (m.Begin, m.Copy, m.CopyChunk, m.CopyPart, m.Probe)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.soak)])
+def test_a_primary_that_lies_ends_its_standby_by_one_line_or_not_at_all(
+    count: int, stack: contextlib.ExitStack
+) -> None:
+    ended = 0
+    for seed in range(count):
+        with contextlib.ExitStack() as inner:
+            host, draw = StandbyHost(inner), drawing(seed)
+            host.lives()
+            maker, peer = Maker(draw, WORDS), b"an honest one"
+            host.server.feed(peer, m.encode(m.Begin(stream="s")))
+            raised: AtollError | None = None
+            try:
+                for _ in range(20):
+                    message = maker.message(Union[STREAM])
+                    if isinstance(message, m.Copy) and draw(0, 3):
+                        told = msgspec.Raw(m.encode(maker.message(m.AnyMessage)))
+                        message = msgspec.structs.replace(message, message=told, role="worker")
+                    host.server.feed(peer, m.encode(message), maker.payload())
+                host.drain()
+                for _ in range(40):
+                    host.turn()
+            except AtollError as error:
+                raised = error
+            assert raised is None or told_in_a_line(raised), repr(raised)
+            ended += raised is not None
+    assert ended > 0
 
 
 def decoded(draw: Draw, raw: bytes, decode: Callable[[bytes], Any]) -> Any:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.core.errors import DeadlineError, PeerLostError, UserError
+from atoll.core.errors import AtollError, DeadlineError, PeerLostError, UserError
 from atoll.net import fetches
 from atoll.net.fetches import FetchLink, FetchService, RefusedError
 from atoll.testing.leaks import still_open
@@ -292,6 +292,55 @@ def test_silent_strangers_shut_no_member_out(service: FetchService, monkeypatch:
             each.recv(1)
     for each in (*strangers, link):
         each.close()
+
+
+def test_a_member_that_a_flood_has_pushed_out_comes_again(
+    service: FetchService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers that come fast enough take its place before it has said who it is."""
+    service.serve(payload_of)
+    pushed, meet = list[int](), service._meet
+
+    def late(link: socket.socket) -> None:
+        if len(pushed) < 3:
+            pushed.append(1)
+            raise ConnectionError("its place went to another one")
+        meet(link)
+
+    monkeypatch.setattr(service, "_meet", late)
+    link = connect(service)
+    assert len(pushed) == 3
+    assert fetch(link, nbytes=9) == PAYLOAD[:9]
+    link.close()
+
+
+ANSWERS = st.one_of(
+    st.binary(max_size=60),
+    st.builds(
+        lambda head, rest: encode_answer(False, head) + rest, st.integers(0, 40), st.binary(max_size=60)
+    ),
+    st.builds(lambda text: encode_answer(True, len(text)) + text, st.binary(max_size=60)),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(answer=ANSWERS)
+def test_whatever_an_owner_answers_is_the_payload_or_an_error_in_one_line(answer: bytes) -> None:
+    """An owner that knows the secret, and answers nonsense."""
+    ours, its = socket.socketpair()
+    link = FetchLink.__new__(FetchLink)
+    link._name, link._link = "member 2", ours
+    its.sendall(answer)
+    its.shutdown(socket.SHUT_WR)
+    into, raised = bytearray(9), None
+    try:
+        link.fetch(Fetch(7, "values", 1, 9), memoryview(into), time.monotonic() + SECONDS, lambda: None)
+    except AtollError as error:
+        raised = error
+    assert raised is None or str(raised).isprintable()
+    assert raised is not None or answer[ANSWER_BYTES : ANSWER_BYTES + 9] == into
+    ours.close()
+    its.close()
 
 
 @given(st.binary(max_size=120))

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
+from atoll.core.texts import one_line
 from atoll.wire.base import WireError
 from atoll.wire.fetches import (
     ANSWER_BYTES,
@@ -44,13 +45,18 @@ from atoll.wire.fetches import (
 ReadBytes: TypeAlias = Callable[[Fetch], AbstractContextManager[memoryview]]
 
 OPENING_SECONDS = 10.0  # for who has connected to say who it is, and for a service to answer that
-MOST_STRANGERS = 16  # connections that have not said it yet; when another comes, the oldest of them goes
+MOST_STRANGERS = 64  # connections that have not said it yet; when another comes, the oldest of them goes
+_TRIES, _PAUSE_SECONDS = 6, 0.02  # of a member that is sent away so, where strangers flood the port
 _SLICE_SECONDS = 0.2  # of a wait, between which the clock is looked at
 _CLOSING_SECONDS = 10.0  # for the threads to end
 
 
 class RefusedError(RunError):
     """The owner could not give the payload; the line says why."""
+
+
+class _TurnedAwayError(PeerLostError):
+    """The owner has closed the connection before it was opened: strangers may have filled its places."""
 
 
 class FetchService:
@@ -201,17 +207,29 @@ class FetchLink:
 
     def __init__(self, name: str, address: tuple[str, int], secret: bytes, rank: int, until: float) -> None:
         self._name = name
+        for tries_left in reversed(range(_TRIES)):
+            self._connect(address, until)
+            try:
+                self._meet(secret, rank, min(until, time.monotonic() + OPENING_SECONDS))
+            except _TurnedAwayError:
+                self.close()
+                if not tries_left:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
+            except BaseException:
+                self.close()
+                raise
+            else:
+                return
+
+    def _connect(self, address: tuple[str, int], until: float) -> None:
         try:
             self._link = socket.create_connection(address, max(0.01, until - time.monotonic()))
         except TimeoutError:
-            raise DeadlineError(f"{name} at {address[0]}:{address[1]} takes no connection") from None
+            raise DeadlineError(f"{self._name} at {address[0]}:{address[1]} takes no connection") from None
         except OSError as error:
-            raise PeerLostError(f"{name} at {address[0]}:{address[1]}: {error.strerror or error}") from None
-        try:
-            self._meet(secret, rank, min(until, time.monotonic() + OPENING_SECONDS))
-        except BaseException:
-            self.close()
-            raise
+            why = error.strerror or str(error)
+            raise PeerLostError(f"{self._name} at {address[0]}:{address[1]}: {why}") from None
 
     def _meet(self, secret: bytes, rank: int, until: float) -> None:
         try:
@@ -220,7 +238,7 @@ class FetchLink:
             _say(self._link, opening(rank, own, theirs, secret), until)
             proof = _hear(self._link, PROOF_BYTES, until)
         except OSError as error:
-            raise PeerLostError(f"{self._name} did not let this member in: {_why(error)}") from None
+            raise _TurnedAwayError(f"{self._name} did not let this member in: {_why(error)}") from None
         if not hmac.compare_digest(proof, server_proof(rank, own, secret)):
             raise PeerLostError(f"{self._name}: who answers there does not know the group's secret")
 
@@ -236,7 +254,7 @@ class FetchLink:
             refused = answer_untrusted(head, fetch.nbytes)
             if refused:
                 reason = _hear(self._link, refused, until, look).decode(errors="replace")
-                raise RefusedError(f"{self._name}: {reason}")
+                raise RefusedError(f"{self._name}: {one_line(reason, MOST_REASON)}")
             _fill(self._link, into, until, look)
         except WireError as error:
             raise PeerLostError(f"{self._name} sent {error}") from None
