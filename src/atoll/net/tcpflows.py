@@ -42,12 +42,11 @@ _RETRANSMITTED_AT, _SENT_AT, _INFO_BYTES = 100, 156, 160
 
 @dataclass
 class _Flow:
-    """What one connection sends: where its bytes go, and how far it is."""
+    """What one connection sends, and how far it is. Its bytes are counted, and kept nowhere."""
 
     number: int
     size: int
     token: bytes
-    memory: bytearray = field(repr=False)
     transfers: int = 0
 
 
@@ -90,6 +89,7 @@ class TcpFlows:
         self._links: dict[int, _Link] = {}  # by file descriptor; touched by the thread alone
         self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._over = threading.Event()
+        self._scratch = memoryview(bytearray(_PIECE))  # where what comes is thrown away
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name="atoll link tcp", daemon=True)
@@ -99,7 +99,7 @@ class TcpFlows:
         """A flow of transfers of at most `size` bytes; returns its token. Raises UserError where the thread
         has failed."""
         token = secrets.token_bytes(TOKEN_BYTES)
-        flow = _Flow(number, size, token, bytearray(size))
+        flow = _Flow(number, size, token)
         with self._lock:
             if self._failure:
                 raise UserError(self._failure)
@@ -205,8 +205,8 @@ class TcpFlows:
             return
         flow = link.flow
         assert flow is not None
-        view = memoryview(flow.memory)
-        more = link.socket.recv_into(view[link.got : link.got + _PIECE], 0, socket.MSG_DONTWAIT)
+        room = self._scratch[: min(_PIECE, flow.size - link.got)]
+        more = link.socket.recv_into(room, 0, socket.MSG_DONTWAIT)
         if not more:
             raise ConnectionError("it was closed in the middle of a transfer")
         link.got += more
