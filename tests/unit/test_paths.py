@@ -98,7 +98,7 @@ def test_a_challenge_goes_again_until_it_is_given_up() -> None:
             sent.append((now, token))
             paths.handle_sent(A, CHALLENGE_BYTES)
     gaps = np.diff([at for at, _ in sent])
-    assert gaps.round(6).tolist() == [0.3, 0.6, 1.2, 2.0, 2.0, 2.0, 2.0]
+    assert gaps.round(6).tolist() == [0.3, *[0.5] * (MOST_CHALLENGES - 2)]
     assert len({token for _, token in sent}) == 1  # a late answer counts
     assert len(sent) == MOST_CHALLENGES
     assert (paths.active, len(paths)) == (A, 1)  # there is no other
@@ -114,6 +114,27 @@ def test_a_short_round_trip_does_not_send_challenges_all_the_time() -> None:
     paths.poll_moves(0.0)
     paths.poll_challenges(0.0)
     assert paths.poll_deadline() == LEAST_RESEND_SECONDS
+
+
+def test_a_long_round_trip_is_waited_for_before_a_challenge_goes_again() -> None:
+    paths = server()
+    paths.round_trip = 0.6
+    paths.handle_received(0.0, A, 10_000, 0)
+    paths.poll_moves(0.0)
+    paths.poll_challenges(0.0)
+    assert paths.poll_deadline() == pytest.approx(1.8)
+
+
+def test_five_lost_challenges_delay_a_session_by_little() -> None:
+    """As under a flood of datagrams, which fills the room where they wait to be read."""
+    paths, now = server(), 0.0
+    paths.handle_received(0.0, A, 10_000, 0)
+    paths.poll_moves(0.0)
+    for _ in range(6):
+        now = max(now, paths.poll_deadline())
+        ((_, token),) = paths.poll_challenges(now)
+    assert paths.handle_answer(now, A, token)
+    assert now < 2.5
 
 
 def test_an_address_that_does_not_answer_is_forgotten() -> None:

@@ -18,8 +18,8 @@ from atoll.wire.linkcontrol import TOKEN_BYTES
 AMPLIFICATION = 3  # as QUIC's: who is flooded at a forged address gets no more than that
 MOST_PATHS = 4  # of a stripe: the one in use, the one that it moves to, and two that flap
 CHALLENGE_BYTES = 128  # the most that a Challenge's datagram has, seal included
-MOST_CHALLENGES = 8  # without an answer, before an address is given up
-MOST_RESEND_SECONDS = 2.0
+MOST_CHALLENGES = 24  # without an answer, before an address is given up
+MOST_RESEND_SECONDS = 0.5  # where a round trip is shorter: a session begins only once one has come through
 LEAST_RESEND_SECONDS = 0.05  # a timer below that would resend for a scheduler's pause
 HOLD_SECONDS = 1.0  # from one move to the next: rate and round trip are measured anew each time
 FORGET_SECONDS = 30.0  # of silence, after which an address that is not in use may be somebody else's
@@ -124,9 +124,9 @@ class Paths:
                 if path != self.active:
                     del self._paths[path]
                 continue
-            seconds = max(3 * self.round_trip, LEAST_RESEND_SECONDS) * 2**known.tries
+            first = max(3 * self.round_trip, LEAST_RESEND_SECONDS)
+            known.due = now + min(first * 2**known.tries, max(first, MOST_RESEND_SECONDS))
             known.tries += 1
-            known.due = now + min(seconds, MOST_RESEND_SECONDS)
             challenges.append((path, known.token))
         return challenges
 
