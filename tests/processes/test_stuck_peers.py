@@ -22,15 +22,16 @@ from torch import nn
 
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
-from atoll.core.errors import AtollError, DeadlineError
+from atoll.core.errors import AtollError, DeadlineError, PeerLostError
 from atoll.exchange.link import Link
 from atoll.net.endpoint import Server
+from atoll.server.siteplace import Place as SitePlace
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
 from atoll.train.service import parties_of
 from atoll.train.session import Session
-from atoll.wire.messages import VERSION, Hello, Welcome, decode_untrusted, encode
+from atoll.wire.messages import VERSION, Ended, Goodbye, Hello, Welcome, decode_untrusted, encode
 
 DEADLINE = 60.0
 HELLO = Hello(version=VERSION, run="test", role="worker", worker=3, incarnation=1)
@@ -153,10 +154,61 @@ def test_a_shard_that_stood_still_and_was_replaced_was_away_since_it_fell_silent
     assert float(found[1]) >= 0.5
 
 
-class FakeShard:
-    """Welcomes whoever says Hello, until it stands still."""
+def test_a_site_tells_of_a_global_shard_that_stands_still_as_a_worker_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("atoll.exchange.silence._ASK_AFTER", 0.1)
+    monkeypatch.setattr("atoll.exchange.silence._UNANSWERED", 0.4)
+    told: list[str] = []
+    with FakeShard() as shard:
+        link = site_link(shard, told)
+        link.greet()
+        shard.stands_still.set()
+        link.wait(lambda: bool(told), lambda: [0], "the mean of iteration 3")
+        link.close()
+    line = (
+        rf"site 'paris' waits for global shard 0 at {shard.address} on the mean of iteration 3: it has not "
+        rf"answered for \d+\.\d s \(--timeout is {DEADLINE:g} s\)"
+    )
+    assert re.fullmatch(line, told[0]), told
 
-    def __init__(self) -> None:
+
+def test_the_last_answer_of_a_shard_that_has_ended_counts() -> None:
+    """It keeps no journal, so its end is the run's; but what was waited for is here."""
+    ended: list[int] = []
+    with FakeShard(comes_back=False) as shard:
+        link = site_link(shard, [])
+        link.greet()
+        link.on(Ended, lambda number, _message, _payload: ended.append(number))
+        link.send(0, Goodbye(incarnation=1))
+        shard.has_ended.wait(DEADLINE)
+        link.wait(lambda: bool(ended), lambda: [0], "its last word")
+        with pytest.raises(PeerLostError, match=r"^site 'paris' lost global shard 0 at \S+: the connection"):
+            link.wait(lambda: False, lambda: [0], "nothing any more")
+        link.close()
+    assert ended == [0]
+
+
+def site_link(shard: FakeShard, told: list[str]) -> Link:
+    place = SitePlace(0, ["paris", "berlin"], 1)
+    return Link(
+        [shard.address],
+        None,
+        hello=place.hello("test"),
+        parties=place.parties,
+        timeout=DEADLINE,
+        where=lambda: [shard.address],
+        tell=told.append,
+        asks_every=1.0,
+    )
+
+
+class FakeShard:
+    """Welcomes whoever says Hello, until it stands still; who says goodbye is answered, and then the
+    shard itself `has_ended`."""
+
+    def __init__(self, comes_back: bool = True) -> None:
+        self._comes_back, self.has_ended = comes_back, threading.Event()
         self._server = Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0")
         self.address = self._server.address
         self.stands_still, self._ended = threading.Event(), threading.Event()
@@ -166,10 +218,16 @@ class FakeShard:
         with self._server:
             while not self.stands_still.is_set():
                 received = self._server.receive(0.05)
-                if received is not None and isinstance(decode_untrusted(received.header), Hello):
-                    welcome = Welcome(run="test", shard=0, comes_back=True)
+                message = None if received is None else decode_untrusted(received.header)
+                if received is not None and isinstance(message, Hello):
+                    welcome = Welcome(run="test", shard=0, comes_back=self._comes_back)
                     self._server.send(received.peer, encode(welcome))
-            self._ended.wait(DEADLINE)
+                elif received is not None and isinstance(message, Goodbye):
+                    self._server.send(received.peer, encode(Ended()))
+                    break
+            else:
+                self._ended.wait(DEADLINE)
+        self.has_ended.set()
 
     def __enter__(self) -> FakeShard:
         self._thread.start()

@@ -7,16 +7,16 @@ for it, and send again what it has not answered (`net/returning.py`): what comes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TypeAlias
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, MismatchError, RunError, UserError
 from atoll.core.events import LinkFigures
 from atoll.core.texts import one_line
-from atoll.exchange.parties import Parties, under_way
+from atoll.exchange.parties import Parties
 from atoll.exchange.silence import Silence
+from atoll.exchange.waits import Wait, Waits
 from atoll.net.endpoint import Client, Endpoint, poll
 from atoll.net.keys import Keys
 from atoll.net.requests import MOST_REASON, decode_from
@@ -40,24 +40,6 @@ LARGEST_FRAME = 2**31 - 1  # bytes, from a shard that is as trusted as this proc
 _EXPLAIN_SECONDS = 2.0  # for the log to say whom it waits for, once a deadline has passed
 _BEHIND_SECONDS = 0.001  # between looks at the connections, while payloads wait for room to be made
 _POLL_SECONDS = 0.1  # between looks at connections that may have failed
-
-
-@dataclass
-class _Wait:
-    """`missing()` gives the shards that have yet to answer. `asked`: when the log was, for whom it waits."""
-
-    what: str | Callable[[], str]
-    missing: Callable[[], Sequence[int]]
-    since: float  # monotonic
-    asked: float
-
-    @property
-    def named(self) -> str:
-        return self.what if isinstance(self.what, str) else self.what()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.since
 
 
 class Link:
@@ -108,9 +90,7 @@ class Link:
             Missing: self._handle_missing,
             Ping: ignored,
         }
-        self._wait: _Wait | None = None  # that blocks
-        self._expected: _Wait | None = None
-        self._behind: list[str] | None = None  # for whom the log waits; None: it has not said so
+        self.waits = Waits(parties, lambda shard: f"{self._named(shard)}{self._links.gone(shard)}")
         self._links = self._connect(addresses)
 
     def _connect(self, addresses: Sequence[str]) -> ReturningLinks:
@@ -151,7 +131,7 @@ class Link:
 
     def close(self) -> None:
         """Let the connections go. Nothing comes any more, and nothing is expected."""
-        self._expected = None
+        self.waits.came()
         self._links.close()
 
     def __len__(self) -> int:
@@ -196,10 +176,6 @@ class Link:
         """
         self._links.send(shard, message, payload, until, lossy)
 
-    def send_all(self, message: AnyMessage, until: Hashable = None) -> None:
-        for shard in range(len(self)):
-            self.send(shard, message, until=until)
-
     def answered(self, until: Hashable, shard: int | None = None, instead: AnyMessage | None = None) -> None:
         """Messages of this topic, to `shard` or to all, are answered: none is sent again, but `instead` is if
         the rest of the answer is lost."""
@@ -220,7 +196,7 @@ class Link:
         Raises DeadlineError, naming both, after the timeout, PeerLostError when a shard has gone for good,
         and UserError with a shard's reason where one refuses.
         """
-        wait = self._wait = self._new_wait(what, missing)
+        wait = self.waits.blocking = self.waits.new(what, missing)
         try:
             self._take(0.0)
             while not done():
@@ -233,7 +209,7 @@ class Link:
                 self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01), beside=self._beside())
                 self._meanwhile()
         finally:
-            self._wait = None
+            self.waits.blocking = None
         self._silence.over()
         self.seconds_waited += wait.seconds
         return wait.seconds
@@ -242,23 +218,8 @@ class Link:
         """Hand out what has come, without waiting. A shard that will not come back ends the run once it has
         been gone for `grace` seconds."""
         self._take(0.0, grace=grace)
-        if self._expected is not None:
-            self._ask_now_and_then(self._expected)
-
-    def expect(self, what: str) -> None:
-        """Note that an answer of the log's comes in its time, for `waiting_for`: until `came` is called."""
-        self._expected = self._new_wait(what, lambda: [LOG])
-
-    def came(self) -> None:
-        """What was expected has come."""
-        self._expected = None
-
-    def waiting_for(self) -> list[str]:
-        """For whom this side waits, or whose answer it expects, and on what, in words."""
-        wait = self._wait or self._expected
-        if wait is None:
-            return []
-        return [under_way(self._who(wait), self._behind or [], wait.named, wait.seconds)]
+        if self.waits.expected is not None:
+            self._ask_now_and_then(self.waits.expected)
 
     def _take(self, timeout: float, *, beside: Sequence[Endpoint] = (), grace: float = 0.0) -> None:
         """Hand out what is there, or comes within `timeout` seconds."""
@@ -292,26 +253,38 @@ class Link:
         self.late = self.late or message.late
         self._links.handle_welcome(shard, message)
 
+    def ask(
+        self,
+        shards: Sequence[int],
+        message: AnyMessage,
+        until: Hashable,
+        came: Collection[int],
+        what: str,
+    ) -> None:
+        """Send to these shards, and wait until all of them are in `came`, to which a handler adds each that
+        has answered; raises as `wait` does."""
+        for shard in shards:
+            self.send(shard, message, until=until)
+        self.wait(
+            lambda: all(shard in came for shard in shards),
+            lambda: [shard for shard in shards if shard not in came],
+            what,
+        )
+        self.answered(until)
+
     # -- who is waited for, silent, lost or back ----------------------------------------------------------
 
-    def _new_wait(self, what: str | Callable[[], str], missing: Callable[[], Sequence[int]]) -> _Wait:
-        self._behind = None
-        now = time.monotonic()
-        return _Wait(what, missing, now, now)
-
-    def _ask_now_and_then(self, wait: _Wait) -> None:
+    def _ask_now_and_then(self, wait: Wait) -> None:
         """Let the log say for whom it waits, so that those who wait for this side hear it at once."""
-        now = time.monotonic()
-        if self._asks_every is not None and now - wait.asked > min(self._asks_every, self.timeout / 4):
-            wait.asked = now
+        if self._asks_every is not None and wait.asks(min(self._asks_every, self.timeout / 4)):
             self.send(LOG, WhoIsMissing())
 
     def _handle_missing(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
         assert isinstance(message, Missing)
         if shard == LOG:  # of any other one a sign of life is all that was asked for
-            self._behind = [self._parties.reads(line) for line in message.lines]
+            self.waits.hear(message.lines)
 
-    def _look_for_silence(self, wait: _Wait) -> None:
+    def _look_for_silence(self, wait: Wait) -> None:
         """Ask the shards that are waited for, and say nothing, for a sign of life; tell people of those that
         do not give it."""
         for shard in wait.missing():
@@ -334,19 +307,16 @@ class Link:
         seconds = max(seconds, self._silence.lasted(shard))
         self._tell(self._parties.back(shard, self.addresses[shard], seconds))
 
-    def _explain(self, wait: _Wait) -> str:
+    def _explain(self, wait: Wait) -> str:
         """The line of a deadline that has passed. The log is asked for whom it waits, if it was not yet."""
         seconds = wait.seconds
         if self._asks_every is None:
-            self._behind = None
+            self.waits.behind = None
             self.send(LOG, WhoIsMissing())
             until = time.monotonic() + _EXPLAIN_SECONDS
-            while self._behind is None and time.monotonic() < until:
+            while self.waits.behind is None and time.monotonic() < until:
                 self._take(_POLL_SECONDS)
-        return self._parties.late(self._who(wait), self._behind or [], wait.named, seconds, self.timeout)
-
-    def _who(self, wait: _Wait) -> list[str]:
-        return [f"{self._named(shard)}{self._links.gone(shard)}" for shard in wait.missing()]
+        return self.waits.late(wait, seconds, self.timeout)
 
     def _named(self, shard: int) -> str:
         return f"{self._parties.shard(shard)} at {self.addresses[shard]}"

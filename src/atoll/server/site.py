@@ -250,7 +250,7 @@ class SiteShard(Shard):
         return self._over
 
     def waiting_for(self) -> list[str]:
-        above = self._upstream.waiting_for() if self._upstream is not None else []
+        above = self._upstream.waits.lines() if self._upstream is not None else []
         return above or super().waiting_for()
 
     # -- the loop -----------------------------------------------------------------------------------------
@@ -387,14 +387,14 @@ class SiteShard(Shard):
     def _send_meet(self, upstream: Link, number: int) -> None:
         meet, part = self._meets[number]
         upstream.send(LOG, meet, part, until=(_MEETING, number))
-        upstream.expect(f"every site's part in {meet.what}")
+        upstream.waits.expect(f"every site's part in {meet.what}", LOG)
 
     def _handle_met(self, _shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, messages.Met)
         assert self._upstream is not None
         if message.number not in self._meets:
             return  # the answer to what was sent twice
-        self._upstream.came()
+        self._upstream.waits.came()
         self._upstream.answered((_MEETING, message.number))
         self.kept.note(_ABOVE, messages.encode(message), payload)
         self._end_meeting(message, payload)

@@ -211,13 +211,9 @@ class SiteModel(Model):
                 ready.add(shard)
 
         upstream.on(messages.Ready, take)
-        upstream.send_all(messages.Ready(digest=self.setup.digest, number=self._number), until=SET_UP)
-        upstream.wait(
-            lambda: len(ready) == self._shards,
-            lambda: [shard for shard in range(self._shards) if shard not in ready],
-            f"the description of the model by worker {self.between.first}",
-        )
-        upstream.answered(SET_UP)
+        asked = messages.Ready(digest=self.setup.digest, number=self._number)
+        what = f"the description of the model by worker {self.between.first}"
+        upstream.ask(range(self._shards), asked, SET_UP, ready, what)
         self.refresh()
 
     def refresh(self) -> None:
@@ -462,13 +458,8 @@ class SiteModel(Model):
 
         upstream.on(messages.State, lambda _shard, message, payload: send(message, payload))
         upstream.on(messages.StateEnd, end)
-        upstream.send_all(messages.PullState(incarnation=self._incarnation), until=STATE)
-        upstream.wait(
-            lambda: len(ended) == self._shards,
-            lambda: [shard for shard in range(self._shards) if shard not in ended],
-            "the optimizer's state",
-        )
-        upstream.answered(STATE)
+        asked = messages.PullState(incarnation=self._incarnation)
+        upstream.ask(range(self._shards), asked, STATE, ended, "the optimizer's state")
         send(messages.StateEnd(steps=max(ended.values())), None)
 
     # -- small things -------------------------------------------------------------------------------------

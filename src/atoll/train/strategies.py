@@ -334,13 +334,8 @@ class ServedModel:
     def _await_ready(self, digest: str, what: str) -> None:
         shards = self._service.shards
         self._ready.clear()
-        shards.send_all(Ready(digest=digest, number=self._number), until=SET_UP)
-        shards.wait(
-            lambda: len(self._ready) == len(shards),
-            lambda: [shard for shard in range(len(shards)) if shard not in self._ready],
-            what,
-        )
-        shards.answered(SET_UP)
+        asked = Ready(digest=digest, number=self._number)
+        shards.ask(range(len(shards)), asked, SET_UP, self._ready, what)
 
     def fetch_parameters(self) -> None:
         """Take the parameters with which this worker begins its next iteration."""
@@ -442,16 +437,9 @@ class ServedModel:
     def _ask_for_state(self, asked: PullState, of: Sequence[int] | None = None) -> None:
         """Return when it has come of all shards, or of those in `of`."""
         shards = self._service.shards
-        those = range(len(shards)) if of is None else of
         self._ended.clear()
-        for shard in those:
-            shards.send(shard, asked, until=STATE)
-        shards.wait(
-            lambda: all(shard in self._ended for shard in those),
-            lambda: [shard for shard in those if shard not in self._ended],
-            "the optimizer's state",
-        )
-        shards.answered(STATE)
+        those = range(len(shards)) if of is None else of
+        shards.ask(those, asked, STATE, self._ended, "the optimizer's state")
 
     def _in_order(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
         """In torch's order: that in which the optimizer would have stepped them."""

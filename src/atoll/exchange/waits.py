@@ -1,0 +1,76 @@
+"""What a client waits for at its shards, and for whom they wait themselves, as the log says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from atoll.exchange.parties import Parties, under_way
+
+
+@dataclass
+class Wait:
+    """`missing()` gives the shards that have yet to answer. `asked`: when the log was, for whom it waits."""
+
+    what: str | Callable[[], str]
+    missing: Callable[[], Sequence[int]]
+    since: float  # monotonic
+    asked: float
+
+    @property
+    def named(self) -> str:
+        return self.what if isinstance(self.what, str) else self.what()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    def asks(self, every: float) -> bool:
+        """Whether the log is to be asked again, which is noted."""
+        now = time.monotonic()
+        if now - self.asked <= every:
+            return False
+        self.asked = now
+        return True
+
+
+class Waits:
+    """`named(shard)` is a shard in words, with for how long it has been gone."""
+
+    def __init__(self, parties: Parties, named: Callable[[int], str]) -> None:
+        self._parties, self._named = parties, named
+        self.blocking: Wait | None = None
+        self.expected: Wait | None = None
+        self.behind: list[str] | None = None  # for whom the log waits; None: it has not said so yet
+
+    def new(self, what: str | Callable[[], str], missing: Callable[[], Sequence[int]]) -> Wait:
+        self.behind = None
+        now = time.monotonic()
+        return Wait(what, missing, now, now)
+
+    def expect(self, what: str, shard: int) -> None:
+        """Note that a shard's answer comes in its time, and that nothing is held up until then."""
+        self.expected = self.new(what, lambda: [shard])
+
+    def came(self) -> None:
+        """What was expected has come, or is expected no more."""
+        self.expected = None
+
+    def hear(self, lines: Sequence[str]) -> None:
+        """The log has said for whom it waits."""
+        self.behind = [self._parties.reads(line) for line in lines]
+
+    def lines(self) -> list[str]:
+        """For whom this side waits, or whose answer it expects, and on what."""
+        wait = self.blocking or self.expected
+        if wait is None:
+            return []
+        return [under_way(self._who(wait), self.behind or [], wait.named, wait.seconds)]
+
+    def late(self, wait: Wait, seconds: float, timeout: float) -> str:
+        """The line of a deadline that has passed after so many seconds."""
+        return self._parties.late(self._who(wait), self.behind or [], wait.named, seconds, timeout)
+
+    def _who(self, wait: Wait) -> list[str]:
+        return [self._named(shard) for shard in wait.missing()]
