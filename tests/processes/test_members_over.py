@@ -142,7 +142,7 @@ def unlike_lists(place: Place) -> None:
             "'expert.0.weight' the workers [0, 1], and takes a ring's workers under budgets of",
         ),
         (unlike_outside, "the workers differ: parameter 'body.4.weight' is missing on worker 0 and"),
-        (unlike_lists, "atoll.memory.over of 'expert.0.weight': member 1 gives [0, 1], and member 0 [0]"),
+        (unlike_lists, "atoll.memory.over of 'expert.0.weight': worker 1 gives [0, 1], and worker 0 [0]"),
     ],
 )
 def test_mistakes_are_one_line_on_all(pool: WorkerPool, part: Any, said: str) -> None:
