@@ -136,10 +136,9 @@ def test_a_gradient_that_is_not_finite_is_left_out_or_stops(policy: str, device:
 
 @pytest.mark.parametrize("of_group", ["", " in its group"])
 def test_a_worker_that_is_lost_is_named_with_what_it_held(of_group: str) -> None:
-    class Held(Tiers):
-        shared: Any = object()
-
-    held = Held(Memory(device="1GiB"), None, of_group=of_group)
+    held = Tiers(Memory(device="1GiB"), None, of_group=of_group)
+    shared: Any = object()
+    held.shared = shared
     held.refuse_loss([])
     with pytest.raises(RunError, match=rf"^worker 3 was lost, .* part of the model{of_group},") as no:
         held.refuse_loss([3])

@@ -9,7 +9,7 @@ from torch import nn
 
 from atoll.chunks import ChunkMap, lay_out_memory
 from atoll.core.errors import PrepareError
-from atoll.core.memory import Memory
+from atoll.core.memory import Budgets, Memory
 from atoll.memory import observing, planning
 from atoll.memory.exchanged import Exchanged
 from atoll.memory.fitted import Fitted, Moving, Resident
@@ -27,6 +27,11 @@ from atoll.tensors.binding import check_bindable
 from atoll.tensors.torch_compat import is_compiled
 
 __all__ = ["Fitted", "fit", "plan"]
+
+_STEPS_ANOTHER = (
+    "the {} steps another model that was fitted already; give each model an optimizer of its own, or close() "
+    "that first"
+)
 
 
 def plan(
@@ -77,16 +82,43 @@ def fit(
         fitted = Resident(model, budgets, plan, chunk_map)
     else:
         if optimizer is not None and has_stepper(optimizer):
-            raise PrepareError(
-                f"the {type(optimizer).__name__} steps another model that was fitted already; give each "
-                "model an optimizer of its own, or close() that first"
-            )
+            raise PrepareError(_STEPS_ANOTHER.format(type(optimizer).__name__))
         if members is None:
             fitted = Moving(model, optimizer, budgets, plan, chunk_map)
         else:
-            fitted = Sharded(model, optimizer, budgets, plan, chunk_map, members)
+            return _share(model, optimizer, budgets, plan, chunk_map, members)
     observing.tell_fitted(fitted, optimizer)
     return fitted
+
+
+def fit_shared(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    memory: Memory,
+    members: Members,
+    plan: MemoryPlan,
+) -> Sharded:
+    """Share `model` with other members as `fit` does, by what the function `plan` has given; not a plan by
+    which everything fits. Raises as `fit` does."""
+    _check(model, dict(model.named_parameters()))
+    chunk_map = lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=plan.chunk_bytes)
+    return _share(model, optimizer, memory.budgets(), plan, chunk_map, members)
+
+
+def _share(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    budgets: Budgets,
+    plan: MemoryPlan,
+    chunk_map: ChunkMap,
+    members: Members,
+) -> Sharded:
+    if optimizer is not None and has_stepper(optimizer):
+        raise PrepareError(_STEPS_ANOTHER.format(type(optimizer).__name__))
+    sharded = Sharded(model, optimizer, budgets, plan, chunk_map, members)
+    observing.tell_fitted(sharded, optimizer)
+    return sharded
 
 
 def borrow(

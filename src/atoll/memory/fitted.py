@@ -69,6 +69,14 @@ class Fitted:
         """`close` after an error, which with several members may have come to this one alone."""
         self.close()
 
+    def end(self, *, stays: bool) -> None:
+        """A session ends: what moves is moved no more. With `stays` the model may stay where it is."""
+
+    def lacks_room(self, state: int = 0) -> str:  # noqa: ARG002
+        """Return why the model does not fit as a plain one, with `state` bytes of the optimizer's state that
+        lie elsewhere. It is one already: an empty string."""
+        return ""
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_not
 from typing import Any, TypeAlias
@@ -366,6 +366,13 @@ class ParameterOptimizer:
             self._leave_out()
         return args, kwargs
 
+    def loading(self) -> AbstractContextManager[None]:
+        """Within it the session loads the optimizer's state."""
+        return nullcontext()
+
+    def give_back(self, _lacks_room: Callable[[int], str] = lambda _nbytes: "") -> None:
+        """Bring the state here from elsewhere. It is here."""
+
     def _leave_out(self) -> None:
         self._left_out = True
         for group in self.optimizer.param_groups:
@@ -577,6 +584,13 @@ class ChunkOptimizer:
         self._publish()
         for handle in self._handles:
             handle.remove()
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Within it the session loads the optimizer's state."""
+        return nullcontext()
+
+    def give_back(self, _lacks_room: Callable[[int], str] = lambda _nbytes: "") -> None:
+        """Bring the state here from elsewhere. It is here."""
 
     def save(self, into: Sequence[SavedState] = ()) -> list[SavedState]:
         """Copies of all chunks' states for `rewind`, in the memory of `into`, what this gave before."""

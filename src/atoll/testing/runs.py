@@ -23,6 +23,7 @@ from torch import nn
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.memory import Memory
+from atoll.hub.planner import GroupingSettings
 from atoll.memory import planning
 from atoll.memory.bandwidth import measure
 from atoll.moves.timeline import Bandwidths
@@ -80,10 +81,28 @@ def run_at(
     """
     config = {**KINDS, **PACES}[kind]
     config = msgspec.structs.replace(config, sync=msgspec.structs.replace(config.sync, **(sync or {})))
-    if kind not in SHARDS:  # the number of shards, of runs that have a hub
+    return run_with(pool, config, script, *arguments, world=world, shards=SHARDS.get(kind))
+
+
+def run_with(
+    pool: WorkerPool,
+    config: Config,
+    script: Callable[..., Any],
+    *arguments: Any,
+    world: int,
+    shards: int | None = None,
+    grouping: GroupingSettings | None = None,
+) -> list[Any]:
+    """Run `script(session, *arguments)` under a configuration on each of `world` workers; returns the results
+    by rank. With `shards` the run has a hub and so many shards; `grouping` is how the hub makes groups.
+    """
+    if shards is None:
         return pool.run(_join, config, "", script, arguments, world=world)
-    with ServedRun(world, SHARDS[kind]) as served:
-        return pool.run(_join, config, served.address, script, arguments, world=world)
+    with ServedRun(world, shards, grouping=grouping) as served:
+        found = pool.run(_join, config, served.address, script, arguments, world=world)
+    if served.failures:
+        raise served.failures[0]
+    return found
 
 
 def alone(script: Callable[..., Any], *arguments: Any, tiers: bool = False) -> Any:

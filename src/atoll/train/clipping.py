@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from atoll.memory.exchanged import Exchanged
+from atoll.memory.sharded import Sharded
 from atoll.tensors.finite import is_finite
 from atoll.tensors.torch_compat import version_of
 
@@ -69,3 +72,67 @@ class GradientNorm:
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+
+class Norms(Protocol):
+    """What a store tells of the gradients that the script sees: their norm, and whether they are finite."""
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> tuple[Tensor, float]:
+        """Multiply all gradients so that their norm is at most `max_norm`; the norm before, and the factor.
+        The factor of gradients that lie with other members is not known: 1."""
+
+    def are_finite(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether the gradients, of which `gradients` are here, hold neither NaN nor infinity."""
+
+
+class ResidentNorms:
+    """Of gradients that lie whole on the device."""
+
+    def __init__(self, norm: GradientNorm) -> None:
+        self._norm = norm
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> tuple[Tensor, float]:
+        norm = self._norm.clip(max_norm, norm_type, error_if_nonfinite)
+        return norm, float(self._norm.coefficient)
+
+    def are_finite(self, gradients: Sequence[Tensor]) -> bool:
+        return self._norm.says_finite() or all_finite(gradients)
+
+
+class ExchangedNorms:
+    """Of gradients that lie in tiers, on their way to shards."""
+
+    def __init__(self, exchanged: Exchanged) -> None:
+        self._exchanged = exchanged
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> tuple[Tensor, float]:
+        return self._exchanged.clip(max_norm, norm_type, error_if_nonfinite)
+
+    def are_finite(self, gradients: Sequence[Tensor]) -> bool:
+        return bool(self._exchanged.are_finite()) or all_finite(gradients)
+
+
+class SharedNorms:
+    """Of gradients of which each member of a ring holds a part: each measures what it owns."""
+
+    def __init__(self, shared: Sharded) -> None:
+        self._shared = shared
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> tuple[Tensor, float]:
+        return self._shared.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite), 1.0
+
+    def are_finite(self, gradients: Sequence[Tensor]) -> bool:  # noqa: ARG002
+        return self._shared.all_finite()
+
+
+def all_finite(gradients: Sequence[Tensor]) -> bool:
+    """One pass and one number; only one that overflowed needs the closer look."""
+    if not gradients:
+        return True
+    if all(gradient.element_size() >= 4 for gradient in gradients):
+        number = torch.nn.utils.get_total_norm(gradients)
+    else:  # half precision would overflow
+        number = torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients]).sum()
+    if math.isfinite(number):
+        return True
+    return all(map(is_finite, gradients))

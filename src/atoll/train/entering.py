@@ -30,9 +30,15 @@ class Entrance(Protocol):
     def late(self) -> bool:
         """Whether this worker has come late, and has not entered."""
 
+    def begin(self) -> None:
+        """The workers have met. One that comes late is alone until it enters."""
+
     def enter(self) -> bool:
         """Enter with the state of a living worker; False where nobody lives, and this one has it all to
         itself."""
+
+    def ending(self) -> None:
+        """This worker has made all its iterations, and still lets others in."""
 
 
 class ServedEntrance:

@@ -32,7 +32,7 @@ from atoll.tensors.changed import ChangedParameters
 from atoll.tensors.payload import tensor_of
 from atoll.tensors.torch_compat import version_of
 from atoll.train.messages import ChunkGradients, Message
-from atoll.train.reducer import Calls, Reducer, SendingReducer
+from atoll.train.reducer import Calls, Clipping, Reducer, SendingReducer
 from atoll.train.samples import Contribution
 from atoll.wire.messages import (
     AnyMessage,
@@ -285,6 +285,18 @@ class Exchange(Reducer):
     connection: Connection
     parameters: NewParameters
 
+    @property
+    def losses(self) -> Feedback | None:
+        return self.feedback
+
+    @property
+    def acts_before_forward(self) -> bool:  # type: ignore[override]  # where parameters come late
+        return self._lazy
+
+    @property
+    def acts_before_state_dict(self) -> bool:  # type: ignore[override]
+        return self._lazy
+
     def _connect(self, connection: Connection, lazy: bool) -> None:
         self.connection, self._lazy = connection, lazy
         self.parameters = self._new_parameters(connection)
@@ -479,13 +491,14 @@ class MeanSteps(Exchange):
     def _step_left_out(self) -> None:
         """Let the shards leave this iteration's step out, and wait until they have."""
 
-    def clip(self, clip: Callable[[], float]) -> None:
-        """Run `clip`, which multiplies all gradients by the number that it returns; the shards will, too."""
+    def clip(self, by: Clipping) -> Tensor:
+        """Clip the mean here; the shards multiply theirs by the same factor in the step."""
         edited = self._edited()
-        coefficient = clip()
+        norm, coefficient = by.clip()
         if not edited:  # else `step` sends the gradients themselves
             self._scale_at_step *= coefficient
             self._published = self._gradients_seen()
+        return norm
 
     def _send_edited(self, edited: Sequence[int], send: bool = True) -> str:
         """Send what the script made of these chunks' mean; its digest, which is the same on all workers."""

@@ -136,6 +136,9 @@ class GroupReducer(RingReducer, Exchange):
         self._of_group = Contribution(0.0, 0.0)
         self.exchange_seconds = 0.0  # in all
 
+    def gather_members(self) -> None:
+        """Return when all members of the group have come to a meeting; under bsp they come together."""
+
     def before_use(self, *_: object) -> None:
         """What is on its way is published by all members together, in `step`."""
 

@@ -6,8 +6,6 @@ import contextlib
 import os
 from collections.abc import Mapping
 
-import msgspec
-
 from atoll.axes.needs import check_configuration
 from atoll.core.config import FIRST_VARIABLE, HUB_VARIABLE, SERVED, Config, load_given
 from atoll.core.events import Joining
@@ -19,7 +17,7 @@ from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.train.node.introduction import introduce
 from atoll.train.node.worker import NodeWorker
 from atoll.train.place import Place
-from atoll.train.service import Service, enter
+from atoll.train.service import enter
 from atoll.train.session import Session
 from atoll.train.speed import speed_from
 from atoll.train.uncaught import show_errors_as_one_line
@@ -48,12 +46,8 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
         return _join_peers(config, place, given)
     if place is None and (config.run.strategy in SERVED or os.environ.get(HUB_VARIABLE)):
         member = enter(config)
-        if isinstance(member, Service) and member.ring is None:
-            config = msgspec.structs.replace(
-                config, run=msgspec.structs.replace(config.run, strategy="server")
-            )
         try:
-            return Session(config, member.place, member, given)
+            return Session(member.as_joined(config), member.place, member, given)
         except BaseException:
             member.close()
             raise

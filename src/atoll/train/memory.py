@@ -4,72 +4,31 @@ sharded over the members of a ring, or of each group of a hierarchy."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 import msgspec
 import torch
 from torch import nn
 
-from atoll.axes.cells import Cell
 from atoll.chunks import ChunkMap, ParameterSpec, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import RunError, UserError
 from atoll.core.memory import Memory
 from atoll.core.units import format_bytes
 from atoll.memory.exchanged import Exchanged
-from atoll.memory.fit import Fitted, fit, fit_exchanged, plan, plan_exchanged
-from atoll.memory.fitted import Moving
+from atoll.memory.fit import Fitted, fit, fit_exchanged, fit_shared, plan, plan_exchanged
 from atoll.memory.planning import specs_for
 from atoll.memory.sharded import Sharded
 from atoll.moves.owners import Groups
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import ParameterOptimizer
+from atoll.train.clipping import ExchangedNorms, GradientNorm, Norms, ResidentNorms, SharedNorms
 from atoll.train.members import WorkerMembers
 from atoll.train.reducer import Calls, Reducer, ReducingAtEnd
 from atoll.train.ring import refuse_beyond, take_beside, tell_beside
 from atoll.train.rounds import Ring
 from atoll.train.servedtiers import ServedInTiers, staging_bytes
-from atoll.train.strategies import Alone, Grouped, Served, Stepper, Strategy, Training
-
-
-@runtime_checkable
-class HoldsTiers(Protocol):
-    """A strategy that trains a model under budgets in a way of its own."""
-
-    def tiers(self, memory: Memory, config: Config, number: int) -> Tiers:
-        """The budgets of the session's model `number`. Raises UserError for what it cannot keep to."""
-
-
-def tiers_for(
-    cell: Cell, config: Config, given: Memory | None, strategy: Strategy, ring: Ring | None, number: int
-) -> Tiers | None:
-    """The budgets of the session's model `number`, as `given` or as `[memory]` says, and with whom the model
-    is trained in them. None: the model has no budgets.
-
-    Raises UserError for budgets that cannot be read.
-    """
-    if not cell.budgets:
-        return None
-    memory = config.memory if given is None else given
-    if isinstance(strategy, HoldsTiers):
-        return strategy.tiers(memory, config, number)
-    if isinstance(strategy, Served):
-        return ServedTiers(memory, strategy, config)
-    if ring is None:
-        return Tiers(memory, None)
-    place, groups = ring.place, ring.groups
-    return Tiers(
-        memory,
-        lambda: WorkerMembers(place, config.timeout_seconds, number, groups if len(groups) > 1 else (), ring),
-        of_group=_of_group(config),
-        ring=ring,
-    )
-
-
-def _of_group(config: Config) -> str:
-    """Ends a sentence on the only copy of a part of the model."""
-    return " in its group" if config.run.strategy == "hierarchical" else ""
+from atoll.train.strategies import Alone, Served, Stepper, Strategy, Training
 
 
 class Tiers:
@@ -91,6 +50,7 @@ class Tiers:
         self._members: WorkerMembers | None = None
         self._plan: MemoryPlan | None = None  # where there are members
         self.fitted: Fitted | None = None
+        self.shared: Sharded | None = None  # the model, where several members hold it together
 
     def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
         """What trains the model in chunks. None where all of it fits on the device of each of the members:
@@ -106,7 +66,17 @@ class Tiers:
 
     def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Let the model train in chunks from now on."""
-        self.fitted = fit(model, optimizer, memory=self._memory, members=self._members, plan=self._plan)
+        if self._members is None:
+            self.fitted = fit(model, optimizer, memory=self._memory, plan=self._plan)
+            return
+        assert self._plan is not None
+        self.fitted = self.shared = fit_shared(
+            model, optimizer, memory=self._memory, members=self._members, plan=self._plan
+        )
+
+    def norms(self, norm: GradientNorm) -> Norms:
+        """What tells of the norm of the gradients, where `norm` would measure those on the device."""
+        return ResidentNorms(norm) if self.shared is None else SharedNorms(self.shared)
 
     @property
     def has_members(self) -> bool:
@@ -118,11 +88,6 @@ class Tiers:
         there is one."""
         share = None if self._plan is None else self._plan.share
         return ((0,),) if share is None else share.groups_of(feature)
-
-    @property
-    def shared(self) -> Sharded | None:
-        """The model, where several members hold it together."""
-        return self.fitted if isinstance(self.fitted, Sharded) else None
 
     @property
     def seconds_waited(self) -> float:
@@ -145,7 +110,7 @@ class Tiers:
         Args:
             state: bytes of the optimizer's state, which lies elsewhere.
         """
-        return self.fitted.lacks_room(state) if isinstance(self.fitted, Moving) else ""
+        return self.fitted.lacks_room(state) if self.fitted is not None else ""
 
     def refuse_loss(self, lost: Sequence[int]) -> None:
         """Raises RunError if members are lost: what they held is in no other's memory."""
@@ -164,7 +129,7 @@ class Tiers:
             self.shared.abandon()
         elif self._members is not None:
             self._members.close()
-        elif isinstance(self.fitted, Moving):
+        elif self.fitted is not None:
             self.fitted.end(stays=self._steps_here)
 
     def describe(self) -> list[tuple[str, str, str]]:
@@ -187,28 +152,33 @@ class ServedTiers(Tiers):
     def __init__(self, memory: Memory, served: Served, config: Config) -> None:
         super().__init__(memory, None)
         self._served, self._chunk_bytes = served, config.chunk_bytes
-        if isinstance(served, Grouped):  # all members of a ring hold the model alike: in chunks that move
+        self._exchanged: Exchanged | None = None
+        if served.of_group:  # all members of a ring hold the model alike: in chunks that move
             self._memory = msgspec.structs.replace(memory, step="host")
 
     def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
         self._model = model
         layout = lay_out(specs_for(model, optimizer), chunk_bytes=self._chunk_bytes)
-        grouped = isinstance(self._served, Grouped)
-        staging = staging_bytes([chunk.nbytes for chunk in layout.trainable], of_group=grouped)
-        self._plan = plan_exchanged(model, self._memory, staging, sums=grouped)
+        of_group = self._served.of_group
+        staging = staging_bytes([chunk.nbytes for chunk in layout.trainable], of_group=of_group)
+        self._plan = plan_exchanged(model, self._memory, staging, sums=of_group)
         return None if self._plan.fits else ServedInTiers(self._served, self)
 
     def fit_now(self) -> None:
         """Let the model lie in tiers, before its values are brought to the shards."""
         assert self._plan is not None
-        self.fitted = fit_exchanged(self._model, self._memory, self._plan)
+        self.fitted = self._exchanged = fit_exchanged(self._model, self._memory, self._plan)
 
     def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """It lies there since its strategy was built, which has brought its values to the shards."""
 
+    def norms(self, norm: GradientNorm) -> Norms:
+        del norm  # gradients lie in tiers
+        return ExchangedNorms(self.held())
+
     def held(self) -> Exchanged:
-        assert isinstance(self.fitted, Exchanged)
-        return self.fitted
+        assert self._exchanged is not None
+        return self._exchanged
 
 
 class AloneInTiers(Alone):

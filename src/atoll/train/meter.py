@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from atoll.train.groupexchange import GroupReducer
 from atoll.train.resume import TrainingState
 from atoll.train.rounds import Ring
 from atoll.train.service import Service
@@ -96,6 +95,5 @@ class Meter:
         if self._group_ring is None:
             return {}
         reducer = self._state.prepared[0].reducer
-        assert isinstance(reducer, GroupReducer)
         exchange, reducer.exchange_seconds = reducer.exchange_seconds, 0.0
         return {"ring": max(0.0, waiting - exchange), "exchange": exchange}

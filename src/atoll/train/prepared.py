@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -15,13 +14,11 @@ from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
 from atoll.core.scriptline import at_script_line, script_line
 from atoll.core.stands import Epoch
-from atoll.memory.exchanged import Exchanged
 from atoll.memory.over import features_of, refuse_apart
 from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
-from atoll.tensors.finite import is_finite
-from atoll.tensors.optimizer import RemoteOptimizer, StepHooks, elementwise_keys
+from atoll.tensors.optimizer import StepHooks, elementwise_keys
 from atoll.tensors.torch_compat import (
     before_unscaling,
     clipped_at,
@@ -40,15 +37,12 @@ from atoll.train.agreement import check_same, describe
 from atoll.train.apart import take_from_groups
 from atoll.train.backward import BackwardEnd
 from atoll.train.buffers import ModelBuffers
-from atoll.train.clipping import GradientNorm
-from atoll.train.exchange import Exchange, MeanSteps
+from atoll.train.clipping import GradientNorm, Norms, ResidentNorms
 from atoll.train.forwards import BesideCompiled, ForwardHooks
 from atoll.train.memory import Tiers, held_chunks
-from atoll.train.node.exchange import PeerExchange
-from atoll.train.node.ring import OfDevices
 from atoll.train.origin import Origin
 from atoll.train.othersteps import OtherSteps
-from atoll.train.reducer import Calls
+from atoll.train.reducer import Calls, Clipping
 from atoll.train.samples import Contribution, SampleCount, Seen
 from atoll.train.sentgroups import sent_groups
 from atoll.train.strategies import Strategy, Training
@@ -200,15 +194,16 @@ class Prepared:
         self._ready = True
         backward.add(self.reducer)
         before_unscaling(optimizer, self._before_unscaling, self._has_batch)
+        self._norms: Norms = ResidentNorms(self.norm)
+        if tiers is not None and in_tiers is not None:
+            self._norms = tiers.norms(self.norm)
         self._lazy_hooks = []
-        lazy = isinstance(self.reducer, Exchange) and config.sync.lazy
-        if lazy or isinstance(self.reducer, PeerExchange):
-            assert isinstance(self.reducer, Exchange | PeerExchange)
-            touched = BesideCompiled(self.reducer.before_use)
-            self._lazy_hooks = [model.register_forward_pre_hook(touched)]
-            if not isinstance(self.reducer, OfDevices):  # one device alone may look
-                module: Any = self.module  # torch's hooks are not typed
-                self._lazy_hooks.append(module.register_state_dict_pre_hook(touched))
+        touched = BesideCompiled(self.reducer.before_use)
+        if self.reducer.acts_before_forward:
+            self._lazy_hooks.append(model.register_forward_pre_hook(touched))
+        if self.reducer.acts_before_state_dict:
+            module: Any = self.module  # torch's hooks are not typed
+            self._lazy_hooks.append(module.register_state_dict_pre_hook(touched))
         self._hooks = ForwardHooks(
             model,
             before=self._before_forward,
@@ -243,7 +238,7 @@ class Prepared:
     def loading(self) -> AbstractContextManager[None]:
         """Within it the session puts state back, with `Strategy.loaded` or newer state to follow: the
         optimizer's `load_state_dict` may be called, also where its steps are made elsewhere."""
-        return self.stepper.loading() if isinstance(self.stepper, RemoteOptimizer) else nullcontext()
+        return self.stepper.loading()
 
     def give_back(self) -> None:
         """Bring here what other processes hold of the optimizer's state, where this worker has room for it.
@@ -253,7 +248,7 @@ class Prepared:
         """
         if self._shared is not None:
             self._shared.give_back()
-        elif isinstance(self.stepper, RemoteOptimizer):
+        else:
             self.stepper.give_back(self.tiers.lacks_room if self.tiers is not None else lambda _: "")
 
     def close(self) -> None:
@@ -297,30 +292,16 @@ class Prepared:
         own gradients). Raises UserError where torch's own function was meant, whose parameters come first."""
         check_max_norm(max_norm, norm_type)
         self.reducer.before_step()
-        if isinstance(self.reducer, PeerExchange):  # the mean is clipped where it is made
-            self.reducer.clip(max_norm, norm_type)
-            self.reducer.clipped(max_norm, norm_type)
-            return self._tell_norm(self.norm.measure(norm_type, error_if_nonfinite))
-        if self._shared is not None:  # each member measures what it owns
-            return self._shared.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-        norms: list[Tensor] = []
-
-        fitted = None if self.tiers is None else self.tiers.fitted
-
-        def clip() -> float:
-            if isinstance(fitted, Exchanged):
-                norm, coefficient = fitted.clip(max_norm, norm_type, error_if_nonfinite)
-                norms.append(norm)
-                return coefficient
-            norms.append(self.norm.clip(max_norm, norm_type, error_if_nonfinite))
-            return float(self.norm.coefficient)
-
-        if isinstance(self.reducer, MeanSteps):
-            self.reducer.clip(clip)
-        else:
-            clip()
+        norm = self.reducer.clip(
+            Clipping(
+                max_norm,
+                norm_type,
+                clip=lambda: self._norms.clip(max_norm, norm_type, error_if_nonfinite),
+                measure=lambda: self.norm.measure(norm_type, error_if_nonfinite),
+            )
+        )
         self.reducer.clipped(max_norm, norm_type)
-        return self._tell_norm(norms[0])
+        return self._tell_norm(norm)
 
     def _tell_norm(self, norm: Tensor) -> Tensor:
         if self.tiers is not None and self.tiers.fitted is not None:
@@ -407,12 +388,7 @@ class Prepared:
         alike."""
         if self.config.sync.nonfinite == "allow":
             return True
-        if self._shared is not None:
-            finite = self._shared.all_finite()
-        elif self.tiers is not None and isinstance(self.tiers.fitted, Exchanged):
-            finite = self.tiers.fitted.are_finite() or _all_finite(gradients)
-        else:
-            finite = self.norm.says_finite() or _all_finite(gradients)
+        finite = self._norms.are_finite(gradients)
         # A GradScaler has skipped the step, here by a fused optimizer. It may have looked before the
         # script wrote a NaN.
         if finite or infinity_left_to(self.optimizer):
@@ -451,19 +427,6 @@ class Prepared:
 def _blamed(named: Sequence[str]) -> str:
     where = named[0] if named else "a parameter, once it was summed"
     return f"the gradient of {where} holds NaN or infinity"
-
-
-def _all_finite(gradients: Sequence[Tensor]) -> bool:
-    """One pass and one number; only one that overflowed needs the closer look."""
-    if not gradients:
-        return True
-    if all(gradient.element_size() >= 4 for gradient in gradients):
-        number = torch.nn.utils.get_total_norm(gradients)
-    else:  # half precision would overflow
-        number = torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients]).sum()
-    if math.isfinite(number):
-        return True
-    return all(map(is_finite, gradients))
 
 
 def _settings(

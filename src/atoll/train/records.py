@@ -25,7 +25,6 @@ from atoll.observe.lastwords import say
 from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory
-from atoll.train.exchange import Exchange
 from atoll.train.hierarchy import Hierarchy
 from atoll.train.logged import finite, loggable
 from atoll.train.meter import Taken
@@ -269,7 +268,7 @@ class Records:
         if self._link is None:
             return
         reducers = [prepared.reducer for prepared in self._state.prepared]
-        feedback = next((each.feedback for each in reducers if isinstance(each, Exchange)), None)
+        feedback = next((each.losses for each in reducers if each.losses is not None), None)
         tell = self._links.tell if now else self._links.tell_if_due
         tell(self._link, feedback)
 

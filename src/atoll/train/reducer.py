@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.errors import RunError
 from atoll.core.stands import UNKNOWN, Epoch
+from atoll.exchange.feedback import Feedback
 from atoll.memory.proxies import edits_of
 from atoll.tensors.binding import BoundChunk, check_usable
 from atoll.tensors.finite import is_finite
@@ -62,12 +63,29 @@ class Calls:
     buffers: ModelBuffers | None = None
 
 
+@dataclass(frozen=True)
+class Clipping:
+    """How the script clips this iteration's gradients, to a norm of at most `max_norm`.
+
+    `clip()` multiplies the gradients that are here, and returns their norm before and the factor.
+    `measure()` returns the norm and leaves the gradients as they are.
+    """
+
+    max_norm: float
+    norm_type: float
+    clip: Callable[[], tuple[Tensor, float]]
+    measure: Callable[[], Tensor]
+
+
 class Reducer:
     """The gradients of one model's trainable chunks, on a worker without others to reduce with.
 
     `consumed` counts the samples of all workers in the run so far, as far as this worker knows.
     """
 
+    exchange_seconds = 0.0  # of the waits so far, those of a group's exchange with the shards
+    acts_before_forward = False  # whether `before_use` is to be called before each forward
+    acts_before_state_dict = False  # and before the model's state_dict
     sums_samples = True  # each iteration's samples are those of all; else `consumed` is told in another way
 
     def __init__(self, chunks: Sequence[BoundChunk], calls: Calls) -> None:
@@ -102,6 +120,11 @@ class Reducer:
         self._zeros.clear()
         self._chunks.clear()
         self._accumulators.clear()
+
+    @property
+    def losses(self) -> Feedback | None:
+        """What a link to shards has lost of this model's gradients; None: there is no such link."""
+        return None
 
     @property
     def shows_mean(self) -> bool:
@@ -307,6 +330,13 @@ class Reducer:
 
     def refuse(self) -> None:
         """Leave this iteration out, by the policy on NaN and infinities."""
+
+    def before_use(self, *_: object) -> None:
+        """The model's parameters are about to be used."""
+
+    def clip(self, by: Clipping) -> Tensor:
+        """Clip this iteration's gradients, wherever the mean is; returns the norm before."""
+        return by.clip()[0]
 
     def clipped(self, max_norm: float, norm_type: float) -> None:
         """The script has clipped this iteration's gradients."""

@@ -14,6 +14,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from atoll.core.config import Config
 from atoll.core.errors import DeadlineError, PeerLostError, RunError
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
@@ -266,6 +267,10 @@ class HubRing:
             self.place = Place(0, 1, _local_rank(), names=(own,))
         else:
             self.place = self._place(own, tuple(range(workers)))
+
+    def as_joined(self, config: Config) -> Config:
+        """The configuration of a ring's run: as it was given."""
+        return config
 
     def _store_of(self, group: int) -> HubStore:
         return HubStore(self._address, self._keys, self.welcome, group, self._timeout)

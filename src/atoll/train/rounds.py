@@ -385,6 +385,12 @@ class Ring:
         """Whether this worker came late, and has not entered."""
         return self.outside
 
+    def begin(self) -> None:
+        """The members have met as the ring was formed."""
+
+    def ending(self) -> None:
+        """Whoever comes now is let in by the last round."""
+
     def enter(self) -> bool:
         """Take part in the ring that is under way, and take over the training's state from a member. True."""
         assert self._member is not None

@@ -19,12 +19,10 @@ from atoll.memory.exchanged import Exchanged
 from atoll.net.returning import Made, Payload
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import LazyTensor
-from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.train.exchange import Connection, Exchange, bytes_of
 from atoll.train.reducer import Reducer
-from atoll.train.strategies import Grouped, Served, ServedModel, Stepper, Training, numbers_of
-from atoll.train.tieredexchange import UNDER_WAY, TieredAsync, TieredMean, values_from
-from atoll.train.tieredgroups import TieredGroup, TieredGroupMean
+from atoll.train.strategies import Served, ServedModel, Stepper, Training, numbers_of
+from atoll.train.tieredexchange import UNDER_WAY, values_from
 from atoll.wire.messages import AnyMessage, PullState, State
 
 
@@ -62,17 +60,11 @@ class ServedInTiers:
             return made[0]
 
         exchange, stepper = self._served.build_model(training, self._make_exchange, make)
-        assert isinstance(stepper, RemoteOptimizer)
         stepper.takes_states(made[0].take_states)
         return exchange, stepper
 
     def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
-        is_bsp = training.config.sync.consistency == "bsp"
-        if isinstance(self._served, Grouped):
-            kind = partial(TieredGroupMean if is_bsp else TieredGroup, held=self._tiers.held)
-            return self._served.make_group_exchange(kind, training, connection)
-        of_worker = TieredMean if is_bsp else TieredAsync
-        return of_worker(training.chunks, connection, training.calls, self._tiers.held)
+        return self._served.make_exchange_in_tiers(training, connection, self._tiers.held)
 
     def loaded(self) -> None:
         self._served.loaded()

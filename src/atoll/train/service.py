@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 
+import msgspec
+
 from atoll.axes.choices import choices_of
 from atoll.axes.needs import check
 from atoll.core.config import (
@@ -152,6 +154,13 @@ class Service:
             world=self.welcome.workers,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         )
+
+    def as_joined(self, config: Config) -> Config:
+        """The configuration of a run with shards: a worker that is in no group is one of `server`."""
+        if self.ring is not None:
+            return config
+        run = msgspec.structs.replace(config.run, strategy="server")
+        return msgspec.structs.replace(config, run=run)
 
     def describe(self, config: Config) -> str:
         """The run's servers in a few words."""

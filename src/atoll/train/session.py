@@ -20,14 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from atoll.axes.cells import Cell, GroupKind, cell_of, choices_in
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check
 from atoll.core import events
 from atoll.core.config import SPEED_VARIABLE, Config
 from atoll.core.effects import without_effect
 from atoll.core.errors import AtollError, PrepareError, RunError, UserError
-from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
 from atoll.core.scriptline import script_line
 from atoll.core.stands import SAMPLER, UNKNOWN, Epoch, call, end
@@ -35,39 +33,23 @@ from atoll.core.weighing import GUESSED, KNOWN, NONE
 from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.tensors.torch_compat import uncompiled
 from atoll.train.backward import BackwardEnd
-from atoll.train.device import device_of
-from atoll.train.entering import Entrance, ServedEntrance
+from atoll.train.compose import Member, compose
 from atoll.train.epochs import epoch_of
-from atoll.train.groupexchange import GroupReducer
-from atoll.train.groupworkers import GroupWorkers
-from atoll.train.hierarchy import Hierarchy
 from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.masks import ALIKE, digest_of_generators, has_random_layers
-from atoll.train.memory import tiers_for
-from atoll.train.meter import Meter
-from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.sampler import PeerBatches
-from atoll.train.node.tiers import PeersInTiers
 from atoll.train.node.worker import NodeWorker
 from atoll.train.origin import origin_of
-from atoll.train.pace import Pace
 from atoll.train.passes import Passes
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
-from atoll.train.records import Records
-from atoll.train.regrouping import GroupState, Leases, Parts, Regrouping
-from atoll.train.rendezvous import HubRing
-from atoll.train.resume import AnySampler, Stateful, TrainingState, check_state
-from atoll.train.rounds import MOVING, Regrouped, Ring
+from atoll.train.regrouping import Leases
+from atoll.train.resume import AnySampler, Stateful, check_state
 from atoll.train.sampler import BatchesSampler, ShardedSampler
 from atoll.train.samples import Seen
 from atoll.train.schedules import Schedules
-from atoll.train.served_workers import ServedWorkers
-from atoll.train.service import Service
 from atoll.train.speed import Stretch, speed_from
-from atoll.train.strategies import Alone, Grouped, OverRing, Served, Strategy
-from atoll.train.workers import Reduction, Value, Workers, asked_of_gather, asked_of_reduce
-from atoll.wire.messages import Grouped as GroupedAnswer
+from atoll.train.workers import Reduction, Value, asked_of_gather, asked_of_reduce
 
 _END = (
     "the end of the session, which it reached after {} iterations (every worker must make equally many, and "
@@ -93,54 +75,34 @@ class Session:
         self,
         config: Config,
         place: Place,
-        member: Service | HubRing | NodeWorker | None = None,
+        member: Member = None,
         given: Mapping[str, str] | None = None,
     ) -> None:
         """`given` maps configuration keys to their sources, for a warning about keys without effect."""
         self.config, self._first_place, self._member = config, place, member
-        self._service = service = member if isinstance(member, Service) else None
-        self._node = node = member if isinstance(member, NodeWorker) else None
-        self.device = device_of(place)
+        self._runtime = runtime = compose(config, place, member)
+        self.device, self._service, self._node = runtime.device, runtime.service, runtime.node
+        self._hierarchy, self._ring, self._group_ring = runtime.hierarchy, runtime.ring, runtime.group_ring
+        self._workers, self._state, self._records = runtime.workers, runtime.state, runtime.records
+        self._meter, self._pace, self._regrouping = runtime.meter, runtime.pace, runtime.regrouping
+        self._strategy, self._entrance, self._peers = runtime.strategy, runtime.entrance, runtime.peers
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
         self._trains_on: AnySampler | None = None  # the first whose batches a backward has reached
         self._closed = self._told_of_buffers = self._is_checked = False
         self._process = os.getpid()
         self._compares_masks_at = 1  # the iteration after which workers compare their random numbers
-        timeout = config.timeout_seconds
-        self._hierarchy = self._make_hierarchy()
-        self._ring = self._make_ring(timeout)
-        self._group_ring = service.ring if service is not None else None  # of this worker's group
-        if service is not None and self._group_ring is not None:
-            self._workers: Workers = GroupWorkers(place, service.shards, self._group_ring)
-        elif service is not None:
-            self._workers = ServedWorkers(place, service.shards)
-        elif node is not None:
-            self._workers = NodeWorkers(node)
-        else:
-            self._workers = Workers(place, self._ring)
-        self._state = TrainingState(self._workers, self.device)
-        self._records = Records(config, self._workers, self._state, service, node)
-        self._meter = Meter(self.device, self._workers, self._state, service, self._group_ring)
-        self._pace = Pace(config.groups.probe)
-        self._regrouping: Regrouping | None = None
-        if self._ring is not None:
-            self._ring.state, self._ring.told = self._state, self._regrouped
-        self._entrance: Entrance | None = self._ring  # where workers may come late
-        self._peers: PeersInTiers | None = None  # strategy peers
-        self._strategy = self._make_strategy()
         self._stretch = self._make_stretch()
-        together = self._strategy.collective or service is None
         self._schedules = Schedules(
             self._state,
             self._records,
             self._workers,
-            together=together,
-            counted=lambda: self.world if together else self._service_members(),
+            together=runtime.together,
+            counted=lambda: self.world if runtime.together else self._service_members(),
         )
         self._backward = BackwardEnd(self._ring, self._stretch)
         self._passes = Passes()
         self._records.open()
-        if isinstance(self._entrance, ServedEntrance):
+        if self._entrance is not None:
             self._entrance.begin()
         self._tell_of_start()
         for line in without_effect(config, given or {}) if self._workers.is_first else []:
@@ -148,40 +110,24 @@ class Session:
 
     def _tell_of_start(self) -> None:
         """What this worker begins with; from now on its service or its node tells through its records."""
-        config, records, service, node = self.config, self._records, self._service, self._node
+        records = self._records
         records.emit(
             events.Started,
             workers=self._first_place.world,
-            strategy=config.run.strategy,
+            strategy=self.config.run.strategy,
             device=str(self.device),
             pid=os.getpid(),
             groups=self._groups,
         )
-        if service.keeps_memory if service is not None else self._keeps_memory():
+        if self._runtime.keeps_heap:
             records.decided(
                 "heap", "keeps up to 1 GiB of freed memory", "giving it back cost a tenth of a step"
             )
-        if isinstance(self._member, HubRing):
-            records.decided("place", f"of {self._first_place.world}, by the hub", self._member.describe())
         if self._stretch is not None:
             choice = f"{speed_from():g} of this device's"
             reason = f"{SPEED_VARIABLE}: what it computes is stretched by sleeping"
             records.decided_here(events.Decided, "speed", choice, reason)
-        if node is not None:
-            node.tell, node.decided = records.warn, partial(records.decided_here, events.Decided)
-            node.round_seen = partial(records.decided_here, events.RoundSeen)
-            records.decided("nodes", node.who, node.describe(config))
-        elif service is None:
-            records.decided("ring", self._ring_kind(), "the backend that c10d has for this device")
-            records.tell_of_groups(self._hierarchy)
-            records.tell_of_confirmations(self._ring)
-        else:
-            service.warn = records.warn
-            records.decided(
-                "server", service.describe(config), "run.strategy, run.shards and sync.consistency"
-            )
-            if config.link.transport != "tcp":
-                records.decided("link", service.describe_link(config), "link.transport")
+        self._runtime.tell_of_start()
 
     # Who and where
 
@@ -263,10 +209,7 @@ class Session:
         self._check_new(model, name)
         origin = origin_of(model, name)
         with self._in_call("session.prepare"):
-            number = len(self._state.prepared)
-            cell = self._cell(budgets=memory is not None or self.config.memory.is_given)
-            self._check_combination(cell, memory)
-            tiers = tiers_for(cell, self.config, memory, self._strategy, self._ring, number)
+            tiers = self._runtime.tiers(self.config, memory)
             prepared = Prepared(
                 model,
                 optimizer,
@@ -351,8 +294,8 @@ class Session:
         Give it to a DataLoader. Its place in the epoch is saved and loaded with the session's checkpoints.
         Every worker calls it with the same arguments; under strategy `peers` others are told in a UserError.
         """
-        if self._service is not None and not self._strategy.collective:
-            return self._leased_sampler(dataset, seed, shuffle, drop_last)
+        if self._runtime.leases is not None:
+            return self._leased_sampler(self._runtime.leases, dataset, seed, shuffle, drop_last)
         order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
         sampler: ShardedSampler
         if self._peers is not None:
@@ -397,8 +340,8 @@ class Session:
             )
             self._state.samplers.append(peer_batches)
             return peer_batches
-        if self._service is not None and not self._strategy.collective:
-            leased = self._leased_sampler(dataset, seed, shuffle, drop_last)
+        if self._runtime.leases is not None:
+            leased = self._leased_sampler(self._runtime.leases, dataset, seed, shuffle, drop_last)
             return LeasedBatches(leased, lambda: _part_of(whole, self.rank, self._service_members()))
         place: dict[str, Any] = {"rank": self.rank, "world": self.world, "on_index": self._sampler_gives}
         sampler = BatchesSampler(dataset, batch=whole, **place, **order)
@@ -422,14 +365,16 @@ class Session:
             return self.world
         return self._service.members or self.world
 
-    def _leased_sampler(self, dataset: Sized, seed: int, shuffle: bool, drop_last: bool) -> LeasedSampler:
+    def _leased_sampler(
+        self, leases: Leases, dataset: Sized, seed: int, shuffle: bool, drop_last: bool
+    ) -> LeasedSampler:
         """Where workers go at their own pace, each takes its data from the hub as it needs it."""
         assert self._service is not None
         facts = {"call": "session.sampler", "data": "leased", "drop_last": drop_last}
         check("call", Choices(facts))
         sampler = LeasedSampler(
             dataset,
-            lease=self._leases.lease,
+            lease=leases.lease,
             number=len(self._state.samplers),
             workers=self.world,
             seed=seed,
@@ -629,9 +574,9 @@ class Session:
         if kind is None:
             self.close()
             return
-        if isinstance(self._member, (Service, HubRing)):
+        if self._runtime.hub is not None:
             why = str(error) if isinstance(error, AtollError) else f"its script raised {kind.__name__}"
-            self._member.hub.leaves_because(why)
+            self._runtime.hub.leaves_because(why)
         self._leave()
 
     def close(self) -> None:
@@ -653,7 +598,7 @@ class Session:
             finally:
                 self._leave()
             return
-        if isinstance(self._entrance, ServedEntrance):
+        if self._entrance is not None:
             self._entrance.ending()
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         try:
@@ -721,8 +666,7 @@ class Session:
 
     def _settle(self) -> None:
         """Wait until what this worker has sent by itself counts: exchanges may go on while it computes."""
-        if isinstance(self._workers, GroupWorkers):
-            self._workers.gather_group()
+        self._workers.gather_group()
         for prepared in self._state.prepared:
             prepared.reducer.settle()
 
@@ -730,145 +674,6 @@ class Session:
         """Hear of all who step copies of their own that these are alike; raises UserError."""
         for prepared in self._state.prepared:
             prepared.reducer.confirm(what)
-
-    def _make_strategy(self) -> Strategy:
-        if self._service is not None:
-            return self._make_served(self._service)
-        if isinstance(self._workers, NodeWorkers):
-            assert self._node is not None
-            stale_max = self.config.sync.stale_max
-            peers = PeersInTiers(self._node, self._workers, self._state, lambda: self._pace.latest, stale_max)
-            self._entrance = self._peers = peers
-            return peers
-        return Alone() if self._ring is None else OverRing(self._ring)
-
-    def _make_served(self, service: Service) -> Served:
-        assert isinstance(self._workers, ServedWorkers)
-        fixed = bool(service.site) or self._group_ring is not None  # data is not dealt anew
-        entrance = ServedEntrance(
-            service.shards,
-            self._workers,
-            self._state,
-            entered=lambda: served.entered(),
-            told_members=service.told_members,
-            told_unlike=partial(self._records.warn_once, "unlike hyperparameters"),
-            elastic=self.config.sync.consistency == "bsp" and not fixed,
-            fixed=self.config.sync.consistency == "bsp" and fixed,
-        )
-        self._entrance = entrance
-        self._leases = Leases(service.hub)
-        if self._group_ring is None:
-            served = Served(service, self._workers, self.config, entrance)
-        else:
-            served = self._make_grouped(service, self._workers, entrance, self._group_ring)
-        return served
-
-    def _make_grouped(
-        self, service: Service, workers: ServedWorkers, entrance: ServedEntrance, ring: Ring
-    ) -> Grouped:
-        def regrouping() -> Regrouping:
-            assert self._regrouping is not None
-            return self._regrouping
-
-        grouped = Grouped(service, workers, self.config, entrance, ring, regrouping)
-        parts = Parts(
-            hub=service.hub,
-            ring=ring,
-            shards=service.shards,
-            workers=workers,
-            state=self._state,
-            samplers=service.samplers,
-            leases=self._leases,
-            exchange=lambda: grouped.exchange,
-            arrive=grouped.arrive,
-        )
-        self._regrouping = Regrouping(parts, self._moved)
-        ring.state = GroupState(self._state, ring, service.samplers, self._records.warn)
-        ring.told = self._group_changed
-        assert isinstance(workers, GroupWorkers)
-        workers.gather_members = grouped.gather_members
-        if self.config.sync.consistency != "bsp":  # else all leave their groups at one iteration
-            workers.is_called, workers.move = self._regrouping.is_called, self._regrouping.answer
-        return grouped
-
-    def _moved(self, grouped: GroupedAnswer, seconds: float) -> None:
-        """This worker is in another group, or was told to stay where it is."""
-        self._pace.leave_out()
-        if grouped.group:
-            self._records.emit(
-                events.Regrouped,
-                iteration=self._state.iteration + 1,  # it moves at the end of a step that is not counted yet
-                grouping=grouped.grouping,
-                group=grouped.contributor,
-                workers=sorted(grouped.workers),
-                seconds=seconds,
-                reason=grouped.reason,
-            )
-            reducer = self._state.prepared[0].reducer
-            assert isinstance(reducer, GroupReducer)
-            uplink = reducer.uplink
-            self._records.emit(events.Decided, what="uplink", choice=uplink.kind, reason=uplink.reason)
-
-    def _keeps_memory(self) -> bool:
-        return self.device.type == "cpu" and keep_freed_memory()
-
-    def _make_ring(self, timeout: float) -> Ring | None:
-        place, member = self._first_place, self._member
-        if isinstance(member, HubRing):
-            return Ring(place, self.device, timeout, member, self._hierarchy, compares=True)
-        if not place.store:
-            return None
-        return Ring(place, self.device, timeout, hierarchy=self._hierarchy, compares=True)
-
-    def _make_hierarchy(self) -> Hierarchy | None:
-        """How the ring's workers are to be grouped; None: one group. Raises ConfigError for more groups than
-        the run has workers."""
-        if self.config.run.strategy != "hierarchical":
-            return None
-        late = isinstance(self._member, HubRing) and self._member.late
-        return Hierarchy(self.config.groups.count, None if late else self._first_place.world)
-
-    def _regrouped(self, ring: Regrouped) -> None:
-        """The ring goes on with other members than before."""
-        for tiers in self._state.tiers:
-            tiers.refuse_loss([*ring.lost, *ring.left])
-        if self.is_main:
-            self._records.tell_of_ring(ring, "the ring")
-        self._records.tell_of_groups(self._hierarchy)
-        self._records.tell_of_confirmations(self._ring)
-
-    def _group_changed(self, ring: Regrouped) -> None:
-        """The ring of this worker's group is another one; `_moved` tells of moves."""
-        self._pace.leave_out()
-        assert self._group_ring is not None
-        assert self._regrouping is not None
-        assert isinstance(self._workers, GroupWorkers)
-        self._workers.lose([*ring.lost, *ring.left])
-        if ring.what != MOVING and self._group_ring.rank == 0:
-            self._records.tell_of_ring(ring, f"group {self._regrouping.contributor}")
-
-    def _ring_kind(self) -> str:
-        if self._ring is None:
-            return "none: one worker"
-        return f"{'gloo' if self.device.type == 'cpu' else 'nccl'} over {self.world} workers"
-
-    def _cell(self, *, budgets: bool) -> Cell:
-        """The choices by which this session trains a model."""
-        if self._service is not None:
-            return cell_of(
-                self.config, "shards", "solo" if self._group_ring is None else "ring", budgets=budgets
-            )
-        if self._node is not None:
-            group: GroupKind = "ring" if self._node.devices.count > 1 else "solo"
-            return cell_of(self.config, "peers", group, budgets=budgets)
-        return cell_of(self.config, "local", "solo" if self._ring is None else "ring", budgets=budgets)
-
-    def _check_combination(self, cell: Cell, memory: Memory | None) -> None:
-        """Raise UserError, on all workers alike, for a model that cannot be trained by these choices."""
-        late = self._entrance is not None and self._entrance.late
-        site = "" if self._service is None else self._service.site
-        facts = {"late": late, "site": site, "models": len(self._state.prepared)}
-        check("prepare", choices_in(cell, self.config, facts, memory))
 
     def _check_new(self, model: nn.Module, name: str) -> None:
         """Raise if the model, one of its parameters or its `name` belongs to a model prepared before."""

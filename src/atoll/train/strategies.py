@@ -40,6 +40,8 @@ from atoll.train.rounds import Ring
 from atoll.train.sentgroups import sent_groups
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
+from atoll.train.tieredexchange import Holder, TieredAsync, TieredMean
+from atoll.train.tieredgroups import TieredGroup, TieredGroupMean
 from atoll.wire.messages import (
     AnyMessage,
     PullState,
@@ -154,6 +156,7 @@ class Served:
     """Shards of a parameter server combine gradients, and make the steps."""
 
     brings_parameters, brings_frozen, shares_buffers = True, False, False
+    of_group = False  # whether this worker is a member of a group, which the shards know as one
 
     def __init__(self, service: Service, workers: ServedWorkers, config: Config, members: Members) -> None:
         self._service, self._workers, self._members = service, workers, members
@@ -173,7 +176,7 @@ class Served:
         training: Training,
         make_exchange: Callable[[Training, Connection], Exchange],
         kind: Callable[..., ServedModel],
-    ) -> tuple[Reducer, Stepper]:
+    ) -> tuple[Exchange, RemoteOptimizer]:
         """As `build`, with another exchange and another `kind` of ServedModel."""
         model = kind(training, self._service, self._workers, self._members, make_exchange)
         self._models.append(model)
@@ -195,6 +198,11 @@ class Served:
             return MeanExchange(training.chunks, connection, training.calls, sync.lazy)
         return AsyncExchange(training.chunks, connection, training.calls, sync.lazy, sync.pipeline)
 
+    def make_exchange_in_tiers(self, training: Training, connection: Connection, held: Holder) -> Exchange:
+        """The exchange of a model that lies in tiers."""
+        kind = TieredMean if training.config.sync.consistency == "bsp" else TieredAsync
+        return kind(training.chunks, connection, training.calls, held)
+
     def loaded(self) -> None:
         for model in self._models:
             model.set_up()
@@ -215,6 +223,8 @@ class Served:
 class Grouped(Served):
     """As `Served`, where workers of like speed share a ring, and come to the shards as one."""
 
+    of_group = True
+
     def __init__(
         self,
         service: Service,
@@ -226,13 +236,13 @@ class Grouped(Served):
     ) -> None:
         super().__init__(service, workers, config, members)
         self._ring, self._regrouping = ring, regrouping
+        self._exchange: GroupReducer | None = None
 
     @property
     def exchange(self) -> GroupReducer:
         """The model's; there is one once `build` has been called."""
-        exchange = self._models[0].exchange
-        assert isinstance(exchange, GroupReducer)
-        return exchange
+        assert self._exchange is not None
+        return self._exchange
 
     def arrive(self, what: str) -> None:
         """As `ServedModel.arrive`."""
@@ -240,14 +250,18 @@ class Grouped(Served):
 
     def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
         kind = GroupMeanExchange if training.config.sync.consistency == "bsp" else GroupExchange
-        return self.make_group_exchange(kind, training, connection)
+        return self._make_group_exchange(kind, training, connection)
 
-    def make_group_exchange(
+    def make_exchange_in_tiers(self, training: Training, connection: Connection, held: Holder) -> Exchange:
+        kind = TieredGroupMean if training.config.sync.consistency == "bsp" else TieredGroup
+        return self._make_group_exchange(partial(kind, held=held), training, connection)
+
+    def _make_group_exchange(
         self, kind: Callable[..., GroupReducer], training: Training, connection: Connection
     ) -> GroupReducer:
         """The model's exchange, of this `kind`."""
         sync = training.config.sync
-        return kind(
+        self._exchange = kind(
             training.chunks,
             self._ring,
             connection,
@@ -261,12 +275,12 @@ class Grouped(Served):
             settings=partial(settings_of, training.optimizer, scheduled=sync.consistency == "bsp"),
             pipeline=sync.pipeline,
         )
+        return self._exchange
 
     def gather_members(self) -> None:
         """Return when all members of this worker's group have come to a meeting."""
-        exchanges = [model.exchange for model in self._models]
-        if exchanges and isinstance(exchanges[0], GroupExchange):  # under bsp all come at the same iteration
-            exchanges[0].gather_members()
+        if self._exchange is not None:
+            self._exchange.gather_members()
 
 
 SET_UP, STATE = "set-up", "state"  # what messages are sent again until

@@ -32,7 +32,7 @@ from atoll.train.exchange import (
     check_mean,
     values_of,
 )
-from atoll.train.reducer import Calls, ReducingAtEnd
+from atoll.train.reducer import Calls, Clipping, ReducingAtEnd
 from atoll.train.samples import Contribution
 from atoll.wire.messages import (
     AnyMessage,
@@ -242,13 +242,14 @@ class TieredMeanSteps(MeanSteps):
     _bounds: dict[int, BoundChunk]  # by chunk
     _all_edited = False  # clipped after the script had changed some
 
-    def clip(self, clip: Callable[[], float]) -> None:
+    def clip(self, by: Clipping) -> Tensor:
         edited = self._edited()
-        coefficient = clip()
+        norm, coefficient = by.clip()
         if edited:
             self._all_edited = True  # `step` sends all of it
         else:
             self._scale_at_step *= coefficient
+        return norm
 
     def _edited(self) -> list[int]:
         held = self._held()

@@ -86,6 +86,9 @@ class Workers:
         """Let `told` know, after each collective, the iteration that this worker makes next, where that is
         not its own to count."""
 
+    def gather_group(self) -> None:
+        """Wait, inside a call and before it changes anything, until this worker's whole group has come."""
+
     def part(self) -> None:
         """Tell the others that this worker makes no further call, where workers may end one before another.
 

@@ -28,7 +28,7 @@ from atoll.tensors.changed import ChangedParameters
 from atoll.tensors.torch_compat import version_of
 from atoll.train.node.memory import HostMemory
 from atoll.train.node.worker import NodeWorker
-from atoll.train.reducer import Reducer
+from atoll.train.reducer import Clipping, Reducer
 from atoll.train.samples import Contribution
 from atoll.wire.device import (
     NO_MORE,
@@ -85,6 +85,7 @@ class NodeParts:
 class PeerExchange(Reducer):
     """Gradients are this node's own, as edits of them are; the mean over nodes is the CPU side's."""
 
+    acts_before_forward = acts_before_state_dict = True
     sums_samples = False  # the CPU side says what all nodes have contributed
 
     def use(self, parts: NodeParts) -> None:
@@ -220,9 +221,10 @@ class PeerExchange(Reducer):
     def refuse(self) -> None:
         self._refused = self._stale_max == 0  # else others may have computed with it already
 
-    def clip(self, max_norm: float, norm_type: float) -> None:
-        """The CPU side clips the mean, whose norm this node does not know."""
-        self._clip = Clip(max_norm=float(max_norm), norm_type=float(norm_type))
+    def clip(self, by: Clipping) -> Tensor:
+        """The CPU side clips the mean, whose norm this node does not know; returns this node's own norm."""
+        self._clip = Clip(max_norm=float(by.max_norm), norm_type=float(by.norm_type))
+        return by.measure()
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:

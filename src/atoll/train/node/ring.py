@@ -27,6 +27,7 @@ from atoll.train.samples import Contribution
 class OfDevices(PeerExchange):
     """What a node's devices do together, whatever way their gradients go."""
 
+    acts_before_state_dict = False  # one device alone may look
     _seconds = 0.0  # that this device has computed for the iteration
 
     def before_use(self, *arguments: object) -> None:

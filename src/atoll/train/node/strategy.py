@@ -198,6 +198,12 @@ class Peers:
         """Whether this node has come late, and has not entered."""
         return self._worker.late
 
+    def begin(self) -> None:
+        """The nodes have met as they were introduced."""
+
+    def ending(self) -> None:
+        """Whoever comes now is let in as the session ends."""
+
     def enter(self) -> bool:
         """Enter with the script's state of a member; what is trained has come already."""
         if self.exchange is None:

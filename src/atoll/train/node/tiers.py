@@ -55,9 +55,8 @@ class PeersInTiers(Peers):
 
     _tiers: LentTiers | None = None
 
-    def tiers(self, memory: Memory, config: Config, number: int) -> LentTiers:
-        """The budgets of the model that is prepared next."""
-        del number  # there is one model
+    def tiers(self, memory: Memory, config: Config) -> LentTiers:
+        """The budgets of the one model."""
         return LentTiers(memory, config, self)
 
     def in_tiers(self, tiers: LentTiers) -> Strategy:

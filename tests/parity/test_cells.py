@@ -1,0 +1,177 @@
+"""Every cell: one choice along each axis. A cell trains as its reference does, plain PyTorch in one process,
+or the table of needs refuses it in one sentence.
+
+Where contributors go at their own pace, one contributor has a reference: a worker, or a group. In a group
+workers begin alone; until they are together, their gradients are zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.axes.cells import CELLS, Cell, choices_in, config_of, refusal_of
+from atoll.core.config import Config
+from atoll.core.errors import DeadlineError, UserError
+from atoll.core.memory import Memory
+from atoll.groups.chooser import Score
+from atoll.groups.grouping import Grouping
+from atoll.hub.planner import GroupingSettings
+from atoll.testing.pool import JobFailedError, WorkerPool
+from atoll.testing.runs import model, run_with
+from atoll.train.place import Place
+
+STEPS, SAMPLES, TOLERANCE = 6, 4, 1e-10
+BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # the model takes more
+
+
+def choices(cell: Cell) -> tuple[object, ...]:
+    """One choice an axis. What a store with budgets is called follows from the other axes."""
+    return cell.budgets, cell.group, cell.sync, cell.link
+
+
+def pairs(cell: Cell) -> set[tuple[object, ...]]:
+    """Every two choices that meet in a cell."""
+    return set(itertools.combinations(enumerate(choices(cell)), 2))
+
+
+def few(cells: Iterable[Cell]) -> list[Cell]:
+    """Cells in which any two choices meet: each time the one that has most pairs that are still missing."""
+    left, chosen = list(cells), []
+    missing = set().union(*map(pairs, left))
+    while missing:
+        chosen.append(max(left, key=lambda cell: len(missing & pairs(cell))))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+def marked() -> Iterator[Any]:
+    quick = few(CELLS)
+    for cell in CELLS:
+        yield pytest.param(cell, id=str(cell), marks=() if cell in quick else pytest.mark.soak)
+
+
+def workers_of(cell: Cell) -> int:
+    if cell.group == "solo":
+        return 1 if cell.sync in ("local", "ssp", "asp") else 2
+    return 4 if cell.sync == "peers" else 2
+
+
+def configured(cell: Cell) -> Config:
+    config = config_of(cell)
+    config.sync.timeout = "60s"
+    config.link.high = "1"  # over a link that may lose the rest, all blocks must arrive
+    if cell.budgets:
+        config.memory = BUDGET
+    if cell.sync == "peers":
+        config.sync.stale_max = 0
+        config.groups.count = 2 if cell.group == "ring" else 0
+    return config
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    batch = torch.randn(SAMPLES, 32, generator=generator, dtype=torch.float64)
+    return module(batch).square().mean()
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(session: atoll.Session, together: int) -> tuple[list[float], list[torch.Tensor]]:
+    """Six steps, made once this worker's group has `together` members; the losses, and the values after."""
+    module = model()
+    module, optimizer = session.prepare(module, optimizer_of(module))
+    rank, deadline = session.rank, time.monotonic() + 60
+    while session.group.size < together:
+        if time.monotonic() > deadline:
+            raise DeadlineError("waited 60 s for the hub to make groups")
+        (0 * loss_of(module, rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(module, rank, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    session.barrier()
+    return losses, [value.detach().clone() for value in module.state_dict().values()]
+
+
+def train_plain(world: int) -> tuple[list[list[float]], list[torch.Tensor]]:
+    """The same in one process, each step with all workers' batches; the losses of each worker's batch."""
+    module = model()
+    optimizer = optimizer_of(module)
+    losses: list[list[float]] = [[] for _ in range(world)]
+    for step in range(STEPS):
+        for rank in range(world):
+            loss = loss_of(module, rank, step)
+            (loss / world).backward()
+            losses[rank].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [value.detach().clone() for value in module.state_dict().values()]
+
+
+def run(pool: WorkerPool, cell: Cell) -> list[tuple[list[float], list[torch.Tensor]]]:
+    """Train in a cell; what `train` returns, by rank."""
+    world, grouped = workers_of(cell), cell.served and cell.group == "ring"
+    wanted = Grouping([list(range(world))])
+    grouping = GroupingSettings(
+        1,
+        by="joint",
+        consistency="bsp" if cell.sync == "bsp" else "asp",
+        regroup=False,
+        score_for=lambda _known: lambda found: Score(2.0 if found == wanted else 1.0),
+    )
+    return run_with(
+        pool,
+        configured(cell),
+        train,
+        world if grouped else 1,
+        world=world,
+        shards=2 if cell.served else None,
+        grouping=grouping if grouped else None,
+    )
+
+
+@pytest.mark.parametrize("cell", list(marked()))
+def test_a_cell_trains_as_one_process_or_is_refused_in_one_sentence(pool: WorkerPool, cell: Cell) -> None:
+    need = refusal_of(cell)
+    if need is not None:
+        said = choices_in(cell, configured(cell)).fill(need.reason)
+        assert "\n" not in said
+        if "configuration" in need.moments:
+            with pytest.raises(need.error) as refused:
+                atoll.join(configured(cell), place=Place())
+            assert str(refused.value) == said
+            return
+        with pytest.raises(JobFailedError) as failed:
+            run(pool, cell)
+        assert {(failure.kind, failure.message) for failure in failed.value.failures.values()} == {
+            (need.error.__name__, said)
+        }
+        assert issubclass(need.error, UserError)
+        return
+    found = run(pool, cell)
+    losses, expected = train_plain(len(found))
+    for rank, (own, values) in enumerate(found):
+        assert own == pytest.approx(losses[rank], rel=TOLERANCE), f"worker {rank}"
+        for value, other in zip(values, expected, strict=True):
+            assert float((value - other).abs().max()) < TOLERANCE, f"worker {rank}"
+
+
+def test_any_two_choices_meet_in_a_quick_cell() -> None:
+    quick = few(CELLS)
+    assert set().union(*map(pairs, quick)) == set().union(*map(pairs, CELLS))
+    assert len(quick) < len(CELLS) / 3
