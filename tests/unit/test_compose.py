@@ -19,6 +19,7 @@ from atoll.train.place import Place
 SOURCE = Path(__file__).parents[2] / "src" / "atoll"
 COMPOSE = "train/compose.py"
 # What every class of a kind comes from: a class below one of these is of the kind too.
+ASKING = ("isinstance", "issubclass")
 ROOTS = {
     "Alone", "OverRing", "Served", "ServedInTiers", "Peers",  # strategies
     "Reducer", "Tiers", "Fitted", "Workers", "ParameterOptimizer", "ChunkOptimizer",
@@ -52,7 +53,8 @@ def asked(tree: ast.AST, of: set[str]) -> Iterator[str]:
     """Each `isinstance(x, Kind)` and `match` of one of these kinds, by line."""
     for node in ast.walk(tree):
         names: set[str] = set()
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass", "type"):
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and isinstance(called, ast.Name) and called.id in ASKING:
             names = {
                 part.id for each in node.args[1:] for part in ast.walk(each) if isinstance(part, ast.Name)
             }
