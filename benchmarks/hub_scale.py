@@ -1,11 +1,13 @@
 """(u) The hub with thousands of workers: how long they take to join, and what their heartbeats cost.
 
-    python benchmarks/hub_scale.py [--quick] [--workers N ...]
+    python benchmarks/hub_scale.py [--quick] [--workers N ...] [--machine N ...]
 
 One hub, a process of its own on one core, with a directory on the disk; and workers that are only
 connections: each has two, as a worker has (one to ask, one for heartbeats), speaks ZeroMQ's protocol
 over real sockets, says Hello, forms the run's ring, and is heard as often as the hub says. Some
-thousands of them share a process on the other core. Then
+thousands of them share a process on the other core. With `--machine N`, N of them have a launcher, which
+has a connection too and sends one message for all of them (`hub/forwarder.py`); a worker says itself that it
+lives over each new connection, and while its launcher has no answer. With 1 there are no launchers. Then
 
 - all join, and form the ring;
 - all are heard for a while: the share of a core that the hub takes, and how long a stranger's
@@ -18,7 +20,7 @@ thousands of them share a process on the other core. Then
 
 The hub's seconds on the processor are counted beside the clock's: other programs on the machine lengthen
 only the latter. The hub needs a descriptor for each connection: where the hard limit does not allow two
-for each worker, and may not be raised, each has one.
+for each worker, and may not be raised, each has one, and each launcher one.
 """
 
 from __future__ import annotations
@@ -52,10 +54,13 @@ from atoll.net.requests import ask
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
+    Beat,
     Gather,
     Gathered,
     Goodbye,
+    Heard,
     Heartbeat,
+    Heartbeats,
     Hello,
     Refused,
     Welcome,
@@ -66,6 +71,8 @@ from common import options, output_folder, write_results
 
 WORKERS = (1000, 4000, 10_000)
 QUICK_WORKERS = (100, 400)
+MACHINES = (1, 8)  # workers that share a launcher; 1: there is none
+AGE = 0.03  # seconds that a launcher waits for its other workers
 IN_A_PROCESS = 5000  # workers
 OPENING = 500  # connections that a process makes at a time
 STEADY_SECONDS, QUICK_STEADY_SECONDS = 10.0, 3.0
@@ -104,10 +111,10 @@ def take_frames(buffer: bytearray) -> Iterator[tuple[int, bytes]]:
 
 
 class Link:
-    """One connection of a simulated worker."""
+    """One connection of a simulated worker, or of a launcher."""
 
-    def __init__(self, worker: Worker, asks: bool) -> None:
-        self.worker, self.asks = worker, asks
+    def __init__(self, owner: Worker | Launcher, asks: bool) -> None:
+        self.owner, self.asks = owner, asks
         self.socket = socket.socket()
         self.socket.setblocking(False)
         self.buffer = bytearray()
@@ -121,7 +128,8 @@ class Link:
 class Worker:
     """A simulated worker: what it knows of itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: Launcher | None) -> None:
+        self.launcher = launcher
         self.token = secrets.token_hex(8)
         self.welcome: Welcome | None = None
         self.links: list[Link] = []
@@ -129,17 +137,41 @@ class Worker:
         self.heard = 0.0  # when the last heartbeat went out; monotonic
 
 
+class Launcher:
+    """A simulated launcher: it sends one message for all its workers."""
+
+    def __init__(self) -> None:
+        self.name = secrets.token_hex(16)
+        self.workers: list[Worker] = []
+        self.links: list[Link] = []
+        self.sent = self.answered = 0  # the numbers of messages
+
+    def message(self) -> bytes:
+        """What its workers say."""
+        there = [worker.welcome for worker in self.workers if worker.welcome is not None]
+        self.sent += 1
+        beats = [Beat(welcome.incarnation, age=AGE) for welcome in there]
+        return frame(Heartbeats(run=there[0].run, launcher=self.name, number=self.sent, beats=beats))
+
+
 class Swarm:
     """Some thousands of workers in one process, driven by one epoll."""
 
-    def __init__(self, port: int, count: int, connections: int) -> None:
+    def __init__(self, port: int, count: int, connections: int, machine: int) -> None:
         self._port, self._kinds = port, (True, False)[:connections]
-        self._workers = [Worker() for _ in range(count)]
+        self._launchers = [Launcher() for _ in range(-(-count // machine))] if machine > 1 else []
+        self._workers: list[Worker] = []
+        for each in range(count):
+            launcher = self._launchers[each // machine] if self._launchers else None
+            self._workers.append(Worker(launcher))
+            if launcher is not None:
+                launcher.workers.append(self._workers[-1])
         self._poll = select.epoll()
         self._links: dict[int, Link] = {}  # by descriptor
-        self._closed: deque[Worker] = deque()  # who is to connect
+        self._closed: deque[Worker | Launcher] = deque()  # who is to connect
         self._opening = 0  # connections whose handshake is under way
-        self._beating: list[Worker] = []  # in the order in which they are heard
+        self._beating: list[Worker | Launcher] = []  # in the order in which they are heard
+        self._heartbeat = 0.0  # seconds
         self._next = 0
         self._turn_began = 0.0
         self.slowest = 0.0  # seconds between two heartbeats of one worker, at the most
@@ -148,13 +180,14 @@ class Swarm:
 
     def connect(self) -> None:
         """All that live connect, and say who they are."""
-        self._closed.extend(self._workers)
+        self._closed.extend([*self._launchers, *self._workers])
 
     def _open(self) -> None:
         while self._closed and self._opening < OPENING:
-            worker = self._closed.popleft()
-            worker.links = [Link(worker, asks) for asks in self._kinds]
-            for link in worker.links:
+            owner = self._closed.popleft()
+            kinds = self._kinds if isinstance(owner, Worker) else (False,)
+            owner.links = [Link(owner, asks) for asks in kinds]
+            for link in owner.links:
                 link.socket.connect_ex(("127.0.0.1", self._port))
                 self._links[link.socket.fileno()] = link
                 self._poll.register(link.socket.fileno(), select.EPOLLOUT | select.EPOLLIN)
@@ -196,50 +229,92 @@ class Swarm:
             del link.buffer[: 66 + link.buffer[65]]
             link.ready = True
             self._opening -= 1
-            if link.asks:
-                link.send(frame(self._hello(link.worker)))
+            owner = link.owner
+            if isinstance(owner, Worker) and link.asks:
+                link.send(frame(self._hello(owner)))
+            elif isinstance(owner, Worker) and owner.launcher is not None and owner.beat:
+                self._speak(owner)  # the hub learns which connection is whose
         for flags, body in take_frames(link.buffer):
             if not flags & 4:
-                self._take(link.worker, decode_untrusted(body))
+                self._take(link.owner, decode_untrusted(body))
 
     def _hello(self, worker: Worker) -> Hello:
         there = worker.welcome
         if there is None:
-            return Hello(version=VERSION, run="", role="worker", token=worker.token, pid=os.getpid())
+            launcher = worker.launcher.name if worker.launcher is not None else ""
+            token, pid = worker.token, os.getpid()
+            return Hello(version=VERSION, run="", role="worker", token=token, pid=pid, launcher=launcher)
         rank, known = there.worker, there.incarnation
         return Hello(version=VERSION, run=there.run, role="worker", worker=rank, incarnation=known)
 
-    def _take(self, worker: Worker, message: AnyMessage) -> None:
+    def _take(self, owner: Worker | Launcher, message: AnyMessage) -> None:
         self.counts[type(message).__name__] += 1
-        if isinstance(message, Welcome):
-            if worker.welcome is None:
-                worker.welcome = message
-                worker.beat = frame(Heartbeat(run=message.run, incarnation=message.incarnation))
-                worker.links[0].send(frame(Gather(incarnation=message.incarnation, number=1, seconds=600.0)))
-                self._beating.append(worker)
+        if isinstance(owner, Launcher):
+            if isinstance(message, Heard):
+                owner.answered = max(owner.answered, message.number)
+        elif isinstance(message, Welcome):
+            if owner.welcome is None:
+                self._begin(owner, message)
         elif isinstance(message, Refused):
             self.refused[re.sub(r"\d+", "N", message.reason)] += 1
         elif isinstance(message, Gathered) and not message.group:
             self.counts["ring without"] += 1
 
+    def _begin(self, worker: Worker, welcome: Welcome) -> None:
+        """The worker has joined: it wants the ring, and is heard from now on."""
+        worker.welcome, self._heartbeat = welcome, welcome.heartbeat
+        worker.beat = frame(Heartbeat(run=welcome.run, incarnation=welcome.incarnation))
+        worker.links[0].send(frame(Gather(incarnation=welcome.incarnation, number=1, seconds=600.0)))
+        launcher = worker.launcher
+        if launcher is None:
+            self._beating.append(worker)
+            return
+        if worker.links[-1].ready:
+            self._speak(worker)
+        if sum(each.welcome is not None for each in launcher.workers) == 1:
+            self._beating.append(launcher)
+
     def _beat(self, now: float) -> None:
         """Each is heard once in a period, one after another."""
         if not self._beating:
             return
-        first = self._beating[0].welcome
-        assert first is not None
-        share = min(1.0, (now - self._turn_began) / first.heartbeat)
+        share = min(1.0, (now - self._turn_began) / self._heartbeat)
         until = int(share * len(self._beating))
-        for worker in self._beating[self._next : until]:
-            if worker.links[-1].ready:
-                worker.links[-1].send(worker.beat)
-                self.counts["beats"] += 1
-                if worker.heard:
-                    self.slowest = max(self.slowest, now - worker.heard)
-                worker.heard = now
+        for each in self._beating[self._next : until]:
+            if isinstance(each, Worker):
+                self._speak(each)
+            else:
+                self._speak_for_all(each)
         self._next = max(self._next, until)
         if share == 1.0:
-            self._next, self._turn_began = 0, max(self._turn_began + first.heartbeat, now - first.heartbeat)
+            self._next = 0
+            self._turn_began = max(self._turn_began + self._heartbeat, now - self._heartbeat)
+
+    def _speak(self, worker: Worker) -> None:
+        """A worker says itself that it lives."""
+        if worker.links[-1].ready:
+            worker.links[-1].send(worker.beat)
+            self.counts["spoken"] += 1
+            self._note(worker)
+
+    def _speak_for_all(self, launcher: Launcher) -> None:
+        """A launcher says so of its workers; they do themselves while it is not answered."""
+        if launcher.answered < launcher.sent:
+            for worker in launcher.workers:
+                self._speak(worker)
+        if launcher.links and launcher.links[-1].ready:
+            launcher.links[-1].send(launcher.message())
+            self.counts["spoken"] += 1
+            for worker in launcher.workers:
+                self._note(worker)
+
+    def _note(self, worker: Worker) -> None:
+        """A worker's sign of life has gone out."""
+        now = time.monotonic()
+        self.counts["beats"] += 1
+        if worker.heard:
+            self.slowest = max(self.slowest, now - worker.heard)
+        worker.heard = now
 
     def _drop(self, link: Link) -> None:
         self._links.pop(link.socket.fileno(), None)
@@ -249,17 +324,24 @@ class Swarm:
         """So many of them are no more, with their connections; their incarnations."""
         gone, self._workers = self._workers[:count], self._workers[count:]
         kept = set(map(id, self._workers))
-        self._beating = [worker for worker in self._beating if id(worker) in kept]
+        empty: list[Launcher] = []
+        for launcher in self._launchers:
+            launcher.workers = [worker for worker in launcher.workers if id(worker) in kept]
+            if not launcher.workers:
+                empty.append(launcher)
+        self._launchers = [launcher for launcher in self._launchers if launcher.workers]
+        kept |= set(map(id, self._launchers))
+        self._beating = [each for each in self._beating if id(each) in kept]
         self._next = min(self._next, len(self._beating))
-        for worker in gone:
-            for link in worker.links:
+        for each in (*gone, *empty):
+            for link in each.links:
                 self._drop(link)
         return [worker.welcome.incarnation for worker in gone if worker.welcome is not None]
 
     def reconnect(self) -> None:
         """All lose their connections, and make them anew."""
-        for worker in self._workers:
-            for link in worker.links:
+        for each in (*self._launchers, *self._workers):
+            for link in each.links:
                 self._drop(link)
         self.counts["Welcome"] = 0
         self.connect()
@@ -272,11 +354,11 @@ class Swarm:
         self._beating = []
 
 
-def be_a_swarm(orders: Connection, port: int, count: int, connections: int, core: int) -> None:
+def be_a_swarm(orders: Connection, port: int, count: int, connections: int, machine: int, core: int) -> None:
     """A process of simulated workers: does what it is told, and says how things stand."""
     os.sched_setaffinity(0, {core})
     random.seed(port)
-    swarm = Swarm(port, count, connections)
+    swarm = Swarm(port, count, connections, machine)
     while True:
         if orders.poll():
             order, argument = orders.recv()
@@ -290,7 +372,7 @@ def be_a_swarm(orders: Connection, port: int, count: int, connections: int, core
 class Workers:
     """All simulated workers, in as many processes as are needed."""
 
-    def __init__(self, port: int, count: int, connections: int, core: int) -> None:
+    def __init__(self, port: int, count: int, connections: int, machine: int, core: int) -> None:
         context = multiprocessing.get_context("spawn")
         parts = -(-count // IN_A_PROCESS)
         self._sizes = [count // parts + (each < count % parts) for each in range(parts)]
@@ -300,7 +382,7 @@ class Workers:
         for size in self._sizes:
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=be_a_swarm, args=(theirs, port, size, connections, core), daemon=True
+                target=be_a_swarm, args=(theirs, port, size, connections, machine, core), daemon=True
             )
             process.start()
             self._ends.append(ours)
@@ -409,6 +491,7 @@ class Found:
 
     workers: int
     connections: int  # of each
+    machine: int  # workers that share a launcher; 1: there is none
     heartbeat: float
     silence: float  # seconds that are borne at least
     joined: float
@@ -416,6 +499,7 @@ class Found:
     join_cpu: float
     beats: float  # share of a core
     beats_per_second: float
+    messages_per_second: float  # that they took
     answered: float  # seconds that a stranger waits: median
     answered_most: float
     deaths: float
@@ -444,10 +528,12 @@ class Found:
     def line(self) -> str:
         met = ", ".join(f"{what} {'met' if is_met else 'MISSED'}" for what, is_met in self.verdicts().items())
         return (
-            f"{self.workers} workers, {self.connections} connections each: joined after "
+            f"{self.workers} workers, {self.connections} connections each, {self.machine} to a machine: "
+            f"joined after "
             f"{self.joined:.1f} s, grouped after {self.grouped:.1f} s "
             f"(hub {self.join_cpu:.1f} s); heartbeats each {self.heartbeat:g} s take {self.beats:.2f} of a "
-            f"core ({self.beats_per_second:.0f}/s), a stranger waits {1e3 * self.answered:.1f} ms, at most "
+            f"core ({self.beats_per_second:.0f}/s in {self.messages_per_second:.0f} messages), "
+            f"a stranger waits {1e3 * self.answered:.1f} ms, at most "
             f"{1e3 * self.answered_most:.0f} ms; half dead known after {self.deaths:.1f} s (hub "
             f"{self.deaths_cpu:.1f} s, {self.silence:g} s are borne, {self.buried_alive} buried alive, "
             f"a worker itself was silent for {self.workers_late:.1f} s); "
@@ -467,13 +553,13 @@ def wait_for(condition: Callable[[], bool], deadline: float = DEADLINE) -> float
     return time.monotonic() - start
 
 
-def measure(count: int, connections: int, steady: float, cores: Sequence[int]) -> Found:
+def measure(count: int, connections: int, machine: int, steady: float, cores: Sequence[int]) -> Found:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         folder = Path(place) / "hub"
         hub = HubProcess(count, folder, cores[0])
         stack.callback(hub.close)
-        workers = Workers(hub.port, count, connections, cores[1])
+        workers = Workers(hub.port, count, connections, machine, cores[1])
         stack.callback(workers.close)
         stranger = Stranger(hub.address)
         stack.callback(stranger.close)
@@ -486,13 +572,14 @@ def measure(count: int, connections: int, steady: float, cores: Sequence[int]) -
         join_cpu = hub.cpu() - spent
 
         time.sleep(1.0)
-        before, spent, start = workers.look()[0]["beats"], hub.cpu(), time.monotonic()
+        before, spent, start = workers.look()[0], hub.cpu(), time.monotonic()
         waits = []
         while time.monotonic() < start + steady:
             waits.append(stranger.ask())
             time.sleep(0.1)
         took = time.monotonic() - start
-        beats, rate = (hub.cpu() - spent) / took, (workers.look()[0]["beats"] - before) / took
+        beats, after = (hub.cpu() - spent) / took, workers.look()[0]
+        rate, messages = ((after[each] - before[each]) / took for each in ("beats", "spoken"))
         megabytes = hub.megabytes()
         heartbeat = heartbeat_of(hub.address)
 
@@ -534,6 +621,7 @@ def measure(count: int, connections: int, steady: float, cores: Sequence[int]) -
             workers_late=workers.slowest,
             workers=count,
             connections=connections,
+            machine=machine,
             heartbeat=heartbeat,
             silence=max(3.25 + heartbeat, 3 * heartbeat),
             joined=joined,
@@ -541,6 +629,7 @@ def measure(count: int, connections: int, steady: float, cores: Sequence[int]) -
             join_cpu=join_cpu,
             beats=beats,
             beats_per_second=rate,
+            messages_per_second=messages,
             answered=statistics.median(waits),
             answered_most=max(waits),
             deaths=deaths,
@@ -571,6 +660,7 @@ def draw(found: Sequence[Found], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    every, found = found, [each for each in found if each.machine == max(each.machine for each in found)]
     counts = [each.workers for each in found]
     figure, (times, core, memory) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     for name, colour, values in (
@@ -582,7 +672,13 @@ def draw(found: Sequence[Found], path: Path) -> None:
     times.axhline(TARGETS["joined"], color="#888888", linewidth=1, linestyle=":")
     times.set_ylabel("seconds (dotted: target)")
     times.legend(frameon=False, fontsize=8)
-    core.plot(counts, [each.beats for each in found], "o-", color="#2b6ca3")
+    for machine, colour in zip(
+        sorted({each.machine for each in every}), ("#e9a23b", "#2b6ca3"), strict=False
+    ):
+        of_it = [each for each in every if each.machine == machine]
+        label = "each for itself" if machine == 1 else f"a launcher for {machine}"
+        core.plot([e.workers for e in of_it], [e.beats for e in of_it], "o-", color=colour, label=label)
+    core.legend(frameon=False, fontsize=8)
     core.axhline(TARGETS["beats"], color="#888888", linewidth=1, linestyle=":")
     core.set_ylabel("of a core, for heartbeats")
     memory.plot(counts, [each.megabytes_most for each in found], "o-", color="#2b6ca3", label="at most")
@@ -617,19 +713,25 @@ def record(found: Found) -> Mapping[str, Any]:
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", help=f"how many (default: {WORKERS})")
+    parser.add_argument(
+        "--machine", type=int, nargs="+", default=MACHINES, help=f"workers to a launcher ({MACHINES})"
+    )
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("this needs two cores: one for the hub, one for the workers")
     counts = args.workers or (QUICK_WORKERS if args.quick else WORKERS)
-    limit = raise_hard_limit(2 * max(counts) + 1000)
-    if limit < max(counts) + 100:
+    limit = raise_hard_limit(3 * max(counts) + 1000)
+    if limit < 1.5 * max(counts) + 100:
         raise SystemExit(f"{max(counts)} workers take a descriptor each, and {limit} is the most here")
     steady, start = QUICK_STEADY_SECONDS if args.quick else STEADY_SECONDS, time.monotonic()
     found = []
     for count in counts:
-        found.append(measure(count, 2 if limit >= 2 * count + 100 else 1, steady, cores))
-        print(found[-1].line(), flush=True)
+        for machine in args.machine:
+            launchers = -(-count // machine) if machine > 1 else 0
+            each = 2 if limit >= 2 * count + launchers + 100 else 1
+            found.append(measure(count, each, machine, steady, cores))
+            print(found[-1].line(), flush=True)
     path = write_results("hub_scale", output_folder(args), [record(each) for each in found], args.quick)
     draw(found, path.with_suffix(".png"))
     print(f"in {time.monotonic() - start:.0f} s; written: {path}")

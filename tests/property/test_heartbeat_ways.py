@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from atoll.store.heartbeats import CONFIRM_SECONDS, GATHER_SECONDS, Batches, Route, Ways
@@ -220,6 +220,34 @@ def test_workers_speak_for_themselves_while_the_launcher_does_not() -> None:
         assert own[-1] <= 15.0 + 2 * world.heartbeat + STEP  # and then by the launcher again
 
 
+@given(
+    heard=st.floats(0, 1e7),
+    beats=st.integers(0, 3),
+    off=st.integers(-2, 2),
+    state=st.sampled_from(["heard", "suspected", "broken"]),
+)
+@example(heard=7.12, beats=1, off=0, state="heard")
+@settings(max_examples=300, deadline=None)
+def test_a_look_at_a_silence_ends_however_the_times_are_rounded(
+    heard: float, beats: int, off: int, state: str
+) -> None:
+    """At the very moment when a silence is as long as is borne, sums may be rounded this way or that."""
+    members = Membership(1, PATIENCE, 0, heartbeat=0.25, least=LEAST)
+    member = members.handle_hello(heard, "worker").incarnation
+    for each in range(beats):
+        members.handle_heartbeat(heard + 0.1 * each, member)
+    if state == "suspected":
+        members.handle_suspect(heard, member)
+    elif state == "broken":
+        members.handle_broken(member, True)
+    due = members.next_deadline()
+    assert due is not None
+    for _ in range(abs(off)):
+        due = math.nextafter(due, math.inf if off > 0 else -math.inf)
+    is_dead = bool(members.poll_deaths(due))
+    assert is_dead == (off >= 0)
+
+
 # -- the parts alone ---------------------------------------------------------------------------------------
 
 
@@ -306,3 +334,15 @@ def test_what_a_launcher_keeps_is_bounded() -> None:
     batches.poll(1001.0)
     batches.forget()
     assert batches.confirm(1000, []) == []
+
+
+def test_an_old_word_that_comes_late_clears_nobody_of_a_suspicion() -> None:
+    members = Membership(1, PATIENCE, 0, heartbeat=0.25, least=LEAST)
+    member = members.handle_hello(0.0, "worker").incarnation
+    members.handle_heartbeat(1.0, member)
+    members.handle_suspect(1.5, member)
+    members.handle_heartbeat(2.0, member, age=1.4)
+    assert members.poll_deaths(1.0 + suspect_seconds(0.25))
+    members.handle_heartbeat(2.1, member, age=0.2)
+    assert members.silence_of(2.1, member) == pytest.approx(0.2)
+    assert not members.poll_deaths(1.9 + LEAST - 0.1)

@@ -512,22 +512,19 @@ class Membership:
             member = self._known.get(incarnation)
             if member is None or member.due != due:
                 continue  # gone, or to be looked at at another time
-            silence = self._fatal_silence(now, member)
-            if silence:
+            floor = member.heard + member.patience.floor
+            if (
+                now < floor and not member.suspected and not member.broken
+            ):  # as most are: patience is not asked
+                self._look_at(member, floor)
+            elif silence := self._fatal_silence(now, member):
                 dead.append((member, silence))
             else:
-                self._look_at(member, self._next_look(now, member))
+                self._look_at(member, min(member.heard + self._borne(member), now + member.patience.floor))
         dead.sort(key=lambda each: (_IN_ORDER[each[0].kind], each[0].place))
         for member, _ in dead:
             self._look_at(member, member.heard + self._borne(member))
         return [(member.incarnation, self._word_on(member, silence)) for member, silence in dead]
-
-    def _next_look(self, now: float, member: _Member) -> float:
-        """When a member that lives now may be dead at the earliest."""
-        floor = member.patience.floor
-        if now < member.heard + floor and not member.suspected and not member.broken:
-            return member.heard + floor
-        return min(member.heard + self._borne(member), now + floor)
 
     def _word_on(self, member: _Member, silence: str) -> str:
         """Return a line that says who is dead, and why."""
