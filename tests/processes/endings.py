@@ -30,6 +30,7 @@ class Data(torch.utils.data.Dataset):
     def __len__(self): return 400
     def __getitem__(self, index):
         if bad and ending == "loader" and index % 50 == 17: raise KeyError(f"broken sample {index}")
+        if bad and ending == "loader exit" and index % 50 == 17: sys.exit("no more samples")
         if bad and ending == "loader killed" and index % 50 == 17: os.kill(os.getpid(), signal.SIGKILL)
         return torch.ones(4), torch.ones(1)
 def deep(): deep()
@@ -165,7 +166,10 @@ ENDINGS: dict[str, Ending] = {
     "no file": _error("FileNotFoundError", r"\[Errno 2\] No such file or directory: '/no/such/file'"),
     "lost peer by hand": _error("RuntimeError", "my own: connection closed by peer"),
     "loader": _error("KeyError", r"Caught KeyError in DataLoader .* KeyError: 'broken sample \d+'"),
-    "loader killed": _error("RuntimeError", r"DataLoader worker \(pid.*\) (is killed by|exited unex).*"),
+    "loader killed": _error(r"\w+Error", r"DataLoader worker \(pid.*\) (is killed by|exited unex).*"),
+    "loader exit": _error(
+        r"\w+Error", rf"a process of its DataLoader ended with status 1{_SYS_EXIT}: no more samples"
+    ),
     "surrogate": _error("ValueError", r"no such file: \\udc80\.png"),
     "control": _error("ValueError", r"red \\x1b\[31m\\x00 bell \\x07 \.\.\. third line"),
     "huge": _error("ValueError", "z{190,} .{0,20}z{90,}"),

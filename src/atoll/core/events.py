@@ -261,6 +261,19 @@ class Gone(Event, frozen=True):
     exit_code: int
 
 
+class ChildEnded(Event, frozen=True):
+    """A process that a worker's script has forked by `multiprocessing`, a DataLoader's say, ends by
+    `sys.exit`.
+
+    `message` is the text that it was given, and `line` the script's line.
+    """
+
+    pid: int
+    status: int
+    message: str = ""
+    line: str = ""
+
+
 class Finished(Event, frozen=True):
     """A worker has left the session in good order."""
 
@@ -287,6 +300,7 @@ AnyEvent = Union[
     Joining,
     Ended,
     Gone,
+    ChildEnded,
 ]
 Subscriber = Callable[[AnyEvent], None]
 

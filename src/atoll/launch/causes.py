@@ -13,10 +13,10 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from atoll.core.events import NO_WORKER, AnyEvent, Ended, Failed, Finished, Gone, Joining, Started
+from atoll.core.events import NO_WORKER, AnyEvent, ChildEnded, Ended, Failed, Finished, Gone, Joining, Started
 
 LAUNCHER = NO_WORKER  # in place of a worker, where the launcher itself says what ended the run
-_TOLD = (Joining, Started, Finished, Failed, Ended, Gone)
+_TOLD = (Joining, Started, Finished, Failed, Ended, Gone, ChildEnded)
 
 
 @dataclass
@@ -82,6 +82,14 @@ class Causes:
         name, text = said[-1].call, said[-1].message
         return text if text.startswith(name) else f"{name}: {text}"
 
+    def child_end(self, failure: Failed) -> ChildEnded | None:
+        """The end of a DataLoader's process that a worker's error is about; None where it is none."""
+        if "DataLoader worker" not in failure.message:
+            return None
+        named = set(map(int, re.findall(r"\d+", failure.message)))
+        ends = (each for each in self._events if isinstance(each, ChildEnded))
+        return next((each for each in ends if each.worker == failure.worker and each.pid in named), None)
+
     def survive(self, worker: int, now: float) -> None:
         """Note that the run survives this worker's ends up to `now`, or starts the worker again."""
         self._survived[worker] = now
@@ -99,7 +107,7 @@ class Causes:
             if isinstance(event, Failed) and event.by_launcher:
                 found.append(Life(LAUNCHER, failed=event))
                 continue
-            if event.worker == NO_WORKER:  # a service's
+            if event.worker == NO_WORKER or isinstance(event, ChildEnded):  # a service's, or no worker's end
                 continue
             life = current.get(event.worker)
             if life is None or _is_next(life, event):

@@ -15,11 +15,13 @@ import signal
 import sys
 import traceback
 from functools import partial
+from multiprocessing import util
 from pathlib import Path
 
+from atoll.core.childsignals import death_behind, ignore_child_deaths
 from atoll.core.config import FIRST_VARIABLE
 from atoll.core.errors import AtollError, PeerLostError
-from atoll.core.events import AnyEvent, Ended, Failed, Lost, Warned
+from atoll.core.events import AnyEvent, ChildEnded, Ended, Failed, Lost, Warned
 from atoll.core.runclock import record_time
 from atoll.core.scriptline import is_script, line_of_error
 from atoll.core.sharing import open_like_folder
@@ -47,6 +49,7 @@ def main(script: str, arguments: list[str]) -> None:
     worker = int(os.environ["RANK"]) + int(os.environ.get(FIRST_VARIABLE, "0"))
     _write_to(run, worker)
     faulthandler.enable()
+    util.register_after_fork(_say_child_end, partial(_watch_child, worker))
     program = Program.parse([script, *arguments])
     say_end = partial(_say_end, run, worker)
     process = os.getpid()
@@ -54,6 +57,7 @@ def main(script: str, arguments: list[str]) -> None:
         program.run()
     except SystemExit as error:
         if os.getpid() == process:
+            ignore_child_deaths()
             say_end(*_exit_of(error), line_of_error(error))
         raise
     except KeyboardInterrupt as error:
@@ -65,6 +69,7 @@ def main(script: str, arguments: list[str]) -> None:
     except BaseException as error:
         if os.getpid() != process:  # the script has forked: its child's end is not the worker's
             raise
+        ignore_child_deaths()
         sys.exit(_fail(run, worker, program, error))
     if os.getpid() == process:
         say_end(0)
@@ -75,6 +80,22 @@ def _exit_of(error: SystemExit) -> tuple[int, str, str]:
     if error.code is None or isinstance(error.code, int):
         return (error.code or 0) & 0xFF, "sys.exit", ""
     return 1, "sys.exit", _text_of(error.code)
+
+
+def _watch_child(worker: int, _registered: object) -> None:
+    """Have this process, which `multiprocessing` has just forked from a worker, say how it ends."""
+    util.Finalize(None, _say_child_end, args=(worker,), exitpriority=0)
+
+
+def _say_child_end(worker: int) -> None:
+    """Tell the launcher of a `sys.exit` that ends this process; torch tells the worker no details of it."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        status, _, message = _exit_of(error)
+        message = shortened(message, _MESSAGE_CHARACTERS, "the log has all")
+        line = line_of_error(error)
+        now, process = record_time(), os.getpid()
+        say(ChildEnded(time=now, worker=worker, pid=process, status=status, message=message, line=line))
 
 
 def _write_to(run: RunDirectory, worker: int) -> None:
@@ -135,7 +156,7 @@ def _fail(run: RunDirectory, worker: int, program: Program, error: BaseException
             time=now,
             worker=worker,
             error=type(error).__name__,
-            message=shortened(_text_of(error), _MESSAGE_CHARACTERS, "the log has all"),
+            message=shortened(death_behind(error) or _text_of(error), _MESSAGE_CHARACTERS, "the log has all"),
             # A mistake of the user's is one line: a stack of Atoll's own frames would only hide it.
             traceback="" if isinstance(error, AtollError) else _shown(whole),
             exit_status=status,

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check
 from atoll.core import events
+from atoll.core.childsignals import child_deaths_ignored
 from atoll.core.config import SPEED_VARIABLE, Config
 from atoll.core.effects import without_effect
 from atoll.core.errors import AtollError, PrepareError, RunError, UserError
@@ -577,7 +578,8 @@ class Session:
         if self._runtime.hub is not None:
             why = str(error) if isinstance(error, AtollError) else f"its script raised {kind.__name__}"
             self._runtime.hub.leaves_because(why)
-        self._leave()
+        with child_deaths_ignored():
+            self._leave()
 
     def close(self) -> None:
         """Write the last records, wait for the other workers to finish too, and let the model go."""
