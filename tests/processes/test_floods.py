@@ -11,14 +11,17 @@ import pty
 import re
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import IO, cast
 
+import pytest
 from own_events import ALONE, PREAMBLE
 from run_command import DEADLINE, Command, wait_for
 
 from atoll.core.outlet import STALLED_SECONDS
+from atoll.launch.run import STOP_SECONDS
 
 MOST_MEMORY = 100 << 20
 EACH = 12 << 20  # bytes of each kind
@@ -130,6 +133,74 @@ def test_a_reader_that_pauses(command: Command) -> None:
     assert "left out here; see run/logs/worker-0.log" in out
     assert (said + rest).count("has not been read for") == 1
     assert json.loads((command.directory / "run" / "summary.json").read_text())["steps"] == 2
+
+
+ENDLESS = """
+def flood(signum=None, frame=None):
+    if signum: Path(f"heard-{signum}").write_text(str(time.time()))
+signal.signal(signal.SIGINT, flood)
+signal.signal(signal.SIGTERM, flood)
+print("the first line", flush=True)
+if RANK == 1:
+    wait_for("die")
+    Path("died").write_text(str(time.time()))
+    os.kill(os.getpid(), 9)
+for block in itertools.cycle((b"x" * 9 + b"\\n", b"\\n", b"\\r 45%|####    |", bytes(range(256)))):
+    os.write(1, block * (16384 // len(block)))
+    Path("alive").touch()
+    time.sleep(0.001)  # some megabytes a second: the log keeps all of it
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "reads"),
+    [
+        pytest.param(signal.SIGINT, True, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, False, id="SIGTERM beside a stopped reader"),
+        pytest.param(signal.SIGINT, False, id="Ctrl-C beside a stopped reader", marks=pytest.mark.soak),
+        pytest.param(signal.SIGTERM, True, id="SIGTERM", marks=pytest.mark.soak),
+    ],
+)
+def test_a_death_a_signal_and_a_deadline_while_output_floods(
+    command: Command, signum: signal.Signals, reads: bool
+) -> None:
+    """Each is acted on within a second. The worker takes no notice of the signal, so the deadline for its
+    end passes: of Ctrl-C, and run.grace."""
+    script = PREAMBLE + "import itertools, signal\n" + ENDLESS
+    process = command.start(script, options=[*ALONE, "--set", "run.grace=3s"])
+    output = cast(IO[str], process.stdout)
+    reader = threading.Thread(target=lambda: all(iter(lambda: output.read(1 << 16), "")), daemon=True)
+    folder = command.directory
+
+    def time_in(name: str) -> float:
+        wait_for(lambda: (folder / name).exists() and (folder / name).read_text(), name)
+        return float((folder / name).read_text())
+
+    try:
+        if reads:
+            reader.start()
+        journal = folder / "run" / "workers" / "1.jsonl"
+        log = folder / "run" / "logs" / "worker-0.log"
+        wait_for(lambda: log.exists() and log.stat().st_size > 4 << 20, "the flood")
+        (folder / "die").touch()
+        died = time_in("died")
+        wait_for(lambda: "killed" in journal.read_text(), "word of the death")
+        known = next(json.loads(line) for line in journal.read_text().splitlines() if "killed" in line)
+        assert known["time"] - died < 1.0 + 4.0 * _load()
+        asked = time.time()
+        process.send_signal(signum)
+        assert time_in(f"heard-{int(signum)}") - asked < 1.0 + 4.0 * _load()
+        deadline = STOP_SECONDS if signum == signal.SIGINT else 3.0
+        if not reads:
+            reader.start()  # else the command would wait for it
+        assert memory_of(process) < MOST_MEMORY
+        assert process.wait(DEADLINE) == 128 + signum
+        assert (folder / "alive").stat().st_mtime - asked - deadline < 1.0 + 4.0 * _load()
+    finally:
+        process.kill()
+    said = cast(IO[str], process.stderr).read().splitlines()[-1]
+    late = "SIGTERM; worker 0 was killed, for not ending within run.grace"
+    assert said == f"atoll: stopped by {'Ctrl-C' if signum == signal.SIGINT else late}"
 
 
 def _load() -> float:
