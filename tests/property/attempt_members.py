@@ -138,6 +138,10 @@ class Member:
 
     def check_memory(self) -> None:
         """MEAN takes LOCAL's memory; a snapshot lives while its exchange is open."""
+        kinds = {each.kind for each in (self.local, self.reduced, self.mean) if each.data}
+        snapshots = sum(push.what is not self.reduced for push in self.open)
+        kinds |= {"SNAPSHOT"[: 8 * snapshots], "SNAPSHOT 2"[: 10 * (snapshots > 1)]} - {""}
+        self.world.memory.setdefault(self.state, set()).add(frozenset(kinds))
         if self.local.data and not self.assisting:
             if self.mean.data:
                 raise WrongError(f"{self.state}: LOCAL and MEAN are alive at once")
@@ -260,7 +264,9 @@ class Member:
         self.early = set()
         self.factor, self.edits, self.lost = 1, 0, False
         seen: dict[tuple[int, int], int] = {}
-        self.values.in_pass = i
+        # Under local steps a chunk's clock counts its updates: steps, and mixes.
+        self.expected = list(self.values.clock) if self.cell.sync == "replicas" else [i] * CHUNKS
+        self.values.in_pass = self.expected
         for chunk in range(CHUNKS):
             yield from self.read(chunk, seen, "forward")
         world.shown.setdefault(("values", self.contributor, i), {})[self.k] = tuple(sorted(seen.items()))
@@ -286,7 +292,7 @@ class Member:
     def read(self, chunk: int, seen: dict[tuple[int, int], int], where: str) -> Run:
         """Gather a chunk's values at this iteration's clock, as forward and backward do."""
         yield from self.point(where)
-        i, world = self.iteration, self.world
+        i, world, clock = self.iteration, self.world, self.expected[chunk]
         whom = self.ring.members if self.cell.store == "parts" else (self.k,)
         for holder in whom:
             start, stop = owned(self.ring.members, holder) if self.cell.store == "parts" else (0, EXTENT)
@@ -294,15 +300,17 @@ class Member:
             other = world.members[holder]
             if self.rules.version_wait or holder == self.k:
                 self.where = f"{where} waits for member {holder}"
-                yield lambda holder=holder, other=other: holder not in world.alive or other.is_at(chunk, i)
-            if holder in world.alive and (other.values.clock[chunk] == i or not self.rules.version_wait):
+                yield (
+                    lambda holder=holder, other=other: holder not in world.alive or other.is_at(chunk, clock)
+                )
+            if holder in world.alive and (other.values.clock[chunk] == clock or not self.rules.version_wait):
                 values = other.values.run(chunk, start, stop)
             if values is None:
                 yield from self.point(f"{where} asks the source")
                 values = self.source(chunk, start, stop)
             for place, value in enumerate(values, start):
                 if seen.setdefault((chunk, place), value) != value:
-                    if self.cell.sync == "bsp":
+                    if self.cell.sync != "asp":
                         raise WrongError(f"forward and backward see unlike values of chunk {chunk}")
                     self.is_spoiled = True
         if self.cell.sync == "bsp":
@@ -417,6 +425,8 @@ class Member:
         gives = not self.assisting and not (self.is_spoiled and self.rules.spoiled)
         if gives and self.is_spoiled:
             raise WrongError(f"member {self.k} contributes a gradient of values that changed meanwhile")
+        # What has left early of a gradient that is not given after all is summed again, by all.
+        self.stale |= self.is_spoiled and self.rules.spoiled_again
         if self.rules.renew:
             self.reduced = Buffer("REDUCED")
         else:
@@ -427,7 +437,7 @@ class Member:
         words = yield from self.collect(
             ring,
             (*attempt.key, "ballot"),
-            (tuple(self.hand) if gives else (), self.stale, self.passes, self.world.hub.announced),
+            (tuple(self.hand) if gives else (), self.stale, self.passes, int(self.k in self.world.hub.heard)),
         )
         if any(stale for _, stale, _, _ in words):
             sums = yield from self._sum(attempt, "sum again", gives)
@@ -675,6 +685,10 @@ class Member:
         yield from self.attempt_push(attempt, push, claims=not attempt.settled)
         for due in [each for each in self.open if each.due <= self.iteration]:
             due.record = yield from self.confirmed(attempt, due.id, attempt.number)
+        if self.cell.slack is not None:
+            if self.leads(attempt.ring):
+                yield from self.wait(attempt.ring, lambda: self.world.is_within_slack(self.k), "slack")
+            yield from self.tell(attempt, "slack", None)
         start, stop = self.run_of(attempt.ring)
         pulled = []
         for chunk in range(CHUNKS):
@@ -736,12 +750,13 @@ class Member:
 
     def local_step(self) -> Run:
         self.state = "step"
-        yield from self.point("step")
         for chunk in range(CHUNKS):
-            values = self.values.run(chunk, 0, EXTENT) or []
-            summed = self.reduced.read(self.reduced.tag, chunk, 0, EXTENT)
+            yield from self.point("step")
+            start, stop = self.run_of(self.ring)
+            values = self.values.run(chunk, start, stop) or []
+            summed = self.reduced.read(self.reduced.tag, chunk, start, stop)
             new = [old + each for old, each in zip(values, summed, strict=True)]
-            self.values.write(chunk, self.iteration + 1, 0, new)
+            self.values.write(chunk, self.values.clock[chunk] + 1, start, new)
         self.iteration += 1
         step, cell = self.iteration, self.cell
         yield from self.collect_due([push for push in self.open if push.due <= step], "due")
@@ -755,10 +770,12 @@ class Member:
         """`after_step`: the difference to the anchor leaves from a snapshot, at once in a settled ring."""
         what, exchange = Buffer("SNAPSHOT"), ("push", self.contributor, step, fragment)
         for chunk in chunks_of(exchange, self.cell.fragments):
-            values = self.values.run(chunk, 0, EXTENT) or []
-            difference = [value - old for value, old in zip(values, self.anchor[chunk], strict=True)]
-            what.write(("difference", step), chunk, 0, difference)
-            for place, each in enumerate(difference):
+            start, stop = self.run_of(self.ring)
+            values = self.values.run(chunk, start, stop) or []
+            anchor = self.anchor[chunk][start:stop]
+            difference = [value - old for value, old in zip(values, anchor, strict=True)]
+            what.write(("difference", step), chunk, start, difference)
+            for place, each in enumerate(difference, start):
                 self.world.differences[exchange, chunk, place] = each
         push = Push(exchange, due, (), what, self.ring.generation)
         self.open.append(push)
@@ -781,6 +798,7 @@ class Member:
         yield from self.round(name, act)
         for push in pushes:
             if self.rules.commit_once and self.cell.sync == "replicas":
+                yield from self.point("mix")
                 self.mix(push)
             self.commit(push)
 
@@ -788,14 +806,17 @@ class Member:
         """VALUES go on from the new global values; the anchor follows."""
         for chunk in chunks_of(push.id, self.cell.fragments):
             shared = self.world.arbiter.shards[chunk].history[push.id]
-            sent = push.what.read(push.what.tag, chunk, 0, EXTENT)
-            values = self.values.run(chunk, 0, EXTENT) or []
+            start, stop = self.run_of(self.ring)
+            sent = push.what.read(push.what.tag, chunk, start, stop)
+            values = self.values.run(chunk, start, stop) or []
+            anchor = self.anchor[chunk][start:stop]
             mixed = [
                 new + value - old - delta
-                for new, value, old, delta in zip(shared, values, self.anchor[chunk], sent, strict=True)
+                for new, value, old, delta in zip(shared[start:stop], values, anchor, sent, strict=True)
             ]
             self.anchor[chunk] = list(shared)
-            self.values.write(chunk, self.iteration, 0, mixed)
+            clock = self.values.clock[chunk] + int(self.rules.mix_is_newer)
+            self.values.write(chunk, clock, start, mixed)
 
     def drain(self, flush: bool) -> Run:
         """Collect what is open; `flush`: of replicas, exchange all that was stepped since."""
@@ -812,9 +833,12 @@ class Member:
 
     def change(self) -> Run:
         """Go to the next grouping; return whether this member stays in the run."""
-        plan, mine = self.world.hub.plan(self.decided), self.ring.members
-        stay = [k for k in mine if self.contributor < len(plan) and k in plan[self.contributor]]
-        if len(stay) < len(mine) and self.rules.drain_first:
+        hub = self.world.hub
+        plan, mine = hub.plan(self.decided), hub.plan(self.grouping)[self.contributor]
+        if not self.rules.change_by_plan:
+            mine = self.ring.members
+        stay = plan[self.contributor] if self.contributor < len(plan) else ()
+        if not set(mine) <= set(stay) and self.rules.drain_first:
             yield from self.drain(flush=True)
         self.grouping = self.decided
         if not any(self.k in group for group in plan):

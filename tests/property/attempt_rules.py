@@ -33,14 +33,20 @@ class Rules:
     edits_alike: bool = True  # ... as does a group whose members have not made the same edits
     same_record: bool = True  # samples are used up by the arbiter's record, not by the last attempt
     values_in_round: bool = True  # VALUES are handed to the store before the round is confirmed
+    mix_is_newer: bool = True  # values that were mixed have a higher clock than before
     deal_after_count: bool = True  # a dead member's samples are dealt again after its iteration has counted
     spoiled: bool = True  # a gradient of values that changed in between weighs nothing
+    spoiled_again: bool = True  # ... and what has left of it early is summed again without it
     lost_sum: bool = True  # where a shown sum has lost a part, the contribution is left out
     lend_residual: bool = True  # of several open exchanges of a run, one carries the residual
     move_by_record: bool = True  # bsp: the arbiter's record says after which iteration members move
     drain_first: bool = True  # who changes group collects its open exchanges first
     new_contributor: bool = True  # a group in which nobody was before has a number of its own
+    slack_passes_over: bool = True  # ssp: who waits for its next group is not waited for
     fence_last: bool = True  # bsp: a contributor is fenced when the last of its members has left it
+    change_by_plan: bool = (
+        True  # who leaves is read from the groupings, which all know alike, not from the ring
+    )
     give_open: bool = True  # a newcomer takes over the open exchanges of its group
     ask_majority: bool = True  # peers: a claim has the answers of a majority
     adopt_accepted: bool = True  # peers: a claim completes what one of the majority has accepted

@@ -76,13 +76,13 @@ class Values:
     def __init__(self) -> None:
         self.data: dict[tuple[int, int], int] = {}
         self.clock = [0] * CHUNKS
-        self.in_pass: int | None = None  # the clock, from the start of forward to the end of backward
+        self.in_pass: list[int] | None = None  # the clocks, from the start of forward to the end of backward
 
     def write(self, chunk: int, clock: int, start: int, values: Sequence[int]) -> None:
         """Write a run of this clock; the first one of a new clock drops the chunk's other runs."""
-        if self.in_pass is not None and self.clock[chunk] == self.in_pass:
+        if self.in_pass is not None and self.clock[chunk] == self.in_pass[chunk]:
             old = [self.data.get((chunk, place), value) for place, value in enumerate(values, start)]
-            if clock != self.in_pass or old != list(values):
+            if clock != self.clock[chunk] or old != list(values):
                 raise WrongError(f"VALUES of chunk {chunk} change between forward and the end of backward")
         if self.clock[chunk] != clock:
             self.data = {key: value for key, value in self.data.items() if key[0] != chunk}

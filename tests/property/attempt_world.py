@@ -46,6 +46,7 @@ class Cell:
     fragments: int = 1
     period: int = 1
     overlap: int = 0
+    slack: int | None = None  # ssp: no contributor is further ahead of another one
     raises: tuple[tuple[int, int], ...] = ()  # (member, iteration): its backward raises once
     assists: tuple[
         tuple[int, int], ...
@@ -98,7 +99,7 @@ class Hub:
         self.generation = 0
         self.rings: list[Ring] = []
         self.grouping = 0  # the latest by which the arbiter's contributors go
-        self.announced = 0
+        self.heard: set[int] = set()  # the members that know of the change to come
         self.reports: dict[int, tuple[int, bool]] = {}  # member -> its round, and whether it holds the result
         self.answers: dict[int, tuple[str, Ring]] = {}
         self.gathering: set[int] = set()
@@ -292,6 +293,7 @@ class World:
         self.alive, self.finished = set(everyone), set()
         self.trace: list[str] = []
         self.deaths = 0
+        self.memory: dict[str, set[frozenset[str]]] = {}  # by state: the kinds alive at once
         self.network: dict[tuple[int, str], deque[Callable[[], None]]] = {}
         self.movers: dict[int, deque[Callable[[], None]]] = {}
         self.ghosts: list[Callable[[], None]] = []
@@ -351,14 +353,14 @@ class World:
             acts += late  # of the dead
         if self.ghosts and self.pick(6) == 1:
             acts.append((self._haunt, None))
-        if self._stranger_acts():
+        if self._stranger_acts() and (self.cell.sync == "bsp" or self.pick(8) == 1):
             acts.append((self._stranger, None))
         if self.restarts and self.pick(16) == 1:
             acts.append((self._restart, self.pick(CHUNKS)))
         if self.side_dies and self.pick(24) == 1:
             acts.append((self._side_dies, self.pick(3)))
-        if self.cell.change is not None and not self.hub.announced and self.pick(24) == 1:
-            acts.append((self._announce, None))
+        if self.cell.change is not None and self.pick(10) == 1:
+            acts += [(self._announce, k) for k in self.running if k not in self.hub.heard][:1]
         return acts
 
     def _act(self, k: int) -> None:
@@ -376,6 +378,8 @@ class World:
 
     def _may_die(self, k: int) -> bool:
         """Somebody stays; where exchanges may be open, somebody of each group that a change is to reach."""
+        if self.cell.sync == "replicas" and self.cell.store == "parts":
+            return False  # refused: the only copy of a part would be gone
         if self.cell.change is None or self.cell.sync == "bsp":
             return len(self.alive) > 1
         return len([m for m in self.alive if self.members[m].contributor == self.members[k].contributor]) > 1
@@ -387,8 +391,8 @@ class World:
     def _haunt(self, _: None) -> None:
         self.ghosts.pop(0)()
 
-    def _announce(self, _: None) -> None:
-        self.hub.announced = 1
+    def _announce(self, k: int) -> None:
+        self.hub.heard.add(k)
 
     def _die(self, k: int) -> None:
         self.trace.append(f"member {k} dies at {self.members[k].where}")
@@ -426,6 +430,17 @@ class World:
         if self.cell.sync == "peers":
             self.trace.append(f"CPU side {n} dies")
             self.arbiter.dies(n)
+
+    def is_within_slack(self, k: int) -> bool:
+        """ssp: whether a member's contributor may go on, by the iterations of the others."""
+        mine, counts = self.members[k], self.rules.slack_passes_over
+        for m in self.running:
+            other = self.members[m]
+            if other.contributor in (mine.contributor, -1) or (counts and m in self.hub.gathering):
+                continue
+            if other.iteration < mine.iteration - (self.cell.slack or 0):
+                return False
+        return True
 
     # -- the contributor without inside
 

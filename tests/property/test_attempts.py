@@ -10,82 +10,14 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from attempt_cells import CELLS, REFUSED, draw_cell
 from attempt_checks import run
 from attempt_members import begin
 from attempt_rules import ALL, EVERY, MARKED
 from attempt_stores import WrongError
-from attempt_world import Cell, Plan
+from attempt_world import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-TWO, THREE = ((0, 1),), ((0, 1, 2),)
-PAIRS = ((0, 1), (2, 3))
-
-CELLS = {
-    # A server that waits for all contributors.
-    "whole": Cell(groups=THREE),
-    "whole, shares, codec": Cell(speaker="shares", groups=TWO, codec=True),
-    "whole, codec": Cell(groups=THREE, codec=True),
-    "whole, clip": Cell(groups=TWO, edits=("clip",), stranger=False),
-    "whole, edits": Cell(groups=TWO, edits=("other", "clip")),
-    "parts": Cell(store="parts", speaker="shares", groups=THREE),
-    "parts, codec": Cell(store="parts", speaker="shares", groups=TWO, codec=True),
-    "parts, movers": Cell(store="parts", speaker="shares", groups=THREE, edits=("clip",), movers=True),
-    "parts, edits": Cell(store="parts", speaker="shares", groups=THREE, edits=("clip", "clip", "other")),
-    "parts, edits, alone": Cell(
-        store="parts", speaker="shares", groups=TWO, edits=("other",), stranger=False
-    ),
-    "backward raises, alone": Cell(groups=((0,),), raises=((0, 1), (0, 2))),
-    "backward raises": Cell(store="parts", speaker="shares", groups=TWO, raises=((0, 1), (1, 2))),
-    "assists": Cell(groups=THREE, assists=((0, 1),), edits=("clip",)),
-    "assists, parts": Cell(
-        store="parts", speaker="shares", groups=THREE, assists=((0, 1),), edits=("clip", "other")
-    ),
-    # Members move, leave and come.
-    "swap": Cell(speaker="shares", groups=PAIRS, stranger=False, change=((0, 2), (1, 3))),
-    "swap, parts": Cell(
-        store="parts",
-        speaker="shares",
-        groups=PAIRS,
-        stranger=False,
-        edits=("clip",),
-        change=((3, 2, 4), (0, 1)),
-    ),
-    "leave, parts": Cell(store="parts", speaker="shares", groups=THREE, codec=True, change=((0, 2),)),
-    "newcomer, parts": Cell(store="parts", speaker="shares", groups=TWO, change=((0, 1, 2),)),
-    "dissolve": Cell(groups=((0, 1), (2,)), stranger=False, change=((), (0, 1, 2))),
-    # Open exchanges: a server that does not wait, and local steps.
-    "asp": Cell("asp", groups=THREE, edits=("clip", "other")),
-    "asp, open": Cell("asp", speaker="shares", groups=TWO, overlap=1),
-    "asp, open, codec": Cell("asp", groups=TWO, overlap=1, codec=True),
-    "asp, parts": Cell("asp", "parts", "shares", groups=THREE, edits=("clip", "other")),
-    "asp, parts, codec": Cell("asp", "parts", "shares", groups=TWO, codec=True),
-    "asp, swap": Cell("asp", groups=PAIRS, stranger=False, overlap=1, change=((0, 2), (1, 3))),
-    "asp, newcomer": Cell("asp", groups=TWO, overlap=1, change=((0, 1, 2),)),
-    "asp, dissolve": Cell("asp", groups=((0, 1), (2,)), stranger=False, overlap=1, change=((), (0, 1, 2))),
-    "local steps": Cell("replicas", groups=TWO, iterations=4),
-    "local steps, two open": Cell("replicas", groups=THREE, fragments=2, period=2, overlap=2, iterations=5),
-    "local steps, codec": Cell(
-        "replicas", speaker="shares", groups=TWO, fragments=2, period=4, overlap=3, iterations=5, codec=True
-    ),
-    "local steps, swap": Cell(
-        "replicas",
-        groups=PAIRS,
-        stranger=False,
-        fragments=2,
-        period=2,
-        overlap=2,
-        iterations=4,
-        change=((0, 2), (1, 3)),
-    ),
-    "local steps, newcomer": Cell(
-        "replicas", groups=TWO, fragments=2, period=2, overlap=2, iterations=4, change=((0, 1, 2),)
-    ),
-    # A majority of CPU sides.
-    "peers": Cell("peers", groups=TWO, stranger=False),
-    "peers, once": Cell("peers", groups=TWO, stranger=False, iterations=1),
-    "peers, shares, open": Cell("peers", speaker="shares", groups=THREE, stranger=False, overlap=1),
-}
 
 # For each rule a run in which it is missed.
 MISSED = {
@@ -99,7 +31,7 @@ MISSED = {
     "renew": ("parts", Plan(seed=24, kills=((2, 78),))),
     "hold_sent": ("whole", Plan(seed=1, kills=((0, 59), (2, 22)), restarts=1)),
     "again": ("local steps, two open", Plan(seed=5, kills=((1, 16),), restarts=2)),
-    "commit_once": ("local steps, newcomer", Plan(seed=13, kills=((0, 79),), restarts=1)),
+    "commit_once": ("local steps, newcomer", Plan(seed=24, kills=((2, 52),))),
     "rescale": ("parts, edits", Plan(seed=3, kills=((2, 84),))),
     "raise_pass": ("backward raises, alone", Plan()),
     "assist_keeps_local": ("assists", Plan(seed=1, kills=((2, 42),), restarts=1)),
@@ -108,20 +40,24 @@ MISSED = {
     "edits_alike": ("assists, parts", Plan()),
     "same_record": ("whole", Plan(seed=1, kills=((0, 59), (2, 22)), restarts=1)),
     "values_in_round": ("parts", Plan(seed=199, kills=((1, 76),), restarts=1)),
+    "mix_is_newer": ("local steps, parts", Plan()),
     "deal_after_count": ("whole", Plan(seed=1, kills=((0, 59), (2, 22)), restarts=1)),
-    "spoiled": ("asp, parts, codec", Plan(seed=6, kills=((0, 6), (1, 90)))),
+    "spoiled": ("asp, parts", Plan(seed=13, kills=((1, 43),), restarts=1)),
+    "spoiled_again": ("asp, parts", Plan(seed=78, kills=((1, 34),))),
     "lost_sum": ("asp, parts", Plan(seed=0, kills=((0, 25),))),
     "lend_residual": ("asp, open, codec", Plan(seed=0, kills=((0, 62),))),
-    "move_by_record": ("swap", Plan(seed=4, restarts=1)),
-    "drain_first": ("asp, dissolve", Plan(seed=5, kills=((1, 97),), restarts=2)),
-    "new_contributor": ("local steps, swap", Plan(seed=173, kills=((3, 77),), restarts=2)),
-    "fence_last": ("leave, parts", Plan(seed=243, kills=((0, 29), (2, 21)))),
-    "give_open": ("asp, newcomer", Plan(seed=1, kills=((2, 85),), restarts=1)),
+    "move_by_record": ("swap", Plan(seed=2, kills=((3, 96),), restarts=2)),
+    "drain_first": ("asp, dissolve", Plan(seed=0, kills=((1, 65),))),
+    "new_contributor": ("local steps, swap", Plan(seed=39, kills=((3, 17),))),
+    "slack_passes_over": ("ssp, swap", Plan(seed=2, kills=((1, 65),), restarts=2)),
+    "fence_last": ("leave, parts", Plan(seed=3, kills=((0, 11), (2, 66)))),
+    "change_by_plan": ("asp, leave", Plan(seed=915, kills=((0, 48),))),
+    "give_open": ("asp, newcomer", Plan(seed=0, kills=((1, 12), (2, 93)))),
     "ask_majority": ("peers, once", Plan(seed=17, kills=((0, 21),))),
     "adopt_accepted": ("peers, once", Plan(seed=25, kills=((0, 21),))),
 }
-NEAR = 400  # more runs, tried where the model has changed and a run above misses nothing any more
-RUNS = 30  # of each cell, in `make test`
+NEAR = 60  # more runs, tried where the model has changed and a run above misses nothing any more
+RUNS = 16  # of each cell, in `make test`
 SOAK = 400
 
 
@@ -136,6 +72,51 @@ def plans(name: str, count: int) -> Iterator[Plan]:
         dying = draw.sample(members, min(len(members), draw.choice([0, 1, 1, 1, 2, 2])))
         kills = tuple((k, draw.randint(1, most)) for k in dying)
         yield Plan(seed=seed, kills=kills, restarts=seed % 3, side_dies=seed % 2 == 1)
+
+
+# The kinds of buffers that are alive at once in each state, beside VALUES (and ANCHOR, under local steps).
+MEMORY = {
+    "parts, edits": {
+        "compute": {"LOCAL REDUCED"},  # a ring of one sums each bucket as it comes
+        "contribute": {"LOCAL REDUCED", "MEAN REDUCED"},
+        "shown": {"MEAN"},
+        "step": {"MEAN"},
+        "boundary": {"MEAN"},
+    },
+    "assists": {
+        "compute": {"LOCAL REDUCED"},
+        "contribute": {"LOCAL MEAN REDUCED"},
+        "shown": {"LOCAL MEAN"},
+        "step": {"LOCAL MEAN"},
+        "boundary": {"LOCAL MEAN"},
+    },
+    "asp": {
+        "compute": {"LOCAL"},
+        "contribute": {"LOCAL REDUCED"},
+        "shown": {"REDUCED"},
+        "step": {"REDUCED"},
+        "boundary": {"REDUCED"},
+    },
+    "local steps, two open": {
+        "compute": {"LOCAL SNAPSHOT SNAPSHOT 2"},
+        "contribute": {"LOCAL REDUCED SNAPSHOT SNAPSHOT 2"},
+        "step": {"REDUCED SNAPSHOT SNAPSHOT 2"},
+        "boundary": {"REDUCED SNAPSHOT SNAPSHOT 2"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_which_buffers_are_alive_in_each_state(name: str) -> None:
+    found: dict[str, set[frozenset[str]]] = {}
+    for plan in plans(name, RUNS):
+        for state, kinds in run(CELLS[name], plan).memory.items():
+            found.setdefault(state, set()).update(kinds)
+    most = {
+        state: {" ".join(sorted(kinds)) for kinds in sets if not any(kinds < other for other in sets)}
+        for state, sets in found.items()
+    }
+    assert most == MEMORY[name]
 
 
 def test_all_rules_are_here() -> None:
@@ -166,7 +147,7 @@ def test_whatever_dies_when_each_contribution_counts_once(name: str) -> None:
 @pytest.mark.parametrize("name", CELLS)
 def test_whatever_dies_when_in_many_more_orders(name: str) -> None:
     deaths = sum(run(CELLS[name], plan).deaths for plan in plans(name, SOAK))
-    assert deaths or len(CELLS[name].groups[0]) == 1
+    assert deaths or len(CELLS[name].groups[0]) == 1 or name == "local steps, parts"
 
 
 KILLS = st.lists(
@@ -182,25 +163,30 @@ PLANS = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.sampled_from(sorted(CELLS)), PLANS)
 def test_drawn_schedules(name: str, plan: Plan) -> None:
     run(CELLS[name], plan)
 
 
+@settings(max_examples=120)
+@given(st.data(), PLANS)
+def test_drawn_cells(data: st.DataObject, plan: Plan) -> None:
+    run(draw_cell(lambda choices: data.draw(st.sampled_from(choices))), plan)
+
+
 @pytest.mark.soak
-@settings(max_examples=20_000)
+@settings(max_examples=10_000)
+@given(st.data(), PLANS)
+def test_many_more_drawn_cells(data: st.DataObject, plan: Plan) -> None:
+    run(draw_cell(lambda choices: data.draw(st.sampled_from(choices))), plan)
+
+
+@pytest.mark.soak
+@settings(max_examples=5_000)
 @given(st.sampled_from(sorted(CELLS)), PLANS)
 def test_many_more_drawn_schedules(name: str, plan: Plan) -> None:
     run(CELLS[name], plan)
-
-
-REFUSED = {
-    "an exchange of a sharded store is open when step() has returned": Cell(
-        "asp", "parts", "shares", overlap=1
-    ),
-    "a fragment leaves again while it is under way": Cell("replicas", period=1, overlap=2, iterations=4),
-}
 
 
 @pytest.mark.parametrize("why", REFUSED)
