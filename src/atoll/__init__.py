@@ -28,6 +28,9 @@ def __getattr__(name: str) -> object:
 
         return Memory
     if name in __all__:
+        from atoll.train.uncaught import show_errors_as_one_line
+
+        show_errors_as_one_line()  # of the import too: the installed torch may lack what Atoll needs
         from atoll.train import joining
 
         return getattr(joining, name)
