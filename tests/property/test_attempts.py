@@ -176,14 +176,14 @@ def test_drawn_cells(data: st.DataObject, plan: Plan) -> None:
 
 
 @pytest.mark.soak
-@settings(max_examples=10_000)
+@settings(max_examples=3_000)
 @given(st.data(), PLANS)
 def test_many_more_drawn_cells(data: st.DataObject, plan: Plan) -> None:
     run(draw_cell(lambda choices: data.draw(st.sampled_from(choices))), plan)
 
 
 @pytest.mark.soak
-@settings(max_examples=5_000)
+@settings(max_examples=3_000)
 @given(st.sampled_from(sorted(CELLS)), PLANS)
 def test_many_more_drawn_schedules(name: str, plan: Plan) -> None:
     run(CELLS[name], plan)
