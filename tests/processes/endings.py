@@ -26,6 +26,10 @@ class Base(BaseException):
 class Mute(Exception):
     def __str__(self):
         raise RuntimeError("no text")
+class Slow(Exception):
+    def __str__(self):
+        os.kill(os.getpid(), signal.SIGTERM)  # from torchrun, which another worker's error has reached first
+        return "the first cause"
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 400
     def __getitem__(self, index):
@@ -52,6 +56,7 @@ def end():
     if ending == "control": raise ValueError("red \x1b[31m\x00 bell \x07\nsecond line\nthird line")
     if ending == "huge": raise ValueError("z" * (4 << 20))
     if ending == "mute": raise Mute
+    if ending == "slow": raise Slow
     if ending == "base": raise Base("a BaseException")
     if ending == "stop": next(iter([]))
     if ending == "deep": deep()
@@ -174,6 +179,7 @@ ENDINGS: dict[str, Ending] = {
     "control": _error("ValueError", r"red \\x1b\[31m\\x00 bell \\x07 \.\.\. third line"),
     "huge": _error("ValueError", "z{190,} .{0,20}z{90,}"),
     "mute": _error("Mute", r"<its text cannot be shown: str\(\) raised RuntimeError>"),
+    "slow": _error("Slow", "the first cause"),
     "base": _error("Base", "a BaseException"),
     "stop": _error("StopIteration"),
     "deep": _error("RecursionError", "maximum recursion depth exceeded.*"),

@@ -26,7 +26,12 @@ def _checked() -> set[tuple[str, str]]:
         names = [name for name, ending in ENDINGS.items() if ending.family == family and name not in SLOW]
         for place, strategy in enumerate(STRATEGIES):
             found.add((names[(3 * place + offset) % len(names)], strategy))
-    return found | {("logged key", "server"), ("save path", "ring"), ("loader exit", "ring")}
+    return found | {
+        ("logged key", "server"),
+        ("save path", "ring"),
+        ("loader exit", "ring"),
+        ("slow", "ring"),
+    }
 
 
 CHECKED = _checked()

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
@@ -70,9 +71,22 @@ def main(script: str, arguments: list[str]) -> None:
         if os.getpid() != process:  # the script has forked: its child's end is not the worker's
             raise
         ignore_child_deaths()
-        sys.exit(_fail(run, worker, program, error))
+        with _sigterm_ignored():
+            status = _fail(run, worker, program, error)
+        sys.exit(status)
     if os.getpid() == process:
         say_end(0)
+
+
+@contextlib.contextmanager
+def _sigterm_ignored() -> Iterator[None]:
+    """Let SIGTERM not end this process while it tells of its error: where another worker has lost touch with
+    it, torchrun may stop both."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _exit_of(error: SystemExit) -> tuple[int, str, str]:
