@@ -19,15 +19,17 @@ from atoll.net.endpoint import Client
 from atoll.testing.served import RUN, ServedRun
 from atoll.wire import messages as m
 from atoll.wire import nodes
-from atoll.wire.peers import ScriptsDiffer
+from atoll.wire.peers import AskJoin, ScriptsDiffer
 from atoll.wire.peerviews import Accept, Prepare, ViewDecided
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "property"))
 from hostile_messages import Maker, drawing, mutated
 
 DEADLINE = 60.0  # seconds
-# By these a worker or a node that is trusted ends a run, or says who is in it.
-STEERS = (ScriptsDiffer, ViewDecided, Prepare, Accept, m.Mismatch)
+# By these a worker that is trusted ends a run, and a node becomes a member, which then may.
+STEERS = (m.Mismatch, AskJoin)
+# By these a node that is a member ends a run, or says who is in it. Who has only greeted says them in vain.
+OF_MEMBERS = (ScriptsDiffer, ViewDecided, Prepare, Accept)
 
 
 def answer(client: Client, message: bytes, what: str, *, decode: Callable[[bytes], Any]) -> Any:
@@ -60,6 +62,8 @@ def flood(
             message = maker.message(union)
             while isinstance(message.body if isinstance(message, nodes.Word) else message, STEERS):
                 message = maker.message(union)
+            if union is nodes.NodeMessage and draw(0, 3) == 0:  # the same, of who is no member
+                message = nodes.Word(body=maker.message(maker.one_of(OF_MEMBERS)))
             raw = encode(message)
             client.send(mutated(draw, raw) if draw(0, 3) == 0 else raw, maker.payload())
             while client.receive(0) is not None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
@@ -27,6 +28,7 @@ COUNTS = (0, 1, 2, 3, 4, 5, 7, 63, 1023, 4095, 4096, 2**31, 2**32, 2**52, MOST)
 FLOATS = (0.0, 1.0, -1.0, 0.5, 1e-320, 1e300, math.inf, -math.inf, math.nan, 3.0)
 BYTES = (b"", b"\0", b"\1", b"\1" * 4, b"\xff" * 16, b"x" * 32, b"y" * 64, bytes(1168), b"\xc1", b"\x91" * 50)
 DEEPEST = 6
+_info = functools.cache(inspect.type_info)
 
 
 class Maker:
@@ -53,7 +55,7 @@ class Maker:
         """A message of one of the union's types, or of one type."""
         while True:
             try:
-                return self.value(inspect.type_info(self.one_of(get_args(union) or (union,))), 0)
+                return self.value(_info(self.one_of(get_args(union) or (union,))), 0)
             except ValueError:  # one that its own type refuses to be
                 continue
 

@@ -189,7 +189,7 @@ def test_who_is_no_member_ends_nothing_and_changes_nothing(monkeypatch: pytest.M
         assert hostile.process._node.is_member
 
 
-@pytest.mark.parametrize("runs", [4, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("runs", [4, pytest.param(40, marks=pytest.mark.soak)])
 def test_members_end_a_run_by_one_line_or_not_at_all(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
     ended = 0
     for seed in range(runs):

@@ -320,7 +320,7 @@ class Node:
             if self._asking is not None and not self.is_member and message.token == self._asking.token:
                 self._leave("it was let in and removed again before it knew")
         elif isinstance(message, ViewDecided):
-            if sender == WITNESS or sender in message.view.last:
+            if self._may_tell(sender, message.view):
                 self._learn(now, message.view)
         elif not self.is_member:
             self._tell_known(sender, message)
@@ -343,6 +343,13 @@ class Node:
             is_voter = any(each.life.node == sender for each in message.view.members)
             return is_voter and self._descends(message.view)
         return True
+
+    def _may_tell(self, sender: int, view: View) -> bool:
+        """Whether a node can know of a decided view: it has been a member before it; of another beginning of
+        the run it is one."""
+        if sender == WITNESS or view.founding == self.view.founding:
+            return sender == WITNESS or sender in view.last
+        return any(each.life.node == sender for each in view.members)
 
     def _descends(self, view: View) -> bool:
         """Whether a view can come after this node's own: each remembers all incarnations that were before."""

@@ -88,8 +88,8 @@ class LogDesk:
     ) -> str:
         if self._log is None or hello.role != "worker":
             return "sites and groups tell shard 0 that their scripts differ"
-        if not message.line.isprintable():
-            return "a line that cannot be printed"
+        if not (message.line.strip() and message.line.isprintable()):
+            return "a line that is empty or cannot be printed"
         self._log.handle_mismatch(message.line)
         return ""
 

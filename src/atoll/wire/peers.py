@@ -176,6 +176,6 @@ def flaw(message: PeerMessage) -> str:
     if isinstance(message, EndRound):
         reports += message.reports
     reasons = [*map(flaw_of_view, views), *map(flaw_of_report, reports)]
-    if isinstance(message, ScriptsDiffer) and not message.line.isprintable():
-        reasons.append("an unprintable line on where scripts stand")
+    if isinstance(message, ScriptsDiffer) and not (message.line.strip() and message.line.isprintable()):
+        reasons.append("an empty or unprintable line on where scripts stand")
     return next(filter(None, reasons), "")

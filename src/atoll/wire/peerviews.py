@@ -155,6 +155,8 @@ def flaw_of_view(view: View) -> str:
     counts = [view.founding, view.number, *view.last.values()]
     for each in (*view.members, *view.removed):
         counts += (each.life.incarnation, each.first, each.held, each.meetings, each.base)
+    if not nodes:
+        return "a view without members"
     if any(node >= NODES for node in (*nodes, *view.last)):
         return f"a view with a node beyond {NODES - 1}"
     if any(one >= other for one, other in itertools.pairwise(nodes)):
@@ -176,9 +178,7 @@ def flaw_of_report(report: Report) -> str:
 
 def does_follow(view: View, following: View) -> bool:
     """True where `following` may be what is decided after `view`."""
-    return (following.founding, following.number) == (view.founding, view.number + 1) and bool(
-        following.members
-    )
+    return (following.founding, following.number) == (view.founding, view.number + 1)
 
 
 def _flaw_of_counts(what: str, counts: Sequence[int]) -> str:
