@@ -44,16 +44,18 @@ def test_an_elastic_ring_goes_on_without_a_worker_that_was_killed(command: Comma
     assert rings == ["ring 1 of 2 workers", "ring 2 of 1 workers"]
 
 
-# The others wait in the middle for the third life to be ready: else they could be done before it comes.
+# The others wait in the middle until the third life has joined: else they could be done before it comes.
 ENTERS = (
     (
         STEADY.replace("STEPS", "200")
-        .replace("with atoll.join()", "pathlib.Path(f'life-{os.getpid()}').touch()\nwith atoll.join()")
+        .replace(
+            "with atoll.join()", "decisions = pathlib.Path('run/service/decisions.jsonl')\nwith atoll.join()"
+        )
         .replace("    while", "    session.resume()\n    while")
         .replace("import time\n", "import os, pathlib, time\n")
     )
     + """
-        while session.iteration == 60 and len(list(pathlib.Path().glob("life-*"))) < 3:
+        while session.iteration == 60 and decisions.read_text().count('"worker joined"') < 3:
             time.sleep(0.02)
         if session.rank == 0:
             print("after", session.iteration, flush=True)
