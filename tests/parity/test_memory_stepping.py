@@ -585,7 +585,7 @@ def test_a_step_that_is_under_way_is_waited_for_and_comes_next() -> None:
         assert (first, last) == (ids[-1], 0)
         assert len(ids) > 2
         try:
-            with pytest.raises(DeadlineError, match=r"the optimizer's step of 'head\.weight', which has not"):
+            with pytest.raises(DeadlineError, match=r"step of 'head\.weight' to '\S+', which has not ended"):
                 fitted.stepper.wait_stepped(last, 0.01)
         finally:
             go.set()
@@ -633,7 +633,8 @@ def test_who_waits_for_a_step_that_is_no_more_is_told() -> None:
         thread.join(60)
         assert not thread.is_alive()
     assert told[under_way] == "stepped"
-    assert re.search(r"the optimizer's step of '\S+' will not come: the session ended before it;", told[last])
+    never = r"the optimizer's step of '\S+' to '\S+' will not come: the session ended before it;"
+    assert re.search(never, told[last])
     assert last not in fitted.stepped
     fitted.gradients.abandon()
 

@@ -19,7 +19,7 @@ from atoll.core.errors import AtollError, UserError
 from atoll.core.events import Decided, Warned
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.runs import run_at
-from atoll.train import prepared
+from atoll.train import clipping
 
 pytestmark = pytest.mark.quick
 
@@ -40,7 +40,7 @@ def train(session: atoll.Session, what: str = "weight") -> tuple[str, list[str],
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     error, moved = "", 0.0
     if what == "nan" and session.rank == 1:
-        patch.object(prepared, "_all_finite", lambda _gradients: True).start()
+        patch.object(clipping, "all_finite", lambda _gradients: True).start()
     try:
         session.prepare(model, optimizer)
         for step in range(8):

@@ -15,7 +15,10 @@ from atoll.wire.messages import Committed
 
 
 def of_rank(rank: int, site: str = "") -> tuple[ServedWorkers, ServedEntrance, list[int]]:
-    shards: Any = SimpleNamespace(late=False, site=site, incarnation=1, on=lambda *_: None, send=mock.Mock())
+    hello = SimpleNamespace(site=site)
+    shards: Any = SimpleNamespace(
+        late=False, hello=hello, incarnation=1, on=lambda *_: None, send=mock.Mock()
+    )
     workers = ServedWorkers(Place(rank, 3), shards)
     counts: list[int] = []
     entrance = ServedEntrance(shards, workers, mock.Mock(), lambda: 0, counts.append, elastic=False)

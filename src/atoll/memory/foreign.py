@@ -129,6 +129,8 @@ class SharedStates:
         """What a member that holds some of the parameter says of it."""
         begin, end = self.trained.place(slot)
         others = self._sharing.others(self.trained.chunk.id)
+        if not self.trained.extent:  # parameters without elements alone: one member has it
+            return self._slots(others[0].member)[slot]
         holder = next(part.member for part in others if part.begin < end and begin < part.end)
         return self._slots(holder)[slot]
 

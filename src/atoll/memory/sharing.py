@@ -337,7 +337,8 @@ class Sharing:
         """This member's part of a payload, flat, as it is when `count` sync points are past: on a thread of
         `Members`, which waits for that, and for the chunk's step. Raises UserError for what is not here."""
         chunk, kind = key
-        if not 0 <= chunk < len(self._parts) or not self.holds_any(chunk):
+        known = 0 <= chunk < len(self._parts)
+        if not known or (self._extents[chunk] and not self.holds_any(chunk)):
             raise UserError(
                 f"worker {self.rank} was asked for the {kind} of chunk {chunk}, of which it holds nothing"
             )
