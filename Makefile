@@ -19,9 +19,9 @@ train: $(READY)
 	$(BIN)/atoll run --workers 4 --strategy ps-hra --set groups.count=2 --set sync.consistency=asp \
 		examples/gpt.py --windows 16000
 
-# Three at a time on two cores: much of a test is waiting for others. Who is done first takes half of what the other has left.
+# Four at a time on two cores: much of a test is waiting for others. Who is done first takes half of what the other has left.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not (check or soak)"
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not (check or soak)"
 
 # What needs processes, sockets, kills or seconds. A test that fails runs once more alone, and is named at the end.
 check: $(READY)

@@ -28,6 +28,8 @@ from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.runs import model, run_with
 from atoll.train.place import Place
 
+pytestmark = pytest.mark.check  # sessions of six steps and more, one after another
+
 STEPS, SAMPLES, TOLERANCE = 6, 4, 1e-10
 BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # the model takes more
 

@@ -30,6 +30,8 @@ from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
 
+pytestmark = pytest.mark.check  # sessions of six steps and more, one after another
+
 STEPS, BATCH, TOLERANCE = 3, 12, 1e-7
 # By name: the configuration and the number of workers.
 WAYS: dict[str, tuple[Config, int]] = {

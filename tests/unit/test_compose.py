@@ -64,6 +64,7 @@ def asked(tree: ast.AST, of: set[str]) -> Iterator[str]:
             yield f"line {getattr(node, 'lineno', 0)}: {', '.join(sorted(names & of))}"
 
 
+@pytest.mark.check
 def test_nobody_but_compose_asks_what_kind_an_object_is() -> None:
     sources = trees()
     of = kinds(sources)

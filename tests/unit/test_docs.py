@@ -47,6 +47,7 @@ def unknown_sources(docstring: str) -> list[str]:
     return found
 
 
+@pytest.mark.check
 def test_every_source_that_a_docstring_cites_is_there() -> None:
     """A page of the documentation with its heading; a paper is cited by its authors and where it is found."""
     pages, wrong = 0, []
@@ -195,6 +196,7 @@ def defined_in(path: Path) -> set[str]:
     return found | {name.replace(".", "::") for name in found}
 
 
+@pytest.mark.check
 def test_the_census_names_places_pages_and_tests_that_exist() -> None:
     text = (ROOT / "docs/notes/silence.md").read_text(encoding="utf-8")
     rows = [line.strip("|\n ").split(" | ") for line in text.splitlines() if line.startswith("| `")]

@@ -224,6 +224,7 @@ def _is_private(name: str) -> bool:
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 
+@pytest.mark.check
 def test_a_module_leaves_the_private_names_of_others_alone() -> None:
     """But for the one place for those of torch, which test_torch_compat.py checks."""
     found = []

@@ -51,12 +51,14 @@ def sources() -> Sources:
     return Sources()
 
 
+@pytest.mark.check
 def test_no_other_file_uses_a_private_part_of_torch(sources: Sources) -> None:
     assert len(sources.trees) > 300
     found = [f"{file}:{use}" for file, tree in sources.trees.items() for use in sources.uses(tree)]
     assert not found, "use atoll.tensors.torch_compat in place of:\n" + "\n".join(found)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "planted",
     [
@@ -90,6 +92,7 @@ def test_the_check_finds_a_planted_use(sources: Sources, planted: str) -> None:
     assert sources.uses(ast.parse(planted))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "allowed",
     [
