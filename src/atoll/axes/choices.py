@@ -1,4 +1,4 @@
-"""What a run has chosen, as far as it is known: the keys of its configuration, and facts beside them."""
+"""The choices of a run that are known so far: the keys of its configuration, and facts beside them."""
 
 from __future__ import annotations
 

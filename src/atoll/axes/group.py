@@ -22,7 +22,7 @@ Role: TypeAlias = Literal["leader", "share", "silent"]  # who of a group speaks 
 
 @dataclass(frozen=True)
 class Ballot:
-    """What all members tell one another beside a sum.
+    """The numbers and words that members exchange beside a sum.
 
     Args:
         sums: by section, numbers that are added up over the members.

@@ -45,7 +45,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Needs:
-    """What one choice takes: the kinds that it adds, and the unit in which it can be stepped.
+    """The needs of one choice: the kinds that it adds, and the unit in which it can be stepped.
 
     The memory planner computes each formula of docs/memory.md from the kinds of all choices of a run.
     """
@@ -56,7 +56,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Edits:
-    """What a script did to the gradients that it was shown.
+    """The script's edits of the gradients that it was shown.
 
     Args:
         factor: by which all of them were multiplied (clipping, unscaling); 1.0: by nothing.
@@ -193,7 +193,7 @@ class StateEntry:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What `optimizer.step()` was told.
+    """The arguments of one `optimizer.step()`.
 
     Args:
         accepted: False: the step is left out (a GradScaler, or `sync.nonfinite`).

@@ -42,7 +42,7 @@ class ExchangeId:
 
 @dataclass(frozen=True)
 class Members:
-    """Who is in a group. Another ring is another value.
+    """The members of a group in one ring. A new ring is a new value.
 
     Args:
         generation: of the ring; it rises with each change of members.

@@ -1,4 +1,4 @@
-"""What `atoll run` says when a signal ends it before its workers run, or after they have ended.
+"""The lines of `atoll run` when a signal ends it before its workers run, or after they have ended.
 
 While workers run, `launch/run.py` handles signals itself. Nothing has to be cleaned up before and after.
 """

@@ -251,7 +251,7 @@ class _Claim:
     changes: int
 
     def of(self, start: int, stop: int) -> Tensor:
-        """What goes along with a run."""
+        """Return the part of the residual that goes along with a run."""
         return _times(self.values[start:stop], self.part)
 
     @property

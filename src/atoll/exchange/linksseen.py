@@ -1,4 +1,4 @@
-"""What a client's loss-tolerant connections to shards do, told at intervals and at the end."""
+"""Reports on a client's loss-tolerant connections to shards, at intervals and at the end."""
 
 from __future__ import annotations
 

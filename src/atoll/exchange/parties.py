@@ -1,4 +1,4 @@
-"""Who talks to whom over a link, in words for people."""
+"""The two parties of a link, in words for people."""
 
 from __future__ import annotations
 

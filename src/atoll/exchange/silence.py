@@ -48,7 +48,7 @@ class Silence:
         return seconds > _ASK_AFTER
 
     def look(self, shard: int, since: float) -> Literal["ask", "tell", ""]:
-        """What to do about a shard that is waited for since then: ask for a sign of life, or tell people."""
+        """Return whether to ask a silent shard for a sign of life, or to tell people of its silence."""
         heard, now = self._heard[shard], time.monotonic()
         if heard.told:
             return ""
@@ -73,6 +73,6 @@ class Silence:
         heard.asked_at, heard.told = None, False
 
     def over(self) -> None:
-        """What was waited for has come."""
+        """End the wait: the answer has come."""
         for heard in self._heard:
             heard.missed_at = None

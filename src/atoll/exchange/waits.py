@@ -1,4 +1,4 @@
-"""What a client waits for at its shards, and for whom they wait themselves, as the log says."""
+"""The answers that a client waits for at its shards, and for whom they wait themselves, as the log says."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Waits:
         self.expected = self.new(what, lambda: [shard])
 
     def came(self) -> None:
-        """What was expected has come, or is expected no more."""
+        """Forget an answer that has come, or is expected no more."""
         self.expected = None
 
     def hear(self, lines: Sequence[str]) -> None:

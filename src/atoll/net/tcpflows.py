@@ -42,7 +42,7 @@ _RETRANSMITTED_AT, _SENT_AT, _INFO_BYTES = 100, 156, 160
 
 @dataclass
 class _Flow:
-    """What one connection sends, and how far it is. Its bytes are counted, and kept nowhere."""
+    """The transfer of one connection, and how far it is. Its bytes are counted, and kept nowhere."""
 
     number: int
     size: int

@@ -25,7 +25,7 @@ class Place:
         return self.names[self.index]
 
     def hello(self, run: str) -> Hello:
-        """What the site's shard says to the global shards first."""
+        """Return the site's shard's first message to the global shards."""
         return Hello(
             version=VERSION,
             run=run,

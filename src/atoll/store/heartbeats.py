@@ -104,7 +104,7 @@ class _Heard(Generic[_Source]):
 
 
 class Batches(Generic[_Source]):
-    """What a launcher has heard of its workers, for the hub of run `run`, in as few messages as can be.
+    """The heartbeats that a launcher has heard of its workers, in few messages to the hub of `run`.
 
     `launcher` is the name that its workers have given to the hub. Nothing grows beyond `MOST_BEATS` workers
     and 64 messages without an answer.

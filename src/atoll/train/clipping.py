@@ -75,7 +75,7 @@ class GradientNorm:
 
 
 class Norms(Protocol):
-    """What a store tells of the gradients that the script sees: their norm, and whether they are finite."""
+    """A store's view of the gradients that the script sees: their norm, and whether they are finite."""
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> tuple[Tensor, float]:
         """Multiply all gradients so that their norm is at most `max_norm`; the norm before, and the factor.

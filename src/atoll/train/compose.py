@@ -51,7 +51,7 @@ Member: TypeAlias = Service | HubRing | NodeWorker | None
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """What one session is built from.
+    """The objects of one session.
 
     Args:
         others: through what this worker's group meets others.

@@ -1,4 +1,4 @@
-"""What a worker tells of changes among those that it trains with: a ring's members, its group, its moves."""
+"""A worker's news of those that it trains with: a ring's members, its group, its moves."""
 
 from __future__ import annotations
 
