@@ -11,6 +11,8 @@ from atoll.testing.models import MODELS
 from atoll.testing.parity import Case, differences, train_atoll, train_plain
 from atoll.testing.pool import WorkerPool
 
+pytestmark = pytest.mark.check  # many groups of processes, one after another
+
 WORKERS, STEPS = 4, 5
 
 

@@ -34,6 +34,7 @@ def wall_clock_in(source: str) -> Iterator[int]:
             yield from (node.lineno for alias in node.names if f"time.{alias.name}" in WALL)
 
 
+@pytest.mark.check
 def test_who_reads_the_wall_clock() -> None:
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):

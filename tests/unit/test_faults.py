@@ -219,6 +219,7 @@ def reached() -> dict[str, str]:
     return found
 
 
+@pytest.mark.check
 def test_the_table_of_points_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(points.POINTS, "test.here")
     monkeypatch.delitem(points.POINTS, "test.there")
