@@ -34,7 +34,7 @@ from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 from common import MIB, options, output_folder, recorded, write_results
 from stragglers_worker import Emulated
 from workloads import digits_network, gpt, gpt_adamw

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from atoll.core.config import Config, Run, Sync
 from atoll.testing.pool import WorkerPool
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 from common import (
     Case,
     Target,

@@ -37,7 +37,7 @@ from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 from atoll.wire.messages import (
     VERSION,
     Arrive,

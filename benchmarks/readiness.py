@@ -41,10 +41,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 import atoll
 from atoll.core import points
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, Config
-from atoll.train.channel import BrokenRingError
-from atoll.train.confirmation import Confirmations
-from atoll.train.place import Place
-from atoll.train.rounds import Ring
+from atoll.train.api.place import Place
+from atoll.train.group.channel import BrokenRingError
+from atoll.train.group.confirmation import Confirmations
+from atoll.train.group.rounds import Ring
 from common import (
     MIB,
     Case,

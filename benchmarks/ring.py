@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import atoll
 from atoll.core.config import Config
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 from common import (
     Case,
     Target,

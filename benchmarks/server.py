@@ -35,7 +35,7 @@ from atoll.core.config import KEYS_VARIABLE, Chunks, Config, Run, Sync
 from atoll.net.keys import make_keys, write_keys
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 from common import (
     Case,
     Target,

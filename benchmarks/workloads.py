@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atoll
-from atoll.train.exchange import Exchange
+from atoll.train.sync.exchange import Exchange
 from common import MIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from atoll import memory as memory
     from atoll.core.memory import Memory
-    from atoll.train.joining import join
-    from atoll.train.session import Session
+    from atoll.train.api.joining import join
+    from atoll.train.api.session import Session
 
 __version__ = "0.1.0"
 __all__ = ["Memory", "Session", "join"]
@@ -28,10 +28,10 @@ def __getattr__(name: str) -> object:
 
         return Memory
     if name in __all__:
-        from atoll.train.uncaught import show_errors_as_one_line
+        from atoll.train.api.uncaught import show_errors_as_one_line
 
         show_errors_as_one_line()  # of the import too: the installed torch may lack what Atoll needs
-        from atoll.train import joining
+        from atoll.train.api import joining
 
         return getattr(joining, name)
     raise AttributeError(f"module 'atoll' has no attribute {name!r}")

@@ -26,7 +26,7 @@ from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.runs import model, run_with
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 pytestmark = pytest.mark.check  # sessions of six steps and more, one after another
 

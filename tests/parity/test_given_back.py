@@ -28,7 +28,7 @@ from atoll.memory import fitted
 from atoll.testing.optimizers import FUSED, SETTINGS
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 pytestmark = pytest.mark.check  # sessions of six steps and more, one after another
 

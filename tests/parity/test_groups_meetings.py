@@ -15,7 +15,7 @@ from atoll.core.config import Config, Groups, Run, Sync
 from atoll.hub.planner import GroupingSettings
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 pytestmark = pytest.mark.check
 

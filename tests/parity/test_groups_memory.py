@@ -27,9 +27,9 @@ from atoll.testing.families import loss_of
 from atoll.testing.parity import ALONE, MAX_NORM, await_groups
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.groupexchange import GroupReducer
-from atoll.train.place import Place
-from atoll.train.uplink import Wanted
+from atoll.train.api.place import Place
+from atoll.train.sync.groupexchange import GroupReducer
+from atoll.train.sync.uplink import Wanted
 
 pytestmark = pytest.mark.check
 

@@ -27,7 +27,7 @@ from atoll.moves.timeline import Bandwidths
 from atoll.testing.families import batch, build, loss_of
 from atoll.testing.parity import MAX_NORM, OPTIMIZERS
 from atoll.testing.pool import WorkerPool
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 CHUNK = 4096
 TOLERANCE = 1e-9  # as the ring's (test_parity.py)

@@ -24,8 +24,8 @@ from atoll.memory.weights import load, save
 from atoll.tensors.checkpoint import read_checkpoint
 from atoll.tensors.lazy import LazyTensor
 from atoll.testing.families import batch, build, loss_of
-from atoll.train.place import Place
-from atoll.train.session import Session
+from atoll.train.api.place import Place
+from atoll.train.api.session import Session
 
 CHUNK = 4096
 FAMILIES = ("tied", "resnet", "lora")
@@ -215,7 +215,7 @@ import atoll
 from atoll.core.config import Config
 from atoll.core.memory import Memory
 from atoll.memory import init, load, planning, save
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 def resident(what):
     return int(re.search(what + r":\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])
 torch.set_num_threads(1)

@@ -25,7 +25,7 @@ from atoll.memory.parameters import ChunkParameter
 from atoll.memory.profile import Recorder
 from atoll.moves.timeline import Bandwidths
 from atoll.testing.families import batch, build, loss_of
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 CHUNK = 4096
 SHARES = ("0", "0.3", "0.6", "1")

@@ -18,7 +18,7 @@ from atoll.core.config import Config, Run, Sync
 from atoll.core.memory import Memory
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 CHUNK, AT = 4096, 1
 

@@ -25,7 +25,7 @@ from atoll.core.memory import Memory
 from atoll.tensors.checkpoint import read_checkpoint, write_checkpoint
 from atoll.testing.optimizers import FUSED, SETTINGS
 from atoll.testing.pool import ring_of_one
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 STEPS = 3
 LOADED = 1e-7

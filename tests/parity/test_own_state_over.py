@@ -22,7 +22,7 @@ from atoll.core.memory import Memory
 from atoll.testing.optimizers import FUSED, SETTINGS
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 STEPS, BATCH, TOLERANCE = 3, 4, 1e-7
 # By name: the configuration, and whether there are budgets.

@@ -18,7 +18,7 @@ from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.errors import MismatchError, UserError
 from atoll.testing.parity import Case, differences, train_atoll, train_peers, train_plain
 from atoll.testing.pool import WorkerPool
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 WORKERS, NODES = 4, 2
 

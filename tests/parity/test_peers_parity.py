@@ -28,7 +28,7 @@ from atoll.testing.parity import (
     train_plain,
 )
 from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 CASES = [Case("odd", "adamw", workers=3, accumulation=3, clip=True, chunk_size="2KiB")]
 SOAK = [

@@ -22,7 +22,7 @@ from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.memory import Memory
 from atoll.testing.families import batch, build, loss_of
 from atoll.testing.pool import WorkerPool
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 pytestmark = pytest.mark.check
 

@@ -19,7 +19,7 @@ from atoll.hub.planner import GroupingSettings
 from atoll.testing.parity import ALONE, await_groups
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 STEPS, MEETING = 7, 4
 

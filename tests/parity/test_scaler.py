@@ -26,7 +26,7 @@ from atoll.tensors.torch_compat import SCALES, count_unscaling
 from atoll.testing.parity import ALONE, await_groups
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 CHUNK, SCALE, MAX_NORM, TOLERANCE = 4096, 1024.0, 0.05, 1e-6
 HOW: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from atoll.hub.planner import GroupingSettings
 from atoll.testing.parity import ALONE, await_groups
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 CHUNK, SCALE, AT = 4096, 1024.0, 2
 

@@ -35,7 +35,7 @@ from atoll.testing.families import loss_of
 from atoll.testing.parity import MAX_NORM
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 
 @dataclass

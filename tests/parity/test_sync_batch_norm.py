@@ -14,7 +14,7 @@ import atoll
 from atoll.core.errors import PrepareError
 from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import KINDS, alone, model, run_at
-from atoll.train.syncnorm import check_sync_batch_norm
+from atoll.train.gradients.syncnorm import check_sync_batch_norm
 
 GPU = torch.device("cuda")
 

@@ -19,7 +19,7 @@ import atoll
 from atoll.core.config import Config, Groups, Memory, Run, Sync
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 SIZES = (3, 9)  # what differs between the two workers
 BATCH = 4  # what does not

@@ -16,7 +16,7 @@ from atoll.hub.planner import GroupingSettings
 from atoll.testing.parity import ALONE, await_groups
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 SIZES, LENGTH = (1, 3, 5), 6
 

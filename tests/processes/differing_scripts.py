@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from atoll.train.session import Session
+from atoll.train.api.session import Session
 
 STEPS, AT = 5, 2  # how many a worker makes, and before which one of them stands elsewhere
 SOON = 15.0  # seconds: of a deadline of 120

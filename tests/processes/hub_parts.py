@@ -22,7 +22,7 @@ from atoll.launch.processes import PARENT_VARIABLE
 from atoll.net.endpoint import Client, Server
 from atoll.net.requests import ask
 from atoll.testing import faults
-from atoll.train.hub_client import HubClient
+from atoll.train.members.hub_client import HubClient
 from atoll.wire.messages import (
     VERSION,
     Commit,
@@ -360,8 +360,8 @@ WORKER = """
 import itertools, sys, time
 from atoll.net.endpoint import Client
 from atoll.net.requests import ask
-from atoll.train.hub_client import HubClient
-from atoll.train.leased_sampler import LeasedSampler
+from atoll.train.members.hub_client import HubClient
+from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.wire.messages import VERSION, Commit, Committed, Hello, Welcome
 
 address, seconds, epochs, length = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from atoll.core.errors import AtollError
 from atoll.testing.pool import FORKSERVER, LOOPBACK
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 SECONDS = 60.0  # more than any of them takes
 

@@ -29,7 +29,7 @@ from atoll.core.memory import Memory
 from atoll.hub import main as hub
 from atoll.testing.pool import FORKSERVER, WorkerPool
 from atoll.testing.served import RUN, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 from atoll.wire.messages import Parameters
 
 DEADLINE = 60.0

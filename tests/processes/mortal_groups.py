@@ -44,9 +44,9 @@ from atoll.hub.decisions import Decision, read_decisions
 from atoll.hub.planner import GroupingSettings, Known
 from atoll.testing.pool import FORKSERVER
 from atoll.testing.served import RUN, served_worker
-from atoll.train.groupexchange import GroupMeanExchange, GroupReducer
-from atoll.train.leased_sampler import LeasedSampler
-from atoll.train.session import Session
+from atoll.train.api.session import Session
+from atoll.train.data.leased_sampler import LeasedSampler
+from atoll.train.sync.groupexchange import GroupMeanExchange, GroupReducer
 
 DEADLINE = 60.0
 PROBE = 3  # iterations

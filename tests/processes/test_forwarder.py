@@ -23,7 +23,7 @@ from atoll.hub.forwarder import Forwarder
 from atoll.hub.service import Hub
 from atoll.net.endpoint import Client
 from atoll.net.heartbeats import SOCKET, Launcher
-from atoll.train.hub_client import HubClient
+from atoll.train.members.hub_client import HubClient
 from atoll.wire.messages import VERSION, Beat, Heard, Heartbeat, Heartbeats, Hello, Welcome, encode
 
 PATIENCE = 5.0  # seconds; a thread of a busy machine may stand still for one
@@ -43,7 +43,7 @@ WORKER = """
 import sys, time
 from atoll.core.errors import RunError
 from atoll.net.heartbeats import Launcher
-from atoll.train.hub_client import HubClient
+from atoll.train.members.hub_client import HubClient
 hub = HubClient(sys.argv[1], None, timeout=60, launcher=Launcher(sys.argv[2], sys.argv[3]))
 print(hub.join().incarnation, flush=True)
 sys.stdin.readline()

@@ -19,7 +19,7 @@ from atoll.core.config import Chunks, Config, Groups, Run, Sync
 from atoll.core.errors import AtollError, ConfigError
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 WORKERS = 4
 DEADLINE = timedelta(seconds=60)

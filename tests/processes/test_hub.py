@@ -37,8 +37,8 @@ from atoll.hub.main import ADDRESS_FILE
 from atoll.hub.service import Clock
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.requests import RefusedError
-from atoll.train import hub_client as hub_client_module
-from atoll.train.hub_client import HubClient
+from atoll.train.members import hub_client as hub_client_module
+from atoll.train.members.hub_client import HubClient
 from atoll.wire.messages import (
     VERSION,
     Fenced,

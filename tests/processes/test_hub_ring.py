@@ -35,10 +35,10 @@ from atoll.net.requests import RefusedError, ask
 from atoll.net.route import own_address
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.hub_client import HubClient
-from atoll.train.place import Place
-from atoll.train.rendezvous import HubLostError, HubRing, HubStore
-from atoll.train.service import enter
+from atoll.train.api.place import Place
+from atoll.train.group.rendezvous import HubLostError, HubRing, HubStore
+from atoll.train.members.hub_client import HubClient
+from atoll.train.sync.service import enter
 from atoll.wire.messages import Reform, encode
 
 DEADLINE = 30.0
@@ -211,7 +211,7 @@ def test_who_is_of_a_run_before_changes_no_key() -> None:
 
 
 def test_a_hub_that_is_gone_is_given_up_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.train.hub_client._FAREWELL_SECONDS", 0.2)  # nobody is there to hear it
+    monkeypatch.setattr("atoll.train.members.hub_client._FAREWELL_SECONDS", 0.2)  # nobody is there to hear it
     with contextlib.ExitStack() as ends:
         served = ServedRun(1, 0, patience=0.6, heartbeat=0.1)
         with served:
@@ -235,7 +235,7 @@ def test_a_hub_that_is_gone_is_given_up_after_the_timeout(monkeypatch: pytest.Mo
 def test_who_waits_for_a_hub_that_is_gone_is_freed_when_the_store_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("atoll.train.hub_client._FAREWELL_SECONDS", 0.2)  # nobody is there to hear it
+    monkeypatch.setattr("atoll.train.members.hub_client._FAREWELL_SECONDS", 0.2)  # nobody is there to hear it
     with ServedRun(1, 0) as served, store_at(served.address) as store, ThreadPoolExecutor(2) as threads:
         store.set("a", "1")
         waiting = [threads.submit(store.get, "never")]
@@ -331,7 +331,7 @@ def test_a_call_that_was_sent_twice_has_one_answer(monkeypatch: pytest.MonkeyPat
 
     with hub_of(1) as served, store_at(served.address) as store:
         store.set("a", "text")
-        monkeypatch.setattr("atoll.train.rendezvous.ask", asks)
+        monkeypatch.setattr("atoll.train.group.rendezvous.ask", asks)
         assert (store.get("a"), store.add("n", 3), store.num_keys()) == (b"text", 3, 2)
 
 
@@ -343,7 +343,7 @@ def test_a_wish_for_a_ring_that_was_sent_twice_has_one_answer(monkeypatch: pytes
             link.send(encode(message))
         return ask(link, message, *rest, **more)
 
-    monkeypatch.setattr("atoll.train.hub_client.ask", asks)
+    monkeypatch.setattr("atoll.train.members.hub_client.ask", asks)
     with hub_of(1) as served, HubClient(served.address, None, timeout=DEADLINE) as hub:
         hub.join()
         assert hub.gather() == 1

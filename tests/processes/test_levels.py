@@ -41,7 +41,7 @@ from atoll.net.keys import make_keys, write_keys
 from atoll.server.main import serve_site
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN, ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 NAMES = ("paris", "berlin")
 QUICK = {"patience": 1.5, "heartbeat": 0.2}

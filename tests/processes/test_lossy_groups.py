@@ -23,9 +23,9 @@ from atoll.core import points
 from atoll.server import main as server
 from atoll.testing.pool import FORKSERVER
 from atoll.testing.served import ServedRun
-from atoll.train.exchange import Exchange
-from atoll.train.groupexchange import GroupReducer
-from atoll.train.place import Place
+from atoll.train.api.place import Place
+from atoll.train.sync.exchange import Exchange
+from atoll.train.sync.groupexchange import GroupReducer
 
 DEADLINE = 120.0
 DYING, DIES_AT, STEPS = 2, 9, 24  # rank; from that step on, once all are in one group

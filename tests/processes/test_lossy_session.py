@@ -26,8 +26,8 @@ from atoll.tensors.payload import tensor_of
 from atoll.testing.parity import await_groups
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.exchange import Exchange
-from atoll.train.place import Place
+from atoll.train.api.place import Place
+from atoll.train.sync.exchange import Exchange
 from atoll.wire import messages as m
 from atoll.wire.messages import LostBlocks, decode_untrusted
 

@@ -13,7 +13,7 @@ import atoll
 from atoll.core.events import Warned
 from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import EVERYWHERE, TOGETHER, run_at
-from atoll.train.masks import ALIKE
+from atoll.train.gradients.masks import ALIKE
 
 
 def drawn() -> list[bool]:

@@ -20,8 +20,8 @@ from torch import Tensor
 from atoll.core.errors import AtollError, UserError
 from atoll.memory.payloads import Key
 from atoll.testing.pool import WorkerPool
-from atoll.train.members import WorkerMembers
-from atoll.train.place import Place
+from atoll.train.api.place import Place
+from atoll.train.group.members import WorkerMembers
 
 SECONDS = 30.0
 WHAT = "chunk 7 ('h.3.mlp.weight') as of step 41"

@@ -32,7 +32,7 @@ from atoll.core.config import Run, Sync
 from atoll.core.memory import Memory
 from atoll.observe.summary import read_summary
 from atoll.testing.pool import WorkerPool
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 
 def test_a_checkpoint_goes_on_in_any_grouping_and_without(pool: WorkerPool, tmp_path: Path) -> None:

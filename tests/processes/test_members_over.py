@@ -19,8 +19,8 @@ import atoll
 from atoll.core.memory import Memory
 from atoll.tensors import checkpoint
 from atoll.testing.pool import WorkerPool
-from atoll.train.place import Place
-from atoll.train.session import Session
+from atoll.train.api.place import Place
+from atoll.train.api.session import Session
 
 BUDGET = Memory(device="34KiB", chunk="8448", step="host")  # of 43 KB of parameters
 PAIRS = ((0, 1), (2, 3))

@@ -27,8 +27,8 @@ from atoll.core.memory import Memory
 from atoll.memory import fitted
 from atoll.observe.summary import read_summary
 from atoll.testing.pool import WorkerPool
-from atoll.train.place import Place
-from atoll.train.session import Session
+from atoll.train.api.place import Place
+from atoll.train.api.session import Session
 
 WIDTH = 32
 BUDGET = Memory(device="48KiB", chunk="8448", step="host")  # of 90 KB of parameters, in 11 chunks

@@ -19,7 +19,7 @@ from atoll.core.errors import AtollError, UserError
 from atoll.core.events import Decided, Warned
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.runs import run_at
-from atoll.train import clipping
+from atoll.train.gradients import clipping
 
 pytestmark = pytest.mark.quick
 

@@ -23,7 +23,7 @@ from atoll.core.config import HUB_VARIABLE, Config, Groups, Run, Sync
 from atoll.core.errors import AtollError
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 
 def entered(command: Command, worker: int) -> bool:

@@ -24,7 +24,7 @@ from atoll.core.errors import UserError
 from atoll.net.keys import make_keys, write_keys
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 # Trains until there is a file `stop`, as all nodes agree each 32 iterations; then all compare what they hold.
 SCRIPT = """

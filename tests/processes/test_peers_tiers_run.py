@@ -14,7 +14,7 @@ from torch import nn
 
 import atoll
 from atoll.core.config import Config
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 LAYERS = "torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)"
 WIDE = "torch.nn.Linear(8, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64), torch.nn.Linear(64, 1)"

@@ -25,7 +25,7 @@ from atoll.server.journal import Folder, read_segments
 from atoll.store.records import Told
 from atoll.testing.pool import FORKSERVER, WorkerPool
 from atoll.testing.served import RUN, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 MIB = 2**20
 SECONDS = 60.0

@@ -22,7 +22,7 @@ from atoll.core.config import Chunks, Config, Sync
 from atoll.core.errors import CheckpointError
 from atoll.testing.models import MODELS
 from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 CONFIG = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s"))
 STEPS = 9

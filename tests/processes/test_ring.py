@@ -18,8 +18,8 @@ import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.core.errors import AtollError
 from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.train.place import Place
-from atoll.train.session import Session
+from atoll.train.api.place import Place
+from atoll.train.api.session import Session
 
 pytestmark = pytest.mark.quick
 

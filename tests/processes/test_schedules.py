@@ -27,7 +27,7 @@ from atoll.hub.planner import GroupingSettings
 from atoll.testing.parity import ALONE, await_groups
 from atoll.testing.pool import FORKSERVER, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 BATCH, STEPS = 4, 10
 WIDTH = 32

@@ -20,9 +20,9 @@ from atoll.server import shard as shard_module
 from atoll.server.model import Model
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.hub_client import HubClient
-from atoll.train.place import Place
-from atoll.train.service import Service, enter
+from atoll.train.api.place import Place
+from atoll.train.members.hub_client import HubClient
+from atoll.train.sync.service import Service, enter
 
 SAMPLES = 60
 

@@ -18,7 +18,7 @@ from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
 from atoll.testing.models import MODELS
 from atoll.testing.parity import Case, Trajectory, differences, train_plain
 from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 pytestmark = pytest.mark.quick
 

@@ -20,7 +20,7 @@ import atoll
 from atoll.core.config import Chunks, Config, LinkOptions, Run, Sync
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 __all__ = ["through_proxy"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import atoll
 from atoll.core.config import Chunks, Config
 from atoll.testing.pool import WorkerPool
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 STEPS = 2000
 WARM = 500  # steps after which memory has settled

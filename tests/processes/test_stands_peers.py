@@ -12,7 +12,7 @@ from differing_scripts import ASKED, AT, CALLS, HERE, PAIRS, STEPS, line_of, run
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 
 def train(place: Place, stale_max: int, kind: str, which: str, folder: str) -> None:

@@ -22,8 +22,8 @@ from atoll.hub.planner import GroupingSettings
 from atoll.testing.parity import ALONE, await_groups
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
-from atoll.train.session import Session
+from atoll.train.api.place import Place
+from atoll.train.api.session import Session
 
 SITES = ["paris", "berlin"]
 SSP = pytest.param("ssp", marks=pytest.mark.soak)

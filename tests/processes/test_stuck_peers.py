@@ -28,9 +28,9 @@ from atoll.net.endpoint import Server
 from atoll.server.siteplace import Place as SitePlace
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
-from atoll.train.service import parties_of
-from atoll.train.session import Session
+from atoll.train.api.place import Place
+from atoll.train.api.session import Session
+from atoll.train.sync.service import parties_of
 from atoll.wire.messages import VERSION, Ended, Goodbye, Hello, Welcome, decode_untrusted, encode
 
 DEADLINE = 60.0

@@ -23,7 +23,7 @@ from test_survival_ring import (
     trains,
 )
 
-from atoll.train.session import Session
+from atoll.train.api.session import Session
 
 WORKERS, GROUPS = 5, 2  # workers 0, 1, 2 with leader 0, and 3, 4 with leader 3
 LEADERS = (0, 3)

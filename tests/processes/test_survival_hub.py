@@ -30,7 +30,7 @@ from atoll.server.journal import Folder
 from atoll.store.frames import frames
 from atoll.testing import faults
 from atoll.testing.faults import Fault
-from atoll.train.hub_client import HubClient
+from atoll.train.members.hub_client import HubClient
 from atoll.wire.messages import VERSION, Heartbeat, Hello, Shards, WhereAreShards, encode
 from atoll.wire.messages import Welcome as WelcomeMessage
 
@@ -124,7 +124,7 @@ def meet(address: str, deadline: float = DEADLINE) -> tuple[HubClient, int]:
 def test_a_ring_forms_and_its_store_is_kept_while_the_hub_is_killed(
     folder: Path, at: tuple[int, ...]
 ) -> None:
-    from atoll.train.rendezvous import HubStore
+    from atoll.train.group.rendezvous import HubStore
 
     plan = [Fault(point, iteration=write, times=len(at) - 1) for point in POINTS for write in at]
     with ring_hub(folder, 2, *plan) as hub, ThreadPoolExecutor(2) as both, ExitStack() as ends:
@@ -290,7 +290,7 @@ def test_a_hub_killed_between_the_compact_state_and_its_place(folder: Path) -> N
     """In real life a state is put together after a megabyte; the loop of leases makes as much."""
     with ring_hub(folder, 1, Fault("hub.compacted")) as hub:
         client, group = meet(hub.address)
-        from atoll.train.rendezvous import HubStore
+        from atoll.train.group.rendezvous import HubStore
 
         assert client.welcome is not None
         store = HubStore(hub.address, None, client.welcome, group, DEADLINE)

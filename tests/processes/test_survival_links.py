@@ -33,7 +33,7 @@ import os, sys, time
 import torch
 import atoll
 from atoll.core.config import Config, Run, Sync
-from atoll.train.hub_client import HubClient
+from atoll.train.members.hub_client import HubClient
 
 if door := os.environ.get("SHARD_DOOR"):
     HubClient.shards = lambda hub: [door]

@@ -22,7 +22,7 @@ import atoll
 from atoll.core.config import Chunks
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 TURNS = 4
 OTHERS = ("shard.held", "shard.promoted", "shard.copied", "shard.snapshot")  # have tests of their own

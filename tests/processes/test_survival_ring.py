@@ -32,10 +32,10 @@ from atoll.core.errors import AtollError
 from atoll.hub.decisions import read_decisions
 from atoll.testing.pool import FORKSERVER
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.channel import BrokenRingError
-from atoll.train.ring import RingReducer
-from atoll.train.session import Session
-from atoll.train.sockets import shut
+from atoll.train.api.session import Session
+from atoll.train.gradients.ring import RingReducer
+from atoll.train.group.channel import BrokenRingError
+from atoll.train.group.sockets import shut
 
 STEPS = 6
 STRIKE = 3  # the iteration in which a fault happens

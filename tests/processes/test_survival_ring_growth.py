@@ -31,8 +31,8 @@ from test_survival_ring import (
 from torch import Tensor, nn
 
 from atoll.core import points
-from atoll.train.confirmation import Confirmations, steps
-from atoll.train.session import Session
+from atoll.train.api.session import Session
+from atoll.train.group.confirmation import Confirmations, steps
 
 # -- one worker alone, through a hub ------------------------------------------------------------------------
 

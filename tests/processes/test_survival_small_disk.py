@@ -28,7 +28,7 @@ from atoll.core.events import StepDone
 from atoll.hub.journal import FILE
 from atoll.observe.journal import JournalReader
 from atoll.server.snapshot import latest
-from atoll.train.hub_client import HubClient
+from atoll.train.members.hub_client import HubClient
 
 MIB = 2**20
 

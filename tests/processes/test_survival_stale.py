@@ -18,7 +18,7 @@ import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 ITERATIONS = 8
 

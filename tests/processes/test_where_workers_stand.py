@@ -23,8 +23,8 @@ from atoll.core.errors import AtollError, MismatchError
 from atoll.core.memory import Memory
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
-from atoll.train.session import Session
+from atoll.train.api.place import Place
+from atoll.train.api.session import Session
 
 STEPS = 5
 AT = 2  # the step after which worker 1 makes its mistake

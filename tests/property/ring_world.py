@@ -29,14 +29,14 @@ from atoll.hub.decisions import Decisions
 from atoll.hub.records import AnyRecord, Came, Died, InRing, Knows, Left, decode_record, encode_record
 from atoll.hub.rings import Rings
 from atoll.tensors.binding import bind_model, specs_of
-from atoll.train import channel, rounds
-from atoll.train.channel import BrokenRingError
-from atoll.train.place import Place
-from atoll.train.reducer import Calls
-from atoll.train.ring import RingReducer
-from atoll.train.rounds import Regrouped, Ring
-from atoll.train.samples import Contribution
-from atoll.train.workers import Workers
+from atoll.train.api.place import Place
+from atoll.train.gradients.reducer import Calls
+from atoll.train.gradients.ring import RingReducer
+from atoll.train.gradients.samples import Contribution
+from atoll.train.group import channel, rounds
+from atoll.train.group.channel import BrokenRingError
+from atoll.train.group.rounds import Regrouped, Ring
+from atoll.train.members.workers import Workers
 from atoll.wire.messages import (
     AnyMessage,
     Enter,
@@ -415,7 +415,7 @@ class State:
 
 
 class Member:
-    """A worker: what `train/rendezvous.py` (HubRing) is to `Ring`, and a script on a thread."""
+    """A worker: what `train/group/rendezvous.py` (HubRing) is to `Ring`, and a script on a thread."""
 
     def __init__(self, world: World, rank: int, incarnation: int, *, late: bool) -> None:
         self.world, self.name, self.incarnation, self.late = world, rank, incarnation, late

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.train.confirmation import steps
+from atoll.train.group.confirmation import steps
 
 
 @given(world=st.integers(1, 80))

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.train.sampler import BatchesSampler, DealtSampler, ShardedSampler
+from atoll.train.data.sampler import BatchesSampler, DealtSampler, ShardedSampler
 
 
 @dataclass

@@ -23,11 +23,11 @@ from torch import Tensor
 from atoll.core.config import LinkOptions
 from atoll.exchange.feedback import Feedback
 from atoll.net.tunnel import Lossy
-from atoll.train.channel import BrokenRingError
-from atoll.train.exchange import Connection
-from atoll.train.groupexchange import GroupExchange, Outgoing
-from atoll.train.samples import Contribution
-from atoll.train.uplink import Kind, Uplink
+from atoll.train.gradients.samples import Contribution
+from atoll.train.group.channel import BrokenRingError
+from atoll.train.sync.exchange import Connection
+from atoll.train.sync.groupexchange import GroupExchange, Outgoing
+from atoll.train.sync.uplink import Kind, Uplink
 from atoll.wire.messages import AnyMessage, Commit, Committed, LostBlocks, Push, run_of
 
 CHUNKS = (0, 1, 2)

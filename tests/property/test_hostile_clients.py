@@ -24,13 +24,13 @@ from atoll.server.links import HubLink, LogLink
 from atoll.server.mirror import Mirror
 from atoll.server.siteplace import Place
 from atoll.tensors.binding import bind_model, specs_of
-from atoll.train import hub_client
-from atoll.train.exchange import AsyncExchange, Connection, MeanExchange
-from atoll.train.hub_client import HubClient
+from atoll.train.gradients.reducer import Calls
+from atoll.train.gradients.samples import Contribution
+from atoll.train.members import hub_client
+from atoll.train.members.hub_client import HubClient
 from atoll.train.node.witnesslink import WitnessLink
-from atoll.train.reducer import Calls
-from atoll.train.samples import Contribution
-from atoll.train.service import parties_of
+from atoll.train.sync.exchange import AsyncExchange, Connection, MeanExchange
+from atoll.train.sync.service import parties_of
 from atoll.wire import messages as m
 
 RUN = "test"
@@ -91,7 +91,7 @@ def test_a_worker_bears_a_hub_that_lies(monkeypatch: pytest.MonkeyPatch) -> None
     likely = (m.Welcome, m.Shards, m.Gathered, m.Reformed, m.Leased, m.Grouped, m.RingNews, m.MeasureLink)
     done = 0
     for seed in SEEDS:
-        with lying(monkeypatch, "atoll.train.hub_client", seed, likely) as liar:
+        with lying(monkeypatch, "atoll.train.members.hub_client", seed, likely) as liar:
             client = HubClient("tcp://127.0.0.1:1", None, timeout=0.005)
             done += tried(client.join, client.check)
             liar.honest = hello_only(WELCOME)
@@ -121,7 +121,7 @@ def test_a_worker_uses_no_samples_that_there_are_not(monkeypatch: pytest.MonkeyP
         def honest(header: bytes, answer: m.Leased = answer) -> list[Any]:
             return [answer] if isinstance(m.decode_untrusted(header), m.Lease) else [WELCOME]
 
-        with lying(monkeypatch, "atoll.train.hub_client", 0, (), honest=honest) as liar:
+        with lying(monkeypatch, "atoll.train.members.hub_client", 0, (), honest=honest) as liar:
             liar.lies = False
             client = HubClient("tcp://127.0.0.1:1", None, timeout=0.05)
             client.join()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
-from atoll.train.dealing import Item
+from atoll.train.data.dealing import Item
 from atoll.train.node.dealing import AHEAD, Fact, PeerDeal, split, weights_by
 from atoll.train.node.sampler import PeerBatches
 

@@ -19,7 +19,7 @@ WORLD = 3
 
 @dataclass
 class Worker:
-    """A member as `train/rounds.py` has it, without tensors: each round's result is who contributed."""
+    """A member as `train/group/rounds.py` has it, without tensors: each round's result is who contributed."""
 
     incarnation: int
     name: int

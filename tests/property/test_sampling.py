@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.train.sampler import ShardedSampler
+from atoll.train.data.sampler import ShardedSampler
 
 WORLDS = st.integers(1, 6)
 LENGTHS = st.integers(1, 60)

@@ -9,7 +9,7 @@ import torch
 
 from atoll.core.hyperparameters import difference_line, first_difference
 from atoll.tensors.settings import settings_of
-from atoll.train.alike import Treatment, Treatments, are_alike, difference
+from atoll.train.gradients.alike import Treatment, Treatments, are_alike, difference
 
 
 def made(*clips: tuple[float, float], edited: bool = False, iteration: int = 3) -> Treatments:

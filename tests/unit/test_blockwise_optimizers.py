@@ -24,7 +24,7 @@ from atoll.tensors.optimizer import elementwise_keys
 from atoll.tensors.shardoptimizer import ShardOptimizer
 from atoll.testing.optimizers import SETTINGS, BlockwiseSGD
 from atoll.testing.pool import ring_of_one
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 LINE = (
     "optimizer BlockwiseSGD is not element-wise (it steps parameters of 4,096 elements and more by blocks, "

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from atoll.core.errors import CheckpointError
-from atoll.train.resume import TrainingState
+from atoll.train.checkpoint.resume import TrainingState
 
 
 class Met:

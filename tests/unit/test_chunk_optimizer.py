@@ -15,7 +15,7 @@ from atoll.core.config import Chunks, Config
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.optimizer import ChunkOptimizer
 from atoll.testing.pool import ring_of_one
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 _places: list[Callable[[], Place]] = []  # what the running test is run for
 _sessions: list[atoll.Session] = []

@@ -13,11 +13,11 @@ from atoll.core.config import Config
 from atoll.core.errors import UserError
 from atoll.core.memory import Memory
 from atoll.testing.pool import ring_of_one
-from atoll.train.compose import compose
-from atoll.train.place import Place
+from atoll.train.api.compose import compose
+from atoll.train.api.place import Place
 
 SOURCE = Path(__file__).parents[2] / "src" / "atoll"
-COMPOSE = "train/compose.py"
+COMPOSE = "train/api/compose.py"
 # What every class of a kind comes from: a class below one of these is of the kind too.
 ASKING = ("isinstance", "issubclass")
 ROOTS = {

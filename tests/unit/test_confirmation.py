@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import AtollError, DeadlineError
-from atoll.train.channel import BrokenRingError
-from atoll.train.confirmation import Confirmations
-from atoll.train.place import Place
+from atoll.train.api.place import Place
+from atoll.train.group.channel import BrokenRingError
+from atoll.train.group.confirmation import Confirmations
 
 SECONDS = 30.0
 
@@ -137,7 +137,7 @@ def test_who_cannot_be_reached_makes_all_confirm_by_sums() -> None:
 
     with (
         mock.patch.object(Played, "all_gather", elsewhere),
-        mock.patch("atoll.train.confirmation._CONNECT_SECONDS", 0.5),
+        mock.patch("atoll.train.group.confirmation._CONNECT_SECONDS", 0.5),
     ):
         found = group.run(lambda confirmations: (confirmations.without, confirmations.trouble))
     assert found[0][0] == found[1][0] == found[2][0]
@@ -158,7 +158,7 @@ def test_an_address_that_is_none_is_not_connected_to(place: bytes) -> None:
 
     with (
         mock.patch.object(Played, "all_gather", spoilt),
-        mock.patch("atoll.train.confirmation._CONNECT_SECONDS", 0.2),
+        mock.patch("atoll.train.group.confirmation._CONNECT_SECONDS", 0.2),
     ):
         found = group.run(lambda confirmations: confirmations.without)
     assert found == [[10, 11]] * 2
@@ -183,7 +183,7 @@ def test_strangers_are_turned_away(greeting: bytes) -> None:
 
     with (
         mock.patch.object(Confirmations, "_connect", after_a_stranger),
-        mock.patch("atoll.train.confirmation._GREETING_SECONDS", 0.2),
+        mock.patch("atoll.train.group.confirmation._GREETING_SECONDS", 0.2),
     ):
         assert group.run(act) == [[], []]
     for stranger in strangers:

@@ -17,8 +17,8 @@ from atoll.core.config import Chunks, Config
 from atoll.core.errors import CheckpointError
 from atoll.tensors.checkpoint import pack, unpack
 from atoll.testing.pool import ring_of_one
-from atoll.train.place import Place
-from atoll.train.session import Session
+from atoll.train.api.place import Place
+from atoll.train.api.session import Session
 
 CONFIG = Config(chunks=Chunks(size="2KiB"))
 PLACES = [None, ring_of_one]

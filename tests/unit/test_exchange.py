@@ -14,9 +14,9 @@ from atoll.core.errors import UserError
 from atoll.exchange.link import Handler
 from atoll.net.tunnel import Lossy
 from atoll.tensors.binding import BoundChunk, bind_model, specs_of
-from atoll.train.exchange import AsyncExchange, Connection, bytes_of, gradient_as_it_lies
-from atoll.train.reducer import Calls
-from atoll.train.samples import Contribution
+from atoll.train.gradients.reducer import Calls
+from atoll.train.gradients.samples import Contribution
+from atoll.train.sync.exchange import AsyncExchange, Connection, bytes_of, gradient_as_it_lies
 from atoll.wire.messages import AnyMessage, Commit, Committed, LostBlocks, Parameters, Pull, Push, Used
 
 

@@ -16,7 +16,7 @@ from atoll.launch.processes import PARENT_VARIABLE
 from atoll.observe.journal import JournalReader
 from atoll.observe.lastwords import LAST_WORDS_VARIABLE, LastWords
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 SCRIPT = """
 import os, sys

@@ -15,15 +15,15 @@ from torch.utils.data import DataLoader
 from atoll.core.config import LinkOptions
 from atoll.core.errors import CheckpointError
 from atoll.exchange.feedback import Feedback
-from atoll.train.channel import Channel
-from atoll.train.groupworkers import GroupWorkers
-from atoll.train.leased_sampler import LeasedSampler
-from atoll.train.pace import Pace
-from atoll.train.place import Place
-from atoll.train.regrouping import GroupState, Leases
-from atoll.train.ringbytes import broadcast_bytes, gather_bytes
-from atoll.train.solo import SoloChannel
-from atoll.train.uplink import Uplink, Wanted
+from atoll.train.api.pace import Pace
+from atoll.train.api.place import Place
+from atoll.train.data.leased_sampler import LeasedSampler
+from atoll.train.group.channel import Channel
+from atoll.train.group.ringbytes import broadcast_bytes, gather_bytes
+from atoll.train.group.solo import SoloChannel
+from atoll.train.members.groupworkers import GroupWorkers
+from atoll.train.members.regrouping import GroupState, Leases
+from atoll.train.sync.uplink import Uplink, Wanted
 from atoll.wire.messages import Leased, run_of
 
 SECONDS = 30.0

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from atoll.core.errors import CheckpointError, RunError, UserError
 from atoll.store.leases import Leases
-from atoll.train.epochs import epoch_of
-from atoll.train.leased_sampler import FIRST_LEASE, LeasedBatches, LeasedSampler
-from atoll.train.sampler import ShardedSampler, epoch_order
+from atoll.train.data.epochs import epoch_of
+from atoll.train.data.leased_sampler import FIRST_LEASE, LeasedBatches, LeasedSampler
+from atoll.train.data.sampler import ShardedSampler, epoch_order
 from atoll.wire.messages import Lease, Leased
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from atoll.train.links import LinkEnd
+from atoll.train.sync.links import LinkEnd
 from atoll.wire.messages import LinkMeasured, LinkPlace, MeasureLink
 
 DEADLINE = 20.0

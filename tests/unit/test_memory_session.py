@@ -17,8 +17,8 @@ from atoll.core.errors import ConfigError, NonFiniteGradientError, RunError, Use
 from atoll.core.memory import Memory
 from atoll.observe.memory import memory_lines
 from atoll.observe.summary import Summary, read_summary
-from atoll.train.memory import Tiers
-from atoll.train.place import Place
+from atoll.train.api.place import Place
+from atoll.train.gradients.memory import Tiers
 
 HALF = "48KiB"  # of the 80 KiB that the model's parameters take
 

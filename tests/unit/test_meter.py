@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.train import meter
-from atoll.train.meter import Meter
+from atoll.train.api import meter
+from atoll.train.api.meter import Meter
 
 
 class Counted:

@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 
-from atoll.train.meetings import MeetingWorkers
+from atoll.train.api.place import Place
+from atoll.train.members.meetings import MeetingWorkers
 from atoll.train.node import meetings as of_nodes
 from atoll.train.node.meetings import NodeWorkers
-from atoll.train.place import Place
 
 DEADLINE = 30.0
 

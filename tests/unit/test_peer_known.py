@@ -13,6 +13,7 @@ from torch.distributed import DistStoreError, HashStore
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
 from atoll.core.errors import ConfigError, DeadlineError, RunError, UserError
 from atoll.observe.rundir import DIRECTORY_VARIABLE
+from atoll.train.api.place import Place
 from atoll.train.node import introduction as module
 from atoll.train.node.introduction import (
     Introduction,
@@ -24,7 +25,6 @@ from atoll.train.node.introduction import (
     known_before,
 )
 from atoll.train.node.start import CpuSide
-from atoll.train.place import Place
 from atoll.wire.device import NodeAt
 
 NODES = [NodeAt(node=node, incarnation=1, address=f"tcp://127.0.0.1:{5000 + node}") for node in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from atoll.testing.pool import WorkerPool
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 
 def leaves_a_timeout(place: Place) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.train.masks import digest_of_generators, has_random_layers
+from atoll.train.gradients.masks import digest_of_generators, has_random_layers
 
 
 class DropPath(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from atoll.core.errors import DeadlineError, UserError
-from atoll.train.reach import Whereabouts, host_among, whereabouts
+from atoll.train.members.reach import Whereabouts, host_among, whereabouts
 
 HIDDEN = "127.0.1.1"
 SECONDS = 30.0

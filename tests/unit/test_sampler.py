@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from atoll.core.errors import CheckpointError, UserError
-from atoll.train.sampler import ShardedSampler
+from atoll.train.data.sampler import ShardedSampler
 
 
 class Numbers(Dataset[int]):

@@ -11,9 +11,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 from atoll.core.errors import UserError
-from atoll.train.epochs import epoch_of
+from atoll.train.data.epochs import epoch_of
+from atoll.train.data.sampler import BatchesSampler, ShardedSampler
 from atoll.train.node.sampler import PeerBatches
-from atoll.train.sampler import BatchesSampler, ShardedSampler
 
 WORLD, BATCH = 3, 5
 

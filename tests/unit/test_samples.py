@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from atoll.core.weighing import GUESSED, KNOWN, NONE, Certainty, said, told_unlike
-from atoll.train.sampler import BatchesSampler, ShardedSampler
-from atoll.train.samples import Contribution, SampleCount, Seen, seen_in
+from atoll.train.data.sampler import BatchesSampler, ShardedSampler
+from atoll.train.gradients.samples import Contribution, SampleCount, Seen, seen_in
 
 
 @dataclass

@@ -17,10 +17,10 @@ from torch.optim import lr_scheduler as schedulers
 import atoll
 from atoll.core.config import Config
 from atoll.core.errors import UserError
-from atoll.train.place import Place
-from atoll.train.resume import TrainingState
-from atoll.train.schedule import length_of, position_of
-from atoll.train.session import Session
+from atoll.train.api.place import Place
+from atoll.train.api.schedule import length_of, position_of
+from atoll.train.api.session import Session
+from atoll.train.checkpoint.resume import TrainingState
 
 STEPS, BATCH = 12, 4
 TOTAL = STEPS * BATCH

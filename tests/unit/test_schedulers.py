@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, ReduceLROnPlate
 
 import atoll
 from atoll.core.errors import CheckpointError, UserError
-from atoll.train.schedulers import by_class, schedulers_of
+from atoll.train.api.schedulers import by_class, schedulers_of
 
 
 def prepared() -> tuple[atoll.Session, torch.optim.Optimizer]:

@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
-from atoll.train.entering import ServedEntrance
-from atoll.train.place import Place
-from atoll.train.served_workers import ServedWorkers
+from atoll.train.api.place import Place
+from atoll.train.members.entering import ServedEntrance
+from atoll.train.members.served_workers import ServedWorkers
 from atoll.wire.messages import Committed
 
 

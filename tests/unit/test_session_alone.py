@@ -16,10 +16,10 @@ from atoll.core.errors import BindingError, CheckpointError, PrepareError, UserE
 from atoll.core.events import Logged
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
-from atoll.train.place import Place
-from atoll.train.records import MOST_LOGGED
-from atoll.train.schedulers import schedulers_of
-from atoll.train.session import Session
+from atoll.train.api.place import Place
+from atoll.train.api.records import MOST_LOGGED
+from atoll.train.api.schedulers import schedulers_of
+from atoll.train.api.session import Session
 
 
 def prepared() -> tuple[Session, nn.Module, torch.optim.Optimizer]:

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import HashStore
 
 from atoll.net.socketfolder import KEY_FILE, hold_folder, make_socket_folder, remove_left_folders
+from atoll.train.api.place import Place
 from atoll.train.node.introduction import StoreMeeting
-from atoll.train.place import Place
 
 
 @pytest.mark.parametrize(

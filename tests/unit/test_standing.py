@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from atoll.core.errors import MismatchError
 from atoll.core.stands import Stand, call, end, gradients
-from atoll.train.standing import Standing
+from atoll.train.group.standing import Standing
 
 SECONDS = 30.0
 SHORT = 0.04  # a deadline with which a worker asks after a hundredth of a second

@@ -229,22 +229,28 @@ REVIEWED: dict[str, str] = {
     "launch/rings.py: RingLaunch.poll: super().poll()": "looks, and returns",
     "train/node/introduction.py: _InStore._record: store.get(_key(node))": "it is there: `wait` has returned",
     "train/node/introduction.py: _hear_leader: inside.store.get(_INTRODUCED)": "it is there, as above",
-    "train/channel.py: Channel.wait: work.wait()": "NCCL's work has been polled until its end",
-    "train/reach.py: _exchange: store.get(key)": "it is there: `wait` has returned",
-    "train/standing.py: _Inquiry._read: self._store.get(key)": "it is there: `check` has found it",
-    "train/confirmation.py: Confirmations.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
-    "train/confirmation.py: Confirmations._hear: link.recv(1)": _SLICES,
+    "train/group/channel.py: Channel.wait: work.wait()": "NCCL's work has been polled until its end",
+    "train/members/reach.py: _exchange: store.get(key)": "it is there: `wait` has returned",
+    "train/group/standing.py: _Inquiry._read: self._store.get(key)": "it is there: `check` has found it",
+    "train/group/confirmation.py: Confirmations.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
+    "train/group/confirmation.py: Confirmations._hear: link.recv(1)": _SLICES,
     "train/node/door.py: Door._admit: self._listening.accept()": "a socket that does not block",
     "train/node/door.py: ask_at: link.connect(f'\\x00{door}')": _PROBE,
-    "train/confirmation.py: Confirmations._connect: link.sendall(_GREETING.pack(theirs, rank))": _SLICES,
-    "train/confirmation.py: Confirmations._accept: listener.accept()": _SLICES,
-    "train/confirmation.py: Confirmations._accept: link.recv(_GREETING.size - len(greeting))": _SLICES,
-    "train/channel.py: Channel._watch: work.wait()": "the work is over; this gives its error, if it has one",
-    "train/hierarchy.py: _Lane._serve: self.sums.get()": (
+    (
+        "train/group/confirmation.py: Confirmations._connect: link.sendall(_GREETING.pack(theirs, rank))"
+    ): _SLICES,
+    "train/group/confirmation.py: Confirmations._accept: listener.accept()": _SLICES,
+    (
+        "train/group/confirmation.py: Confirmations._accept: link.recv(_GREETING.size - len(greeting))"
+    ): _SLICES,
+    "train/group/channel.py: Channel._watch: work.wait()": (
+        "the work is over; this gives its error, if it has one"
+    ),
+    "train/group/hierarchy.py: _Lane._serve: self.sums.get()": (
         "the thread that makes a lane's sums waits for the next; `close` and `abandon` end it"
     ),
-    "train/channel.py: Channel.close: self._group.shutdown()": "NCCL gives up what is under way",
-    "train/sockets.py: shut: link.shutdown(socket.SHUT_RDWR)": "the system call does not wait",
+    "train/group/channel.py: Channel.close: self._group.shutdown()": "NCCL gives up what is under way",
+    "train/group/sockets.py: shut: link.shutdown(socket.SHUT_RDWR)": "the system call does not wait",
     "train/node/calculating.py: Calculating.collect: os.read(self._read, 64)": "a pipe that does not block",
     "train/node/calculating.py: Calculating._run: self._given.wait()": (
         "the thread that computes waits for the next job; `close` ends it"
@@ -291,10 +297,10 @@ REVIEWED: dict[str, str] = {
     "ThreadPoolExecutor(self.size, 'atoll-chunks', initializer=_stay_alone)": (
         "its threads step chunks, and wait for nobody"
     ),
-    "train/ring.py: RingReducer._wait: "
+    "train/gradients/ring.py: RingReducer._wait: "
     "torch.accelerator.current_stream(messages[0].memory.device).synchronize()": _OWN_DEVICE,
     "memory/bandwidth.py: settle: torch.accelerator.synchronize(device)": _OWN_DEVICE,
-    "train/meter.py: Meter._seconds_on_device: torch.accelerator.synchronize(self._device)": _OWN_DEVICE,
+    "train/api/meter.py: Meter._seconds_on_device: torch.accelerator.synchronize(self._device)": _OWN_DEVICE,
 }
 
 

@@ -26,7 +26,7 @@ from atoll.core.errors import DeadlineError, RunError
 from atoll.tensors.torch_compat import uncompiled
 from atoll.testing.models import MODELS, TinyModel
 from atoll.testing.served import served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 STEPS = 20
 ALONE = 4  # steps that workers make before they are in groups: the probe, and one that does not count

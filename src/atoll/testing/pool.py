@@ -27,12 +27,12 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from atoll.core.errors import DeadlineError, RunError
 from atoll.tensors.torch_compat import SLOW_IMPORT
 from atoll.testing.cpu_sides import fork_cpu_sides
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 # For all processes of tests that need torch. There is one fork server a process, and who forks first says
 # what it imports.
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload([SLOW_IMPORT, "atoll.server.main", "atoll.train.session"])
+FORKSERVER.set_forkserver_preload([SLOW_IMPORT, "atoll.server.main", "atoll.train.api.session"])
 
 LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=120)

@@ -29,7 +29,7 @@ from atoll.memory.bandwidth import measure
 from atoll.moves.timeline import Bandwidths
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.train.place import Place
+from atoll.train.api.place import Place
 
 _TIMEOUT = "60s"
 _BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # the model of `model` takes more

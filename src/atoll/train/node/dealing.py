@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from atoll.core.errors import UserError
-from atoll.train.dealing import Item, Run, after, merged
+from atoll.train.data.dealing import Item, Run, after, merged
 
 BLOCK = 16  # ticks that are dealt alike
 AHEAD = 31  # ticks that a loader may fetch ahead, where nothing else is said

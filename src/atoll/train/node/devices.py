@@ -26,9 +26,9 @@ from atoll.core.errors import (
     UserError,
     error_named,
 )
-from atoll.train.place import Place
-from atoll.train.ringbytes import broadcast_bytes, gather_bytes
-from atoll.train.rounds import Ring
+from atoll.train.api.place import Place
+from atoll.train.group.ringbytes import broadcast_bytes, gather_bytes
+from atoll.train.group.rounds import Ring
 
 # Beyond sync.timeout: devices wait for their leader, whose own wait has that deadline, and whose error says
 # what it waited for.

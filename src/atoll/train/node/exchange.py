@@ -26,10 +26,10 @@ from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gra
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters
 from atoll.tensors.torch_compat import version_of
+from atoll.train.gradients.reducer import Clipping, Reducer
+from atoll.train.gradients.samples import Contribution
 from atoll.train.node.memory import HostMemory
 from atoll.train.node.worker import NodeWorker
-from atoll.train.reducer import Clipping, Reducer
-from atoll.train.samples import Contribution
 from atoll.wire.device import (
     NO_MORE,
     Captured,

@@ -47,13 +47,13 @@ from atoll.net.socketfolder import (
     remove_left_folders,
 )
 from atoll.observe.rundir import DIRECTORY_VARIABLE
-from atoll.train.device import device_of
-from atoll.train.hub_client import HubClient
+from atoll.train.api.device import device_of
+from atoll.train.api.place import Place
+from atoll.train.group.rendezvous import HubStore
+from atoll.train.group.rounds import Ring
+from atoll.train.members.hub_client import HubClient
 from atoll.train.node.devices import LEADER_SECONDS, Devices, by_torchrun, places_of
 from atoll.train.node.start import CpuSide
-from atoll.train.place import Place
-from atoll.train.rendezvous import HubStore
-from atoll.train.rounds import Ring
 from atoll.wire.device import Begin, Introduce, Listening, NodeAt
 
 FOLDER = "nodes"  # in the run's directory: what each node knows of the others

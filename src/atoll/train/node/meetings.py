@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.core.errors import GivenUpError
 from atoll.core.stands import Stand
-from atoll.train.meetings import MeetingWorkers, bytes_of, put_bytes
+from atoll.train.members.meetings import MeetingWorkers, bytes_of, put_bytes
 from atoll.train.node.worker import NodeWorker
 from atoll.wire.device import Meet, Met
 

@@ -16,12 +16,12 @@ import torch
 
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
+from atoll.train.gradients.reducer import Calls, Reducer
+from atoll.train.gradients.ring import Agreement, RingReducer
+from atoll.train.gradients.samples import Contribution
+from atoll.train.group.rounds import Ring
 from atoll.train.node.devices import one_node_in_trouble
 from atoll.train.node.exchange import NodeParts, PeerExchange
-from atoll.train.reducer import Calls, Reducer
-from atoll.train.ring import Agreement, RingReducer
-from atoll.train.rounds import Ring
-from atoll.train.samples import Contribution
 
 
 class OfDevices(PeerExchange):

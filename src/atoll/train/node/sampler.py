@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, UserError
-from atoll.train.dealing import Item, Run
-from atoll.train.node.dealing import PeerDeal
-from atoll.train.sampler import (
+from atoll.train.data.dealing import Item, Run
+from atoll.train.data.sampler import (
     ShardedSampler,
     check_saved,
     epoch_order,
@@ -25,6 +24,7 @@ from atoll.train.sampler import (
     length_of,
     saved_place,
 )
+from atoll.train.node.dealing import PeerDeal
 
 
 class PeerSampler(ShardedSampler):

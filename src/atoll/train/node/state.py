@@ -28,7 +28,7 @@ from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.payload import bytes_in
 from atoll.train.node.globals import GlobalParameters, sum_of_bits
 from atoll.train.node.memory import ALIGNMENT, aligned, map_bytes, resize
-from atoll.train.sentgroups import sent_groups
+from atoll.train.sync.sentgroups import sent_groups
 from atoll.wire.base import HEADER_BYTES, Count, Hyperparameters, Name
 
 _LENGTH, _BEGIN = 8, 16  # bytes: of the length, and up to the head

@@ -21,6 +21,8 @@ from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.tensors.settings import settings_of
 from atoll.tensors.shardoptimizer import full_name, own_path
+from atoll.train.checkpoint.resume import TrainingState
+from atoll.train.gradients.reducer import Reducer
 from atoll.train.node.cpu import fingerprint
 from atoll.train.node.door import ask_at
 from atoll.train.node.exchange import NodeParts, PeerExchange, said_in
@@ -30,10 +32,8 @@ from atoll.train.node.ring import NodeReducer
 from atoll.train.node.sampler import PeerBatches, PeerSampler
 from atoll.train.node.state import pack_optimizer, unpack_optimizer
 from atoll.train.node.worker import NodeWorker
-from atoll.train.reducer import Reducer
-from atoll.train.resume import TrainingState
-from atoll.train.sentgroups import sent_groups
-from atoll.train.strategies import Stepper, Training, message_bytes_for
+from atoll.train.sync.sentgroups import sent_groups
+from atoll.train.sync.strategies import Stepper, Training, message_bytes_for
 from atoll.wire.device import NO_STATE, Applied, Ready, SetUp, State, WantState
 
 _FACTS = 256  # applied iterations, at least, that are kept for a deal that comes later than word of them

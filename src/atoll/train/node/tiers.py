@@ -33,18 +33,18 @@ from atoll.memory.stepping import state_dtypes
 from atoll.peers.settings import Settings
 from atoll.tensors.binding import BoundChunk, carve, specs_of
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
-from atoll.train.alike import Treatments, Word
-from atoll.train.memory import Tiers
+from atoll.train.gradients.alike import Treatments, Word
+from atoll.train.gradients.memory import Tiers
+from atoll.train.gradients.reducer import Calls, ReducingAtEnd
+from atoll.train.gradients.ring import Agreement, head_of, refuse_unlike_members, take_beside, tell_beside
+from atoll.train.gradients.samples import Contribution
+from atoll.train.group.rounds import Ring
 from atoll.train.node.devices import one_node_in_trouble
 from atoll.train.node.exchange import NodeParts, PeerExchange
 from atoll.train.node.memory import BUFFERS, HostMemory, host_bytes, plan_memory, slots_for
 from atoll.train.node.ring import OfDevices
 from atoll.train.node.strategy import PeerModel, Peers
-from atoll.train.reducer import Calls, ReducingAtEnd
-from atoll.train.ring import Agreement, head_of, refuse_unlike_members, take_beside, tell_beside
-from atoll.train.rounds import Ring
-from atoll.train.samples import Contribution
-from atoll.train.strategies import Strategy, Training
+from atoll.train.sync.strategies import Strategy, Training
 from atoll.wire.messages import Hyperparameters
 
 _STEPS = 4096  # steps are compared by their remainder
@@ -395,7 +395,7 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
         self._done(own, agreed.samples)
 
     def _agree(self, own: Contribution) -> Agreement:
-        """What all devices say of the iteration, as on a ring (train/ring.py)."""
+        """What all devices say of the iteration, as on a ring (train/gradients/ring.py)."""
         rows = [[p.grad is not None for p in bound.parameters] for bound in self._chunks]
         here = [float(each and own.weight > 0) for row in rows for each in row]
         # Of the last mean compare the scale only: the leader's wish to clip counts, and no device steps.

@@ -1,0 +1,105 @@
+"""Before the first step: do all workers train the same model, in the same way?"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import ParameterSpec
+from atoll.core.config import Config
+from atoll.core.errors import PrepareError
+from atoll.train.members.workers import Workers
+
+
+class Description(msgspec.Struct):
+    """What must be equal on all workers, each entry under the name that an error would give it."""
+
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    optimizer: dict[str, str]
+    configuration: dict[str, str]
+
+
+def describe(
+    specs: list[ParameterSpec],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    *,
+    name: str = "",
+    has_budgets: bool = False,
+) -> Description:
+    """This worker's description; of the optimizer's state only how many parameters have some."""
+    parameters = {
+        spec.name: f"{spec.shape} {spec.dtype}{'' if spec.trainable else ', frozen'}"
+        + _in_group(spec.settings)
+        for spec in specs
+    }
+    buffers = {name: f"{tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()}
+    settings: dict[str, str] = {"class": type(optimizer).__name__, "state": str(len(optimizer.state))}
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                settings[f"param_groups[{index}][{key!r}]"] = _shown(value)
+    # What a worker keeps for itself (where records go) may differ; what changes the computation may not.
+    # The members of a group hold alike what is sent over its link.
+    sections = ("chunks", "sync", "groups", *(("link",) if config.run.strategy == "ps-hra" else ()))
+    configuration = {
+        f"{section}.{key}": str(value)
+        for section in sections
+        for key, value in msgspec.to_builtins(getattr(config, section)).items()
+    }
+    configuration["session.prepare(name=)"] = repr(name)
+    # How large they are is each one's own.
+    configuration["memory"] = "given" if has_budgets else "not given"
+    return Description(parameters, buffers, settings, configuration)
+
+
+def check_same(workers: Workers, own: Description) -> None:
+    """Raise PrepareError on every worker, naming the first difference and who has which, unless all are
+    equal."""
+    encoded = msgspec.json.encode(own)
+    digests = workers.gather_bytes(hashlib.sha256(encoded).digest(), "the other workers' models")
+    if len(set(digests)) == 1:
+        return
+    parts = workers.gather_bytes(encoded, "the other workers' models")
+    raise PrepareError(_first_difference([msgspec.json.decode(part, type=Description) for part in parts]))
+
+
+def _first_difference(descriptions: list[Description]) -> str:
+    first = descriptions[0]
+    for rank, other in enumerate(descriptions[1:], start=1):
+        for field, what, way_out in (
+            ("parameters", "parameter", "build the same model on every worker"),
+            ("buffers", "buffer", "build the same model on every worker"),
+            ("optimizer", "the optimizer's", "make the same optimizer on every worker"),
+            ("configuration", "the configuration's", "give every worker the same configuration"),
+        ):
+            mine, theirs = getattr(first, field), getattr(other, field)
+            for name in [*mine, *theirs]:
+                if mine.get(name) != theirs.get(name):
+                    return (
+                        f"the workers differ: {what} {name!r} is {mine.get(name, 'missing')} on worker 0 "
+                        f"and {theirs.get(name, 'missing')} on worker {rank}; {way_out}"
+                    )
+        if list(first.parameters) != list(other.parameters):
+            return (
+                f"the workers differ: worker {rank} registers its parameters in another order than worker 0"
+            )
+    return "the workers differ in the order of their buffers or settings"
+
+
+def _in_group(settings: str) -> str:
+    return f", param group {settings}" if settings else ", in no param group"
+
+
+def _shown(value: Any) -> str:
+    """A hyperparameter as text; of functions and objects the kind, since their addresses differ."""
+    if isinstance(value, Tensor):
+        return repr(value.tolist())
+    plain = (bool, int, float, str, type(None), tuple, list, dict)
+    return repr(value) if isinstance(value, plain) else f"a {type(value).__qualname__}"

@@ -1,0 +1,105 @@
+"""Where a worker stands: its rank among how many, and the store through which they first meet."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from atoll.core.errors import ConfigError, DeadlineError
+from atoll.tensors.torch_compat import default_store
+from atoll.train.group.standing import Standing
+from atoll.train.members.reach import host_among, whereabouts
+
+_joins = itertools.count()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in its group.
+
+    `store` is where the group meets; None: this worker is alone, without a group.
+
+    `host` is the IP address by which the others reach this worker; empty: c10d finds one.
+
+    `watch` raises where this group is known to be broken; None: the group ends with its first loss. Where
+    groups go on without lost members, `names` are the members' first ranks, by which messages call them.
+    `standing` compares the members' places in their scripts, in a group with a Ring.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    store: Store | None = None
+    host: str = ""
+    watch: Callable[[], None] | None = None
+    names: tuple[int, ...] = ()
+    standing: Standing | None = None
+
+    def name_of(self, rank: int) -> int:
+        """What a message calls the member of this rank."""
+        return self.names[rank] if self.names else rank
+
+    @property
+    def name(self) -> int:
+        """What messages call this worker; unlike its rank, it never changes."""
+        return self.name_of(self.rank)
+
+    @staticmethod
+    def from_environment(timeout: float, environment: Mapping[str, str] | None = None) -> Place:
+        """Return the place that torchrun's variables describe; alone without such variables.
+
+        `timeout` is in seconds. Raises ConfigError for incomplete or contradictory variables, DeadlineError
+        where the other workers do not come, and UserError where they could not reach each other.
+        """
+        environment = os.environ if environment is None else environment
+        if "WORLD_SIZE" not in environment and "RANK" not in environment:
+            return Place()
+        world, rank = _number(environment, "WORLD_SIZE"), _number(environment, "RANK")
+        if not 0 <= rank < world:
+            raise ConfigError(
+                f"RANK={rank} must be at least 0 and below WORLD_SIZE={world}; start workers with torchrun"
+            )
+        if world == 1:
+            return Place()
+        local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
+        store = _meet(environment, timeout)
+        host = host_among(store, rank, world, whereabouts(), timeout)
+        return Place(rank, world, local_rank, store, host)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except (KeyError, ValueError):
+        given = environment.get(name)
+        said = "is not set" if given is None else f"is {given!r}"
+        raise ConfigError(f"{name} {said}; it must be a whole number: start workers with torchrun") from None
+
+
+def _meet(environment: Mapping[str, str], timeout: float) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT, or the one of a default group that the script has made."""
+    if dist.is_initialized():
+        found = default_store()
+    else:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in environment:
+                raise ConfigError(f"{name} is not set, though WORLD_SIZE is; start workers with torchrun")
+        address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        try:
+            found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        except (RuntimeError, ValueError, OSError) as error:
+            raise DeadlineError(
+                f"no store answered at MASTER_ADDR:MASTER_PORT {address} within {timeout:g} s: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+    # A restarted launch meets in the same store: its keys must not be those of the launch before.
+    # Nor may a second session of this process find those of the first.
+    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"atoll/{restart}/{next(_joins)}", found)

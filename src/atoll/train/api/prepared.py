@@ -1,0 +1,489 @@
+"""One model and its optimizer, prepared: laid out in chunks, hooked to the ring, stepped chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import ChunkMap, lay_out
+from atoll.core.config import Config
+from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
+from atoll.core.scriptline import at_script_line, script_line
+from atoll.core.stands import Epoch
+from atoll.memory.over import features_of, refuse_apart
+from atoll.memory.sharded import Sharded
+from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
+from atoll.tensors.clipping import check_max_norm
+from atoll.tensors.optimizer import StepHooks, elementwise_keys
+from atoll.tensors.torch_compat import (
+    before_unscaling,
+    clipped_at,
+    count_unscaling,
+    forget_scale,
+    infinity_left_to,
+    is_within_backward,
+    is_within_functional_call,
+    own_parameters,
+    scale_of,
+    uncompiled,
+    watch_clipping,
+    watch_zeroing,
+)
+from atoll.train.api.agreement import check_same, describe
+from atoll.train.api.origin import Origin
+from atoll.train.checkpoint.buffers import ModelBuffers
+from atoll.train.gradients.apart import take_from_groups
+from atoll.train.gradients.backward import BackwardEnd
+from atoll.train.gradients.clipping import GradientNorm, Norms, ResidentNorms
+from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
+from atoll.train.gradients.memory import Tiers, held_chunks
+from atoll.train.gradients.othersteps import OtherSteps
+from atoll.train.gradients.reducer import Calls, Clipping
+from atoll.train.gradients.samples import Contribution, SampleCount, Seen
+from atoll.train.gradients.syncnorm import check_sync_batch_norm
+from atoll.train.members.workers import Workers
+from atoll.train.sync.sentgroups import sent_groups
+from atoll.train.sync.strategies import Strategy, Training
+
+_DROPPED = (
+    "the script's hooks have set every gradient of a backward to None, so it adds nothing to the mean; where "
+    "such a hook updates parameters by itself, the workers' models part: let the prepared optimizer step, "
+    "after backward"
+)
+_EDITED = (
+    "all gradients were changed between a backward under no_sync and {}, {}; they are this worker's own, and "
+    "the mean of clipped gradients is not the clipped mean: to clip, call session.clip_grad_norm_ after the "
+    "last backward, which is outside no_sync"
+)
+
+
+class Prepared:
+    """One (model, optimizer) pair that `session.prepare` has prepared.
+
+    With `tiers`, the model's chunks lie in these tiers, and a strategy of the tiers replaces `strategy`.
+    Without that strategy, the model trains as if without tiers. `backward` is the session's. `epoch_of(self)`
+    is the epoch of the present batch. `epochs_mixed(line)` is that of a reducer's Calls. `forward()` is
+    called before each forward.
+
+    `counted(self, seen)` is called when backward reaches a batch. It returns the number of samples (None:
+    unknown) and how certain that number is. `counts_unlike(line)` is that of a reducer's Calls. `whole(self)`
+    is called when an iteration is whole, `begins_step(self)` before each optimizer step, and `stepped(self)`
+    after it. `skipped(reason)` is called when the policy on NaN and infinities has skipped a step.
+    `warn_once(subject, line)` prints a line once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        origin: Origin,
+        config: Config,
+        device: torch.device,
+        workers: Workers,
+        strategy: Strategy,
+        tiers: Tiers | None,
+        backward: BackwardEnd,
+        begins_step: Callable[[Prepared], None],
+        counted: Callable[[Prepared, Seen], tuple[float | None, str]],
+        epoch_of: Callable[[Prepared], Epoch],
+        epochs_mixed: Callable[[str], None],
+        forward: Callable[[], None],
+        counts_unlike: Callable[[str], None],
+        whole: Callable[[Prepared], None],
+        stepped: Callable[[Prepared], None],
+        skipped: Callable[[str], None],
+        warn_once: Callable[[str, str], None],
+    ) -> None:
+        self.config, self._workers, self.optimizer = config, workers, optimizer
+        self._begins_step, self._forward = begins_step, forward
+        self._backward, self._counted, self._stepped, self._skipped = backward, counted, stepped, skipped
+        self._whole, self.origin, self._warn_once = whole, origin, warn_once
+        self.module: nn.Module = uncompiled(model)  # inside torch.compile's wrapper
+        count_unscaling()
+        watch_clipping()
+        # Before the tiers wrap the optimizer's method:
+        self._unwatch_zeroing = watch_zeroing(self._note_zeros)
+        self.samples = SampleCount()
+        # The latest backward that reached a forward, and the latest that left gradients:
+        self._reached_in = self._came_in = -1
+        self.own_samples = 0.0  # since the last step
+        self._closed = self._ready = False
+        _refuse_wrapped(self.module)
+        _refuse_sparse(self.module)
+        if not workers.alone:
+            check_sync_batch_norm(self.module, device, workers.place.world)
+        self.parameters = dict(self.module.named_parameters())
+        check_bindable(self.parameters)
+        refuse_apart(self.module, store="sharded" if tiers is not None and tiers.has_members else "resident")
+        _to_device(self.module, self.parameters, device)
+        settings = _settings(optimizer, self.parameters)
+        if strategy.brings_parameters:  # before workers meet, so that all raise the error
+            sent_groups(optimizer)
+        specs = specs_of(self.parameters, settings)
+        described = describe(
+            specs, self.module, optimizer, config, name=origin.name, has_budgets=tiers is not None
+        )
+        check_same(workers, described)
+        elementwise = elementwise_keys(optimizer)
+        self.tiers = tiers
+        in_tiers = tiers.strategy(model, optimizer) if tiers is not None else None
+        self._strategy = strategy = in_tiers or strategy
+        self._in_tiers = in_tiers is not None
+        self.chunk_map: ChunkMap
+        self.chunks: list[BoundChunk]
+        if in_tiers is None:
+            self.chunk_map = lay_out(specs, chunk_bytes=config.chunk_bytes)
+            self.chunks = bind_model(self.chunk_map, self.parameters)
+        else:
+            self.chunk_map, self.chunks = held_chunks(specs, self.parameters, config.chunk_bytes)
+        self._homes = list(_homes(self.module, self.parameters))
+        self._frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
+        trained = [chunk for chunk in self.chunks if chunk.parameters[0].requires_grad]
+        brought = {chunk.chunk.id for chunk in trained} if strategy.brings_parameters else set()
+        if in_tiers is None:
+            others = [chunk.flat for chunk in self.chunks if chunk.chunk.id not in brought]
+            workers.take_from_first(others, "worker 0's parameters")
+        else:
+            assert tiers is not None
+            features = features_of(self.module)
+            for chunk in self.chunks:
+                if chunk.chunk.id not in brought:
+                    for name, parameter in zip(chunk.names, chunk.parameters, strict=True):
+                        # One by one: all may not be in memory at once.
+                        take_from_groups(workers, parameter, tiers.groups_of(features.get(name, "")))
+        workers.take_from_first(self.module.buffers(), "worker 0's buffers")
+        self.buffers = ModelBuffers(self.module)
+        self.norm = GradientNorm(self.parameters)
+        self.trained = {name for chunk in trained for name in chunk.names}
+        self.reducer, self.stepper = strategy.build(
+            Training(
+                optimizer=optimizer,
+                chunk_map=self.chunk_map,
+                chunks=trained,
+                frozen=[chunk for chunk in self.chunks if not chunk.parameters[0].requires_grad],
+                elementwise=elementwise,
+                calls=Calls(
+                    arm=self._gradient_came,
+                    contribution=self.samples.contribution,
+                    committed=self._committed,
+                    leaving=backward.settle,
+                    reduce=backward.reduce_before_step,
+                    dropped=lambda: warn_once("dropped gradients", _DROPPED),
+                    edited=self._tell_of_edits,
+                    counts_unlike=counts_unlike,
+                    epoch=lambda: epoch_of(self),
+                    epochs_mixed=epochs_mixed,
+                    unscaled=lambda: scale_of(optimizer),
+                    buffers=self.buffers if len(self.buffers) else None,
+                ),
+                hooks=StepHooks(self._before_step, self._accept, self._after_step),
+                config=config,
+            )
+        )
+        # After what comes before a step: the session's word on a gradient is heard first.
+        if tiers is not None and in_tiers is not None:
+            tiers.fit(model, optimizer)
+            if self._shared is not None:
+                self._shared.epoch = lambda: epoch_of(self)
+                self._shared.epochs_mixed = epochs_mixed
+        self._ready = True
+        backward.add(self.reducer)
+        before_unscaling(optimizer, self._before_unscaling, self._has_batch)
+        self._norms: Norms = ResidentNorms(self.norm)
+        if tiers is not None and in_tiers is not None:
+            self._norms = tiers.norms(self.norm)
+        self._lazy_hooks = []
+        touched = BesideCompiled(self.reducer.before_use)
+        if self.reducer.acts_before_forward:
+            self._lazy_hooks.append(model.register_forward_pre_hook(touched))
+        if self.reducer.acts_before_state_dict:
+            module: Any = self.module  # torch's hooks are not typed
+            self._lazy_hooks.append(module.register_state_dict_pre_hook(touched))
+        self._hooks = ForwardHooks(
+            model,
+            before=self._before_forward,
+            accumulates=self.reducer.accumulates,
+            reached=self._backward_reaches,
+        )
+        self._other_steps = None
+        if not workers.alone:
+            self._other_steps = OtherSteps(
+                optimizer,
+                self.parameters,
+                shows_mean=lambda: self.reducer.shows_mean,
+                warn_once=warn_once,
+            )
+
+    @property
+    def trained_bytes(self) -> int:
+        """What the gradients take."""
+        trained = (self.parameters[name] for name in self.trained)
+        return sum(parameter.numel() * parameter.element_size() for parameter in trained)
+
+    @property
+    def brought(self) -> set[str]:
+        """The parameters that come to a worker that enters late from where they live, not from a worker."""
+        return set(self.parameters) if self._strategy.brings_frozen else self.trained
+
+    @property
+    def steps_elsewhere(self) -> bool:
+        """Whether the trained parameters and the optimizer's state live elsewhere: at shards."""
+        return self._strategy.brings_parameters
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Within it the session puts state back, with `Strategy.loaded` or newer state to follow: the
+        optimizer's `load_state_dict` may be called, also where its steps are made elsewhere."""
+        return self.stepper.loading()
+
+    def give_back(self) -> None:
+        """Bring here what other processes hold of the optimizer's state, where this worker has room for it.
+
+        Where the workers hold the model between them, its values come too. After the session model and
+        optimizer go on as plain ones. Of a ring all workers make this call.
+        """
+        if self._shared is not None:
+            self._shared.give_back()
+        else:
+            self.stepper.give_back(self.tiers.lacks_room if self.tiers is not None else lambda _: "")
+
+    def close(self) -> None:
+        """Take the hooks off the model; its parameters and gradients stay where they are. What other members
+        hold of it cannot be had any more."""
+        self._closed = True
+        self._hooks.close()
+        if self._other_steps is not None:
+            self._other_steps.close()
+        for handle in self._lazy_hooks:
+            handle.remove()
+        self._unwatch_zeroing()
+        self.reducer.close()
+        self.stepper.close()
+        if self.tiers is not None:
+            self.tiers.close()
+
+    @property
+    def _shared(self) -> Sharded | None:
+        """The model, where several members hold it together."""
+        return None if self.tiers is None else self.tiers.shared
+
+    @property
+    def groups(self) -> dict[str, list[list[int]]]:
+        """By name, the groups of each parameter that they have of their own (`atoll.memory.over`)."""
+        return {} if self._shared is None else self._shared.groups
+
+    @property
+    def held_by_groups(self) -> dict[str, Any]:
+        """What the other groups hold of these, for a checkpoint."""
+        return {} if self._shared is None else self._shared.held_by_groups()
+
+    @property
+    def stepped_names(self) -> list[str]:
+        """The names of the optimizer's parameters, in the order of its state_dict."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return [names.get(id(p), "") for group in self.optimizer.param_groups for p in group["params"]]
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip the gradients by their global norm; returns the norm before (strategy `peers`: of this node's
+        own gradients). Raises UserError where torch's own function was meant, whose parameters come first."""
+        check_max_norm(max_norm, norm_type)
+        self.reducer.before_step()
+        norm = self.reducer.clip(
+            Clipping(
+                max_norm,
+                norm_type,
+                clip=lambda: self._norms.clip(max_norm, norm_type, error_if_nonfinite),
+                measure=lambda: self.norm.measure(norm_type, error_if_nonfinite),
+            )
+        )
+        self.reducer.clipped(max_norm, norm_type)
+        return self._tell_norm(norm)
+
+    def _tell_norm(self, norm: Tensor) -> Tensor:
+        if self.tiers is not None and self.tiers.fitted is not None:
+            self.tiers.fitted.gradient_norm = norm
+        return norm
+
+    def _tell_of_edits(self) -> None:
+        if not self._workers.alone:  # where this worker's gradient is the mean
+            until, line = script_line() or "the next one", clipped_at()
+            how = at_script_line("by torch.nn.utils.clip_grad_norm_", line)
+            how = how if line else "as torch.nn.utils.clip_grad_norm_ does"
+            self._warn_once("edits under no_sync", _EDITED.format(until, how))
+
+    def _before_forward(self) -> None:
+        self.stepper.restore()
+        self.reducer.check_bound(closely=False)
+        self._check_homes()
+        self._backward.before_forward()
+        self._forward()
+
+    def _check_homes(self) -> None:
+        """Raise BindingError where a parameter of the module was replaced.
+
+        torch.func.functional_call replaces parameters for its duration, and is allowed.
+        """
+        for held, attribute, parameter, name in self._homes:
+            if held.get(attribute) is not parameter and not is_within_functional_call():
+                raise BindingError(
+                    f"parameter {name!r} was replaced by another Parameter after session.prepare; copy "
+                    "new values into it instead (with torch.no_grad(): parameter.copy_(...)), or replace "
+                    "it before"
+                )
+
+    def _backward_reaches(self, seen: Seen | None) -> None:
+        self._reached_in = self._backward.number
+        if seen is not None:
+            samples, basis = self._counted(self, seen)
+            if samples is not None:
+                self.samples.count(samples, basis)
+        if is_within_backward():
+            self._backward.arm()
+
+    def _gradient_came(self) -> None:
+        """Note that autograd has delivered a gradient, and arm the reduction."""
+        if self._came_in != self._backward.number:
+            self._came_in = self._backward.number
+            if self._reached_in != self._came_in:
+                self.samples.missed()
+        self._backward.arm()
+
+    def _committed(self, own: Contribution, _group_samples: float) -> None:
+        self.own_samples += own.samples
+        forget_scale(self.optimizer)
+        self.samples.use(alike=self.reducer.count_alike)
+        self._whole(self)
+
+    def _before_unscaling(self) -> None:
+        """Reduce before a GradScaler looks for infinities, also on a worker without a batch."""
+        if self.reducer.synchronous and not self._closed:
+            self.reducer.before_step()
+
+    def _has_batch(self) -> bool:
+        """False where no backward of this iteration has left gradients on this worker."""
+        return self._closed or self.reducer.has_batch
+
+    def _note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._ready:
+            self.reducer.note_zeros(parameters)
+
+    def _before_step(self) -> None:
+        self._check_homes()
+        for name in self._frozen:
+            if self.parameters[name].requires_grad:
+                raise PrepareError(
+                    f"parameter {name!r} was frozen when session.prepare saw it and is trainable now; "
+                    "leave it trainable until after session.prepare, then freeze it until it is wanted"
+                )
+        self.reducer.check_bound()
+        self._begins_step(self)
+        self.reducer.before_step()
+
+    def _accept(self, gradients: Sequence[Tensor]) -> bool:
+        """Apply the policy `sync.nonfinite`; the reduced gradients are the same everywhere, so all decide
+        alike."""
+        if self.config.sync.nonfinite == "allow":
+            return True
+        finite = self._norms.are_finite(gradients)
+        # A GradScaler has skipped the step, here by a fused optimizer. It may have looked before the
+        # script wrote a NaN.
+        if finite or infinity_left_to(self.optimizer):
+            return True
+        reason = self._blame()
+        if self.config.sync.nonfinite == "skip":
+            self._skipped(reason)
+            self.reducer.refuse()
+            return False
+        raise NonFiniteGradientError(
+            f"iteration {self.reducer.steps}: {reason}; set sync.nonfinite to 'skip' to leave such "
+            "iterations out, or to 'allow' to apply them"
+        )
+
+    def _blame(self) -> str:
+        if self._shared is not None:  # an owner has the sum alone
+            found = self._workers.gather(self._shared.nonfinite(), "the sums that are not finite")
+            first = next((name for name in self.parameters if name in found), "")
+            return _blamed([f"{first!r}, summed over the workers,"] if first else [])
+        everyone = self._strategy.collective and not self._workers.alone
+        if not everyone:
+            return _blamed(self.reducer.blamed(self._workers.place.rank, self.norm.culprit))
+        own = self.reducer.own_nonfinite()
+        found = self._workers.gather(own[:1], "the workers' gradients that are not finite")
+        ranked = zip(self._workers.ranks, found, strict=True)
+        return _blamed([f"{names[0]!r} on worker {rank}" for rank, names in ranked if names])
+
+    def _after_step(self) -> None:
+        self.norm.forget()
+        self.reducer.after_step()
+        self._stepped(self)
+        self.samples.reset()
+        self.own_samples = 0.0
+
+
+def _blamed(named: Sequence[str]) -> str:
+    where = named[0] if named else "a parameter, once it was summed"
+    return f"the gradient of {where} holds NaN or infinity"
+
+
+def _settings(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[nn.Parameter, str]:
+    """Which param group steps each parameter, as the layout's settings key."""
+    known = set(parameters.values())
+    settings: dict[nn.Parameter, str] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in known:
+                raise PrepareError(
+                    f"parameter {position} of the optimizer's param group {index}, of shape "
+                    f"{tuple(parameter.shape)}, is not in the model; put every module that it steps into "
+                    "one nn.ModuleList and prepare that"
+                )
+            settings[parameter] = str(index)
+    return settings
+
+
+_Home: TypeAlias = tuple[Mapping[str, nn.Parameter | None], str, nn.Parameter, str]
+
+
+def _homes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[_Home]:
+    """Where each parameter hangs: in which module's parameters, under which attribute; and its full name."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for part in module.modules():
+        for attribute, parameter in own_parameters(part).items():
+            if parameter is not None:
+                yield own_parameters(part), attribute, parameter, names[id(parameter)]
+
+
+def _to_device(module: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    """Move the model where its worker trains; the Parameter objects stay the same."""
+    if any(tensor.device != device for tensor in (*parameters.values(), *module.buffers())):
+        module.to(device)
+    for name, parameter in module.named_parameters():
+        if parameter is not parameters[name]:
+            raise PrepareError(
+                f"parameter {name!r} became another object when it moved to {device}; "
+                "call model.to(session.device) before making the optimizer"
+            )
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    name = type(module).__name__
+    if name in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
+        raise PrepareError(
+            f"the model is wrapped in {name}; give session.prepare the module inside (model.module)"
+        )
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            parameter = f"{name}.weight" if name else "weight"
+            raise PrepareError(
+                f"parameter {parameter!r} gets sparse gradients, which chunks cannot hold; build "
+                f"{name or 'it'!r} with sparse=False"
+            )

@@ -1,0 +1,282 @@
+"""What one worker tells of its run: events for its journals, warnings for people.
+
+`atoll run`, the report and the lab read the journals (`observe`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from atoll.core import events
+from atoll.core.config import LAB_JOURNALS_VARIABLE, LAB_WORKER_VARIABLE, Config
+from atoll.core.errors import UserError
+from atoll.core.runclock import record_time
+from atoll.exchange.linksseen import LinksSeen
+from atoll.groups.grouping import show
+from atoll.observe.journal import Journal
+from atoll.observe.lastwords import say
+from atoll.observe.metrics import LATE_SECONDS
+from atoll.observe.recorder import Recorder
+from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory
+from atoll.train.api.logged import finite, loggable
+from atoll.train.api.meter import Taken
+from atoll.train.checkpoint.resume import TrainingState
+from atoll.train.group.hierarchy import Hierarchy
+from atoll.train.group.rounds import Regrouped, Ring
+from atoll.train.members.workers import Workers
+from atoll.train.node.worker import NodeWorker
+from atoll.train.sync.service import Service, print_warning
+
+MOST_LOGGED = 1000  # calls of `log` that are kept to be read later
+
+
+class Records:
+    """One worker's: `workers` and `state` are its session's, `service` and `node` the same where the strategy
+    has such. Without a journal nobody hears of its events; people hear its warnings all the same."""
+
+    def __init__(
+        self,
+        config: Config,
+        workers: Workers,
+        state: TrainingState,
+        service: Service | None = None,
+        node: NodeWorker | None = None,
+    ) -> None:
+        self._config, self._workers, self._state, self._node = config, workers, state, node
+        self._bus = events.EventBus()
+        self._claim: Claim | None = None  # of the run directory: worker 0's, without `atoll run`
+        self._journal: Journal | None = None
+        self._lab_journal: Journal | None = None
+        self._logged: list[tuple[int, float, dict[str, Any]]] = []
+        self._read_at = time.perf_counter()
+        self._confirming = ""  # how, as was last told
+        self._warned_of: set[str] = set()  # the subjects of `warn_once`
+        shards = service.shards if service is not None else None
+        self._link = shards if shards is not None and shards.options.transport == "ltp" else None
+        self._links = LinksSeen(f"worker {self._workers.place.name}", self.emit)
+
+    # The journals
+
+    def open(self) -> None:
+        """Begin this worker's journal, where a directory for it is named, and the lab's in a lab.
+
+        Every worker calls it; worker 0 first sees that the directory holds no other run. Raises UserError on
+        every worker if it does.
+        """
+        self._open_journal()
+        self._open_lab_journal()
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is any journal."""
+        return self._journal is not None or self._lab_journal is not None
+
+    def close(self) -> None:
+        """Write what is left. What is told later is written nowhere."""
+        with contextlib.ExitStack() as ends:
+            for journal in (self._journal, self._lab_journal):
+                if journal is not None:
+                    ends.callback(journal.close)
+
+    def summarise(self) -> None:
+        """Without `atoll run` above, worker 0 puts the records together itself."""
+        if self._journal is None or DIRECTORY_VARIABLE in os.environ or not self._workers.is_first:
+            return
+        run = self._config.run
+        recorder = Recorder(RunDirectory(Path(run.directory)), self._state.world, run.strategy)
+        recorder.close()
+        if missing := recorder.missing():
+            print_warning(missing)
+        if self._claim is not None:
+            self._claim.release()
+
+    # Events
+
+    def emit(self, kind: Any, **fields: Any) -> None:
+        """Tell of an event of this kind (`core/events.py`), now and of this worker."""
+        event = kind(time=record_time(), worker=self._workers.place.name, **fields)
+        self._bus.emit(event)
+        if isinstance(event, (events.Started, events.Finished)):
+            say(event)
+
+    def decided(self, what: str, choice: str, reason: str) -> None:
+        """A decision that concerns all workers: the first tells of it."""
+        if self._workers.is_first:
+            self.decided_here(events.Decided, what, choice, reason)
+
+    def decided_here(self, kind: Any, what: str, choice: str, reason: str) -> None:
+        """A decision of this worker's, or that it alone knows of, as an event of this `kind`."""
+        self.emit(kind, what=what, choice=choice, reason=reason)
+
+    def warn(self, line: str) -> None:
+        """Tell people at once, from any thread; `atoll run` shows what is in the journal."""
+        if DIRECTORY_VARIABLE not in os.environ:
+            print_warning(line)
+        self.emit(events.Warned, message=line)
+
+    def warn_once(self, subject: str, line: str) -> None:
+        """Print `line` unless this worker has warned of `subject` before, from any thread.
+
+        Where each worker's warning matters, the line includes the worker's number. Where one warning is
+        enough, only the first worker (`Workers.is_first`) calls this.
+        """
+        if subject not in self._warned_of:
+            self._warned_of.add(subject)
+            self.warn(line)
+
+    # Iterations, and what is logged in them
+
+    def log(self, values: dict[str, float | Tensor]) -> None:
+        """As `Session.log`."""
+        kept = {name: loggable(name, value) for name, value in values.items()}
+        if not self.kept:
+            return
+        self._log(self._state.prepared[0].samples.latest if self._state.prepared else 1.0, kept)
+        if len(self._logged) >= MOST_LOGGED:  # many in one step, as in an evaluation
+            self.read_logged()
+
+    def read_logged(self) -> None:
+        """Tell of what was logged and not told yet; it waits for a GPU that has not computed it yet."""
+        for iteration, weight, values in self._logged:
+            numbers = {name: finite(float(value)) for name, value in values.items()}
+            self.emit(events.Logged, iteration=iteration, weight=weight, values=numbers)
+        self._logged.clear()
+
+    def stepped(
+        self, taken: Taken, samples: float, figures: dict[str, Any], staleness: float | None = None
+    ) -> None:
+        """An iteration is over, of so many of this worker's samples; `figures` are more of StepDone's fields,
+        and `staleness` is logged where it is measured."""
+        self._tell_of_links(now=False)
+        if staleness is not None:
+            self._log(1.0, {"staleness": staleness})
+        self.emit(
+            events.StepDone,
+            iteration=self._state.iteration,
+            samples=samples,
+            seconds=taken.seconds,
+            waiting=taken.waiting,
+            bytes_sent=taken.bytes_sent,
+            phases=taken.phases,
+            **figures,
+        )
+        if taken.at - self._read_at > LATE_SECONDS:
+            self._read_at = taken.at
+            self.tell_of_node()
+            self._tell_of_memory()
+            self.read_logged()
+
+    def finished(self) -> None:
+        """The script has come to its end."""
+        self.read_logged()
+        self._tell_of_memory()
+        self._tell_of_links(now=True)
+        self.emit(events.Finished, iteration=self._state.iteration)
+
+    # Groups, rings and nodes
+
+    def tell_of_groups(self, hierarchy: Hierarchy | None) -> None:
+        """Which workers are in which group, and why."""
+        arranged = hierarchy.arranged if hierarchy is not None else None
+        if arranged is not None:
+            place = self._workers.place
+            named = show(arranged.grouping, lambda rank: str(place.name_of(rank)))
+            self.decided("groups", named, arranged.reason)
+
+    def tell_of_ring(self, ring: Regrouped, who: str) -> None:
+        """How a ring, which is `who`'s, goes on with other members than before."""
+        gone = [f"worker {name} was lost" for name in ring.lost] + [
+            f"worker {name} left" for name in ring.left
+        ]
+        entered = [f"worker {name} entered" for name in ring.entered]
+        happened = ", ".join(gone + entered) or "a connection was lost"
+        repeated = f"; repeated: {ring.what}" if ring.again else ""
+        workers = f"{ring.world} worker{'s' * (ring.world > 1)}"
+        choice, reason = f"formed again with {workers}", f"{happened}{repeated}"
+        self.decided_here(events.Decided, "ring", choice, reason)
+        self.warn(
+            f"{happened} during iteration {self._state.iteration}; {who} goes on with {workers} after "
+            f"{ring.seconds:.1f} s"
+        )
+
+    def tell_of_confirmations(self, ring: Ring | None) -> None:
+        """How a ring's members confirm what they hold, where that has changed."""
+        confirmations = ring.confirmations if ring is not None else None
+        if confirmations is None:
+            return
+        choice, reason = "over connections of the workers' own", "all could connect"
+        if confirmations.without:
+            choice = "by all-reduce, which takes longer"
+            names = " and ".join(f"worker {name}" for name in confirmations.without)
+            reason = f"not all could connect: {names}"
+        if choice != self._confirming:
+            self._confirming = choice
+            self.decided("confirmations", choice, reason)
+            if confirmations.trouble:
+                name = self._workers.place.name
+                self.warn(f"worker {name}: the ring's members confirm {choice}: {confirmations.trouble}")
+
+    def tell_of_node(self) -> None:
+        """What this node's CPU side has counted; its leader tells it."""
+        node = self._node
+        if node is not None and node.leads:
+            figures = msgspec.structs.asdict(node.figures)
+            self.emit(events.NodeSeen, node=node.node, devices=node.devices.count, **figures)
+
+    # Inside
+
+    def _open_journal(self) -> None:
+        by_command = os.environ.get(DIRECTORY_VARIABLE)
+        directory = by_command or self._config.run.directory
+        run = RunDirectory(Path(directory)) if directory else None
+        failure = ""
+        if self._workers.is_first and run is not None and not by_command:
+            try:
+                self._claim = run.claim(self._config.run.readable)
+            except UserError as error:
+                failure = str(error)
+        # Every worker takes part, whether or not it keeps records itself.
+        found = self._workers.gather(failure, "worker 0 to look at the run directory")[0]
+        if found:
+            raise UserError(found)
+        if run is None:
+            return
+        run.create(self._config.run.readable)
+        if self._claim is not None and self._claim.trouble:
+            self.warn(self._claim.trouble)
+        self._journal = Journal(run.journal(self._workers.place.name))
+        self._bus.subscribe(self._journal)
+
+    def _open_lab_journal(self) -> None:
+        """In a lab: a journal of the lab's, by which it tells what its links have cost."""
+        folder = os.environ.get(LAB_JOURNALS_VARIABLE)
+        if not folder:
+            return
+        worker = os.environ.get(LAB_WORKER_VARIABLE, "")
+        self._lab_journal = Journal(Path(folder) / f"{worker}-{os.getpid()}.jsonl")
+        self._bus.subscribe(self._lab_journal)
+
+    def _tell_of_links(self, *, now: bool) -> None:
+        """What the links to the shards do, where parts of gradients may be lost on them."""
+        if self._link is None:
+            return
+        reducers = [prepared.reducer for prepared in self._state.prepared]
+        feedback = next((each.losses for each in reducers if each.losses is not None), None)
+        tell = self._links.tell if now else self._links.tell_if_due
+        tell(self._link, feedback)
+
+    def _log(self, weight: float, values: dict[str, Any]) -> None:
+        self._logged.append((self._state.iteration, weight, values))
+
+    def _tell_of_memory(self) -> None:
+        """How the tiers of the first model that lies in some have done."""
+        fitted = next((tiers.fitted for tiers in self._state.tiers if tiers.fitted is not None), None)
+        if fitted is not None:
+            self.emit(events.MemorySeen, figures=fitted.stats())

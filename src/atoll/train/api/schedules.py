@@ -1,0 +1,86 @@
+"""A session's schedules: those driven by samples, and a watch on those that the script steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from atoll.core.errors import UserError
+from atoll.train.api.prepared import Prepared
+from atoll.train.api.records import Records
+from atoll.train.api.schedule import SampleSchedule, ScheduleWatch
+from atoll.train.api.schedulers import schedulers_of
+from atoll.train.checkpoint.resume import TrainingState
+from atoll.train.members.workers import Workers
+
+
+class Schedules:
+    """Steps the schedulers of `Session.schedule` as samples are consumed, and warns of mistakes in the
+    others.
+
+    `together` is True where all workers make each step together. `workers()` returns the number of workers
+    whose steps are compared.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        records: Records,
+        workers: Workers,
+        *,
+        together: bool,
+        counted: Callable[[], int],
+    ) -> None:
+        self._state, self._records, self._workers = state, records, workers
+        self._together, self._counted = together, counted
+        self._name = str(workers.place.name)
+        self._watches: dict[int, ScheduleWatch] = {}  # by the prepared model's id
+
+    def watch(self, prepared: Prepared) -> None:
+        """Watch the schedulers that the script steps on this model's optimizer."""
+        watch = ScheduleWatch(prepared.optimizer, self._name, schedulers_of, self._records.warn_once)
+        self._watches[id(prepared)] = watch
+
+    def add(self, scheduler: Any, total: float, steps: int | None) -> None:
+        """Drive a scheduler by samples, as documented at `Session.schedule`."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        prepared = next((each for each in self._state.prepared if each.optimizer is optimizer), None)
+        if prepared is None:
+            raise UserError(
+                "session.schedule: this scheduler's optimizer is not prepared; call "
+                "session.prepare(model, optimizer) first"
+            )
+        if any(each.scheduler is scheduler for each in self._state.schedules):
+            raise UserError(f"session.schedule: this {type(scheduler).__name__} is driven already")
+        schedule = SampleSchedule(scheduler, prepared.optimizer, total, steps)
+        self._state.schedules.append(schedule)
+        self._watches[id(prepared)].let_go(scheduler)
+        prepared.samples.unknown = schedule.per_step / max(1, self._state.world)
+        self._records.decided("schedule", schedule.describe(), "session.schedule: by all workers' samples")
+
+    def stepped(self, prepared: Prepared) -> None:
+        """Make the steps due after this model's optimizer step, and warn of schedulers off course."""
+        self._state.follow_samples(prepared)
+        consumed = prepared.reducer.consumed
+        watch = self._watches[id(prepared)]
+        watch.stepped(prepared.own_samples, consumed, self._counted(), self._together)
+        for schedule in self._state.schedules if self._workers.is_first else ():
+            passed = schedule.passed(consumed) if schedule.optimizer is prepared.optimizer else ""
+            if passed:
+                self._records.warn_once("the end of a schedule by samples", passed)
+        if prepared.samples.guessed:
+            samples = prepared.samples.unknown
+            self._records.warn_once(
+                "samples of a schedule",
+                f"worker {self._name}: how many samples its batches have is not known, and "
+                f"session.schedule counts {samples:g} for each: call the model itself with the batch first",
+            )
+
+    def follow(self) -> None:
+        """Make the steps that are due by other workers' samples, where the script makes no optimizer step.
+
+        Samples of an iteration whose optimizer step is yet to come do not count.
+        """
+        for prepared in self._state.prepared:
+            if not (prepared.reducer.sums_samples and prepared.reducer.is_within):
+                self._state.follow_samples(prepared)

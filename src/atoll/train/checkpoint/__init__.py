@@ -1,0 +1,1 @@
+"""What a checkpoint holds of a session, and what replicas have alike."""

@@ -1,0 +1,644 @@
+"""What a checkpoint holds of a session, and how it is put back: all of it, or, when something does not fit,
+nothing."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from atoll.core.errors import AtollError, CheckpointError, UserError
+from atoll.memory.othergroups import check_held, of_member
+from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
+from atoll.tensors.torch_compat import is_persistent, own_buffers
+from atoll.tensors.trees import check_encodable
+from atoll.train.api.origin import Origin, positions_of
+from atoll.train.api.prepared import Prepared
+from atoll.train.api.schedule import SampleSchedule
+from atoll.train.api.schedulers import check_states, put_back_states, states_of
+from atoll.train.checkpoint.random_state import (
+    check_random_state,
+    derive_random_state,
+    random_state,
+    set_random_state,
+)
+from atoll.train.data.leased_sampler import LeasedSampler
+from atoll.train.data.sampler import DealtSampler
+from atoll.train.gradients.memory import Tiers
+from atoll.train.members.meetings import bytes_of
+from atoll.train.members.workers import Workers
+from atoll.train.node.sampler import PeerBatches
+
+AnySampler: TypeAlias = "DealtSampler[Any] | LeasedSampler | PeerBatches"
+
+
+class Stateful(Protocol):
+    """What `session.register` takes."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def state_of(name: str, stateful: Stateful) -> Any:
+    """Return the state of the object registered under `name`.
+
+    Raises CheckpointError, with the name and the key, where a checkpoint cannot hold the state, or where the
+    object's own `state_dict` raises.
+    """
+    try:
+        state = stateful.state_dict()
+    except AtollError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"registered {name!r}: its state_dict() raised {error!r}") from error
+    check_encodable(state, f"registered {name!r}: state")
+    return state
+
+
+def check_state(name: str, stateful: Stateful) -> None:
+    """Raise UserError where no checkpoint can hold the state of the object registered under `name`.
+
+    An object whose `state_dict` raises passes, because it may have a state later.
+    """
+    try:
+        state = stateful.state_dict()
+    except Exception:  # the object's own code: `state_of` reports this error when a checkpoint is written
+        return
+    try:
+        check_encodable(state, f"registered {name!r}: state")
+    except CheckpointError as error:
+        raise UserError(str(error)) from None
+
+
+class TrainingState:
+    """The parts of a session that go into its checkpoints, and come back from them.
+
+    Parts are added as the script makes them. `save` and `load` are collectives: every worker calls them.
+    `capture` and `restore` are the same for one worker that enters a run under way: its state comes from
+    another one's memory. `rank` and `world` are this worker's place among the members.
+    """
+
+    def __init__(self, workers: Workers, device: torch.device) -> None:
+        self._workers, self._device = workers, device
+        self.rank, self.world = workers.place.rank, workers.place.world
+        self.prepared: list[Prepared] = []
+        self.samplers: list[AnySampler] = []
+        self.registered: dict[str, Stateful] = {}
+        self.schedules: list[SampleSchedule] = []
+        self.iteration = 0
+        self.resumed_random: dict[str, Any] | None = None  # this worker's, from a load until its next step
+
+    @property
+    def tiers(self) -> list[Tiers]:
+        """Of the models that have budgets of memory."""
+        return [prepared.tiers for prepared in self.prepared if prepared.tiers is not None]
+
+    def sync(self, what: str) -> None:
+        """Let each worker see what all have written into models that they hold between them."""
+        for tiers in self.tiers:
+            tiers.sync(what)
+
+    def unify(self, what: str, *, registered: bool = False) -> None:
+        """Give all workers the first worker's buffers where they differ; with `registered`, also tensors of
+        registered modules.
+
+        A collective. A tensor whose shape differs between workers stays each worker's own.
+        """
+        named = self._of_each_worker(registered)
+        if not named or self._workers.alone:
+            return
+        kinds = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items()}
+        sums = {name: zlib.crc32(bytes_of(tensor)) for name, tensor in named.items()}
+        digest = zlib.crc32(repr((kinds, sums)).encode())
+        if len(set(self._workers.gather(digest, what))) > 1:
+            everyone = self._workers.gather([kinds, sums], what)
+            differing = [
+                name
+                for name in sorted(named)
+                if all(other.get(name) == kinds[name] for other, _ in everyone)
+                and any(other[name] != sums[name] for _, other in everyone)
+            ]
+            self._workers.take_from_first([named[name] for name in differing], what)
+        for prepared in self.prepared:
+            prepared.buffers.settle()
+
+    def _of_each_worker(self, registered: bool) -> dict[str, Tensor]:
+        """Return, by name, the tensors of which each worker may have its own; see `unify`."""
+        named = {
+            f"{index} {name}": tensor
+            for index, prepared in enumerate(self.prepared)
+            for name, tensor in prepared.buffers.named().items()
+        }
+        shared = {id(p) for prepared in self.prepared for p in prepared.parameters.values()}
+        for name, module in self.registered.items() if registered else ():
+            if isinstance(module, nn.Module) and not _lies_elsewhere(module):
+                tensors = [*module.named_parameters(), *module.named_buffers()]
+                named |= {f"{name} {key}": each.detach() for key, each in tensors if id(each) not in shared}
+        return named
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint on the first worker.
+
+        Raises CheckpointError on every worker if the write fails, and UserError if workers give different
+        folders.
+        """
+        failure, own = "", dict[str, Any]()
+        try:
+            own = self._own_state()
+        except CheckpointError as error:
+            failure = str(error)
+        state = {**own, **self._collect(path)}
+        if self._workers.is_first and not failure:
+            trees = {"optimizer": [p.optimizer.state_dict() for p in self.prepared], "state": state}
+            if any(held := [prepared.held_by_groups for prepared in self.prepared]):
+                trees["groups"] = held
+            try:
+                write_checkpoint(path, model=self._models(), trees=trees)
+            except CheckpointError as error:
+                failure = str(error)
+        self._raise_together(failure, "session.save (worker 0 to write)")
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Every worker reads; raises CheckpointError on every worker, and changes nothing, if one cannot go
+        on from it, or has another one."""
+        failure, found = "", None
+        model: dict[str, Any] = {}
+        trees: dict[str, Any] = {}
+        try:
+            checkpoint = read_checkpoint(path, lazily=any(_lies_elsewhere(p.module) for p in self.prepared))
+            model, trees = self._in_own_order(checkpoint.model, checkpoint.trees, str(path))
+            self._check(model, trees, str(path))
+            model = self._of_own_groups(model, trees, str(path))
+            for sampler, saved in zip(self.samplers, trees["state"]["samplers"], strict=True):
+                sampler.check_state(saved)
+            iteration = trees["state"]["iteration"]
+            if type(iteration) is not int or not 0 <= iteration < 2**63:
+                raise CheckpointError(f"{path}: its iteration is no number of an iteration")
+            found = (iteration, checkpoint.digest, str(path))
+        except CheckpointError as error:
+            failure = str(error)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            # Its checksums are right: another program has written it.
+            failure = f"{path}: not the state of a session: {error!r}"
+        everyone = self._raise_together(failure, "session.load (the other workers to read)", found)
+        _check_alike(self._workers.ranks, everyone)
+        self._put_back(model, trees)
+        state = trees["state"]
+        for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
+            prepared.reducer.load_state_dict(saved)
+        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
+            sampler.load_state_dict(saved)
+        self._load_random(state["random"])
+
+    def _in_own_order(
+        self, model: dict[str, Any], trees: dict[str, Any], where: str
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return `model` and `trees` with the models in this session's order.
+
+        Raises CheckpointError where names differ, or where models that are alike were prepared in another
+        order.
+        """
+        order = self._positions(trees, where)
+        if order == list(range(len(self.prepared))):
+            return model, trees
+        state = dict(trees["state"])
+        for key in ("models", "optimizers", "schedulers", "reducers"):
+            state[key] = [state[key][index] for index in order]
+        ordered = {**trees, "state": state}
+        for key in ("optimizer", "groups"):
+            if key in trees:
+                ordered[key] = [trees[key][index] for index in order]
+        return {
+            _prefix(number) + name: value
+            for number, index in enumerate(order)
+            for name, value in _of_model(model, index).items()
+        }, ordered
+
+    def _positions(self, trees: Mapping[str, Any], where: str) -> list[int]:
+        """Return, for each of this session's models, its number in the checkpoint."""
+        saved = trees["state"].get("models")
+        if saved is None or len(saved) != len(self.prepared):  # an older checkpoint; or refused later
+            return list(range(len(self.prepared)))
+        try:
+            origins = [msgspec.convert(each, Origin) for each in saved]
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"{where}: does not say what its models are: {error}") from None
+        own = [prepared.origin for prepared in self.prepared]
+        return positions_of(origins, own, self._are_alike, where)
+
+    def _are_alike(self, first: int, second: int) -> bool:
+        """True where two models could load each other's values."""
+        one, other = self.prepared[first], self.prepared[second]
+        shapes = [{n: tuple(p.shape) for n, p in each.parameters.items()} for each in (one, other)]
+        return shapes[0] == shapes[1] and type(one.optimizer) is type(other.optimizer)
+
+    def _of_own_groups(self, model: dict[str, Any], trees: dict[str, Any], where: str) -> dict[str, Any]:
+        """The model as this worker's groups have it, and its optimizers' state in `trees`, where groups have
+        parameters of their own. Raises CheckpointError where those of the checkpoint are others."""
+        held = trees.get("groups", [{}] * len(self.prepared))
+        for index, (prepared, its) in enumerate(zip(self.prepared, held, strict=True)):
+            check_held(its, prepared.groups, where)
+            if its:
+                own = of_member(
+                    its,
+                    self._workers.place.rank,
+                    _of_model(model, index),
+                    trees["optimizer"][index],
+                    prepared.stepped_names,
+                )
+                model = {**model, **{_prefix(index) + name: value for name, value in own[0].items()}}
+                trees["optimizer"][index] = own[1]
+        return model
+
+    def _put_back(self, model: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
+        """What is in `model` and `trees` of the models, optimizers, schedulers and registered objects."""
+        state = trees["state"]
+        with ExitStack() as loads:
+            for prepared in self.prepared:  # what is registered may load an optimizer too
+                loads.enter_context(prepared.loading())
+            for index, prepared in enumerate(self.prepared):
+                if prepared.steps_elsewhere and "held" in state:
+                    _load_beside(prepared, _of_model(model, index), trees["optimizer"][index])
+                else:
+                    prepared.module.load_state_dict(_of_model(model, index))
+                    prepared.optimizer.load_state_dict(trees["optimizer"][index])
+                put_back_states(prepared.optimizer, state["schedulers"][index])
+            for name, saved in state["registered"].items():
+                self.registered[name].load_state_dict(saved)
+        for prepared in self.prepared:
+            prepared.buffers.settle()
+        self.iteration = state["iteration"]
+        self._put_back_schedules(state)
+
+    def _put_back_schedules(self, state: Mapping[str, Any]) -> None:
+        """Restore the number of consumed samples, and the schedules that follow it. Their schedulers are
+        loaded before.
+
+        A checkpoint from an older Atoll has no such number; then the schedulers' positions give it.
+        """
+        saved = list(state.get("schedules", ()))
+        for number, schedule in enumerate(self.schedules):
+            schedule.loaded(saved[number] if number < len(saved) else None)
+        for number, prepared in enumerate(self.prepared):
+            own = [each for each in self.schedules if each.optimizer is prepared.optimizer]
+            if "consumed" in state:
+                prepared.reducer.consumed = float(state["consumed"][number])
+            else:
+                prepared.reducer.consumed = max((each.samples_made for each in own), default=0.0)
+
+    def follow_samples(self, prepared: Prepared) -> None:
+        """Make the steps of this model's schedules that are due by the samples consumed."""
+        for schedule in self.schedules:
+            if schedule.optimizer is prepared.optimizer:
+                schedule.follow(prepared.reducer.consumed)
+
+    def check_givable(self) -> None:
+        """Raise CheckpointError, by name, for a state that no checkpoint can hold and no newcomer be given.
+
+        Tensors are not copied.
+        """
+        for prepared in self.prepared:
+            optimizer, name = prepared.optimizer, type(prepared.optimizer).__name__
+            for number, group in enumerate(optimizer.param_groups):
+                plain = {key: value for key, value in group.items() if key != "params"}
+                check_encodable(plain, f"{name}: param_groups[{number}]")
+            for kind, state in states_of(optimizer).items():
+                check_encodable(state, f"{kind}: state")
+            for path, part in prepared.module.named_modules():
+                if type(part).get_extra_state is not nn.Module.get_extra_state:
+                    check_encodable(part.get_extra_state(), f"model: {path}.get_extra_state()")
+        for name, stateful in self.registered.items():
+            state_of(name, stateful)
+
+    # From one worker's memory to another's
+
+    def capture(self, fixed: bool = False) -> bytes:
+        """All that a worker needs that enters the run here, between two iterations: models with their
+        buffers, optimizers, schedulers, registered objects, the samplers' deals, what reducers know, the
+        iteration. No pickle: safetensors and JSON, as `tensors.checkpoint.pack` has them.
+
+        Where parameters live at the shards of a parameter server they are left out, with the optimizer's
+        state. `fixed`: the newcomer takes a lost worker's place, and data is not dealt anew. Nobody else
+        takes part. Raises CheckpointError for what a checkpoint cannot hold.
+        """
+        state = {
+            **self._own_state(),
+            "held": "all",
+            "reducers": [prepared.reducer.member_state() for prepared in self.prepared],
+            "samplers": [
+                sampler.lockstep_state()
+                if fixed and isinstance(sampler, DealtSampler)
+                else sampler.deal_state()
+                for sampler in self.samplers
+            ],
+            "random": random_state(self._device),
+        }
+        return self._pack(state)
+
+    def _pack(self, state: dict[str, Any]) -> bytes:
+        optimizers: list[Any] = []
+        model: dict[str, Any] = {}
+        for index, prepared in enumerate(self.prepared):
+            if prepared.steps_elsewhere:
+                held, optimizer = _beside(prepared)
+                state["held"] = "beside"
+            else:
+                held, optimizer = prepared.module.state_dict(), prepared.optimizer.state_dict()
+            model |= {_prefix(index) + name: value for name, value in held.items()}
+            optimizers.append(optimizer)
+        return pack(model=model, trees={"optimizer": optimizers, "state": state})
+
+    def capture_shared(self) -> bytes:
+        """As `capture`, of what the members of a group have alike: neither samplers, reducers nor random
+        numbers, in which they go on as they are."""
+        return self._pack(
+            {
+                **self._own_state(),
+                "held": "all",
+                "reducers": [None] * len(self.prepared),
+                "samplers": [None] * len(self.samplers),
+            }
+        )
+
+    def restore_shared(self, raw: bytes | bytearray | memoryview) -> None:
+        """Take over what another worker's `capture_shared` gave. Raises CheckpointError as `restore` does."""
+        where = "the state of a group's first member"
+        model, trees = unpack(raw, where)
+        try:
+            self._check(model, trees, where, "session.prepare")
+            if type(trees["state"]["iteration"]) is not int or trees["state"]["iteration"] < 0:
+                raise CheckpointError(f"{where}: its iteration is {trees['state']['iteration']!r}")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{where}: not what this Atoll sends: {error!r}") from None
+        self._put_back(model, trees)
+
+    def restore(
+        self, raw: bytes | bytearray | memoryview, rank: int | None = None, fixed: bool = False
+    ) -> None:
+        """Take over what another worker's `capture` gave; then this one goes on at that iteration.
+
+        `rank` is this worker's in the samplers' deals where it is in them already; else `deal_anew` follows,
+        unless it was captured `fixed`.
+        The random-number generators are derived from the other's, and the rank. All is checked before
+        anything is changed: raises CheckpointError, which names what differs, and has changed nothing.
+        """
+        where = "the state of a living worker"
+        model, trees = unpack(raw, where)
+        try:
+            self._check(model, trees, where, "session.resume")
+            state = trees["state"]
+            if self._positions(trees, where) != list(range(len(self.prepared))):
+                raise CheckpointError(
+                    f"{where}: its models were prepared in another order than this worker's"
+                )
+            for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
+                if fixed and isinstance(sampler, DealtSampler):
+                    sampler.check_state(saved)
+                else:
+                    sampler.check_deal_state(saved)
+            if type(state["iteration"]) is not int or state["iteration"] < 0:
+                raise CheckpointError(f"{where}: its iteration is {state['iteration']!r}")
+            for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
+                prepared.reducer.check_member_state(saved)
+            check_random_state(state["random"])
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{where}: not what this Atoll sends: {error!r}") from None
+        self._put_back(model, trees)
+        for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
+            prepared.reducer.load_member_state(saved)
+        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
+            if fixed and not isinstance(sampler, LeasedSampler):
+                sampler.return_to(saved)
+            else:
+                sampler.load_deal_state(saved, rank)
+        derive_random_state(state["random"], self._workers.place.rank)
+
+    def places(self) -> list[Any]:
+        """Where this worker is in each of its samplers' deals, as JSON can hold it."""
+        return [sampler.place() for sampler in self.samplers]
+
+    def all_places(self, *, entered: bool = False) -> list[Any]:
+        """Each member's `places`; None for one that has `entered`, after `restore`. A collective of the
+        members, who then call `deal_anew`."""
+        return self._workers.gather(None if entered else self.places(), "the members' places in their data")
+
+    def deal_anew(self, places: Sequence[Any], rank: int, world: int, absent: Collection[int] = ()) -> None:
+        """The members have changed: this worker is number `rank` of `world` now, and every member's `places`
+        are known, None for one that enters. Every member calls it, at the same point of the same iteration.
+
+        What is left of an epoch is dealt anew (`DealtSampler.deal_anew`, `absent` as there).
+        """
+        for number, sampler in enumerate(self.samplers):
+            if isinstance(sampler, DealtSampler):
+                sampler.deal_anew([None if each is None else each[number] for each in places], rank, absent)
+        self.rank, self.world = rank, world
+
+    def _collect(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Collect the parts of a checkpoint that differ between workers or need a collective."""
+        try:
+            given = [os.fsdecode(path), str(Path(os.fsdecode(path)).resolve())]
+        except (OSError, ValueError, RuntimeError) as error:  # a null byte, links in a circle
+            raise CheckpointError(f"{path!r}: no path of a folder: {error}") from None
+        everyone = self._workers.gather([given, self.places()], "session.save (the workers' samplers)")
+        _check_one_folder(self._workers.ranks, [each for each, _ in everyone])
+        places = [each for _, each in everyone]
+        by_sampler = zip(*places, strict=True)
+        return {
+            "reducers": [prepared.reducer.state_dict() for prepared in self.prepared],
+            "samplers": [s.state_dict(list(p)) for s, p in zip(self.samplers, by_sampler, strict=True)],
+            "random": self._workers.gather(
+                random_state(self._device), "session.save (the workers' random state)"
+            ),
+        }
+
+    def _own_state(self) -> dict[str, Any]:
+        """What is the same on every worker."""
+        return {
+            "iteration": self.iteration,
+            "workers": self.world,
+            "models": [msgspec.to_builtins(prepared.origin) for prepared in self.prepared],
+            "optimizers": [type(prepared.optimizer).__name__ for prepared in self.prepared],
+            "schedulers": [states_of(prepared.optimizer) for prepared in self.prepared],
+            "consumed": [prepared.reducer.consumed for prepared in self.prepared],
+            "schedules": [schedule.state() for schedule in self.schedules],
+            "registered": {name: state_of(name, stateful) for name, stateful in self.registered.items()},
+        }
+
+    def _models(self) -> dict[str, Any]:
+        return {
+            _prefix(index) + name: value
+            for index, prepared in enumerate(self.prepared)
+            for name, value in prepared.module.state_dict().items()
+        }
+
+    def _check(
+        self, model: Mapping[str, Any], trees: Mapping[str, Any], where: str, call: str = "session.load"
+    ) -> None:
+        """Raise CheckpointError for the first thing that does not fit this session."""
+        state = trees["state"]
+        if len(state["reducers"]) != len(self.prepared):
+            raise CheckpointError(
+                f"{where}: holds {len(state['reducers'])} models, and the session has prepared "
+                f"{len(self.prepared)}"
+            )
+        for index, prepared in enumerate(self.prepared):
+            beside = prepared.steps_elsewhere and "held" in state
+            present = _beside(prepared)[0] if beside else prepared.module.state_dict()
+            _check_model(present, _of_model(model, index), where)
+            saved_class = state["optimizers"][index]
+            if saved_class != type(prepared.optimizer).__name__:
+                raise CheckpointError(
+                    f"{where}: holds the state of {saved_class}, and the session has prepared "
+                    f"{type(prepared.optimizer).__name__}; make the same optimizer, or load "
+                    "model.safetensors alone"
+                )
+            _check_optimizer(prepared.optimizer, trees["optimizer"][index], where)
+            check_states(prepared.optimizer, state["schedulers"][index], where, call)
+        if len(state["samplers"]) != len(self.samplers):
+            raise CheckpointError(
+                f"{where}: holds the state of {len(state['samplers'])} samplers, and the session has made "
+                f"{len(self.samplers)}; make them before {call}"
+            )
+        for name in state["registered"]:
+            if name not in self.registered:
+                raise CheckpointError(
+                    f"{where}: holds the state of {name!r}; call session.register({name}=...) before {call}"
+                )
+
+    def _load_random(self, states: list[dict[str, Any]]) -> None:
+        rank = self._workers.place.rank
+        if rank < len(states):
+            self.resumed_random = states[rank]
+            set_random_state(states[rank], self._device)
+        else:
+            derive_random_state(states[0], rank)
+
+    def restore_random_once(self) -> None:
+        """Put the loaded random state back once more, if no step has been made since the load."""
+        if self.resumed_random is not None:
+            set_random_state(self.resumed_random, self._device)
+            self.resumed_random = None
+
+    def _raise_together(self, failure: str, what: str, said: Any = None) -> list[Any]:
+        """Raise CheckpointError where any worker has a failure; else what each has said, in order of rank."""
+        everyone = self._workers.gather((failure, said), what)
+        for rank, (message, _) in zip(self._workers.ranks, everyone, strict=True):
+            if message:
+                raise CheckpointError(failure or f"worker {rank}: {message}")
+        return [each for _, each in everyone]
+
+
+def _check_alike(ranks: Sequence[int], everyone: Sequence[tuple[int, str, str]]) -> None:
+    """Raise CheckpointError unless all workers have read the same: the iteration, digest and path of each."""
+    first, (iteration, digest, _) = ranks[0], everyone[0]
+    for rank, (its, other, where) in zip(ranks, everyone, strict=True):
+        if other == digest:
+            continue
+        if its != iteration:
+            has = f"a checkpoint of iteration {its} in {where}, worker {first} of {iteration}"
+        else:
+            has = f"another checkpoint of iteration {its} in {where} than worker {first}"
+        raise CheckpointError(f"worker {rank} has {has}: give all the same")
+
+
+def _check_one_folder(ranks: Sequence[int], given: Sequence[tuple[str, str]]) -> None:
+    """Raise UserError unless all workers name one folder, each by its path as given and as absolute path.
+
+    A relative path counts as one folder even where the workers' working directories differ.
+    """
+    path, absolute = given[0]
+    for rank, (other, its_absolute) in zip(ranks, given, strict=True):
+        if os.path.normpath(other) != os.path.normpath(path) and its_absolute != absolute:
+            raise UserError(
+                f"session.save: worker {ranks[0]} gives {path!r}, and worker {rank} {other!r}; give one "
+                "folder on every worker: one of them writes for all"
+            )
+
+
+def _lies_elsewhere(module: nn.Module) -> bool:
+    """Whether the module is under memory budgets, and its parameters come and go."""
+    return any(hasattr(parameter, "stored_value") for parameter in module.parameters())
+
+
+def _beside(prepared: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of a model that is trained elsewhere, what is not there: its other parameters and its buffers, and the
+    optimizer's settings, in the form of its state_dict."""
+    held: dict[str, Any] = {
+        name: parameter for name, parameter in prepared.parameters.items() if name not in prepared.brought
+    }
+    for path, part in prepared.module.named_modules():
+        for name, buffer in own_buffers(part).items():
+            if buffer is not None and is_persistent(part, name):
+                held[f"{path}.{name}" if path else name] = buffer
+    groups = []
+    for group in prepared.optimizer.param_groups:
+        plain = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**plain, "params": list(range(len(group["params"])))})
+    return held, {"state": {}, "param_groups": groups}
+
+
+@torch.no_grad()
+def _load_beside(prepared: Prepared, held: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
+    """The inverse of `_beside`."""
+    for name, value in _beside(prepared)[0].items():
+        value.copy_(held[name])
+    for group, saved in zip(prepared.optimizer.param_groups, optimizer["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _check_model(current: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError for the first name or shape of `saved` that does not fit the module's."""
+    for name, value in current.items():
+        if name not in saved:
+            raise CheckpointError(f"{where}: holds no {name!r}, which the model has; it is of another model")
+        theirs = saved[name]
+        if isinstance(value, Tensor) and isinstance(theirs, Tensor) and value.shape != theirs.shape:
+            raise CheckpointError(
+                f"{where}: {name!r} is {tuple(theirs.shape)} there and {tuple(value.shape)} in the model"
+            )
+    for name in saved:
+        if name not in current:
+            raise CheckpointError(f"{where}: holds {name!r}, which the model lacks; it is of another model")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError unless the saved param groups are as many, and as long, as this optimizer's."""
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    present = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != present:
+        raise CheckpointError(
+            f"{where}: its optimizer has param groups of {saved} parameters, and this one of {present}"
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, held in state["state"].items():
+        if not 0 <= index < len(parameters):
+            raise CheckpointError(f"{where}: its optimizer has a parameter {index}, and this one has not")
+        shape = tuple(parameters[index].shape)
+        for key, value in held.items():
+            wrong = isinstance(value, Tensor) and value.dim() == len(shape) and value.shape != shape
+            if wrong:
+                raise CheckpointError(
+                    f"{where}: {key!r} of the optimizer's parameter {index} is {tuple(value.shape)}, and "
+                    f"the parameter is {shape}"
+                )
+
+
+def _prefix(index: int) -> str:
+    """The first model's names are its own; a second one's are told apart."""
+    return "" if index == 0 else f"model{index}:"
+
+
+def _of_model(saved: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The entries of one of a checkpoint's models, under the model's own names."""
+    if index:
+        prefix = _prefix(index)
+        return {name.removeprefix(prefix): v for name, v in saved.items() if name.startswith(prefix)}
+    return {name: v for name, v in saved.items() if not (name.startswith("model") and ":" in name)}

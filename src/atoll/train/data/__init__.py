@@ -1,0 +1,1 @@
+"""Samplers: which worker trains on which samples."""

@@ -1,0 +1,507 @@
+"""Deals a dataset's indices to workers of any speed: each takes what it needs from the hub, in leases."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.utils.data import Sampler
+
+from atoll.core.errors import CheckpointError, RunError
+from atoll.train.data.sampler import ShardedSampler, SizesSeen, epoch_order
+from atoll.wire.messages import Leased, Used
+
+FIRST_LEASE = 32  # samples, until a batch has been seen
+BATCHES = 2  # in a lease: one in use and one ahead; more makes the others wait longer at the end of an epoch
+EPOCHS_KEPT = 4  # epochs behind the current one whose used positions a checkpoint can still name
+GENERATION = 2**20  # what a load adds to the sampler's number, so that the hub begins its epochs anew
+
+# An epoch, and its positions from the second to the third (exclusive). What only fills a batch up, and weighs
+# nothing, is of the epoch below 0 that `_filling` gives.
+Run: TypeAlias = tuple[int, int, int]
+Where: TypeAlias = tuple[int, list[int]]  # the epoch of the samples to come; epochs that may not be over
+Ranges: TypeAlias = dict[int, list[tuple[int, int]]]  # positions of epochs' whole orders
+
+
+class Lessor(Protocol):
+    """What `HubClient.lease` is: up to `count` positions of an epoch of `length`, asked for during at most
+    `wait` seconds."""
+
+    def __call__(self, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased: ...
+
+
+_LATE = (
+    "session.sampler: samples of epoch {} come at the beginning of epoch {}, where one batch may have "
+    "samples of both: they made no whole batch, or a worker that was lost had them; each sample counts once "
+    "an epoch, so leave it as it is"
+)
+
+
+class LeasedSampler(Sampler[int]):
+    """One worker's indices of a dataset; the order of an epoch is ShardedSampler's, drawn from the seed.
+
+    The hub leases runs of the order, and a lease ends with the commit that used it; what a dead worker
+    had not used is leased again. So each sample counts once an epoch, a faster worker takes more, and no
+    worker knows beforehand how many it gets.
+
+    When nothing is left to lease but others have not yet used theirs, a worker waits up to `wait` seconds,
+    for one of them may die; but not for those who wait too. Then its iteration ends, and what comes back of
+    that epoch is dealt first in the next one. In `ssp`, and at a site, let `wait` be 0: the others may be
+    held up until this worker goes on.
+
+    An iteration that was broken off goes on after the samples that were consumed; `set_epoch` leaves it.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        *,
+        lease: Lessor,
+        number: int = 0,
+        workers: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        lease_size: int = 0,
+        wait: float = 0.0,
+        on_index: Callable[[LeasedSampler], None] | None = None,
+        mixes: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        """`number` is the sampler's among the session's, `workers` their expected number, for `len`.
+
+        `lease_size` in samples; 0: two batches of the size that is seen. `wait` in seconds; more than the
+        hub's patience, or a death that it waits for is noticed too late. `on_index` is called with the
+        sampler before each index. `mixes(line)` is called with a warning where samples of an earlier epoch
+        come in the loop of a later one. Raises UserError for a dataset without a length.
+        """
+        self._plain = ShardedSampler(dataset, rank=0, world=1, seed=seed, shuffle=shuffle)
+        self._length = len(self._plain)
+        self._lease, self._number, self._workers = lease, number, max(1, workers)
+        self._lease_size, self._wait, self._on_index, self._mixes = lease_size, wait, on_index, mixes
+        self.shuffle = shuffle
+        self.given = 0  # indices given since the iteration started
+        self._consumed = self._reported = 0  # of those given: trained on; named by `used`
+        self._batch = 0  # the most samples that were consumed at once
+        self._sizes_seen = SizesSeen()
+        self._seed, self._epoch, self._loads = int(seed), 0, 0
+        self._begun = self._whole = False  # the iteration of this epoch was begun; has reached its end
+        self._queue: deque[Run] = deque()  # leased, and given before anything else is leased
+        self._held: deque[Run] = deque()  # given and not named by `used`, in the order given
+        self._seen: list[Run] = []  # from iterations before: to be named by the next `used`
+        self._pending: list[int] = []  # epochs of which something may come back
+        self._target = 0  # the epoch at which its group is: those before it end at once
+        self._done: Ranges = {}  # what was used before the load, by epoch
+        self._used: Ranges = {}  # what was used here since, likewise
+        self._orders: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being iterated over; between two, the one that has ended."""
+        return self._epoch
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the iteration begins inside an epoch, where a checkpoint was made."""
+        return bool(self._done.get(self._epoch))
+
+    @property
+    def consumed(self) -> int:
+        """Samples that this worker has trained on since the iteration started; the session adds to it."""
+        return self._consumed
+
+    @consumed.setter
+    def consumed(self, value: int) -> None:
+        self._batch = max(self._batch, value - self._consumed)
+        self._consumed = value
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration one of `epoch`; of one that the workers have used up, nothing is left."""
+        if epoch != self._epoch or self._whole:
+            self._turn_back()
+            if not self._whole:
+                self._queue.clear()  # the script leaves the epoch: what is left of it is not for the next
+            self._begin(int(epoch))
+
+    def __iter__(self) -> Iterator[int]:
+        self._turn_back()
+        if self._whole:
+            self._begin(self._epoch + 1)
+        return self._give()
+
+    def __len__(self) -> int:
+        """An even share of the epoch in progress, else of the next, rounded up. It is an estimate: a faster
+        worker gets more."""
+        left = self._length - _count(self._done.get(self._epoch + self._whole, []))
+        return -(-left // self._workers)
+
+    def used(self) -> list[Used]:
+        """The positions that this worker has trained on since the last call, for the commit that uses them.
+
+        The samples consumed are those given first. Call it once for each commit.
+        """
+        runs = _merge([*self._seen, *self._take_consumed()])
+        self._seen.clear()
+        for run in runs:
+            self._note_used(run)
+        return [Used(sampler=self._key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
+
+    def count(self, samples: float) -> float:
+        """A backward has reached this many samples; how many of them count: not those that a batch was filled
+        up with."""
+        filled = self._filled_among(self._consumed - self._reported, int(samples))
+        self.consumed += int(samples)
+        self._sizes_seen.counted(self.given)
+        return samples - filled
+
+    def next_sizes(self) -> set[float]:
+        """Return the possible sizes of the next batch; see DealtSampler."""
+        return self._sizes_seen.next(self.given - self._consumed)
+
+    def _filled_among(self, first: int, count: int) -> int:
+        """How many of `count` samples, from the `first` that is held on, only fill up."""
+        filled, place = 0, 0
+        for epoch, start, stop in self._held:
+            if epoch < 0:
+                filled += max(0, min(place + stop - start, first + count) - max(place, first))
+            place += stop - start
+        return filled
+
+    def held(self) -> list[Used]:
+        """What this worker was given, or has consumed, and `used` has not named yet."""
+        runs = _merge([*self._seen, *(run for run in self._held if run[0] >= 0)])
+        return [Used(sampler=self._key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
+
+    def leave_leased(self) -> None:
+        """What is leased and was not given is another's from now on."""
+        self._queue.clear()
+
+    def where(self) -> Where:
+        """Where this worker is in its data, for `go_to` of all members of its group."""
+        begun = [] if self._whole else [self._epoch]
+        return self._epoch + self._whole, [*self._pending, *begun]
+
+    def go_to(self, members: Sequence[Where]) -> None:
+        """Be where the furthest of a new group's `members` is: all must lease alike. Who is in an epoch
+        before that ends it; what is left of such epochs, or comes back of those before (a dead member's, when
+        its old group is fenced), is given with the next."""
+        self._target = max(epoch for epoch, _ in members)
+        earlier = {epoch for _, epochs in members for epoch in epochs}
+        earlier |= set(range(self._target - EPOCHS_KEPT, self._target))
+        self._pending = sorted(epoch for epoch in earlier if 0 <= epoch < self._target)
+
+    def committed(self) -> None:
+        """An iteration is whole: `used` is what says so of its samples."""
+
+    # Checkpoints
+
+    def place(self) -> dict[str, Any]:
+        """This worker's part of a checkpoint, as JSON can hold it; `state_dict` takes every worker's."""
+        whole = self._whole and not self._pending
+        used = [
+            [epoch, start, stop]
+            for ranges in (self._done, self._used)
+            for epoch, parts in ranges.items()
+            for start, stop in parts
+        ]
+        return {"epoch": min([self._epoch + whole, *self._pending]), "used": used}
+
+    def state_dict(self, consumed: int | Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """What the workers have used, from their `place`s; from this one's alone unless given.
+
+        It is independent of the number of workers. What a worker used that has died since is not in it.
+        `consumed` may be a count as ShardedSampler takes it, the samples of this epoch that all workers
+        consumed. That is near the truth only: the first so many positions then count as used.
+        """
+        places: Sequence[Mapping[str, Any]]
+        if isinstance(consumed, int):
+            offset = min(_count(self._done.get(self._epoch, [])) + consumed, self._length)
+            places = [{"epoch": self._epoch, "used": [[self._epoch, 0, offset]] if offset else []}]
+        else:
+            places = [self.place()] if consumed is None else consumed
+        first = min(place["epoch"] for place in places)
+        used = _merge(
+            sorted((epoch, start, stop) for p in places for epoch, start, stop in p["used"] if epoch >= first)
+        )
+        return {
+            "seed": self._seed,
+            "epoch": first,
+            "offset": used[0][2] if used and used[0][:2] == (first, 0) else 0,
+            "length": self._length,
+            "shuffle": self.shuffle,
+            "used": [list(run) for run in used],
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where `state` is of another dataset or another order than this sampler's."""
+        self._plain.check_state(state)
+        runs = state.get("used", [])
+        right = isinstance(runs, (list, tuple)) and all(
+            isinstance(run, (list, tuple))
+            and len(run) == 3
+            and all(isinstance(number, int) for number in run)
+            and run[0] >= state["epoch"]
+            and 0 <= run[1] < run[2] <= self._length
+            for run in runs
+        )
+        if not right:
+            raise CheckpointError("the checkpoint's sampler names used samples that are none")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at the place in `state`: what is used there is not given again.
+
+        The seed is the saved one. A ShardedSampler's state is taken too. Every worker loads the same state.
+        Raises CheckpointError as `check_state` does.
+        """
+        self.check_state(state)
+        self._seed, self._epoch = state["seed"], state["epoch"]
+        left = [_run(run) for run in state.get("left", [])]  # a ShardedSampler's: not used, before the offset
+        before = {epoch: self._length for epoch, _, _ in left} | {self._epoch: state["offset"]}
+        offset = [run for epoch, stop in before.items() for run in _without((epoch, 0, stop), left)]
+        self._done, self._used = {}, {}
+        for epoch, start, stop in _merge(sorted(map(_run, [*offset, *state.get("used", [])]))):
+            self._done.setdefault(epoch, []).append((start, stop))
+        self._queue.clear()
+        self._held.clear()
+        self._seen.clear()
+        self._pending = sorted({epoch for epoch, _, _ in left if epoch != self._epoch})
+        self._orders.clear()
+        self.given = self._consumed = self._reported = 0
+        self._begun = self._whole = False
+        self._target = 0
+        self._loads += 1  # the hub keeps its books by the sampler's number: they begin anew
+        while self._length and _count(self._done.get(self._epoch, [])) == self._length:
+            self._epoch += 1
+
+    def deal_state(self) -> dict[str, Any]:
+        """What a worker needs that enters the run, to lease of the same order: no worker's own samples."""
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "offset": 0,
+            "length": self._length,
+            "shuffle": self.shuffle,
+            "loads": self._loads,
+            "used": [[epoch, *part] for epoch, parts in self._done.items() for part in parts],
+        }
+
+    def check_deal_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where `state` is none of `deal_state`'s, or of other data."""
+        self.check_state({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
+        if type(state["loads"]) is not int or state["loads"] < 0:
+            raise CheckpointError(f"the sampler was loaded {state['loads']!r} times, which cannot be")
+
+    def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
+        """Lease as the worker does whose `deal_state` this is."""
+        self.load_state_dict({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
+        self._epoch, self._loads = state["epoch"], state["loads"]
+
+    # Giving and leasing
+
+    @property
+    def _key(self) -> int:
+        return self._number + GENERATION * self._loads
+
+    def _give(self) -> Iterator[int]:
+        continued, self._begun = self._begun, True
+        while True:
+            if not self._queue and not self._lease_more():
+                self._whole = True
+                if not continued or self.given:
+                    return
+                # What was broken off had nothing left: this iteration is of the next epoch.
+                continued = False
+                self._begin(self._epoch + 1)
+                self._begun = True
+                continue
+            epoch, place, stop = self._queue.popleft()
+            if place + 1 < stop:
+                self._queue.appendleft((epoch, place + 1, stop))
+            self._hold((epoch, place, place + 1))
+            self.given += 1
+            if 0 <= epoch < self._epoch:
+                self._mixes(_LATE.format(epoch, self._epoch))
+            if self._on_index is not None:
+                self._on_index(self)
+            yield 0 if epoch < 0 else int(self._order(epoch)[0][place])
+
+    def _hold(self, run: Run) -> None:
+        if self._held and self._held[-1][0] == run[0] and self._held[-1][2] == run[1]:
+            run = (run[0], self._held.pop()[1], run[2])
+        self._held.append(run)
+
+    def _lease_more(self) -> bool:
+        """Put leased positions into the queue; False when this worker's iteration is at its end. Members of a
+        group all ask alike, and are answered alike."""
+        if self._epoch < self._target:
+            return False
+        for epoch in list(self._pending):
+            if epoch != self._epoch:
+                leased = self._ask(epoch)
+                if self._take_lease(leased):
+                    return True
+                if leased.over and not self._holds(epoch):
+                    self._pending.remove(epoch)
+        leased = self._ask(self._epoch)
+        # Whoever waits for what this worker holds waits likewise: then the hub tells both that it is over.
+        if self._wait > 0 and not leased.over and leased.start >= leased.stop and not leased.length:
+            leased = self._ask(self._epoch, self._wait)
+        if self._take_lease(leased):
+            return True
+        # Over with some of it in hand: others may hold some too, each waiting for the rest.
+        kept = [] if leased.over and not self._holds(self._epoch) else [self._epoch]
+        self._pending = [*(epoch for epoch in self._pending if epoch != self._epoch), *kept]
+        return False
+
+    def _holds(self, epoch: int) -> bool:
+        return any(run[0] in (epoch, _filling(epoch)) for run in (*self._held, *self._seen))
+
+    def _ask(self, epoch: int, wait: float = 0.0) -> Leased:
+        length = len(self._order(epoch)[0])
+        if not length:
+            return Leased(sampler=self._key, epoch=epoch, start=0, stop=0, over=True)
+        leased = self._lease(self._key, epoch, length, self._lease_count(), wait)
+        if leased.stop > length:
+            raise RunError(f"the hub leased samples to {leased.stop} of epoch {epoch}, which has {length}")
+        return leased
+
+    def _take_lease(self, leased: Leased) -> bool:
+        missing = leased.length - (leased.stop - leased.start)
+        if leased.start < leased.stop:
+            self._queue.append((leased.epoch, leased.start, leased.stop))
+        if missing > 0:  # the others of the group have more
+            self._queue.append((_filling(leased.epoch), 0, missing))
+        return bool(self._queue)
+
+    def _lease_count(self) -> int:
+        """Samples to lease: whole batches, the rest of a batch under way included."""
+        if self._lease_size:
+            return self._lease_size
+        return BATCHES * self._batch - self.given % self._batch if self._batch else FIRST_LEASE
+
+    # Between iterations
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch, self._begun, self._whole = epoch, False, False
+        current = min([epoch, *self._pending])
+        for ranges in (self._used, self._done):
+            for old in [e for e in ranges if e < current - EPOCHS_KEPT]:
+                del ranges[old]
+        self._orders = {e: order for e, order in self._orders.items() if e in (epoch, *self._pending)}
+
+    def _turn_back(self) -> None:
+        """Give again what was given and not consumed.
+
+        After a whole iteration only what makes no batch is (of a loader with `drop_last`): where more is
+        left, the script left it out or counts samples otherwise, and it would come again without end.
+        """
+        self._seen += self._take_consumed()
+        left, size = _merge(self._held), sum(stop - start for _, start, stop in self._held)
+        self._held.clear()
+        if self._whole and size >= max(1, self._batch):
+            self._seen += [run for run in left if run[0] >= 0]
+        else:
+            self._queue.extendleft(reversed(left))
+        self.given = self._consumed = self._reported = 0
+
+    def _take_consumed(self) -> list[Run]:
+        """Take what was consumed and not taken yet from what is held."""
+        count = min(self._consumed, self.given) - self._reported
+        self._reported += count
+        taken = []
+        while count > 0:
+            epoch, start, stop = self._held.popleft()
+            cut = min(stop, start + count)
+            taken.append((epoch, start, cut))
+            if cut < stop:
+                self._held.appendleft((epoch, cut, stop))
+            count -= cut - start
+        return [run for run in taken if run[0] >= 0]
+
+    def _order(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The epoch's indices as leased, int64, shape (left,), and their positions in the epoch's whole
+        order (None: the same). After a load, they are those that were not used before."""
+        if epoch not in self._orders:
+            indices = epoch_order(self._length, self._seed, epoch, self.shuffle)
+            places = None
+            if self._done.get(epoch):
+                left = torch.ones(self._length, dtype=torch.bool)
+                for start, stop in self._done[epoch]:
+                    left[start:stop] = False
+                places = left.nonzero().flatten()
+                indices = indices[places]
+            self._orders[epoch] = indices, places
+        return self._orders[epoch]
+
+    def _note_used(self, run: Run) -> None:
+        epoch, start, stop = run
+        places = self._order(epoch)[1]
+        found = [(epoch, start, stop)]
+        if places is not None:
+            found = [(epoch, place, place + 1) for place in places[start:stop].tolist()]
+        known = [(epoch, *part) for part in self._used.get(epoch, [])]
+        self._used[epoch] = [(a, b) for _, a, b in _merge(sorted([*known, *found]))]
+
+
+class LeasedBatches(Sampler[list[int]]):
+    """Batches of a LeasedSampler, for `DataLoader(batch_sampler=...)`, of the size that `size()` gives before
+    each."""
+
+    def __init__(self, sampler: LeasedSampler, size: Callable[[], int]) -> None:
+        self.sampler, self._size = sampler, size
+
+    @property
+    def epoch(self) -> int:
+        """The sampler's."""
+        return self.sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the sampler's."""
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self.sampler)
+        while batch := list(islice(indices, self._size())):
+            yield batch
+
+    def __len__(self) -> int:
+        """An estimate, as the sampler's."""
+        return -(-len(self.sampler) // self._size())
+
+
+def _filling(epoch: int) -> int:
+    """What stands in a run for an epoch that batches are filled up in."""
+    return -1 - epoch
+
+
+def _merge(runs: Iterable[Run]) -> list[Run]:
+    """The runs in their order; one that begins within or right behind the one before is joined to it."""
+    merged: list[Run] = []
+    for epoch, start, stop in runs:
+        same = bool(merged) and merged[-1][0] == epoch >= 0
+        if same and merged[-1][1] <= start <= merged[-1][2]:
+            merged[-1] = (epoch, merged[-1][1], max(stop, merged[-1][2]))
+        else:
+            merged.append((epoch, start, stop))
+    return merged
+
+
+def _without(run: Run, parts: Iterable[Run]) -> Iterator[Run]:
+    """What of a run is in none of the parts, which are in order."""
+    epoch, start, end = run
+    for _, first, stop in (part for part in parts if part[0] == epoch):
+        if start < first:
+            yield epoch, start, first
+        start = max(start, stop)
+    if start < end:
+        yield epoch, start, end
+
+
+def _run(numbers: Sequence[int]) -> Run:
+    epoch, start, stop = numbers
+    return epoch, start, stop
+
+
+def _count(parts: Iterable[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in parts)

@@ -1,0 +1,1 @@
+"""From autograd's gradients to their mean in `p.grad`."""

@@ -1,0 +1,105 @@
+"""The end of each backward, for all of a session's models together: workers must agree on the order of
+collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import Stand, gradients
+from atoll.tensors.torch_compat import at_end_of_backward
+from atoll.train.api.speed import Stretch
+from atoll.train.gradients.reducer import Reducer
+from atoll.train.group.rounds import Ring
+
+
+class BackwardEnd:
+    """Runs the reducers when a backward ends.
+
+    One model's chunks may leave while backward goes on. With several, a gradient that one worker lacks
+    would change the order in which their chunks leave; so they leave at the end, model by model, those for
+    which any worker has new gradients.
+    """
+
+    def __init__(self, ring: Ring | None, stretch: Stretch | None = None) -> None:
+        self._ring, self._stretch = ring, stretch
+        self._reducers: list[Reducer] = []
+        self._armed = False
+        self.number = 0  # of the backward that is under way, or comes next
+
+    def add(self, reducer: Reducer) -> None:
+        self._reducers.append(reducer)
+        for each in self._reducers:
+            each.sends_early = len(self._reducers) == 1
+
+    def arm(self) -> None:
+        """Ask for `_end` to run when the backward that is now running ends."""
+        if not self._armed:
+            self._armed = True
+            for reducer in self._reducers:
+                reducer.drop_kept()
+                reducer.look_for_edits()
+            at_end_of_backward(self._end)
+
+    def settle(self) -> None:
+        """Gradients are about to leave: on a worker that is slowed down, not before its time."""
+        if self._stretch is not None:
+            self._stretch.settle()
+
+    def before_forward(self) -> None:
+        """Find a backward that raised before its end; raises RunError if chunks had already left."""
+        if self._stretch is not None:
+            self._stretch.begin()
+        if self._armed:
+            self._armed = False
+            self.number += 1
+            for reducer in self._reducers:
+                reducer.abandon()
+
+    def _end(self) -> None:
+        self._armed = False
+        self.number += 1
+        self.settle()
+        waiting = [reducer for reducer in self._reducers if reducer.synchronous]
+        for reducer in self._reducers:
+            reducer.look()
+            if not reducer.synchronous:
+                reducer.note_edits()
+                reducer.begin()
+        if self._ring is None or len(waiting) < 2:
+            due = [reducer for reducer in waiting if reducer.unsent or len(self._reducers) == 1]
+        else:
+            due = self._due(self._ring, waiting)
+        for reducer in due:
+            reducer.reduce()
+
+    def reduce_before_step(self, reducer: Reducer) -> None:
+        """Reduce gradients that no backward has reduced before `reducer`'s step, as on a worker without a
+        batch.
+
+        With several models, the other workers ask at the end of their backward which models have new
+        gradients. This worker joins that collective.
+        """
+        due = [reducer]
+        if self._ring is not None and len(self._reducers) > 1:
+            due = self._due(self._ring, self._reducers, also=reducer)
+        for each in due:
+            each.reduce()
+
+    def _due(self, ring: Ring, reducers: Sequence[Reducer], also: Reducer | None = None) -> list[Reducer]:
+        """Return the reducers for which any worker has new gradients, and `also`. A collective."""
+        due = self._ask(ring, reducers, also)
+        if any(reducer.admit() for reducer in due):
+            due = self._ask(ring, reducers, also)  # newcomers have not said theirs
+        return due
+
+    @staticmethod
+    def _ask(ring: Ring, reducers: Sequence[Reducer], also: Reducer | None) -> list[Reducer]:
+        """Return the reducers for which any worker reports new gradients, or names the reducer as `also`."""
+
+        def where() -> Stand:
+            return gradients(reducers[0].steps, waiting_line())
+
+        own = [float(each.unsent or each is also) for each in reducers]
+        news = ring.sum(own, "which models have new gradients", where)
+        return [each for each, count in zip(reducers, news, strict=True) if count]

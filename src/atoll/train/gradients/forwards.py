@@ -1,0 +1,90 @@
+"""Hooks on a model's forward: what must be checked before it, and what its backward must know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.tensors.modulehooks import LeftBehind
+from atoll.tensors.torch_compat import is_within_backward
+from atoll.train.gradients.samples import Seen, seen_in, tensors_in
+
+
+class ForwardHooks:
+    """Watches the forwards of `model` that autograd records. Recomputations inside a backward are ignored.
+
+    `before()` runs before each forward. When backward reaches a forward's output and will leave gradients in
+    the model's parameters, `reached(seen)` is called with the number of samples that the forward shows. It is
+    called with None where an earlier backward has reached the forward. `accumulates()` says whether a
+    backward leaves gradients; torch.autograd.grad does not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        before: Callable[[], None],
+        accumulates: Callable[[], bool],
+        reached: Callable[[Seen | None], None],
+    ) -> None:
+        self._model, self._before, self._accumulates, self._reached = model, before, accumulates, reached
+        self._handles = [
+            model.register_forward_pre_hook(BesideCompiled(self._on_forward), with_kwargs=True),
+            model.register_forward_hook(BesideCompiled(self._on_output), with_kwargs=True),
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_forward(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        if self._records(module):
+            self._before()
+
+    def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._records(module):
+            return
+        seen = seen_in((args, kwargs), output)
+        reached = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        if not reached:  # an output of a kind that cannot be looked into: the forward itself must count
+            self._reached(seen)
+            return
+        hook = _Reached(self._accumulates, self._reached, seen)
+        for tensor in reached:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _records(self, module: nn.Module) -> bool:
+        return module is self._model and torch.is_grad_enabled() and not is_within_backward()
+
+
+class _Reached:
+    """A gradient hook that calls `then(seen)` when `condition()` is first True, `then(None)` afterwards."""
+
+    def __init__(
+        self, condition: Callable[[], bool], then: Callable[[Seen | None], None], seen: Seen
+    ) -> None:
+        self._condition, self._then = condition, then
+        self._seen: Seen | None = seen
+
+    def __call__(self, _gradient: Tensor) -> None:
+        if self._condition():
+            seen, self._seen = self._seen, None
+            self._then(seen)
+
+
+class BesideCompiled(LeftBehind):
+    """A module hook that runs in Python beside a compiled forward, and that a copied or saved module leaves
+    behind."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        super().__init__(function)
+        self._outside = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._outside(*arguments)
+        else:
+            self._function(*arguments)

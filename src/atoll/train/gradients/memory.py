@@ -1,0 +1,268 @@
+"""A prepared model that lies in chunks over tiers of memory (`memory/fit.py`): on a worker that is alone, or
+sharded over the members of a ring, or of each group of a hierarchy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import nn
+
+from atoll.chunks import ChunkMap, ParameterSpec, lay_out
+from atoll.core.config import Config
+from atoll.core.errors import RunError, UserError
+from atoll.core.memory import Memory
+from atoll.core.units import format_bytes
+from atoll.memory.exchanged import Exchanged
+from atoll.memory.fit import Fitted, fit, fit_exchanged, fit_shared, plan, plan_exchanged
+from atoll.memory.planning import specs_for
+from atoll.memory.sharded import Sharded
+from atoll.moves.owners import Groups
+from atoll.moves.search import MemoryPlan
+from atoll.tensors.binding import BoundChunk
+from atoll.tensors.optimizer import ParameterOptimizer
+from atoll.train.gradients.clipping import ExchangedNorms, GradientNorm, Norms, ResidentNorms, SharedNorms
+from atoll.train.gradients.reducer import Calls, Reducer, ReducingAtEnd
+from atoll.train.gradients.ring import refuse_beyond, take_beside, tell_beside
+from atoll.train.group.members import WorkerMembers
+from atoll.train.group.rounds import Ring
+from atoll.train.sync.servedtiers import ServedInTiers, staging_bytes
+from atoll.train.sync.strategies import Alone, Served, Stepper, Strategy, Training
+
+
+class Tiers:
+    """The budgets that one model is to train in, with the other members of a ring or alone: `connect` makes
+    the members known to one another, which is a collective; None: there are no others."""
+
+    _steps_here = True  # a worker that is alone makes the optimizer's steps itself
+
+    def __init__(
+        self,
+        memory: Memory,
+        connect: Callable[[], WorkerMembers] | None,
+        *,
+        of_group: str = "",
+        ring: Ring | None = None,
+    ) -> None:
+        """`of_group` names the group whose workers are the members. `ring` is the members' ring, if any."""
+        self._memory, self._connect, self._of_group, self.ring = memory, connect, of_group, ring
+        self._members: WorkerMembers | None = None
+        self._plan: MemoryPlan | None = None  # where there are members
+        self.fitted: Fitted | None = None
+        self.shared: Sharded | None = None  # the model, where several members hold it together
+
+    def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
+        """What trains the model in chunks. None where all of it fits on the device of each of the members:
+        then each has a whole copy there, and trains as without budgets."""
+        if self._connect is None:
+            return AloneInTiers()
+        self._members = self._connect()
+        self._plan = plan(model, optimizer, self._memory, self._members)
+        if not self._plan.fits:
+            return MembersInTiers(self)
+        self.close()
+        return None
+
+    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Let the model train in chunks from now on."""
+        if self._members is None:
+            self.fitted = fit(model, optimizer, memory=self._memory, plan=self._plan)
+            return
+        assert self._plan is not None
+        self.fitted = self.shared = fit_shared(
+            model, optimizer, memory=self._memory, members=self._members, plan=self._plan
+        )
+
+    def norms(self, norm: GradientNorm) -> Norms:
+        """What tells of the norm of the gradients, where `norm` would measure those on the device."""
+        return ResidentNorms(norm) if self.shared is None else SharedNorms(self.shared)
+
+    @property
+    def has_members(self) -> bool:
+        """Whether other workers may hold a part of the model."""
+        return self._connect is not None
+
+    def groups_of(self, feature: str) -> Groups:
+        """The groups of workers that have parameters of this feature (memory/over.py), each its own; alone,
+        there is one."""
+        share = None if self._plan is None else self._plan.share
+        return ((0,),) if share is None else share.groups_of(feature)
+
+    @property
+    def seconds_waited(self) -> float:
+        """For other members, in all."""
+        return 0.0 if self._members is None else self._members.seconds_waited
+
+    @property
+    def bytes_sent(self) -> int:
+        """To other members, of gradients."""
+        return 0 if self._members is None else self._members.sent
+
+    def sync(self, what: str) -> None:
+        """A collective of the members: each then sees what all have written into the model."""
+        if self.shared is not None:
+            self.shared.sync(what)
+
+    def lacks_room(self, state: int) -> str:
+        """Return why model and optimizer do not fit as plain ones; an empty string where they fit.
+
+        Args:
+            state: bytes of the optimizer's state, which lies elsewhere.
+        """
+        return self.fitted.lacks_room(state) if self.fitted is not None else ""
+
+    def refuse_loss(self, lost: Sequence[int]) -> None:
+        """Raises RunError if members are lost: what they held is in no other's memory."""
+        if lost and self.shared is not None:
+            gone = " and ".join(f"worker {name}" for name in lost)
+            raise RunError(
+                f"{gone} was lost, and with it the only copy of its part of the model{self._of_group}, which "
+                "the workers hold between them; start the run again from its last checkpoint"
+            )
+
+    def close(self) -> None:
+        """Part from the other members: what they hold cannot be had any more. Without members, give the model
+        back as a plain one where there is room. Else it stays as it is, or where its steps are made elsewhere
+        is let go of."""
+        if self.shared is not None:
+            self.shared.abandon()
+        elif self._members is not None:
+            self._members.close()
+        elif self.fitted is not None:
+            self.fitted.end(stays=self._steps_here)
+
+    def describe(self) -> list[tuple[str, str, str]]:
+        """What was decided ("memory"), as `device 1.0 MiB: 16 blocks of 64.0 KiB, everything fits`, and
+        why."""
+        chosen = self.fitted.plan if self.fitted is not None else self._plan
+        assert chosen is not None
+        how = "everything fits" if chosen.fits else f"{chosen.cache_blocks} of them a cache"
+        blocks = f"{chosen.blocks} blocks of {format_bytes(chosen.chunk_bytes)}"
+        choice = f"{self._memory.budgets().describe()}: {blocks}, {how}"
+        beside = [] if self.fitted is None else self.fitted.choices
+        return [("memory", choice, chosen.reason), *beside]
+
+
+class ServedTiers(Tiers):
+    """The budgets of a worker whose model is stepped at the shards of a parameter server."""
+
+    _steps_here = False
+
+    def __init__(self, memory: Memory, served: Served, config: Config) -> None:
+        super().__init__(memory, None)
+        self._served, self._chunk_bytes = served, config.chunk_bytes
+        self._exchanged: Exchanged | None = None
+        if served.of_group:  # all members of a ring hold the model alike: in chunks that move
+            self._memory = msgspec.structs.replace(memory, step="host")
+
+    def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
+        self._model = model
+        layout = lay_out(specs_for(model, optimizer), chunk_bytes=self._chunk_bytes)
+        of_group = self._served.of_group
+        staging = staging_bytes([chunk.nbytes for chunk in layout.trainable], of_group=of_group)
+        self._plan = plan_exchanged(model, self._memory, staging, sums=of_group)
+        return None if self._plan.fits else ServedInTiers(self._served, self)
+
+    def fit_now(self) -> None:
+        """Let the model lie in tiers, before its values are brought to the shards."""
+        assert self._plan is not None
+        self.fitted = self._exchanged = fit_exchanged(self._model, self._memory, self._plan)
+
+    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """It lies there since its strategy was built, which has brought its values to the shards."""
+
+    def norms(self, norm: GradientNorm) -> Norms:
+        del norm  # gradients lie in tiers
+        return ExchangedNorms(self.held())
+
+    def held(self) -> Exchanged:
+        assert self._exchanged is not None
+        return self._exchanged
+
+
+class AloneInTiers(Alone):
+    """The strategy of a worker that is alone: nothing is reduced, and the optimizer's steps are `fit`'s."""
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        reducer = Reducer(training.chunks, training.calls)
+        return reducer, _TieredOptimizer(training.optimizer, training.hooks)
+
+
+class MembersInTiers(Alone):
+    """The strategy of members of a ring that hold one model together: gradients go to those who hold them."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        reducer = MembersReducer(training.chunks, training.calls, self._tiers)
+        return reducer, _TieredOptimizer(training.optimizer, training.hooks)
+
+
+class MembersReducer(ReducingAtEnd):
+    """Sums gradients that lie in chunks to the members that hold those, when a backward has ended.
+
+    `fit` takes each gradient into its chunk before the hooks of this see that it has come.
+    """
+
+    def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, tiers: Tiers) -> None:
+        super().__init__(chunks, calls)
+        self._tiers, self._buffers, self._counts_told = tiers, calls.buffers, False
+
+    def reduce(self) -> None:
+        own, shared, ring = self._contribute(), self._tiers.shared, self._tiers.ring
+        assert shared is not None
+        assert ring is not None
+        self._calls.leaving()
+        samples, certainty = shared.gradients.reduce(own.weight, own.samples, own.is_certain)
+        refuse_beyond(ring, own, certainty, self.steps)
+        summed: list[float] = []
+        if self._buffers is not None:
+            summed = ring.sum(self._buffers.said(), f"which buffers have changed in iteration {self.steps}")
+        beside = tell_beside(
+            ring, own, certainty, self._buffers, summed, steps=self.steps, tells=not self._counts_told
+        )
+        self.count_alike = not certainty.certain
+        if take_beside(beside, self._buffers, self.steps, self._calls.counts_unlike):
+            self._counts_told = True
+        self.bytes_sent = self._tiers.bytes_sent
+        self._done(own, samples)
+
+    def _has_values(self) -> bool:
+        try:
+            return super()._has_values()
+        except UserError:  # a mean that was stepped and not zeroed: other members hold parts of it
+            return True
+
+
+class HeldChunk(BoundChunk):
+    """Parameters that lie wherever `fit` has them, which looks after them itself."""
+
+    def check(self) -> None:
+        """There is no one place where they must be."""
+
+    @property
+    def has_moved(self) -> bool:
+        return False
+
+
+class _TieredOptimizer(ParameterOptimizer):
+    """A step that is not accepted finds no gradients: `fit` steps by those, not by the param groups."""
+
+    def _leave_out(self) -> None:
+        for group in self._group_parameters:
+            for parameter in group:
+                parameter.grad = None
+
+
+def held_chunks(
+    specs: Sequence[ParameterSpec], parameters: Mapping[str, nn.Parameter], chunk_bytes: int | None = None
+) -> tuple[ChunkMap, list[BoundChunk]]:
+    """The parameters in chunks as anywhere else, for whoever goes through them; their memory is as it was."""
+    chunk_map, names = lay_out(specs, chunk_bytes=chunk_bytes), list(parameters)
+    chunks: list[BoundChunk] = []
+    for chunk in chunk_map.chunks:
+        members = [names[slot.parameter] for slot in chunk.slots]
+        chunks.append(HeldChunk(chunk, members, [parameters[name] for name in members]))
+    return chunk_map, chunks

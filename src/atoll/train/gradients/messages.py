@@ -1,0 +1,202 @@
+"""A chunk's gradients, and the messages in which they travel: what one collective carries.
+
+Every all-reduce costs a fixed time beside its bytes (docs/notes/gradients.md), so neighbouring small chunks
+share one, and each message has room for the workers' agreement on the iteration, which rides at the end of
+the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from atoll.core.weighing import SAID as SAID_OF_WEIGHT
+from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.train.gradients.alike import SAID
+from atoll.train.group.channel import Pending
+
+_ALIGNMENT = 64  # bytes: a cache line, at which the kernels of torch's fused optimizers begin
+
+
+class ChunkGradients:
+    """The gradients of one chunk, and how far this backward has come with them.
+
+    `p.grad` is this worker's own gradient, as autograd made it, until `publish`; after that `kept` holds it
+    until the step. `published` is where they are reduced, in memory of the chunk's message.
+    """
+
+    def __init__(self, bound: BoundChunk, flat: Tensor) -> None:
+        self.bound = bound
+        self.published = Buffer(bound.chunk, bound.parameters, flat)
+        self.kept: list[Tensor | None] = []
+        self.fired = [False] * len(bound.parameters)
+        self.missing = len(bound.parameters)
+        self.taken = 0  # how many of this backward's gradients are in the published buffer, scaled
+        self.late = False  # wait for the end of backward: its gradients come more than once
+
+    def begin(self) -> None:
+        self.fired = [False] * len(self.fired)
+        self.missing = len(self.fired)
+        self.taken = 0
+
+    def move(self, flat: Tensor) -> None:
+        """Be reduced in other memory from now on. This worker's own gradients stay; they are to be taken
+        anew."""
+        before, self.published = self.published, Buffer(self.bound.chunk, self.bound.parameters, flat)
+        for parameter, view in zip(self.bound.parameters, before.views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = view.clone()
+        self.taken = 0
+
+    def take(self, index: int, gradient: Tensor | None, scale: float) -> None:
+        """Put this worker's gradient, scaled, where it is reduced: one pass, while the cache holds it."""
+        view = self.published.views[index]
+        if gradient is None or scale == 0:  # zero times NaN would be NaN
+            view.zero_()
+            return
+        if gradient is view:  # autograd has added to the mean of the reduction before
+            gradient = self.bound.parameters[index].grad = gradient.clone()
+        torch.mul(gradient, scale, out=view)
+
+    def settle(self, scale: float) -> None:
+        """Make the published buffer whole: gradients that this backward did not touch, or more than once,
+        and zeros for absent ones."""
+        if self.taken < len(self.fired):
+            for index, parameter in enumerate(self.bound.parameters):
+                self.take(index, parameter.grad, scale)
+
+    def again(self) -> None:
+        """Its gradients changed after it had left: take them anew, and wait for the end from now on."""
+        self.late, self.taken = True, 0
+
+    def publish(self, present: Sequence[bool]) -> None:
+        """Let `p.grad` show the published values where any worker had a gradient."""
+        self.kept = [parameter.grad for parameter in self.bound.parameters]
+        self.show(present)
+
+    def show(self, present: Sequence[bool]) -> None:
+        """As `publish`, where this worker's own gradients are kept already."""
+        for parameter, view, here in zip(self.bound.parameters, self.published.views, present, strict=True):
+            parameter.grad = view if here else None
+
+    def slots(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter, and its place in the published buffer."""
+        return zip(self.bound.parameters, self.published.views, strict=True)
+
+    def own(self) -> list[Tensor | None]:
+        """This worker's own gradients of the iteration."""
+        return self.kept or [parameter.grad for parameter in self.bound.parameters]
+
+    def collect(self) -> tuple[bool, ...]:
+        """Bring gradients that the script has replaced back into the published buffer; which are present."""
+        for parameter, view in zip(self.bound.parameters, self.published.views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()  # what an earlier iteration left there is nobody's gradient
+            elif gradient is not view:
+                view.copy_(gradient)
+                parameter.grad = view
+        return tuple(parameter.grad is not None for parameter in self.bound.parameters)
+
+
+class Message:
+    """Chunks that are reduced together: one allocation with their gradients, then `room` spare elements."""
+
+    def __init__(self, bounds: Sequence[BoundChunk], room: int) -> None:
+        self.number = 0  # in the order in which they were laid
+        first = bounds[0].flat
+        self._starts: list[int] = []
+        end = 0
+        for bound in bounds:
+            self._starts.append(end)
+            end += _aligned(bound.chunk.extent, first.element_size())
+        self.memory = first.new_zeros(end + room)
+        self.gradients = self.memory[:end]
+        self.chunks = [
+            ChunkGradients(bound, self.memory[start : start + bound.chunk.extent])
+            for bound, start in zip(bounds, self._starts, strict=True)
+        ]
+        self.dirty = False  # a gradient came after it had left
+        self.sent = False
+        self.work: Pending | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether all its gradients have come, each once."""
+        return not any(chunk.missing or chunk.late for chunk in self.chunks)
+
+    @property
+    def id(self) -> int:
+        """The id of its first chunk."""
+        return self.chunks[0].bound.chunk.id
+
+    def begin(self) -> None:
+        for chunk in self.chunks:
+            chunk.begin()
+        self.dirty = self.sent = False
+        self.work = None
+
+    def move(self) -> None:
+        """Take other memory: what was begun in the old one may still write into it."""
+        self.memory = torch.zeros_like(self.memory)
+        self.gradients = self.memory[: self.gradients.numel()]
+        for chunk, start in zip(self.chunks, self._starts, strict=True):
+            chunk.move(self.memory[start : start + chunk.bound.chunk.extent])
+        self.work = None
+
+    def again(self) -> None:
+        self.dirty = False
+        for chunk in self.chunks:
+            chunk.again()
+
+    def take_anew(self) -> None:
+        """Mark the message's gradients to be scaled again, by another factor."""
+        for chunk in self.chunks:
+            chunk.taken = 0
+
+    def write_tail(self, values: Sequence[float]) -> None:
+        """Put `values` into the spare room."""
+        start = self.gradients.numel()
+        self.memory[start : start + len(values)] = torch.tensor(values, dtype=self.memory.dtype)
+
+    def read_tail(self, count: int) -> list[float]:
+        """The first `count` values of the spare room."""
+        start = self.gradients.numel()
+        values: list[float] = self.memory[start : start + count].tolist()
+        return values
+
+    def __str__(self) -> str:
+        ids = [chunk.bound.chunk.id for chunk in self.chunks]
+        which = f"chunk {ids[0]}" if len(ids) == 1 else f"chunks {', '.join(map(str, ids))}"
+        return f"{which} (with {self.chunks[0].bound.names[0]!r})"
+
+
+def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> list[Message]:
+    """Group neighbouring chunks of one dtype into messages of `at_least` bytes where possible.
+
+    Each message has room for an agreement: HEAD values, one for each message and parameter, and `more`.
+    """
+    groups: list[list[BoundChunk]] = []
+    for bound in chunks:
+        small = groups and sum(member.chunk.nbytes for member in groups[-1]) < at_least
+        if small and groups[-1][0].flat.dtype == bound.flat.dtype:
+            groups[-1].append(bound)
+        else:
+            groups.append([bound])
+    parameters = sum(len(bound.parameters) for group in groups for bound in group)
+    messages = [Message(group, room=parameters + len(groups) + HEAD + more) for group in groups]
+    for number, message in enumerate(messages):
+        message.number = number
+    return messages
+
+
+# Values of an agreement besides those for each message, each parameter and each buffer:
+HEAD = 5 + SAID + SAID_OF_WEIGHT
+
+
+def _aligned(elements: int, size: int) -> int:
+    """`elements` of `size` bytes, rounded up to whole cache lines."""
+    unit = max(1, _ALIGNMENT // size)
+    return -(-elements // unit) * unit

@@ -1,0 +1,491 @@
+"""From backward to `p.grad`: what becomes of gradients as autograd hands them over.
+
+`Reducer` is the way of a worker that is alone, and what all ways have in common. `SendingReducer` brings
+gradients into messages and sends those that are complete while backward goes on: over a ring
+(`train/gradients/ring.py`) or to the shards of a parameter server (`train/sync/exchange.py`). Source:
+docs/architecture.md, "The gradient".
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from atoll.core.errors import RunError
+from atoll.core.stands import UNKNOWN, Epoch
+from atoll.exchange.feedback import Feedback
+from atoll.memory.proxies import edits_of
+from atoll.tensors.binding import BoundChunk, check_usable
+from atoll.tensors.finite import is_finite
+from atoll.tensors.gradienthooks import after_gradient
+from atoll.tensors.torch_compat import forget_clipping, will_run
+from atoll.train.checkpoint.buffers import ModelBuffers
+from atoll.train.gradients.messages import ChunkGradients, Message, lay_messages
+from atoll.train.gradients.samples import Contribution
+
+_READABLE = frozenset({"cpu"})  # types of device whose memory may be read without a wait
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The services that a reducer asks for and the events that it reports.
+
+    `arm()` is called as gradients come, so that `reduce` runs when their backward ends.
+    `contribution(has_gradient)` is called once for each reduction. `committed(own, samples)` reports this
+    worker's contribution and the group's samples when the iteration is whole. `leaving()` is called before
+    gradients leave. `dropped()` reports that hooks of the script have left no gradient of a backward.
+    `edited()` reports that the script has changed all gradients between two backwards that come before one
+    reduction. `reduce(reducer)` is called before a step whose gradients no backward has reduced.
+
+    `counts_unlike(line)` is called with a warning where workers count alike in a mean that their counts would
+    change. `epoch()` is the epoch of the batch on which this worker trains. `epochs_mixed(line)` is called
+    with a warning where workers train batches of different epochs together. `unscaled()` is the factor by
+    which a GradScaler divides the gradients of the step under way; 1 without one. `buffers` are the model's;
+    None: no worker takes any.
+    """
+
+    arm: Callable[[], None]
+    contribution: Callable[[bool], Contribution]
+    committed: Callable[[Contribution, float], None]
+    leaving: Callable[[], None]
+    dropped: Callable[[], None] = lambda: None
+    edited: Callable[[], None] = lambda: None
+    reduce: Callable[[Reducer], None] = lambda reducer: reducer.reduce()
+    counts_unlike: Callable[[str], None] = lambda _line: None
+    epoch: Callable[[], Epoch] = lambda: UNKNOWN
+    epochs_mixed: Callable[[str], None] = lambda _line: None
+    unscaled: Callable[[], float] = lambda: 1.0
+    buffers: ModelBuffers | None = None
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How the script clips this iteration's gradients, to a norm of at most `max_norm`.
+
+    `clip()` multiplies the gradients that are here, and returns their norm before and the factor.
+    `measure()` returns the norm and leaves the gradients as they are.
+    """
+
+    max_norm: float
+    norm_type: float
+    clip: Callable[[], tuple[Tensor, float]]
+    measure: Callable[[], Tensor]
+
+
+class Reducer:
+    """The gradients of one model's trainable chunks, on a worker without others to reduce with.
+
+    `consumed` counts the samples of all workers in the run so far, as far as this worker knows.
+    """
+
+    exchange_seconds = 0.0  # of the waits so far, those of a group's exchange with the shards
+    acts_before_forward = False  # whether `before_use` is to be called before each forward
+    acts_before_state_dict = False  # and before the model's state_dict
+    sums_samples = True  # each iteration's samples are those of all; else `consumed` is told in another way
+
+    def __init__(self, chunks: Sequence[BoundChunk], calls: Calls) -> None:
+        self._chunks, self._calls = list(chunks), calls
+        self._own: Contribution | None = None  # fixed when the first message leaves
+        self.count_alike = False  # all workers, in the latest iteration: whatever they have counted
+        self.synchronous = True  # False within no_sync
+        self.sends_early = True  # while backward goes on
+        self.unsent = False  # gradients have come that no reduction has seen
+        self._reduced = False  # since the last step
+        self._first_reduced: tuple[nn.Parameter, int] | None = None  # with a gradient, and how often written
+        # By parameter: a gradient to which `zero_grad` has written zeros, and how often it was written then.
+        self._zeros: dict[int, tuple[Tensor, int]] = {}
+        self._edits_seen: list[int | None] = []  # of each gradient, at the end of a backward under no_sync
+        self.steps = 0
+        self.bytes_sent = 0
+        self.consumed = 0.0
+        self._accumulators = [get_gradient_edge(p).node for bound in chunks for p in bound.parameters]
+
+    @property
+    def is_within(self) -> bool:
+        """True between reduction and optimizer step."""
+        return self._reduced
+
+    @property
+    def has_batch(self) -> bool:
+        """True where a backward has left gradients in this iteration."""
+        return self.unsent or self._reduced
+
+    def close(self) -> None:
+        """Let go of the model: its parameters stay where they are, but nothing is reduced any more."""
+        self._zeros.clear()
+        self._chunks.clear()
+        self._accumulators.clear()
+
+    @property
+    def losses(self) -> Feedback | None:
+        """What a link to shards has lost of this model's gradients; None: there is no such link."""
+        return None
+
+    @property
+    def shows_mean(self) -> bool:
+        """True where every worker's `p.grad` is the mean over all, and each worker steps its own copy with
+        the mean.
+        """
+        return False
+
+    def check_bound(self, closely: bool = True) -> None:
+        """Raise BindingError where a parameter's dtype or device differs from its chunk's.
+
+        With `closely`, check each parameter, and accept the values of parameters that have left their chunk.
+        """
+        for bound in self._chunks:
+            if closely:
+                bound.check()
+            elif bound.has_moved:  # until a step it may: averaged weights, say, for an evaluation
+                bound.check_kinds()
+
+    def accumulates(self) -> bool:
+        """Within a backward: whether it will leave gradients in these parameters, as torch.autograd.grad
+        does not."""
+        try:
+            return any(will_run(node) for node in self._accumulators)
+        except RuntimeError:  # raised for a parameter that torch.autograd.grad was asked about
+            return False
+
+    def drop_kept(self) -> None:
+        """A new backward begins: the last iteration's own gradients are not needed any more."""
+
+    def abandon(self) -> None:
+        """Forget a backward that raised; raises RunError if chunks had left for the other workers."""
+        self.begin()
+
+    def admit(self) -> bool:
+        """Let newcomers in where a new iteration begins with this model; whether any have come in."""
+        return False
+
+    def reduce(self) -> None:
+        """A backward has ended: do what makes its iteration whole."""
+        for bound in self._chunks:
+            for name, parameter in zip(bound.names, bound.parameters, strict=True):
+                gradient = parameter.grad
+                if gradient is not None and gradient.is_sparse:
+                    check_usable(name, gradient)
+        own = self._contribute()
+        self._done(own, own.samples)
+
+    def _contribute(self) -> Contribution:
+        if self._own is None:
+            # Where the script's hooks have dropped all gradients, zeros take part in the mean.
+            # A worker without a batch may have zeros left, from zero_grad(set_to_none=False).
+            has_gradient = self.unsent or self._has_values()
+            self._own = self._calls.contribution(has_gradient)
+        return self._own
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._trained())
+
+    def _has_values(self) -> bool:
+        """True where any gradient is not all zeros. On a GPU this waits."""
+        return any(bool(p.grad.any()) for p in self._trained() if p.grad is not None)
+
+    def look(self) -> None:
+        """Check at the end of a backward whether the script's hooks have dropped all gradients."""
+        if self.unsent and not self._has_gradients():
+            self._calls.dropped()
+
+    def note_edits(self) -> None:
+        """Remember the gradients' versions at the end of a backward under no_sync."""
+        self._edits_seen = self._edits()
+        forget_clipping()
+
+    def look_for_edits(self) -> None:
+        """Detect edits before more gradients come or the reduction begins.
+
+        Edits are reported where the script has changed all gradients since `note_edits`, as
+        torch.nn.utils.clip_grad_norm_ does. Zeros do not count: `zero_grad` writes them.
+        """
+        seen, self._edits_seen = self._edits_seen, []
+        if not seen:
+            return
+        pairs = [(now, then) for now, then in zip(self._edits(), seen, strict=True) if then is not None]
+        changed = bool(pairs) and all(now is not None and now > then for now, then in pairs)
+        if changed and any(bool(p.grad.any()) for p in self._trained() if p.grad is not None):
+            self._calls.edited()
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (parameter for bound in self._chunks for parameter in bound.parameters)
+
+    def _edits(self) -> list[int | None]:
+        """Return how often each gradient was written into; None for a parameter without a gradient."""
+        gradients = (parameter.grad for parameter in self._trained())
+        return [None if gradient is None else edits_of(gradient) for gradient in gradients]
+
+    def _done(self, own: Contribution, samples: float) -> None:
+        self._reduced, self.unsent = True, False
+        self._zeros.clear()
+        edits = ((p, edits_of(p.grad)) for p in self._trained() if p.grad is not None)
+        self._first_reduced = next(edits, None)
+        self.begin()
+        if self.sums_samples:
+            self.consumed += samples
+        self._calls.committed(own, samples)
+
+    def begin(self) -> None:
+        """Make ready for the next backward."""
+        self._own = None
+
+    def settle(self) -> None:
+        """Wait until what this worker has sent by itself counts."""
+
+    def before_step(self) -> None:
+        """Send what no backward has sent: all of it came under no_sync, or there is no gradient here."""
+        if self._reduced and not self.unsent and self._is_left_out():
+            self.drop_kept()
+            self._reduced = False
+        if self.unsent or not self._reduced:
+            self.look_for_edits()
+            self._calls.reduce(self)
+
+    def _is_left_out(self) -> bool:
+        """True where the script has zeroed the latest gradients without a step, as after a GradScaler's skip.
+
+        Then this step is of a later iteration, in which this worker has no batch. On a GPU a look at the
+        gradients waits, so there only zeros of `zero_grad` are seen.
+        """
+        if self._first_reduced is None:
+            return False
+        first, edits = self._first_reduced
+        gradient = first.grad
+        if gradient is None:
+            return not self._has_gradients()
+        if edits_of(gradient) == edits:
+            return False
+        return not self._has_values() if gradient.device.type in _READABLE else self._are_zeroed()
+
+    def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Hear of a `zero_grad`: gradients of these parameters that are still there are zeros.
+
+        Between a reduction and its step the script leaves the step out by that. At other times nobody asks.
+        """
+        if not self._reduced or self.unsent:
+            return
+        given = {id(parameter) for parameter in parameters}
+        for parameter in self._trained():
+            gradient = parameter.grad if id(parameter) in given else None
+            if gradient is not None:
+                self._zeros[id(parameter)] = gradient, edits_of(gradient)
+
+    def _are_zeroed(self) -> bool:
+        """True where nothing was written to any gradient since `zero_grad` has written zeros."""
+        for parameter in self._trained():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            zeroed, edits = self._zeros.get(id(parameter), (None, 0))
+            if gradient is not zeroed or edits_of(gradient) != edits:
+                return False
+        return True
+
+    def after_step(self) -> None:
+        """The step is made: the next iteration begins."""
+        self._reduced = False
+        self._zeros.clear()
+        self.steps += 1
+        self.drop_kept()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on, to the bit, as this one would."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+
+    def member_state(self) -> dict[str, Any]:
+        """What a worker needs that enters between two iterations, to do the next as the others do."""
+        return self.state_dict()
+
+    def check_member_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError or KeyError where `load_member_state` could not take it."""
+        if type(state["steps"]) is not int or state["steps"] < 0:
+            raise ValueError(f"a reducer's steps are {state['steps']!r}")
+
+    def load_member_state(self, state: Mapping[str, Any]) -> None:
+        """Take another member's `member_state`."""
+        self.load_state_dict(state)
+
+    def own_nonfinite(self) -> list[str]:
+        """The parameters for which this worker's own gradient holds NaN or infinity."""
+        return [
+            name
+            for bound in self._chunks
+            for name, gradient in zip(bound.names, self._own_gradients(bound), strict=True)
+            if gradient is not None and not is_finite(gradient)
+        ]
+
+    def blamed(self, rank: int, culprit: str) -> list[str]:
+        """Whose gradients are not finite, in words, where others make steps without this worker, which is
+        number `rank`. `culprit` is what clipping found, which has changed them; empty: nothing."""
+        names = [culprit] if culprit else self.own_nonfinite()
+        return [f"{name!r} on worker {rank}" for name in names[:1]]
+
+    def refuse(self) -> None:
+        """Leave this iteration out, by the policy on NaN and infinities."""
+
+    def before_use(self, *_: object) -> None:
+        """The model's parameters are about to be used."""
+
+    def clip(self, by: Clipping) -> Tensor:
+        """Clip this iteration's gradients, wherever the mean is; returns the norm before."""
+        return by.clip()[0]
+
+    def clipped(self, max_norm: float, norm_type: float) -> None:
+        """The script has clipped this iteration's gradients."""
+
+    def confirm(self, what: str) -> None:
+        """Hear of all members that they made the same of the iterations so far; UserError where they did not.
+        A collective of theirs."""
+
+    def _own_gradients(self, bound: BoundChunk) -> list[Tensor | None]:
+        return [parameter.grad for parameter in bound.parameters]
+
+
+class ReducingAtEnd(Reducer):
+    """Gradients that something else keeps as they come: nothing leaves before their backward has ended."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._hooks = [after_gradient(node, self._came) for node in self._accumulators]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().close()
+
+    def _came(self) -> None:
+        self._calls.arm()
+        self.unsent = True
+
+
+class SendingReducer(Reducer):
+    """Gradients on their way to others: brought into messages as they come, and sent when complete.
+
+    Chunks travel in messages of at least `message_bytes`, as far as they have so many neighbours. The last
+    `held_back` messages of an iteration wait for the end of backward.
+    """
+
+    held_back = 0
+
+    def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, message_bytes: int) -> None:
+        super().__init__(chunks, calls)
+        # The order in which messages leave, the same on every worker:
+        self._order = self._lay(chunks, message_bytes)
+        self._gradients = {c.bound.chunk.id: c for message in self._order for c in message.chunks}
+        self._arrivals: list[int] = []  # ids of messages as they filled in this backward
+        self._next = 0  # the first of `_order` that has not left
+        hooks = [
+            self._hook(message, chunk, index)
+            for message in self._order
+            for chunk in message.chunks
+            for index in range(len(chunk.bound.parameters))
+        ]
+        self._handles = [
+            after_gradient(node, hook) for node, hook in zip(self._accumulators, hooks, strict=True)
+        ]
+
+    def _lay(self, chunks: Sequence[BoundChunk], message_bytes: int) -> list[Message]:
+        return lay_messages(chunks, message_bytes)
+
+    @property
+    def order(self) -> list[int]:
+        """The ids of the chunks in the order in which they leave."""
+        return [chunk.bound.chunk.id for message in self._order for chunk in message.chunks]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._order.clear()
+        self._gradients.clear()
+        super().close()
+
+    def _leave(self, message: Message) -> None:
+        self._calls.leaving()
+        message.sent = True
+        self._send(message)
+
+    @abstractmethod
+    def _send(self, message: Message) -> None:
+        """Begin to send a message whose gradients have come, or stay away."""
+
+    @abstractmethod
+    def _scale(self) -> float:
+        """What this worker's gradients are multiplied by; fixed when an iteration's first one comes."""
+
+    def drop_kept(self) -> None:
+        """A new backward begins: the last iteration's own gradients are not needed any more."""
+        super().drop_kept()
+        for chunk in self._gradients.values():
+            chunk.kept = []
+
+    def abandon(self) -> None:
+        """Forget a backward that raised; raises RunError if chunks had left for the other workers."""
+        if self._next:
+            raise RunError(
+                f"iteration {self.steps}: a backward raised after {self._next} of {len(self._order)} "
+                "messages had left for the other workers, so the iteration cannot be completed; let its "
+                "error end the script"
+            )
+        self.begin()
+
+    def _hook(self, message: Message, chunk: ChunkGradients, index: int) -> Callable[[], None]:
+        name, parameter = chunk.bound.names[index], chunk.bound.parameters[index]
+
+        def on_gradient() -> None:
+            gradient = parameter.grad  # None where a hook of the script's has dropped it
+            view = chunk.published.views[index]
+            if gradient is not None and gradient is not view:
+                if gradient.dtype != view.dtype:
+                    chunk.bound.check()
+                check_usable(name, gradient)
+            self._calls.arm()
+            self.unsent = True
+            if chunk.fired[index]:
+                chunk.again()
+                message.dirty = message.sent
+                return
+            chunk.fired[index] = True
+            chunk.missing -= 1
+            if self.synchronous and not chunk.late:
+                chunk.take(index, gradient, self._scale())
+                chunk.taken += 1
+            if chunk.missing == 0:
+                self._chunk_arrived(message)
+
+        return on_gradient
+
+    def _chunk_arrived(self, message: Message) -> None:
+        """All gradients of a chunk have come; send what may leave now."""
+        if any(chunk.missing for chunk in message.chunks):
+            return
+        self._arrivals.append(message.id)
+        if self.synchronous and self.sends_early:
+            # In the one order of collectives that all workers keep; the last ones may have to wait.
+            last = len(self._order) - self.held_back
+            while self._next < last and self._order[self._next].ready:
+                self._leave(self._order[self._next])
+                self._next += 1
+
+    def begin(self) -> None:
+        """Make ready for the next backward."""
+        super().begin()
+        for message in self._order:
+            message.begin()
+        self._next = 0
+        self._arrivals.clear()
+
+    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
+        """The memory of a chunk's published gradients, and which slots have one."""
+        chunk = self._gradients[bound.chunk.id]
+        return chunk.published.flat, chunk.collect()
+
+    def _own_gradients(self, bound: BoundChunk) -> list[Tensor | None]:
+        return self._gradients[bound.chunk.id].own()

@@ -1,0 +1,1 @@
+"""Collectives of a group of workers that survive the loss of a member."""

@@ -1,0 +1,351 @@
+"""c10d process groups with deadlines that say who was waited for.
+
+A `Channel` is made from a store alone and can be made again; it does not touch torch.distributed's default
+group, which stays the script's. Every wait goes through `Channel.wait`, which names what it waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
+
+from atoll.core.errors import AtollError, DeadlineError, PeerLostError
+from atoll.core.scriptline import is_atoll
+from atoll.tensors.torch_compat import gloo_options, nccl_options
+from atoll.train.api.ending import see_off
+from atoll.train.api.place import Place
+from atoll.train.group.sockets import listening_host, listening_ports, shut
+
+_POLL_SECONDS = 50e-6
+_SLICE = timedelta(seconds=0.1)  # of a wait, between which the hub's word is looked at
+_MAKING_SECONDS = 0.05  # the same, while a group connects
+_EXPLAIN_SECONDS = 2.0  # how long a late worker waits to learn who else is late
+_END_SECONDS = 2.0  # for a group that does nothing more to end
+
+
+class Pending(Protocol):
+    """A collective under way: c10d's Work, or what stands for several of them."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Raises RuntimeError when it has failed, or is not over in time."""
+
+
+class BrokenRingError(PeerLostError):
+    """The ring is to be formed again: a member is gone, or the hub says so."""
+
+
+class Channel:
+    """One process group over the workers of `place`, which must have a store to meet in.
+
+    `purpose` names it in the store and in errors; `timeout` is in seconds. Tensors given to its collectives
+    are on `device`: the CPU (Gloo) or a CUDA device (NCCL).
+
+    Where the place has a `watch`, whatever fails but for a deadline raises BrokenRingError, and every wait
+    also ends with what `watch` raises; then only `abandon` is left to be called. A collective that was under
+    way may still write into its tensors for a while.
+    """
+
+    def __init__(self, place: Place, purpose: str, timeout: float, device: torch.device) -> None:
+        assert place.store is not None
+        self.place, self.purpose, self.timeout = place, purpose, timeout
+        self._store = PrefixStore(purpose, place.store)
+        self._lates = 0
+        self.seconds_waited = 0.0  # in all
+        self._on_cuda = device.type == "cuda"
+        self._group: Any = None
+        self._ports: set[int] = set()  # at which this channel listens
+        self._peers: set[int] = set()  # at which the others do
+        try:
+            with self._explained(self._connecting):
+                if self._on_cuda and place.watch is None:
+                    self._group = self._make()
+                else:
+                    self._make_in_time()
+                self._meet_ports()
+        except BrokenRingError:
+            self.abandon()
+            raise
+
+    def _make(self) -> Any:
+        place, deadline = self.place, timedelta(seconds=self.timeout)
+        if self._on_cuda:
+            return dist.ProcessGroupNCCL(self._store, place.rank, place.world, nccl_options(deadline))
+        before = listening_ports()
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+        if place.watch is None and (interface or not place.host):
+            group = ProcessGroupGloo(self._store, place.rank, place.world, deadline)
+            self._ports = listening_ports() - before
+            return group
+        where = {"interface": interface} if interface else {"hostname": place.host}
+        gloo = gloo_options(deadline, **where)
+        self._ports = listening_ports() - before
+        return ProcessGroupGloo(self._store, place.rank, place.world, gloo)
+
+    def _connecting(self) -> str:
+        """Describe the wait for the group to connect, with the address at which this worker listens."""
+        host = self.host
+        return f"the other workers to connect{f' (this one listens at {host})' if host else ''}"
+
+    def _make_in_time(self) -> None:
+        """Connect on a thread, within one deadline.
+
+        c10d waits for one member after another to connect, each for the whole deadline.
+        """
+        made: list[Any] = []
+
+        def make() -> None:
+            try:
+                made.append(self._make())
+            except BaseException as error:
+                made.append(error)
+
+        thread = threading.Thread(target=make, name="atoll-connect", daemon=True)
+        thread.start()
+        until = time.monotonic() + self.timeout
+        while thread.is_alive():
+            thread.join(_MAKING_SECONDS)
+            if thread.is_alive():
+                self.look()
+                if time.monotonic() > until:
+                    raise RuntimeError("timed out")
+        (group,) = made
+        if isinstance(group, BaseException):
+            raise group
+        self._group = group
+
+    def _meet_ports(self) -> None:
+        """Learn at which ports the others listen, so that `abandon` finds the connections to them."""
+        if self._on_cuda:
+            return
+        port = torch.tensor([min(self._ports, default=0)], dtype=torch.int64)
+        parts, work = self.all_gather(port)
+        self._watch(work, time.monotonic() + self.timeout)
+        self._peers = {int(part) for rank, part in enumerate(parts) if rank != self.place.rank}
+
+    @property
+    def host(self) -> str:
+        """The address at which the others have reached this worker, where it listens; else the place's."""
+        return listening_host(self._ports) or self.place.host
+
+    def look(self) -> None:
+        """Raises where the group is known to be broken."""
+        if self.place.watch is not None:
+            self.place.watch()
+
+    def look_while_waiting(self) -> None:
+        """Raise the errors of `look`, and MismatchError where the workers' scripts wait for each other in
+        vain.
+
+        Only the thread inside a collective may call this.
+        """
+        self.look()
+        if self.place.standing is not None:
+            self.place.standing.look()
+
+    def sum(self, tensor: Tensor) -> Pending:
+        """Begin to replace `tensor`, on every worker, by the sum over workers."""
+        return self._begin("allreduce", [tensor], dist.AllreduceOptions())
+
+    def sends(self, size: int) -> int:
+        """The bytes that this worker sends in a sum of `size` bytes: a ring sends each on 2 (n - 1) / n
+        times."""
+        return 2 * (self.place.world - 1) * size // self.place.world
+
+    def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
+        """Begin to replace `tensor`, on every worker, by its sum, minimum or maximum over workers."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(op)
+        return self._begin("allreduce", [tensor], options)
+
+    def exchange(self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int]) -> Work:
+        """Begin to send `tensor` in pieces of `sends` elements, the r-th to the worker of rank r; `into`
+        takes the pieces that the workers have for this one, by rank, of `takes` elements."""
+        return self._begin("alltoall_base", into, tensor, list(takes), list(sends), dist.AllToAllOptions())
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
+        """Begin to replace `tensor` by that of the worker of rank `root`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        return self._begin("broadcast", [tensor], options)
+
+    def all_gather(self, tensor: Tensor) -> tuple[list[Tensor], Work]:
+        """Begin to collect each worker's `tensor`, all of one shape and dtype, in order of rank."""
+        parts = [torch.empty_like(tensor) for _ in range(self.place.world)]
+        return parts, self._begin("allgather", [parts], [tensor])
+
+    def gather(self, payload: bytes, what: str) -> list[bytes]:
+        """Each worker's bytes, in order of rank; on the CPU. Waits as `wait` does."""
+        sizes, work = self.all_gather(torch.tensor([len(payload)], dtype=torch.int64))
+        self.wait(work, what)
+        padded = torch.zeros(max(1, *(int(size) for size in sizes)), dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        parts, work = self.all_gather(padded)
+        self.wait(work, what)
+        return [bytes(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
+
+    def _begin(self, collective: str, *arguments: Any) -> Work:
+        with self._explained(f"its {collective} to begin"):
+            return cast(Work, getattr(self._group, collective)(*arguments))
+
+    def wait(self, work: Pending, what: str) -> float:
+        """Wait for `work`; returns the seconds that it took.
+
+        Raises DeadlineError with the workers that did not come, PeerLostError when one is gone, and
+        MismatchError where another stands elsewhere in its script. `what` completes the sentence "waited for
+        ...".
+        """
+        start = time.perf_counter()
+        with self._explained(what):
+            if self._on_cuda:
+                self._poll(work)
+            if self._on_cuda and self.place.watch is None:
+                work.wait()
+            else:
+                self._watch(work, time.monotonic() + self.timeout)
+        waited = time.perf_counter() - start
+        self.seconds_waited += waited
+        return waited
+
+    def _watch(self, work: Pending, until: float) -> None:
+        """Wait in slices; a wait that passes its time leaves Gloo's work alive."""
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # it came meanwhile, or raises why it failed
+                    return
+            self.look_while_waiting()
+            if time.monotonic() > until:
+                raise RuntimeError("timed out")
+
+    def _poll(self, work: Pending) -> None:
+        """NCCL's `wait` only orders streams; this waits for the work itself, up to the deadline."""
+        until = time.monotonic() + self.timeout
+        while not work.is_completed():
+            self.look_while_waiting()
+            if time.monotonic() > until:
+                raise RuntimeError("timed out")
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """End the process group; what it was doing is given up."""
+        if self.is_stuck:
+            self.abandon()
+            return
+        if self._on_cuda:
+            self._group.shutdown()
+        self._let_go(_END_SECONDS)
+
+    @property
+    def is_stuck(self) -> bool:
+        """True where the workers wait for each other in vain, so that closing the group would wait for them
+        too.
+        """
+        return self.place.standing is not None and self.place.standing.mismatch is not None
+
+    def abandon(self) -> None:
+        """Let a broken group go, whatever it is doing: its connections end, and what it was doing fails, here
+        and at the others."""
+        if self._on_cuda and self._group is not None:
+            self._group.abort()
+        shut(self._ports, self._peers)
+        self._let_go(0.0)
+
+    def _let_go(self, seconds: float) -> None:
+        """A group's end waits for what it was doing, and needs its store, which C++ does not hold. It is
+        waited for up to `seconds`."""
+        held, self._group = [self._group, self.place], None
+        if held[0] is not None and (self.place.watch is not None or self.is_stuck):
+            thread = threading.Thread(target=held.clear, name="atoll-end-of-ring", daemon=True)
+            thread.start()
+            see_off(thread, seconds)
+
+    def _explained(self, what: str | Callable[[], str]) -> _Explained:
+        return _Explained(self, what)
+
+    def explain(self, error: RuntimeError, what: str, waited: float) -> AtollError:
+        """The error to raise in place of c10d's."""
+        if isinstance(error, AtollError) and (self.place.watch is None or waited >= self.timeout):
+            return error
+        first_line = _essence(str(error)) or type(error).__name__
+        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        if not timed_out and self.place.standing is not None:
+            known = self.place.standing.known()
+            if known is not None:
+                return known
+        if self.place.watch is not None and waited < self.timeout:
+            return BrokenRingError(f"worker {self.place.name} lost touch with another worker: {first_line}")
+        if not timed_out:
+            return PeerLostError(
+                f"worker {self.place.name} lost touch with another worker, waiting for {what}: {first_line}"
+            )
+        missing = self._who_is_missing()
+        who = " and ".join(f"worker {self.place.name_of(rank)}" for rank in missing) or "another worker"
+        return DeadlineError(
+            f"worker {self.place.name} waited {waited:.1f} s for {who} on {what} "
+            f"(deadline sync.timeout, {self.timeout:g} s; set it higher if the workers are only slow)"
+        )
+
+    def _who_is_missing(self) -> list[int]:
+        """Ask the store which workers are late too; those that are not, are the ones waited for."""
+        self._lates += 1
+        others = [rank for rank in range(self.place.world) if rank != self.place.rank]
+        self._store.set_timeout(timedelta(seconds=_EXPLAIN_SECONDS))  # it may be the store that is gone
+        try:
+            self._store.set(f"late/{self._lates}/{self.place.rank}", "1")
+            until = time.monotonic() + _EXPLAIN_SECONDS
+            missing = others
+            while missing and time.monotonic() < until:
+                missing = [rank for rank in missing if not self._store.check([f"late/{self._lates}/{rank}"])]
+                time.sleep(0.05)
+            return missing
+        except (RuntimeError, AtollError):  # the store went with the worker that held it: nobody can be asked
+            return []
+
+
+def _essence(message: str) -> str:
+    """c10d's message without its source position and its advice."""
+    first_line = message.splitlines()[0] if message else ""
+    return re.sub(r"^\[[^]]*\]\s*", "", first_line).split(". ")[0]
+
+
+class _Explained:
+    """Turns c10d's RuntimeErrors within a `with` into Atoll's."""
+
+    def __init__(self, channel: Channel, what: str | Callable[[], str]) -> None:
+        self._channel, self._what = channel, what
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, RuntimeError) and _is_raised_here(error):
+            what = self._what if isinstance(self._what, str) else self._what()
+            raise self._channel.explain(error, what, time.perf_counter() - self._start) from error
+
+
+def _is_raised_here(error: RuntimeError) -> bool:
+    """True for an error of c10d's, which C++ raises in this package's frames, and for Atoll's own.
+
+    A signal handler runs in the middle of a wait. Its errors are its own: torch's tells of a DataLoader's
+    process that was killed.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is None or is_atoll(trace.tb_frame.f_code.co_filename)

@@ -1,0 +1,54 @@
+"""Bytes of any length over a channel's collectives, which want tensors of one size.
+
+What is short, as nearly all of it is, takes one collective.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from atoll.train.group.channel import Channel
+
+_FIRST = 248  # bytes that travel with their number
+_COUNT = 8  # bytes of that number
+
+
+def gather_bytes(channel: Channel, payload: bytes, what: str) -> list[bytes]:
+    """Each member's bytes, in order of rank. A collective; `what` is waited for."""
+    parts, work = channel.all_gather(_head(payload))
+    channel.wait(work, what)
+    sizes = [_size(part) for part in parts]
+    longest = max(sizes)
+    if longest <= _FIRST:
+        return [_bytes(part[_COUNT : _COUNT + size]) for part, size in zip(parts, sizes, strict=True)]
+    parts, work = channel.all_gather(_padded(payload, longest))
+    channel.wait(work, what)
+    return [_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def broadcast_bytes(channel: Channel, payload: bytes | None, what: str, root: int = 0) -> bytes:
+    """The bytes of the member of rank `root`; the others give None. A collective; `what` is waited for."""
+    first = _head(payload or b"")
+    channel.wait(channel.broadcast(first, root), what)
+    size = _size(first)
+    if size <= _FIRST:
+        return _bytes(first[_COUNT : _COUNT + size])
+    whole = _padded(payload or b"", size)
+    channel.wait(channel.broadcast(whole, root), what)
+    return _bytes(whole)
+
+
+def _head(payload: bytes) -> torch.Tensor:
+    return _padded(len(payload).to_bytes(_COUNT, "little") + payload[:_FIRST], _COUNT + _FIRST)
+
+
+def _padded(payload: bytes, size: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
+
+
+def _size(head: torch.Tensor) -> int:
+    return int.from_bytes(head[:_COUNT].numpy().tobytes(), "little")
+
+
+def _bytes(part: torch.Tensor) -> bytes:
+    return part.numpy().tobytes()

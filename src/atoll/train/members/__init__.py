@@ -1,0 +1,1 @@
+"""Workers that join, leave, meet and move."""

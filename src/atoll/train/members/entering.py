@@ -1,0 +1,201 @@
+"""Entering a run under way, and dealing data anew when its members change, with a parameter server.
+
+The parameters and the optimizer's state are at the shards; the rest comes from a living worker's memory,
+with shard 0 as the mailbox: the newcomer asks, and whoever is asked answers at its next boundary between two
+iterations. Nobody is waited for who might be dead (shard 0 asks the next one then), nothing is kept that
+could be stale, and workers need no connections to one another. Under `bsp` the answer waits for exactly the
+boundary at which the newcomer enters: it is a member of the next iteration, so the others wait for its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from atoll.core.errors import CheckpointError, UserError
+from atoll.core.points import reach
+from atoll.exchange.link import LOG, Link
+from atoll.train.checkpoint.resume import TrainingState
+from atoll.train.members.served_workers import ServedWorkers
+from atoll.wire.messages import AnyMessage, Arrive, Committed, GiveState, WantState
+
+ENTERING = "entering"  # what a newcomer's words are sent again until
+_NEVER = 2**53  # later than any iteration
+
+
+class Entrance(Protocol):
+    """How a worker that comes late enters the run."""
+
+    @property
+    def late(self) -> bool:
+        """Whether this worker has come late, and has not entered."""
+
+    def begin(self) -> None:
+        """The workers have met. One that comes late is alone until it enters."""
+
+    def enter(self) -> bool:
+        """Enter with the state of a living worker; False where nobody lives, and this one has it all to
+        itself."""
+
+    def ending(self) -> None:
+        """This worker has made all its iterations, and still lets others in."""
+
+
+class ServedEntrance:
+    """A worker's part in who joins and leaves the run.
+
+    `entered()` fetches the parameters once this worker takes part, and returns the worker's next iteration.
+    `told_members(n)` hears the number of live workers. `told_unlike(line)` hears of another worker with
+    different hyperparameters. `elastic`: all workers make the same iterations (`bsp`, without sites), and
+    data is dealt anew among them. `fixed`: all make the same iterations without a new deal (`bsp` between
+    sites); a newcomer takes a lost worker's rank, and that worker's part of the data.
+    """
+
+    def __init__(
+        self,
+        shards: Link,
+        workers: ServedWorkers,
+        state: TrainingState,
+        entered: Callable[[], int],
+        told_members: Callable[[int], None],
+        elastic: bool,
+        fixed: bool = False,
+        told_unlike: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self._told_unlike = told_unlike
+        self._shards, self._workers, self._state = shards, workers, state
+        self._entered, self._told_members, self._elastic = entered, told_members, elastic
+        self._fixed = fixed
+        self._worker = workers.place.rank
+        self._members: list[int] = []  # in order; empty while unknown
+        self._at: int | None = None  # the iteration whose boundary this is; None: it is none
+        self._wanted: list[WantState] = []
+        self._given: tuple[GiveState, memoryview | None] | None = None
+        shards.on(WantState, self._handle_want)
+        shards.on(GiveState, self._handle_give)
+
+    @property
+    def late(self) -> bool:
+        return self._workers.late
+
+    def begin(self) -> None:
+        """The workers have met: those are the members. One that comes late is alone until it enters."""
+        if self._elastic:
+            self._take_members(self._workers.ranks)
+
+    # Coming late
+
+    def enter(self) -> bool:
+        shards = self._shards
+        shards.send(LOG, Arrive(incarnation=shards.incarnation), until=ENTERING)
+        reach("enter.arrived")
+        iteration = self._entered()
+        reach("enter.member", iteration)
+        shards.send(LOG, WantState(iteration=iteration), until=ENTERING)
+        shards.wait(
+            lambda: self._given is not None,
+            lambda: [LOG],
+            f"a living worker's state before iteration {iteration}",
+        )
+        shards.answered(ENTERING)
+        assert self._given is not None
+        give, payload = self._given
+        self._given = None
+        self._workers.enter(give.meeting, list(give.members) or [self._worker])
+        if give.refused:
+            raise CheckpointError(f"a living worker's state: {give.refused}")
+        members = list(give.members) or [self._worker]
+        if give.members:
+            rank = members.index(self._worker) if self._elastic else None
+            self._state.restore(payload if payload is not None else b"", rank, self._fixed)
+        else:
+            self._state.iteration = iteration
+        if self._elastic:
+            self._take_members(members)
+        reach("enter.restored", iteration)
+        return bool(give.members)
+
+    def _handle_give(self, _shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, GiveState)
+        self._given = message, payload
+
+    # Letting others in
+
+    def boundary(self, iteration: int) -> None:
+        if self.late:
+            raise UserError(
+                "this worker comes late: the run is under way; call session.resume() before the loop, after "
+                "session.prepare and all that it puts back (schedulers, samplers, session.register)"
+            )
+        self._at = iteration
+        self._answer()
+
+    def over(self) -> None:
+        self._at = None
+
+    def ending(self) -> None:
+        """This worker has made all its iterations: from now on any time is a boundary."""
+        self._at = _NEVER
+        self._answer()
+
+    def _handle_want(self, _shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, WantState)
+        self._wanted.append(message)
+        self._answer()
+
+    def _answer(self) -> None:
+        """Give this worker's state to those who want it as it is now."""
+        at = self._at
+        if at is None:
+            return
+        synchronous = self._elastic or self._fixed
+        due = [want for want in self._wanted if not synchronous or want.iteration <= at]
+        if not due:
+            return
+        self._wanted = [want for want in self._wanted if want not in due]
+        refused, payload = "", memoryview(b"")
+        try:
+            payload = memoryview(self._state.capture(self._fixed))
+        except CheckpointError as error:  # the newcomer's to know, and nothing that ends this one
+            refused = str(error)[:4000]
+        for want in due:
+            reach("enter.giving", want.iteration)
+            give = GiveState(
+                worker=want.worker,
+                life=want.life,
+                meeting=self._workers.next_meeting,
+                members=self._members or [self._worker, want.worker],
+                refused=refused,
+            )
+            self._shards.send(LOG, give, payload)
+            reach("enter.given", want.iteration)
+
+    # Changes of members
+
+    def told(self, committed: Committed) -> None:
+        members = list(committed.workers)
+        self._told_members(len(members))
+        if committed.unlike:
+            self._told_unlike(committed.unlike)
+        if members and not self._shards.hello.site:  # a site's shard knows its own workers alone
+            self._workers.saw(members)
+        if self._elastic and (members != self._members or committed.entering):
+            self._regroup(committed.iteration, members, list(committed.entering))
+
+    def _regroup(self, iteration: int, members: list[int], entering: list[int]) -> None:
+        """All who have made this iteration meet, and deal what is left of their data anew."""
+        what = f"the members' places in their data after iteration {iteration}"
+        reach("members.meet", iteration)
+        places = self._workers.gather(self._state.places(), what)
+        there = dict(zip(self._workers.ranks, places, strict=True))
+        now = sorted({*there, *entering})
+        absent = [rank for rank, worker in enumerate(self._members) if worker not in members]
+        self._state.deal_anew(
+            [there.get(worker) for worker in now], now.index(self._worker), len(now), absent
+        )
+        self._members = now
+        reach("members.dealt", iteration)
+
+    def _take_members(self, members: list[int]) -> None:
+        self._members = members
+        self._state.rank, self._state.world = members.index(self._worker), len(members)

@@ -1,0 +1,190 @@
+"""How a worker moves to another group: by the hub's grouping, between two iterations.
+
+The hub counts its groupings, and tells workers of the latest. A contribution says which one its workers know
+of, and its answer, to which they all move at the end of that step: so the members of a group leave it
+together. What is in flight is none: the iteration before is whole, and the next has not begun. Source:
+docs/ps-hra.md; docs/notes/ps-hra.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from atoll.core import points
+from atoll.core.errors import CheckpointError
+from atoll.exchange.link import LOG, Link
+from atoll.train.data.leased_sampler import LeasedSampler, Where
+from atoll.train.group.ringbytes import gather_bytes
+from atoll.train.group.rounds import Ring
+from atoll.train.members.hub_client import HubClient
+from atoll.train.members.served_workers import ServedWorkers
+from atoll.train.sync.groupexchange import GroupReducer
+from atoll.wire.messages import Arrive, Grouped, Leased, Reformed
+
+ARRIVING = "arriving"  # what a group's Arrive is sent again until
+
+
+class Shared(Protocol):
+    """What a session has alike on all members of a group (`train/checkpoint/resume.py`: TrainingState)."""
+
+    iteration: int
+
+    def capture_shared(self) -> bytes: ...
+
+    def restore_shared(self, raw: bytes) -> None: ...
+
+
+class GroupState:
+    """What the members of a group take from its first one, and agree on (`train/group/rounds.py`: State).
+    Data is leased: where they are in it is all that there is to agree on."""
+
+    def __init__(
+        self, state: Shared, ring: Ring, samplers: list[LeasedSampler], warn: Callable[[str], None]
+    ) -> None:
+        """`samplers` may grow; `warn` tells people."""
+        self._state, self._ring, self._samplers, self._warn = state, ring, samplers, warn
+
+    def capture(self) -> bytes:
+        """Nothing, where it cannot be given: nobody asked for a checkpoint, and each goes on with its own."""
+        try:
+            return self._state.capture_shared()
+        except CheckpointError as error:
+            self._warn(f"the members of this worker's group go on with schedules of their own: {error}")
+            return b""
+
+    def restore(self, raw: bytes) -> None:
+        if raw:
+            self._state.restore_shared(raw)
+
+    def all_places(self, *, entered: bool = False) -> list[Any]:  # noqa: ARG002
+        own = msgspec.msgpack.encode([sampler.where() for sampler in self._samplers])
+        parts = gather_bytes(self._ring.agreement, own, "the members' places in their data")
+        return [msgspec.msgpack.decode(part, type=list[Where]) for part in parts]
+
+    def deal_anew(self, places: Sequence[Any], rank: int, world: int) -> None:  # noqa: ARG002
+        for number, sampler in enumerate(self._samplers):
+            sampler.go_to([place[number] for place in places])
+
+
+class Leases:
+    """What a worker leases of the hub: for itself, or its part of what its group leases, block by block."""
+
+    def __init__(self, hub: HubClient) -> None:
+        self._hub = hub
+        self._contributor = 0  # its group; 0: none but itself
+        self._blocks: dict[tuple[int, int], int] = {}  # (sampler, epoch) -> those that it has got
+
+    def lease(self, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased:
+        """As `HubClient.lease`."""
+        if not self._contributor:
+            return self._hub.lease(sampler, epoch, length, count, wait)
+        block = self._blocks.get((sampler, epoch), 0) + 1
+        leased = self._hub.lease(
+            sampler, epoch, length, count, wait, contributor=self._contributor, block=block
+        )
+        if leased.block:
+            self._blocks[sampler, epoch] = block
+        return leased
+
+    def move(self, contributor: int) -> None:
+        """The worker is in another group."""
+        self._contributor = contributor
+        self._blocks.clear()
+
+
+class Told(Protocol):
+    """Who hears of a move: its group, how long it took, and the iteration."""
+
+    def __call__(self, grouped: Grouped, seconds: float) -> None: ...
+
+
+@dataclass
+class Parts:
+    """What a move concerns."""
+
+    hub: HubClient
+    ring: Ring
+    shards: Link
+    workers: ServedWorkers
+    state: Shared
+    samplers: list[LeasedSampler]
+    leases: Leases
+    exchange: Callable[[], GroupReducer]
+    arrive: Callable[[str], None]  # wait until the shards know a new contributor
+
+
+class Regrouping:
+    """One worker's moves from group to group. `contributor` is the one that it is in: its own number at
+    first."""
+
+    def __init__(self, parts: Parts, told: Told) -> None:
+        self._parts, self._tell = parts, told
+        self.contributor = parts.workers.place.rank
+        self.grouping = 0  # the hub's latest that this worker has asked to move to
+
+    @property
+    def contributors(self) -> list[int]:
+        """All that live, as the log last said."""
+        return self._parts.exchange().contributors or [self.contributor]
+
+    def known(self) -> int:
+        """The hub's latest grouping that this worker knows of."""
+        return self._parts.hub.grouping
+
+    def is_called(self) -> bool:
+        """Whether the hub wants this worker elsewhere, between two of its iterations."""
+        return self.known() > self.grouping and not self._parts.exchange().is_within
+
+    def answer(self) -> None:
+        """Go where the hub wants this worker, which is a group of one."""
+        self._parts.exchange().settle()  # what is in flight is this group's
+        self.move(self.known())
+
+    def move(self, grouping: int) -> None:
+        """An iteration is over, and its answer says to move to this grouping."""
+        if grouping <= self.grouping:
+            return
+        self.grouping = grouping
+        began, parts = time.monotonic(), self._parts
+        points.reach("group.leaving", parts.state.iteration)
+        held = [used for sampler in parts.samplers for used in sampler.held()]
+        grouped = parts.hub.join_group(grouping, parts.state.iteration, held)
+        points.reach("group.formed", parts.state.iteration)
+        if grouped.group:
+            self._move_to(grouped)
+        self._tell(grouped, time.monotonic() - began)
+
+    def _move_to(self, grouped: Grouped) -> None:
+        parts = self._parts
+        for sampler in parts.samplers:
+            sampler.leave_leased()
+        parts.leases.move(grouped.contributor)
+        parts.ring.move(
+            Reformed(group=grouped.group, workers=grouped.workers, newcomers=grouped.newcomers, round=0)
+        )
+        points.reach("group.ring", parts.state.iteration)
+        shards = parts.shards
+        shards.move(
+            msgspec.structs.replace(
+                shards.hello,
+                worker=grouped.contributor,
+                incarnation=grouped.life,
+                member=parts.workers.place.rank,
+            )
+        )
+        meeting = parts.workers.coming_meeting
+        shards.send(LOG, Arrive(incarnation=grouped.life, meeting=meeting), until=ARRIVING)
+        who = f"group {grouped.contributor}"
+        parts.arrive(f"the shards' word that they know {who}")
+        shards.answered(ARRIVING)
+        self.contributor = grouped.contributor
+        points.reach("group.arrived", parts.state.iteration)
+        # Under bsp the group's first iteration begins when the hub has heard this from all groups.
+        parts.hub.in_group(grouped.contributor)
+        parts.exchange().join(grouped.contributor, f"the parameters with which {who} begins")
+        points.reach("group.joined", parts.state.iteration)

@@ -1,0 +1,172 @@
+"""Strategy `server` for a model that lies in chunks over tiers of memory: the worker has values and gradients
+there, and the shards have the optimizer's state.
+
+How the model is cut for the shards is what it is without budgets, so that workers with unlike budgets have
+one layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from atoll.core.errors import UserError
+from atoll.memory.exchanged import Exchanged
+from atoll.net.returning import Made, Payload
+from atoll.tensors.binding import BoundChunk, carve
+from atoll.tensors.lazy import LazyTensor
+from atoll.train.gradients.reducer import Reducer
+from atoll.train.sync.exchange import Connection, Exchange, bytes_of
+from atoll.train.sync.strategies import Served, ServedModel, Stepper, Training, numbers_of
+from atoll.train.sync.tieredexchange import UNDER_WAY, values_from
+from atoll.wire.messages import AnyMessage, PullState, State
+
+
+class Fits(Protocol):
+    """Who lets the model lie in tiers."""
+
+    def fit_now(self) -> None:
+        """From now on."""
+
+    def held(self) -> Exchanged:
+        """The model there."""
+
+
+def staging_bytes(chunks: list[int], *, of_group: bool) -> int:
+    """Bytes of host memory, beside its arena, in which chunks of so many bytes each go out and come in; a
+    member of a group hands one on while others come."""
+    return (UNDER_WAY + of_group) * max(chunks, default=0)
+
+
+class ServedInTiers:
+    """What `Served` is, for a model in tiers."""
+
+    brings_parameters, brings_frozen, shares_buffers = True, False, False
+
+    def __init__(self, served: Served, tiers: Fits) -> None:
+        self._served, self._tiers = served, tiers
+        self.collective, self.skips_together = served.collective, served.skips_together
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        made: list[TieredModel] = []
+
+        def make(*args: Any) -> TieredModel:
+            made.append(TieredModel(self._tiers, *args))
+            self._tiers.fit_now()
+            return made[0]
+
+        exchange, stepper = self._served.build_model(training, self._make_exchange, make)
+        stepper.takes_states(made[0].take_states)
+        return exchange, stepper
+
+    def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
+        return self._served.make_exchange_in_tiers(training, connection, self._tiers.held)
+
+    def loaded(self) -> None:
+        self._served.loaded()
+
+    def refresh(self) -> None:
+        self._served.refresh()
+
+
+class TieredModel(ServedModel):
+    """One model at the shards, which lies in tiers here: nothing of it is in memory as a whole."""
+
+    def __init__(self, tiers: Fits, training: Training, *args: Any) -> None:
+        super().__init__(training, *args)
+        self._tiers = tiers
+        self._kept: dict[int, dict[str, str]] = {}  # by chunk, dtypes of what there is for each element
+        self._given: Mapping[nn.Parameter, Mapping[str, Any]] = {}  # states that a checkpoint has brought
+
+    def set_up(self) -> None:
+        self._tiers.held().write_back()
+        super().set_up()
+
+    def fetch_parameters(self) -> None:
+        self._given = {}
+        self._fetched.clear()
+        super().fetch_parameters()
+
+    def make_step(self, accepted: bool) -> None:
+        self._fetched.clear()
+        super().make_step(accepted)
+
+    # What goes to the shards
+
+    def take_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Before the optimizer's load_state_dict: keep the states, which may be lazy, for the shards, and
+        leave it the rest."""
+        groups = self._training.optimizer.param_groups
+        saved = [list(group["params"]) for group in state_dict["param_groups"]]
+        if [len(each) for each in saved] != [len(group["params"]) for group in groups]:
+            return state_dict  # torch says what is wrong
+        self._given = {
+            parameter: state_dict["state"].get(index, {})
+            for indices, group in zip(saved, groups, strict=True)
+            for index, parameter in zip(indices, group["params"], strict=True)
+        }
+        return {**state_dict, "state": {}}
+
+    def _state_held(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        return self._given.get(parameter) or super()._state_held(parameter)
+
+    def _values_of(self, bound: BoundChunk) -> Tensor:
+        return values_from(self._tiers.held(), bound)
+
+    def _sent(self, make: Callable[[], Tensor]) -> Payload:
+        return Made(lambda: bytes_of(make()))
+
+    # The optimizer's state
+
+    def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Each parameter's state, as plain torch would have it: what there is for each element is fetched
+        from its shard as it is read, a chunk at a time."""
+        self.exchange.before_state()
+        self._fetched, self._scalars, self._kept = {}, {}, {}
+        self._ask_for_state(PullState(incarnation=self._service.shards.incarnation, words=True))
+        states = {
+            parameter: self._lazy_state(bound, index)
+            for bound in self._training.chunks
+            for index, parameter in enumerate(bound.parameters)
+        }
+        return self._in_order(states)
+
+    def _lazy_state(self, bound: BoundChunk, index: int) -> dict[str, Any]:
+        scalars, parameter = self._scalars[bound.chunk.id][index], bound.parameters[index]
+        state = numbers_of(scalars)
+        for key, dtype in self._kept[bound.chunk.id].items():
+            if scalars.get(key, 0) is not None:
+                state[key] = LazyTensor(
+                    partial(self._read, bound, index, key),
+                    parameter.shape,
+                    getattr(torch, dtype),
+                    parameter.device,
+                    parameter.stride(),
+                )
+        return state
+
+    def _read(self, bound: BoundChunk, index: int, key: str) -> Tensor:
+        chunk = bound.chunk.id
+        if chunk not in self._fetched:
+            self._fetched.clear()
+            if not len(self._service.shards):
+                raise UserError(
+                    f"{key!r} of {bound.names[index]!r} lies at the shards, and the session has ended; read "
+                    "the optimizer's state, or copy.deepcopy() its state_dict, inside the session"
+                )
+            asked = PullState(incarnation=self._service.shards.incarnation, chunk=chunk)
+            self._ask_for_state(asked, [self._shard_of[chunk]])
+        flat, parameter = self._fetched[chunk][key], bound.parameters[index]
+        like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=flat.dtype, device="meta")
+        offset = bound.chunk.slots[index].offset
+        return carve(flat, offset, like).to(parameter.device, copy=True)
+
+    def _handle_state(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, State)
+        if not message.key:
+            self._kept[message.chunk] = dict(message.kept)
+        super()._handle_state(shard, message, payload)

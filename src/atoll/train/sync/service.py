@@ -1,0 +1,262 @@
+"""A worker's part in a run that has a hub: its place, its shards, and the data that it leases."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from atoll.axes.choices import choices_of
+from atoll.axes.needs import check
+from atoll.core.config import (
+    HUB_VARIABLE,
+    KEYS_VARIABLE,
+    RUN_VARIABLE,
+    SITE_VARIABLE,
+    Config,
+    LinkOptions,
+)
+from atoll.core.errors import PeerLostError
+from atoll.core.heap import keep_freed_memory
+from atoll.exchange.link import LOG, Link
+from atoll.exchange.parties import Parties
+from atoll.net.endpoint import is_path
+from atoll.net.heartbeats import launcher_from_environment
+from atoll.net.keys import Keys
+from atoll.net.requests import RefusedError
+from atoll.observe.rundir import DIRECTORY_VARIABLE
+from atoll.train.api.device import device_of
+from atoll.train.api.place import Place
+from atoll.train.data.leased_sampler import LeasedSampler
+from atoll.train.group.rendezvous import GroupRing, HubRing
+from atoll.train.group.rounds import Ring
+from atoll.train.members.hub_client import HubClient
+from atoll.train.node.introduction import keys_from_environment, wished_rank
+from atoll.wire.messages import VERSION, Goodbye, Hello, Used
+
+_WITHOUT_HUB = "training goes on while leased samples last"
+_WITHOUT_HUB_RING = "the ring trains on, and would not know who of it died"
+_WITHOUT_HUB_BSP = "training goes on, but nobody notices a worker's death before sync.timeout"
+
+
+def enter(config: Config) -> Service | HubRing:
+    """Join the run at $ATOLL_HUB: as a worker of its shards, or of the ring that a run without shards is.
+
+    Raises ConfigError where the environment or the strategy is wrong, and what HubClient raises.
+    """
+    address = os.environ.get(HUB_VARIABLE, "")
+    if not address:
+        check("join", choices_of(config, {"hub": ""}))
+    kept = keep_freed_memory(messages=True)
+    keys = keys_from_environment()
+    try:
+        return _joined(config, address, keys, kept)
+    except _RingIsOverError:  # the hub heard of us before the last ring's workers had said goodbye
+        return _joined(config, address, keys, kept)
+
+
+class _RingIsOverError(RefusedError):
+    """This worker came late to a ring, and the ring was over before it could ask to enter."""
+
+
+def _joined(config: Config, address: str, keys: Keys | None, kept: bool) -> Service | HubRing:
+    hub = HubClient(
+        address,
+        keys,
+        run=os.environ.get(RUN_VARIABLE, ""),
+        timeout=config.timeout_seconds,
+        launcher=launcher_from_environment(),
+    )
+    hub.tell = print_warning
+    try:
+        # A ring's workers tell one another where they are; a hub that knows no sites refuses who names one.
+        site = "" if config.run.strategy == "hierarchical" else os.environ.get(SITE_VARIABLE, "")
+        wish = wished_rank()
+        welcome = hub.join(wish, site)
+        facts = {"hub": address, "shards": welcome.shards, "sites": ", ".join(welcome.sites)}
+        check("join", choices_of(config, facts))
+        if welcome.shards:
+            return Service(config, hub, address, keys, keeps_memory=kept)
+        _tell_of_torchrun(welcome.workers)
+        hub.meanwhile = _WITHOUT_HUB_RING
+        return _ring_of(hub, address, keys, config, wish)
+    except BaseException:  # a rank that is held, and never trains, would hold up the others
+        hub.goodbye()
+        hub.close()
+        raise
+
+
+def _ring_of(hub: HubClient, address: str, keys: Keys | None, config: Config, wish: int) -> HubRing:
+    assert hub.welcome is not None
+    is_late = wish < 0 and hub.welcome.worker >= hub.welcome.workers  # all of a ring's ranks were taken
+    try:
+        return HubRing(hub, address, keys, config.timeout_seconds)
+    except RefusedError as error:
+        if is_late:
+            raise _RingIsOverError(str(error)) from None
+        raise
+
+
+class Service:
+    """The hub, which this worker has joined, and the shards, as one worker sees them."""
+
+    def __init__(
+        self, config: Config, hub: HubClient, address: str, keys: Keys | None, *, keeps_memory: bool = False
+    ) -> None:
+        assert hub.welcome is not None
+        self.keeps_memory = keeps_memory
+        # In a run without levels a site only says where a worker is, for the hub to make groups by.
+        self.site = os.environ.get(SITE_VARIABLE, "") if hub.welcome.sites else ""
+        self.hub, self.welcome = hub, hub.welcome
+        self._rings: GroupRing | None = None
+        self.ring: Ring | None = None  # of this worker's group, where workers are in groups
+        if config.run.strategy == "ps-hra":
+            hub.wait_for_links()
+            timeout, device = config.timeout_seconds, device_of(self.place)
+            self._rings = GroupRing(hub, address, keys, timeout)
+            self.ring = Ring(self._rings.place, device, timeout, self._rings, compares=True)
+        self.warn: Callable[[str], None] = print_warning  # the session's, once there is one
+        hub.tell = self._tell
+        hub.meanwhile = _WITHOUT_HUB_BSP if config.sync.consistency == "bsp" else _WITHOUT_HUB
+        self.shards = Link(
+            self.hub.shards(),
+            keys,
+            hello=Hello(
+                version=VERSION,
+                run=self.welcome.run,
+                role="worker",
+                worker=self.welcome.worker,
+                incarnation=self.welcome.incarnation,
+                site=self.site,
+            ),
+            parties=parties_of(self.welcome.worker, self.site),
+            timeout=config.timeout_seconds,
+            where=self._where_shards_are,
+            tell=lambda line: self.warn(line),
+            meanwhile=self.ring.check if self.ring is not None else lambda: None,
+            # Within a site it is near; the site's shard has the long way to go.
+            options=LinkOptions() if self.site else config.link_options,
+        )
+        self.shards.greet()
+        self.finished = False  # the session came to its end
+        self.samplers: list[LeasedSampler] = []
+        self.members = 0  # workers that live, as the shards last said; 0: not yet
+        self.staleness = 0.0  # of the latest contribution, as the shards measured it; global iterations
+
+    @property
+    def place(self) -> Place:
+        """This worker's place in the run, as the hub gave it."""
+        return Place(
+            rank=self.welcome.worker,
+            world=self.welcome.workers,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        )
+
+    def as_joined(self, config: Config) -> Config:
+        """The configuration of a run with shards: a worker that is in no group is one of `server`."""
+        if self.ring is not None:
+            return config
+        run = msgspec.structs.replace(config.run, strategy="server")
+        return msgspec.structs.replace(config, run=run)
+
+    def describe(self, config: Config) -> str:
+        """The run's servers in a few words."""
+        consistency = config.sync.consistency
+        slack = f" with slack {config.sync.slack}" if consistency == "ssp" else ""
+        where = f" between sites, at site {self.site!r}" if self.site else ""
+        return f"{consistency}{slack}{where}, shards: {', '.join(self.shards.addresses)}; {self._safety()}"
+
+    def _safety(self) -> str:
+        """How the way to the shards is kept from others."""
+        if all(is_path(address) for address in self.shards.addresses):
+            return "sockets of this user alone"
+        return "encrypted (CURVE)" if os.environ.get(KEYS_VARIABLE) else "not encrypted (loopback only)"
+
+    def describe_link(self, config: Config) -> str:
+        """The way to the shards in a few words, where it is another than TCP."""
+        link = config.link_options
+        if self.site:
+            return (
+                f"tcp inside site {self.site!r}; its shard has the way to the others (atoll server --config)"
+            )
+        if not link.lossy:
+            return "ltp, and nothing may be lost"
+        late = "goes with the next one" if link.feedback else "is gone"
+        return f"ltp: what is lost of a gradient {late}"
+
+    def used(self) -> list[Used]:
+        """The leased positions that this worker's next commit uses up."""
+        return [each for sampler in self.samplers for each in sampler.used()]
+
+    def stepped(self, iteration: int) -> None:
+        """Note how far this worker is; raises RunError when the hub has given it up."""
+        self.hub.iteration = iteration
+        self.hub.check()
+
+    def told_members(self, count: int) -> None:
+        """So many workers live."""
+        self.members = count
+
+    def measured_staleness(self, value: float) -> None:
+        self.staleness = value
+
+    def _where_shards_are(self) -> list[str] | None:
+        """The shards' addresses, if the hub knows them; a site that has ended has none any more."""
+        try:
+            return self.hub.where_shards_are()
+        except RefusedError as error:
+            if not self.site:
+                raise
+            lost = f"the shard of site {self.site!r} at {self.shards.addresses[LOG]}"
+            raise PeerLostError(
+                f"worker {self.welcome.worker} lost {lost}: {error}; the others go on"
+            ) from None
+
+    def _tell(self, line: str) -> None:
+        """Something about the hub; on the thread of the heartbeats."""
+        welcome = self.hub.welcome
+        self.warn(line if welcome is None else f"worker {welcome.worker}: {line}")
+
+    def close(self) -> None:
+        """Leave the run: what this worker had leased and not used is the others'."""
+        if self.site:  # else its shard would wait for this worker to come back
+            self.shards.send(LOG, Goodbye(incarnation=self.shards.incarnation))
+        self.hub.goodbye(self.finished)
+        self.shards.close()
+        if self._rings is not None:
+            self._rings.close()
+        self.hub.close()
+
+
+def parties_of(worker: int, site: str = "") -> Parties:
+    """A worker and its shards: the run's, or its site's one."""
+    end = "its site's, and the others go on" if site else "the run's"
+    return Parties(
+        own=f"worker {worker}",
+        shard=lambda shard: f"the shard of site {site!r}" if site else f"shard {shard}",
+        others="workers",
+        deadline="sync.timeout",
+        end=f"{end}: go on from a checkpoint (session.save)",
+    )
+
+
+def _tell_of_torchrun(workers: int) -> None:
+    """Say which of two places counts, where torchrun gave this worker one among several too; under
+    `atoll run` nobody has asked for another one."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK") == "0"
+    if several and DIRECTORY_VARIABLE not in os.environ:
+        print(
+            f"atoll: {HUB_VARIABLE} is set, so the ring is of the hub's {workers} workers, and torchrun's "
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} does not count; unset {HUB_VARIABLE} for torchrun's own",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def print_warning(line: str) -> None:
+    """For a script that no `atoll run` watches."""
+    with contextlib.suppress(OSError):  # what it says may go to a disk that is full
+        print(f"atoll: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,512 @@
+"""How one model is trained with others: which reducer takes its gradients, and who makes its steps.
+
+A strategy is chosen once, by the session; `Prepared` asks it to build both for each model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import ChunkMap
+from atoll.core.config import Config
+from atoll.core.errors import RunError
+from atoll.net.returning import Payload
+from atoll.store.balance import balance
+from atoll.tensors.binding import BoundChunk, carve
+from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
+from atoll.tensors.settings import settings_of
+from atoll.train.gradients.reducer import Calls, Reducer
+from atoll.train.gradients.ring import Boundary, RingReducer
+from atoll.train.group.rounds import Ring
+from atoll.train.members.regrouping import Regrouping
+from atoll.train.members.served_workers import ServedWorkers
+from atoll.train.sync.exchange import (
+    AsyncExchange,
+    Connection,
+    Exchange,
+    MeanExchange,
+    Members,
+    bytes_of,
+    values_of,
+)
+from atoll.train.sync.groupexchange import GroupExchange, GroupMeanExchange, GroupReducer
+from atoll.train.sync.sentgroups import sent_groups
+from atoll.train.sync.service import Service
+from atoll.train.sync.tieredexchange import Holder, TieredAsync, TieredMean
+from atoll.train.sync.tieredgroups import TieredGroup, TieredGroupMean
+from atoll.wire.messages import (
+    AnyMessage,
+    PullState,
+    Ready,
+    SetChunk,
+    Setup,
+    State,
+    StateEnd,
+)
+
+Stepper: TypeAlias = ChunkOptimizer | ParameterOptimizer
+
+# What torch.optim's optimizers keep as tensors of no dimension, beside numbers.
+_ZERO_DIMENSIONAL = ("step", "mu_product", "eta", "mu")
+_MESSAGE_BYTES = 2**20  # below it, a collective's fixed cost outweighs what its bytes cost
+
+
+def message_bytes_for(layout: ChunkMap) -> int:
+    """The least bytes of gradients that a ring's collective carries, as far as there are so many."""
+    return min(_MESSAGE_BYTES, layout.chunk_bytes // 4)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One model, its optimizer and its chunks, as a strategy is given them; `chunks` are the trained ones,
+    and `frozen` the others."""
+
+    optimizer: torch.optim.Optimizer
+    chunk_map: ChunkMap
+    chunks: list[BoundChunk]
+    frozen: list[BoundChunk]
+    elementwise: set[str]
+    calls: Calls
+    hooks: StepHooks
+    config: Config
+
+
+class Strategy(Protocol):
+    """Builds the two for a model."""
+
+    collective: bool  # whether every worker makes each step with the same gradients
+    skips_together: bool  # whether a step that one worker does not accept is made by none
+    brings_parameters: bool  # whether `build` gives every worker the trained parameters of worker 0
+    brings_frozen: bool  # and gives one that comes late the others too
+    shares_buffers: bool  # whether all workers have the first one's buffers after each iteration
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        """The reducer, and what steps."""
+
+    def loaded(self) -> None:
+        """A checkpoint was loaded into model and optimizer, on every worker."""
+
+    def refresh(self) -> None:
+        """Give this worker the newest parameters, where others go on without it."""
+
+
+class Alone:
+    """Nothing is reduced, so no gradient is copied into a chunk either."""
+
+    collective = skips_together = shares_buffers = True
+    brings_parameters = brings_frozen = False
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        reducer = Reducer(training.chunks, training.calls)
+        return reducer, ParameterOptimizer(training.optimizer, training.hooks)
+
+    def loaded(self) -> None:
+        """There is nobody to tell."""
+
+    def refresh(self) -> None:
+        """What is here is the newest."""
+
+
+class OverRing:
+    """Gradients are reduced over a ring; every worker steps all chunks."""
+
+    collective = skips_together = shares_buffers = True
+    brings_parameters = brings_frozen = False
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._boundary, self._models = Boundary(), 0
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        reducer = RingReducer(
+            training.chunks,
+            self._ring,
+            message_bytes=message_bytes_for(training.chunk_map),
+            calls=training.calls,
+            number=self._models,
+            boundary=self._boundary,
+            settings=partial(settings_of, training.optimizer),
+        )
+        self._models += 1
+        stepper = ChunkOptimizer(
+            training.optimizer,
+            training.chunks,
+            training.elementwise,
+            training.hooks,
+            reducer.flat_gradients,
+        )
+        return reducer, stepper
+
+    def loaded(self) -> None:
+        """Every worker has loaded the same."""
+
+    def refresh(self) -> None:
+        """Every worker has the same."""
+
+
+class Served:
+    """Shards of a parameter server combine gradients, and make the steps."""
+
+    brings_parameters, brings_frozen, shares_buffers = True, False, False
+    of_group = False  # whether this worker is a member of a group, which the shards know as one
+
+    def __init__(self, service: Service, workers: ServedWorkers, config: Config, members: Members) -> None:
+        self._service, self._workers, self._members = service, workers, members
+        self.collective = self.skips_together = config.sync.consistency == "bsp"
+        self._models: list[ServedModel] = []
+
+    @property
+    def site(self) -> str:
+        """Where the run's sites have shards of their own: this worker's."""
+        return self._service.site
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        return self.build_model(training, self._make_exchange, ServedModel)
+
+    def build_model(
+        self,
+        training: Training,
+        make_exchange: Callable[[Training, Connection], Exchange],
+        kind: Callable[..., ServedModel],
+    ) -> tuple[Exchange, RemoteOptimizer]:
+        """As `build`, with another exchange and another `kind` of ServedModel."""
+        model = kind(training, self._service, self._workers, self._members, make_exchange)
+        self._models.append(model)
+        model.set_up()
+        stepper = RemoteOptimizer(
+            training.optimizer,
+            training.hooks,
+            make=model.make_step,
+            fetch=model.fetch_state,
+            home=f"under strategy {training.config.run.strategy!r} its state lives at the shards",
+            keeps_state=bool(training.elementwise),
+        )
+        return model.exchange, stepper
+
+    def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
+        sync = training.config.sync
+        # Inside a site it is always bsp; `sync.consistency` is between the sites.
+        if sync.consistency == "bsp" or self._service.site:
+            return MeanExchange(training.chunks, connection, training.calls, sync.lazy)
+        return AsyncExchange(training.chunks, connection, training.calls, sync.lazy, sync.pipeline)
+
+    def make_exchange_in_tiers(self, training: Training, connection: Connection, held: Holder) -> Exchange:
+        """The exchange of a model that lies in tiers."""
+        kind = TieredMean if training.config.sync.consistency == "bsp" else TieredAsync
+        return kind(training.chunks, connection, training.calls, held)
+
+    def loaded(self) -> None:
+        for model in self._models:
+            model.set_up()
+
+    def entered(self) -> int:
+        """This worker takes part in the run that is under way: it gets the newest parameters; returns the
+        shards' iteration that it makes next."""
+        for model in self._models:
+            model.fetch_parameters()
+        return self._models[0].exchange.steps
+
+    def refresh(self) -> None:
+        if not self.collective:
+            for model in self._models:
+                model.exchange.refresh()
+
+
+class Grouped(Served):
+    """As `Served`, where workers of like speed share a ring, and come to the shards as one."""
+
+    of_group = True
+
+    def __init__(
+        self,
+        service: Service,
+        workers: ServedWorkers,
+        config: Config,
+        members: Members,
+        ring: Ring,
+        regrouping: Callable[[], Regrouping],
+    ) -> None:
+        super().__init__(service, workers, config, members)
+        self._ring, self._regrouping = ring, regrouping
+        self._exchange: GroupReducer | None = None
+
+    @property
+    def exchange(self) -> GroupReducer:
+        """The model's; there is one once `build` has been called."""
+        assert self._exchange is not None
+        return self._exchange
+
+    def arrive(self, what: str) -> None:
+        """As `ServedModel.arrive`."""
+        self._models[0].arrive(what)
+
+    def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
+        kind = GroupMeanExchange if training.config.sync.consistency == "bsp" else GroupExchange
+        return self._make_group_exchange(kind, training, connection)
+
+    def make_exchange_in_tiers(self, training: Training, connection: Connection, held: Holder) -> Exchange:
+        kind = TieredGroupMean if training.config.sync.consistency == "bsp" else TieredGroup
+        return self._make_group_exchange(partial(kind, held=held), training, connection)
+
+    def _make_group_exchange(
+        self, kind: Callable[..., GroupReducer], training: Training, connection: Connection
+    ) -> GroupReducer:
+        """The model's exchange, of this `kind`."""
+        sync = training.config.sync
+        self._exchange = kind(
+            training.chunks,
+            self._ring,
+            connection,
+            training.calls,
+            uplink=sync.uplink,
+            message_bytes=message_bytes_for(training.chunk_map),
+            grouping=lambda: self._regrouping().known(),
+            told=lambda grouping: self._regrouping().move(grouping),
+            hyperparameters=lambda: sent_groups(training.optimizer),
+            # A member that waits in a meeting takes part in iterations that its script does not count.
+            settings=partial(settings_of, training.optimizer, scheduled=sync.consistency == "bsp"),
+            pipeline=sync.pipeline,
+        )
+        return self._exchange
+
+    def gather_members(self) -> None:
+        """Return when all members of this worker's group have come to a meeting."""
+        if self._exchange is not None:
+            self._exchange.gather_members()
+
+
+SET_UP, STATE = "set-up", "state"  # what messages are sent again until
+
+
+class ServedModel:
+    """One model at the shards."""
+
+    def __init__(
+        self,
+        training: Training,
+        service: Service,
+        workers: ServedWorkers,
+        members: Members,
+        make_exchange: Callable[[Training, Connection], Exchange],
+    ) -> None:
+        self._training, self._service, self._workers = training, service, workers
+        shards = service.shards
+        places = balance([bound.chunk.nbytes for bound in training.chunks], len(shards))
+        self._shard_of = {bound.chunk.id: place for bound, place in zip(training.chunks, places, strict=True)}
+        connection = Connection(
+            shards,
+            self._shard_of,
+            service.used,
+            service.measured_staleness,
+            members,
+            worker=service.welcome.worker,
+            link=shards.options,
+        )
+        self.exchange = make_exchange(training, connection)
+        workers.on_met(self.exchange.catch_up)
+        self._kind = type(training.optimizer)
+        self._ready: set[int] = set()
+        self._set_ups = 0
+        self._fetched: dict[int, dict[str, Tensor]] = {}
+        self._scalars: dict[int, list[dict[str, Any]]] = {}
+        self._ended: set[int] = set()
+        shards.on(Ready, self._handle_ready)
+        shards.on(State, self._handle_state)
+        shards.on(StateEnd, lambda shard, _message, _payload: self._ended.add(shard))
+
+    # Bringing the model to the shards
+
+    def set_up(self) -> None:
+        """Let the first worker describe the model to the shards and bring its values; wait until they are
+        ready for it. To a site's shard, each worker describes it."""
+        shards, digest = self._service.shards, self._digest()
+        self._set_ups += 1
+        if self._workers.is_first or self._service.site:
+            for shard in range(len(shards)):
+                shards.send(shard, self._setup(shard, digest), until=SET_UP)
+        if self._workers.is_first:
+            for bound in self._training.chunks:
+                self._bring(bound)
+        self._await_ready(digest, "worker 0's description of the model")
+        if not self._workers.late:
+            self.fetch_parameters()
+
+    def arrive(self, what: str) -> None:
+        """This worker speaks for another contributor, which has its first set-up with this; returns when the
+        shards know it, and the log has taken in all that was said to it before. `what` is waited for."""
+        self._set_ups = 1
+        self._await_ready(self._digest(), what)
+
+    def _await_ready(self, digest: str, what: str) -> None:
+        shards = self._service.shards
+        self._ready.clear()
+        asked = Ready(digest=digest, number=self._number)
+        shards.ask(range(len(shards)), asked, SET_UP, self._ready, what)
+
+    def fetch_parameters(self) -> None:
+        """Take the parameters with which this worker begins its next iteration."""
+        self._training.optimizer.state.clear()
+        self.exchange.parameters.forget_changes()
+        self.exchange.parameters.pull(self.exchange.steps)
+        self.exchange.parameters.publish()
+        self.exchange.steps = self.exchange.parameters.clock
+
+    @property
+    def _number(self) -> int:
+        """Of this set-up, by which shards know it when it is sent again. At a site all workers describe the
+        same one, each with a count of its own."""
+        return self._set_ups
+
+    def _handle_ready(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, Ready)
+        if message.number == self._number:
+            self._ready.add(shard)
+
+    def _setup(self, shard: int, digest: str) -> Setup:
+        training, sync = self._training, self._training.config.sync
+        return Setup(
+            digest=digest,
+            layout=msgspec.Raw(msgspec.msgpack.encode(training.chunk_map)),
+            chunks=[chunk_id for chunk_id, place in self._shard_of.items() if place == shard],
+            optimizer=f"{self._kind.__module__}.{self._kind.__qualname__}",
+            hyperparameters=sent_groups(training.optimizer),
+            consistency=sync.consistency,
+            slack=sync.slack,
+            workers=self._service.welcome.workers,
+            shards=len(self._service.shards),
+            steps=self.exchange.steps,
+            first=self._workers.ranks[0],
+            number=self._number,
+            staleness=sync.staleness,
+            compensation=sync.compensation,
+            pipeline=sync.pipeline,
+            consumed=self.exchange.consumed,
+            finite=training.config.sync.nonfinite != "allow",
+        )
+
+    def _digest(self) -> str:
+        """What must be the same on every worker, so that shards may tell."""
+        sync, layout = self._training.config.sync, self._training.chunk_map
+        stale = (sync.staleness, sync.compensation, sync.pipeline)
+        finite = sync.nonfinite != "allow"
+        told = (layout, self._kind.__qualname__, sync.consistency, sync.slack, *stale, finite)
+        return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
+
+    def _bring(self, bound: BoundChunk) -> None:
+        """Send a chunk's values and its optimizer's state, if it has any."""
+        shards, shard = self._service.shards, self._shard_of[bound.chunk.id]
+        held = [self._state_held(parameter) for parameter in bound.parameters]
+        elementwise = sorted({key for slot in held for key in slot} & self._training.elementwise)
+        scalars = [
+            {key: _number(value) for key, value in slot.items() if key not in elementwise}
+            | {key: None for key in elementwise if key not in slot}  # zeros there are none of its own
+            for slot in held
+        ]
+        message = SetChunk(chunk=bound.chunk.id, values=scalars, number=self._number)
+        shards.send(shard, message, self._sent(partial(self._values_of, bound)), until=SET_UP)
+        for key in elementwise:
+            message = SetChunk(chunk=bound.chunk.id, key=key, number=self._number)
+            shards.send(shard, message, self._sent(partial(_joined, bound, held, key)), until=SET_UP)
+
+    def _state_held(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """What this worker has of a parameter's state: it is to go to the shards."""
+        held: Mapping[str, Any] = self._training.optimizer.state.get(parameter, {})
+        return held
+
+    def _values_of(self, bound: BoundChunk) -> Tensor:
+        """A copy of a chunk's values, (extent,)."""
+        return bound.flat[: bound.chunk.extent].detach().cpu().clone()
+
+    def _sent(self, make: Callable[[], Tensor]) -> Payload:
+        """What `make` gives, on its way."""
+        return bytes_of(make())
+
+    # Stepping
+
+    def make_step(self, accepted: bool) -> None:
+        self.exchange.step(accepted, sent_groups(self._training.optimizer))
+
+    # Bringing the optimizer's state back
+
+    def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Each parameter's state, as plain torch would have it."""
+        self.exchange.before_state()
+        self._fetched, self._scalars = {}, {}
+        self._ask_for_state(PullState(incarnation=self._service.shards.incarnation))
+        states = {
+            parameter: self._state_of(bound, index)
+            for bound in self._training.chunks
+            for index, parameter in enumerate(bound.parameters)
+        }
+        return self._in_order(states)
+
+    def _ask_for_state(self, asked: PullState, of: Sequence[int] | None = None) -> None:
+        """Return when it has come of all shards, or of those in `of`."""
+        shards = self._service.shards
+        self._ended.clear()
+        those = range(len(shards)) if of is None else of
+        shards.ask(those, asked, STATE, self._ended, "the optimizer's state")
+
+    def _in_order(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+        """In torch's order: that in which the optimizer would have stepped them."""
+        known = (
+            parameter for group in self._training.optimizer.param_groups for parameter in group["params"]
+        )
+        return {parameter: states[parameter] for parameter in known if states.get(parameter)}
+
+    def _state_of(self, bound: BoundChunk, index: int) -> dict[str, Any]:
+        """One parameter's state; a shard says None for an element-wise value that it lacks."""
+        slot, parameter = bound.chunk.slots[index], bound.parameters[index]
+        scalars = self._scalars[bound.chunk.id][index]
+        state = numbers_of(scalars)
+        for key, flat in self._fetched.get(bound.chunk.id, {}).items():
+            if scalars.get(key, 0) is not None:
+                state[key] = carve(flat, slot.offset, parameter).to(parameter.device, copy=True)
+        return state
+
+    def _handle_state(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, State)
+        bound = next((b for b in self._training.chunks if b.chunk.id == message.chunk), None)
+        if bound is None or len(message.values) not in (0, len(bound.parameters)):
+            raise RunError(f"shard {shard} sent a state of chunk {message.chunk} that is none of this model")
+        if message.key:
+            self._fetched.setdefault(message.chunk, {})[message.key] = values_of(
+                payload, bound, shard
+            ).clone()
+        else:
+            self._scalars[message.chunk] = message.values
+
+
+def _joined(bound: BoundChunk, held: Sequence[Mapping[str, Any]], key: str) -> Tensor:
+    """One element-wise state of a chunk's parameters, (extent,); zeros where there is none."""
+    flat = torch.zeros(bound.chunk.extent, dtype=bound.dtype)
+    for slot, own, parameter in zip(bound.chunk.slots, held, bound.parameters, strict=True):
+        if key in own:
+            carve(flat, slot.offset, parameter).copy_(own[key])
+    return flat
+
+
+def numbers_of(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """What a shard keeps of a parameter as a whole, as torch has it."""
+    return {
+        key: torch.tensor(value, dtype=_scalar_dtype()) if key in _ZERO_DIMENSIONAL else value
+        for key, value in scalars.items()
+        if value is not None
+    }
+
+
+def _scalar_dtype() -> torch.dtype:
+    """Of the states that torch keeps as tensors of no dimension."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
