@@ -34,7 +34,12 @@ def train(session: atoll.Session, folder: str) -> int:
     session.save(folder)
     session.load(folder)
     assert [net.own.shape, net.same.shape, net.frozen.shape] == [(0, 3)] * 3
-    return session.iteration
+    iteration = session.iteration
+    session.close()
+    for name in ("own", "same"):  # as plain torch: their steps are counted, their averages are empty
+        state = optimizer.state[net.get_parameter(name)]
+        assert (name, float(state["step"]), state["exp_avg"].shape) == (name, 3, (0, 3))
+    return iteration
 
 
 @pytest.mark.parametrize(

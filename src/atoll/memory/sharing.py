@@ -131,9 +131,8 @@ class Sharing:
         return not self._others[chunk]
 
     def holds_any(self, chunk: int) -> bool:
-        """Whether this member holds a part of it."""
-        begin, end = self._parts[chunk]
-        return end > begin
+        """Whether this member holds a part of it; of a chunk without elements, one member does."""
+        return any(part.member == self.rank for part in self.holding.parts[chunk])
 
     def words(self, chunk: int) -> str:
         """Return a chunk's parameters, for people: `'h.3.mlp.weight'`."""

@@ -194,6 +194,8 @@ class ChunkStates:
 
     def has(self, slot: int) -> bool:
         """Whether any of a slot is held here; of one without elements, its place."""
+        if not self.trained.extent:  # parameters without elements alone: whoever steps them has them
+            return True
         begin, end = self.trained.place(slot)
         return begin < self.end and end > self.begin
 
