@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -67,14 +68,13 @@ def workers_of(cell: Cell) -> int:
 
 
 def configured(cell: Cell) -> Config:
-    config = config_of(cell)
-    config.sync.timeout = "60s"
-    config.link.high = "1"  # over a link that may lose the rest, all blocks must arrive
+    # Over a link that may lose the rest, all blocks must arrive.
+    config = config_of(cell).having(sync={"timeout": "60s"}, link={"high": "1"})
     if cell.budgets:
-        config.memory = BUDGET
+        config = msgspec.structs.replace(config, memory=BUDGET)
     if cell.sync == "peers":
-        config.sync.stale_max = 0
-        config.groups.count = 2 if cell.group == "ring" else 0
+        groups = {"count": 2 if cell.group == "ring" else 0}
+        config = config.having(sync={"stale_max": 0}, groups=groups)
     return config
 
 

@@ -98,8 +98,7 @@ def test_a_worker_without_others_is_composed_by_its_place(cell: Cell) -> None:
 
 
 def test_a_model_is_refused_before_anything_of_it_is_touched() -> None:
-    config = Config()
-    config.run.elastic = True
+    config = Config().having(run={"elastic": True})
     runtime = compose(config, ring_of_one(), None)
     with pytest.raises(UserError, match=r"^run\.elastic lets a run go on without a worker that has died"):
         runtime.tiers(config, Memory(device="1GiB"))

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from atoll.core.config import Config
+from atoll.core.page import page
 from atoll.lab import topology
 from atoll.ltp.settings import Settings
 from atoll.wire import datagrams
@@ -166,7 +167,8 @@ def test_every_setting_of_the_transport_is_documented() -> None:
 
 
 def test_every_configuration_key_is_documented() -> None:
-    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
+    assert text == page(), "run `python -m atoll.core.page docs/reference/configuration.md`"
     keys = [f"{section}.{key}" for section, values in msgspec.to_builtins(Config()).items() for key in values]
     assert [key for key in keys if f"`{key}`" not in text] == []
 

@@ -15,7 +15,7 @@ from atoll.core.effects import EFFECTS, without_effect
 from atoll.core.errors import ConfigError, UserError
 from atoll.launch.checks import check_run
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 KEYS = [f"{section}.{key}" for section, keys in msgspec.to_builtins(Config()).items() for key in keys]
 # A value of each key that is not its default; none for the strategy itself.
 OTHER = {
@@ -77,7 +77,7 @@ def test_a_key_is_named_where_nothing_uses_it_and_refused_or_taken_where_somethi
 def test_the_page_names_the_strategies_of_the_table() -> None:
     seen = 0
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        row = re.match(r"\| `([a-z]+\.[a-z_]+)` \|[^|]*\| (?:Strategy|Strategies) ([^:.]*)", line)
+        row = re.match(r"\| `([a-z]+\.[a-z_]+)` \|[^|]*\|[^|]*\| (?:Strategy|Strategies) ([^:.]*)", line)
         if row is not None and row[1] != "groups.count":
             seen += 1
             named = set(re.findall(r"`([a-z-]+)`", row[2]))

@@ -449,12 +449,12 @@ def test_who_is_whose_device(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [Place(rank, 6, rank, store) for rank in range(6)]
     for place in places:
         assert places_of(settings, place) == (Place(), place)  # each is a node
-    settings.groups.count = 2
+    settings = settings.having(groups={"count": 2})
     inside, of_nodes = zip(*(places_of(settings, place) for place in places), strict=True)
     assert [(place.rank, place.world) for place in inside] == [(0, 3), (1, 3), (2, 3)] * 2
     assert [(place.rank, place.world) for place in of_nodes if place] == [(0, 2)] * 3 + [(1, 2)] * 3
     assert len({id(place.store) for place in inside}) == 6
-    settings.groups.count = 4
+    settings = settings.having(groups={"count": 4})
     with pytest.raises(ConfigError, match="6 workers cannot be 4 nodes with as many devices each"):
         places_of(settings, places[0])
     assert places_of(settings, Place())[0] == Place()  # alone
@@ -472,8 +472,8 @@ def test_a_nodes_devices_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> Non
         places_of(config(), None)
     launched(monkeypatch, TORCHELASTIC_RUN_ID="job", LOCAL_WORLD_SIZE="2")
     settings = config()
-    settings.groups.count = 1
+    settings = settings.having(groups={"count": 1})
     with pytest.raises(ConfigError, match="a node of 4 devices, of 4 workers in all, 2 of which are on this"):
         places_of(settings, None)
-    settings.groups.count = 2
+    settings = settings.having(groups={"count": 2})
     assert places_of(settings, None)[0].world == 2

@@ -100,11 +100,11 @@ def config_of(cell: Cell) -> Config:
     strategy = strategy_of(cell)
     config = Config(run=Run(strategy=strategy))
     if cell.served:
-        config.sync.consistency = cell.sync  # type: ignore[assignment]  # one of the three
+        config = config.having(sync={"consistency": cell.sync})
     if cell.link != "tcp":
-        config.link.transport, config.link.reliable = "ltp", cell.link == "ltp reliable"
+        config = config.having(link={"transport": "ltp", "reliable": cell.link == "ltp reliable"})
     if cell.budgets:
-        config.memory = Memory(device=_BUDGET)
+        config = config.having(memory={"device": _BUDGET})
     return config
 
 

@@ -544,6 +544,4 @@ def check_nodes(count: int, workers: int) -> None:
 
 
 def _grouped(strategy: Literal["hierarchical", "peers"], count: int, workers: int) -> Config:
-    config = Config()
-    config.run.strategy, config.run.workers, config.groups.count = strategy, workers, count
-    return config
+    return Config().having(run={"strategy": strategy, "workers": workers}, groups={"count": count})

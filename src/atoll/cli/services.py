@@ -16,10 +16,10 @@ from atoll.core.config import (
     GroupBy,
     LinkOptions,
     load_config,
-    nearest,
 )
 from atoll.core.errors import UserError
 from atoll.core.sharing import files_for
+from atoll.core.texts import nearest
 from atoll.core.units import parse_rate, parse_seconds
 from atoll.wire.messages import VERSION, Hello, Welcome
 

@@ -6,9 +6,9 @@ names the file or the flag, the key, what was wrong, and what would be right.
 
 from __future__ import annotations
 
-import difflib
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -16,9 +16,11 @@ import msgspec
 
 from atoll.core.characters import encoded
 from atoll.core.errors import ConfigError
-from atoll.core.memory import Budgets, Memory, Sharding
+from atoll.core.memory import Budgets, Memory
+from atoll.core.options import RATE, SIZE, SPAN, SPAN_OR_ZERO, Option, no_such_choice, options_of
+from atoll.core.texts import nearest
 from atoll.core.toml import parse_toml, read_toml
-from atoll.core.units import parse_bytes, parse_rate, parse_seconds
+from atoll.core.units import bytes_per_second, parse_bytes, parse_seconds
 
 CONFIG_VARIABLE = "ATOLL_CONFIG"  # a file's path; `atoll run` points its workers at the configuration as used
 DEFAULT_FILE = "atoll.toml"
@@ -60,91 +62,216 @@ Overlay = Literal["all", "own", "none"]
 MOST_STALE = 1024  # iterations: each keeps a gradient in memory
 MOST_STRIPES = 8  # UDP flows of one connection, as its datagrams can number them
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+SpanText = Annotated[str, SPAN]
 
 
-class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
-    """`[run]`: what starts, and where its records go."""
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[run]`: what starts, and where its records go.
+
+    Args:
+        workers: How many workers `atoll run` starts on this machine. Under `torchrun` its own options count.
+        strategy: How workers reduce. `ring`: one group, all-reduce of each chunk. `server`: through the
+            shards of a parameter server ([server.md](server.md)). `hierarchical`: rings of near workers, and
+            between them a ring of their leaders ([hierarchical.md](hierarchical.md)). `ps-hra`: rings of like
+            workers, and between them the parameter server ([grouping.md](grouping.md)). `peers`: nodes that
+            exchange contributions, and no server ([peers.md](peers.md)).
+        shards: Strategies `server` and `ps-hra`: how many shards `atoll run` starts.
+        sites: Strategy `server`: how many sites `atoll run` plays on this machine, each with a shard in front
+            of the others; workers are split evenly. `0`: no sites ([server.md](server.md), "Levels").
+        restarts: Strategies `server`, `ps-hra` and `peers`, or with `run.elastic`: how often `atoll run`
+            starts a worker again that was killed by a signal, each (under `peers` a node, with all its
+            devices). From the third restart in a row that came to no step within 20 s, the worker waits 1 s,
+            2 s, 4 s, up to a minute. A script's own error ends the run as ever, unless the worker was started
+            again and has made no step: then it ends alone.
+        grace: How long workers have to end after SIGTERM, before they are killed
+            ([running.md](running.md#sigterm-saving-before-the-time-is-over)).
+        elastic: Strategies `ring` and `hierarchical`: `atoll run` starts a hub, and each worker as a launch
+            of its own, so that one may die alone. Under `server`, `ps-hra` and `peers` that is always so.
+        directory: Where records go. Empty: `atoll run` makes a folder under `runs/`; other starts keep no
+            records.
+        readable: Who may read the records. `owner`: you alone; `group`: your group too; `all`: every user of
+            the machine ([security.md](security.md#files)).
+    """
 
     workers: Annotated[int, msgspec.Meta(ge=1)] = 1
     strategy: Strategy = "ring"
-    shards: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1  # of the parameter server
-    sites: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # whose workers aggregate first; 0: no sites
-    restarts: Annotated[int, msgspec.Meta(ge=0)] = 0  # of each worker that is killed by a signal
-    grace: str = "30s"  # how long workers have after SIGTERM, before they are killed
-    elastic: bool = False  # of a ring: a hub, and each worker a launch of its own, which may die alone
-    directory: str = ""  # empty: `atoll run` makes one under runs/, other starts keep no records
-    readable: Readable = "owner"  # who may read what is in that directory
+    shards: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    sites: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
+    restarts: Annotated[int, msgspec.Meta(ge=0)] = 0
+    grace: SpanText = "30s"
+    elastic: bool = False
+    directory: str = ""
+    readable: Readable = "owner"
 
 
-class Chunks(msgspec.Struct, forbid_unknown_fields=True):
-    """`[chunks]`: how parameters are laid out."""
+class Chunks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[chunks]`: how parameters are laid out.
 
-    size: str = "auto"  # bytes ("4MiB"), or auto: the size with the least waste
+    Args:
+        size: The common size of chunks, such as `"4MiB"`; `auto` searches for the size with the least waste.
+    """
+
+    size: Annotated[str, SIZE] = "auto"
 
 
-class Sync(msgspec.Struct, forbid_unknown_fields=True):
-    """`[sync]`: how workers agree."""
+class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[sync]`: how workers agree.
 
-    timeout: str = "10min"  # the deadline of a wait for other workers
-    nonfinite: NonFinite = "stop"  # what NaN or infinity in a gradient does
-    consistency: Consistency = "bsp"  # how far workers may be apart, where shards are; asp for ps-hra
-    slack: Annotated[int, msgspec.Meta(ge=0)] = 4  # ssp: iterations that a worker may be ahead
-    # Samples in a step over all workers, for session.batches; 0: not asked for
+    Args:
+        timeout: The deadline of every wait for other workers, such as `"90s"`. When it passes, the run ends
+            with an error that says who was waited for.
+        nonfinite: What NaN or infinity in a reduced gradient does. `stop`: ends the run, naming parameter and
+            worker. `skip`: where all workers make one step together (`ring`, `hierarchical`, `bsp`, and
+            `peers` with `sync.stale_max = 0`) no worker applies the iteration; elsewhere the bad contribution
+            alone is left out, and the others' count. A line says which, for which iteration. `allow`: it is
+            applied, as PyTorch does.
+        consistency: Strategies `server` and `ps-hra`: how far workers (with sites: sites) may be apart.
+            `bsp`: not at all, each step has one contribution of each. `ssp`: by `sync.slack` iterations.
+            `asp`: at will. Under `ps-hra` it is `asp` unless it is given.
+        slack: Under `ssp`: how many iterations a worker may be ahead of the slowest.
+        global_batch: Samples in a step over all workers, for `session.batches`: each worker's batch is its
+            part of that, however many workers there are. Strategy `peers`: in proportion to the nodes'
+            speeds. 0: not asked for.
+        lazy: Strategy `server`: `step()` returns at once, and the next forward waits for the new parameters.
+        uplink: Strategy `ps-hra`: who of a group talks to the shards: its `leader`, drawn anew for each
+            exchange, or all `members`, each for its own share.
+        staleness: Under `ssp` and `asp`: what of a contribution that is more than one global iteration late
+            is divided by its staleness ([server.md](server.md#stale-contributions)). `weight`: how much it
+            counts in its step's mean. `rate`: its part of that step's learning rate. `none`: nothing.
+        compensation: Under `ssp` and `asp`: the factor of delay compensation, lambda; of the order of the
+            predictions in a batch. `0`: none. It costs the shards the memory of one set of parameters for
+            each worker.
+        pipeline: Under `ssp` and `asp`. `1`: `step()` sends its contribution and returns with the parameters
+            of the exchange before, so that an exchange goes on while the next step computes; each gradient is
+            then one step late. Not together with `sync.lazy`, nor with `run.sites`.
+        stale_max: Strategy `peers`: how many iterations a node may be ahead of the global one that its
+            parameters stand at. `0`: synchronous. Each costs the memory of a gradient.
+        overlay: Strategy `peers`: which contributions that are not applied yet local parameters show: `all`,
+            this node's `own`, or `none`.
+        round_timeout: Strategy `peers`: for how long a synchronisation round waits for answers. `auto`: by
+            what was measured.
+        backoff: Strategy `peers`: the pause after a round was refused, before jitter. `auto`: by what was
+            measured.
+    """
+
+    timeout: SpanText = "10min"
+    nonfinite: NonFinite = "stop"
+    consistency: Consistency = "bsp"
+    slack: Annotated[int, msgspec.Meta(ge=0)] = 4
     global_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
-    lazy: bool = False  # strategy server: a step returns at once; the next forward waits for parameters
-    uplink: Uplink = "auto"  # strategy ps-hra: who of a group talks to the shards
-    # ssp, asp: what of a stale contribution is divided by its staleness; of its delay, how much is made up
+    lazy: bool = False
+    uplink: Uplink = "auto"
     staleness: Scaled = "weight"
     compensation: Annotated[float, msgspec.Meta(ge=0, lt=1e30)] = 0.0
-    pipeline: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0  # 1: exchanges go on while the next step computes
-    # Strategy peers: how many global iterations a node may be ahead of what its parameters stand at; what of
-    # the contributions that are not applied yet its parameters show; the limits of a synchronisation round,
-    # and of the pause after one was refused, or auto: by what was measured
+    pipeline: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
     stale_max: Annotated[int, msgspec.Meta(ge=0, le=MOST_STALE)] = 4
     overlay: Overlay = "all"
-    round_timeout: str = "auto"
-    backoff: str = "auto"
+    round_timeout: SpanText = "auto"
+    backoff: SpanText = "auto"
 
 
-class Server(msgspec.Struct, forbid_unknown_fields=True):
-    """`[server]`: the shards."""
+class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[server]`: the shards.
 
-    optimizer: str = ""  # an optimizer beside torch.optim's that shards may run: "package.module:Class"
-    snapshot: str = "1min"  # how often a shard writes its state to disk
-    journal: JournalNeed = "optional"  # required: a shard that cannot write its journal ends
-    replicas: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1  # processes that hold each shard; 2: a standby
+    Args:
+        optimizer: An optimizer beside torch.optim's element-wise ones that shards may run, as
+            `"package.module:Class"`.
+        snapshot: How often a shard writes its state to disk.
+        journal: What a shard does that cannot write its journal, as on a full disk. `"optional"`: it serves
+            on and says so; a kill before its next whole snapshot costs what was trained since the last
+            checkpoint. `"required"`: it ends, and goes on from its journal when it is started again with
+            room. With `server.replicas = 2`, and at sites, it is always required.
+        replicas: 1 or 2; under `atoll run`, with strategy `server` or `ps-hra` and without `run.sites`: how
+            many processes hold each shard. `2`: each has a standby, which holds all that was acknowledged and
+            takes its place when it dies ([server.md](server.md#a-standby-for-each-shard)). `atoll hub` has
+            `--replicas`.
+    """
 
-
-class Hub(msgspec.Struct, forbid_unknown_fields=True):
-    """`[hub]`: who says which workers are there."""
-
-    patience: str = "10s"  # for how long a worker or a shard may be silent before it counts as dead
-
-
-class Groups(msgspec.Struct, forbid_unknown_fields=True):
-    """`[groups]`: which workers share a ring (strategies hierarchical and ps-hra; peers: `count` alone)."""
-
-    count: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # 0: as many as are best; peers: one worker each
-    by: GroupBy = "auto"  # auto: speed where count is given, else joint
-    probe: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 4  # batches whose pace counts at the start
-    patience: str = "1min"  # for a worker's probe
-    links: str = "5s"  # for measuring the links between workers at the start; 0: they are not measured
-    regroup: bool = True  # while the run goes, as speeds and members change
+    optimizer: str = ""
+    snapshot: SpanText = "1min"
+    journal: JournalNeed = "optional"
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
 
 
-class Link(msgspec.Struct, forbid_unknown_fields=True):
-    """`[link]`: how chunks travel between workers, or their groups or sites, and the shards."""
+class Hub(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[hub]`: who says which workers are there.
 
-    transport: Transport = "tcp"  # ltp: parts of gradients may be lost
-    high: str = "auto"  # the share of a gradient's blocks that must not be lost, or auto: derived
-    fill: Fill = "zero"  # what takes the place of lost blocks, where they are too many to be borne
-    fill_above: Share = 0.03  # the share of lost blocks up to which they are borne
-    usable: Share = 0.97  # the share of the other blocks with which a gradient is of use
-    feedback: bool = True  # what was lost is added to the next gradient
-    target_loss: Share = 0.01  # the rate of loss that is aimed at, until a better one was fitted
-    stripes: Annotated[int, msgspec.Meta(ge=1, le=MOST_STRIPES)] = 1  # UDP flows of a connection
-    reliable: bool = False  # nothing may be lost, gradients neither
-    rate: str = ""  # of each shard's link ("1Gbit/s"), which its peers then share; empty: not shared out
+    Args:
+        patience: Under `atoll run`, with strategies `server` and `ps-hra`, or `run.elastic`: the longest that
+            a worker or a shard may be silent before it counts as dead and its samples go to others. Who was
+            heard regularly is given less, as measured, but no less than 3.5 s. Each gives a sign of life each
+            quarter second, or ten times in that span if that is shorter. `atoll hub` has `--patience`.
+    """
+
+    patience: SpanText = "10s"
+
+
+class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[groups]`: which workers share a ring (strategies hierarchical and ps-hra; peers: `count` alone).
+
+    Args:
+        count: Strategies `hierarchical` and `ps-hra`: how many groups there are, at most as many as workers;
+            `--groups` of `atoll run`. `0`: as many as are best; under `hierarchical` one for each site, or
+            ceil(sqrt(N)) where sites are not told. Strategy `peers`: how many nodes, each of as many devices;
+            it must divide the workers. `0`: each worker is a node ([peers.md](peers.md), "Several devices a
+            node").
+        by: Strategy `ps-hra`: how workers are grouped. `speed`: the probe's queue. `site`: one group for
+            each. `joint`: by speeds and links together. `auto`: `speed` where `groups.count` is given, else
+            `joint`.
+        probe: Strategy `ps-hra`: the batches of a worker's own training whose pace counts at the start.
+        patience: Strategy `ps-hra`: for how long a worker's probe is waited for before groups are made
+            without it.
+        links: Strategy `ps-hra`, where links count (`groups.by` is `joint` or `site`): how long the measuring
+            of the links between workers may take, before the training begins. `0`: they are not measured, and
+            groups are chosen by what they compute.
+        regroup: Strategy `ps-hra`: whether groups are made anew while the run goes, as speeds and members
+            change.
+    """
+
+    count: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
+    by: GroupBy = "auto"
+    probe: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 4
+    patience: SpanText = "1min"
+    links: Annotated[str, SPAN_OR_ZERO] = "5s"
+    regroup: bool = True
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[link]`: how chunks travel between workers, or their groups or sites, and the shards.
+
+    Args:
+        transport: Strategies `server` and `ps-hra`: how chunks travel to the shards and back. `tcp`: nothing
+            is lost. `ltp`: over UDP; parts of a gradient may be lost, parameters and all else arrive
+            ([ltp-training.md](ltp-training.md)). With `run.sites` it is the way from a site's shard to the
+            others; within a site it is `tcp`.
+        high: The share of a gradient's blocks that may not be lost, 0 to 1: those with the largest mean
+            value. `auto`: as few as carry 60 % of it.
+        fill: What takes the place of lost blocks above that: `zero`, the `last` values that came, or zero and
+            the others rescaled (`rescale`) so that the expected gradient stays.
+        fill_above: Up to this share of lost blocks a loss is borne: without `link.feedback` the mean of the
+            block is over those who delivered it, with it the block counts as zeros until it comes.
+        usable: The share of the other blocks that a gradient must have before it is used; what is missing of
+            it is asked for again.
+        feedback: What was lost of a gradient is added to the next one of the same chunk. Not with `link.fill`
+            `last` or `rescale`.
+        target_loss: The rate of loss that the sender aims at until a better one was fitted; at most
+            `link.fill_above`.
+        stripes: UDP flows of a connection, 1 to 8: some networks cap a flow.
+        reliable: `ltp` with nothing lost, gradients neither. Strategy `peers` asks for it with `ltp`.
+        rate: The rate of each shard's link, such as `"1Gbit/s"`: the shard then grants each of its peers a
+            share, by site. Empty: none. `atoll server` has `--link-rate`.
+    """
+
+    transport: Transport = "tcp"
+    high: str = "auto"
+    fill: Fill = "zero"
+    fill_above: Share = 0.03
+    usable: Share = 0.97
+    feedback: bool = True
+    target_loss: Share = 0.01
+    stripes: Annotated[int, msgspec.Meta(ge=1, le=MOST_STRIPES)] = 1
+    reliable: bool = False
+    rate: Annotated[str, RATE] = ""
 
 
 class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,17 +300,24 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.lossy and self.feedback
 
 
-class Config(msgspec.Struct, forbid_unknown_fields=True):
-    """The whole configuration; docs/configuration.md explains each key."""
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole configuration; docs/reference/configuration.md lists each key."""
 
-    run: Run = msgspec.field(default_factory=Run)
-    chunks: Chunks = msgspec.field(default_factory=Chunks)
-    sync: Sync = msgspec.field(default_factory=Sync)
-    server: Server = msgspec.field(default_factory=Server)
-    hub: Hub = msgspec.field(default_factory=Hub)
-    groups: Groups = msgspec.field(default_factory=Groups)
-    link: Link = msgspec.field(default_factory=Link)
-    memory: Memory = msgspec.field(default_factory=Memory)
+    run: Run = Run()
+    chunks: Chunks = Chunks()
+    sync: Sync = Sync()
+    server: Server = Server()
+    hub: Hub = Hub()
+    groups: Groups = Groups()
+    link: Link = Link()
+    memory: Memory = Memory()
+
+    def having(self, **keys: Any) -> Config:
+        """This configuration with other values of some keys: `having(sync={"timeout": "60s"})`."""
+        sections = {
+            name: msgspec.structs.replace(getattr(self, name), **values) for name, values in keys.items()
+        }
+        return msgspec.structs.replace(self, **sections)
 
     @property
     def budgets(self) -> Budgets | None:
@@ -233,7 +367,8 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     def link_options(self) -> LinkOptions:
         """`[link]`, resolved."""
         plain = msgspec.structs.asdict(self.link)
-        return LinkOptions(**{**plain, "high": self._high, "rate": self._link_rate or 0.0})
+        rate = bytes_per_second(self.link.rate) if self.link.rate else 0.0
+        return LinkOptions(**{**plain, "high": self._high, "rate": rate})
 
     @property
     def _high(self) -> float | None:
@@ -248,11 +383,6 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
         if not 0.0 <= share <= 1.0:
             raise ConfigError(f"{given!r} is neither a share between 0 and 1 nor auto")
         return share
-
-    @property
-    def _link_rate(self) -> float | None:
-        """`link.rate` in bytes per second; None where it is not given."""
-        return parse_rate(self.link.rate) / 8 if self.link.rate else None
 
 
 def load_config(
@@ -289,7 +419,8 @@ def load_given(
         given[_apply(table, setting)] = f"--set {setting}"
         config = _convert(table, f"--set {setting}")
     if config.run.strategy == "ps-hra" and "consistency" not in table.get("sync", {}):
-        config.sync.consistency = "asp"  # groups that wait for one another need no server between them
+        # Groups that wait for one another need no server between them.
+        config = config.having(sync={"consistency": "asp"})
     _ = config.budgets
     return config, given
 
@@ -309,34 +440,28 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """`; did you mean 'x'?` for the known word most like this one, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+@functools.cache
+def keys_of_sections() -> dict[str, dict[str, Option]]:
+    """The keys of each section, by name."""
+    return {section: options_of(kind) for section, kind in get_type_hints(Config).items()}
 
 
-def _known() -> dict[str, list[str]]:
-    hints = get_type_hints(Config)
-    return {section: list(hints[section].__struct_fields__) for section in Config.__struct_fields__}
-
-
-def _dotted(known: dict[str, list[str]]) -> Iterator[str]:
-    for section, keys in known.items():
-        yield from (f"{section}.{key}" for key in keys)
+def _dotted() -> list[str]:
+    return [f"{section}.{key}" for section, keys in keys_of_sections().items() for key in keys]
 
 
 def _check_keys(table: dict[str, Any], where: str) -> None:
-    known = _known()
+    known = keys_of_sections()
     for section, values in table.items():
         if section not in known:
-            candidates = [*known, *_dotted(known)]
+            candidates = [*known, *_dotted()]
             raise ConfigError(f"{where}: no section or key {section!r}{_suggest(section, candidates)}")
         if not isinstance(values, dict):
             raise ConfigError(f"{where}: {section!r} is a section; write [{section}] and its keys below it")
         for key in values:
             if key not in known[section]:
                 name = f"{section}.{key}"
-                raise ConfigError(f"{where}: no key {name!r}{_suggest(name, list(_dotted(known)))}")
+                raise ConfigError(f"{where}: no key {name!r}{_suggest(name, _dotted())}")
 
 
 def _suggest(name: str, known: list[str]) -> str:
@@ -355,9 +480,8 @@ def _apply(table: dict[str, Any], setting: str) -> str:
     section, dot, key = name.partition(".")
     if not equals or not dot or not key:
         raise ConfigError(f"{where}: write it as SECTION.KEY=VALUE, such as sync.timeout=30s")
-    known = _known()
-    if key not in known.get(section, ()):
-        raise ConfigError(f"{where}: no key {name!r}{_suggest(name, list(_dotted(known)))}")
+    if key not in keys_of_sections().get(section, ()):
+        raise ConfigError(f"{where}: no key {name!r}{_suggest(name, _dotted())}")
     table.setdefault(section, {})[key] = _value(text.strip())
     return name
 
@@ -375,24 +499,12 @@ def _convert(table: dict[str, Any], where: str) -> Config:
         config = msgspec.convert(_numbers_as_text(table), Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_explain(str(error), table)}") from None
-    for name, parse in (
-        ("run.grace", lambda: config.grace_seconds),
-        ("chunks.size", lambda: config.chunk_bytes),
-        ("sync.timeout", lambda: config.timeout_seconds),
-        ("sync.round_timeout", lambda: config.round_seconds),
-        ("sync.backoff", lambda: config.backoff_seconds),
-        ("server.snapshot", lambda: config.snapshot_seconds),
-        ("hub.patience", lambda: config.patience_seconds),
-        ("groups.patience", lambda: config.probe_seconds),
-        ("groups.links", lambda: config.links_seconds),
-        ("link.rate", lambda: config._link_rate),
-    ):
-        try:
-            value = parse()
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {name}: {error}") from None
-        if value is not None and value <= 0 and name != "groups.links":  # which may be 0: not at all
-            raise ConfigError(f"{where}: {name}: must be more than 0")
+    for section, keys in keys_of_sections().items():
+        for key, option in keys.items():
+            try:
+                option.check(getattr(getattr(config, section), key))
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {section}.{key}: {error}") from None
     try:
         _ = config._high
     except ConfigError as error:
@@ -407,12 +519,10 @@ def _convert(table: dict[str, Any], where: str) -> Config:
 
 def _numbers_as_text(table: dict[str, Any]) -> dict[str, Any]:
     """A size or a span may be given as a plain number (`timeout = 30`); the keys themselves are text."""
-    defaults = msgspec.to_builtins(Config())
+    known = keys_of_sections()
     return {
         section: {
-            key: str(value)
-            if isinstance(defaults[section].get(key), str) and type(value) in (int, float)
-            else value
+            key: str(value) if known[section][key].kind is str and type(value) in (int, float) else value
             for key, value in values.items()
         }
         for section, values in table.items()
@@ -425,27 +535,8 @@ def _explain(message: str, table: dict[str, Any]) -> str:
     name = place.rstrip("`")
     section, _, key = name.partition(".")
     given = table.get(section, {}).get(key)
-    choices = _choices(section, key)
-    if choices:
-        suggestion = nearest(str(given), choices)
-        return f"{name}: no such choice {given!r}{suggestion} (one of: {', '.join(choices)})"
+    option = keys_of_sections().get(section, {}).get(key)
+    if option is not None and option.choices:
+        return f"{name}: {no_such_choice(given, option.choices)}"
     wanted = text.partition(", got ")[0].replace("`", "")  # "expected int >= 1", "expected int"
     return f"{name}: {wanted[:1].lower()}{wanted[1:]}, got {given!r}" if name else text
-
-
-def _choices(section: str, key: str) -> list[str]:
-    kinds = {
-        "run.strategy": Strategy,
-        "sync.nonfinite": NonFinite,
-        "sync.consistency": Consistency,
-        "run.readable": Readable,
-        "sync.uplink": Uplink,
-        "sync.staleness": Scaled,
-        "sync.overlay": Overlay,
-        "groups.by": GroupBy,
-        "link.transport": Transport,
-        "link.fill": Fill,
-        "memory.sharding": Sharding,
-    }
-    kind: Any = kinds.get(f"{section}.{key}")
-    return list(kind.__args__) if kind is not None else []

@@ -91,22 +91,39 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     rolled_back: int = 0
 
 
-class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[memory]`, and what `atoll.memory.fit` and `session.prepare` are given: budgets, not knobs.
 
     Sizes are as `2GiB`, `500MB` or plain bytes. Without `device` nothing is moved. The keys below `disk` pin
     what is searched otherwise.
+
+    Args:
+        device: What the model's parameters, gradients and optimizer state may take of the device, such as
+            `"2GiB"` ([memory.md](memory.md)). Empty: nothing is moved. What is kept where depends on the
+            strategy: see [Memory budgets](configuration.md#memory-budgets).
+        host: The same of host memory. Empty: as much as is needed.
+        disk: A folder and what may be written there, such as `"/scratch:50GiB"`. Empty: no disk.
+        chunk: Pins the common size of chunks, such as `"16MiB"`. `auto`, here and below: searched for the
+            shortest step.
+        cache: Pins how many blocks of that size the device's cache has.
+        resident: Pins the share of the parameters, 0 to 1, that stays on the device.
+        sharding: Pins how chunks are shared by a group's members: `symmetric` (each is split evenly over all;
+            what `auto` takes) or `asymmetric` (each belongs to one). Without effect for one.
+        step: Pins where the optimizer steps: `device` (everything stays there), `host`, or the share of the
+            trained bytes that steps on the device, such as `0.3`.
+        master: Trained parameters in half precision have a copy in single precision in host memory: that is
+            what is stepped, with state in single precision, and the values are rounded from it.
     """
 
-    device: str = ""  # parameters, gradients and optimizer state on the device
-    host: str = ""  # the same in host memory; empty: what is needed
-    disk: str = ""  # a folder and a size, "/scratch:50GiB"; empty: no disk
-    chunk: str = "auto"  # the common size of chunks
-    cache: str = "auto"  # blocks of the device's cache
-    resident: str = "auto"  # the share of the parameters that stays on the device
-    sharding: Sharding = "auto"  # over a group's members
-    step: str = "auto"  # where optimizers step: "device", "host", or a share of the trained bytes, "0.3"
-    master: bool = False  # parameters in half precision are stepped in single precision
+    device: str = ""
+    host: str = ""
+    disk: str = ""
+    chunk: str = "auto"
+    cache: str = "auto"
+    resident: str = "auto"
+    sharding: Sharding = "auto"
+    step: str = "auto"
+    master: bool = False
 
     def budgets(self, prefix: str = "") -> Budgets:
         """These texts as numbers. Raises ConfigError, one line that begins with the key (after `prefix`)."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from atoll.core.config import nearest
 from atoll.core.errors import ConfigError
+from atoll.core.texts import nearest
 from atoll.core.units import format_seconds, parse_seconds
 
 _Number = TypeVar("_Number", int, float)

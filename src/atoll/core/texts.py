@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+
 
 def writable(text: str) -> str:
     """Return `text` as a plain str that UTF-8 can hold: a lone surrogate becomes its escape, "\\udc80".
@@ -35,3 +38,9 @@ def shortened(text: str, most: int, rest: str = "") -> str:
     head, tail = most // 2, most - most // 2
     left_out = f"{len(text) - most:,} characters left out{'; ' if rest else ''}{rest}"
     return writable(f"{text[:head]}\n... ({left_out}) ...\n{text[-tail:]}")
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`; did you mean 'x'?` for the known word most like this one, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -40,6 +40,11 @@ def parse_rate(text: str | float) -> float:
     return value * _BITS_PER_SECOND[unit]
 
 
+def bytes_per_second(text: str | float) -> float:
+    """The bytes per second of a rate in bits, such as `1Gbit/s`; raises ConfigError for anything else."""
+    return parse_rate(text) / 8
+
+
 def format_bytes(count: float) -> str:
     """`1536` as `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

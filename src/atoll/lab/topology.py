@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, get_args
 
-from atoll.core.config import GroupBy, nearest
+from atoll.core.config import GroupBy
 from atoll.core.errors import ConfigError
 from atoll.core.tables import Table, shown
+from atoll.core.texts import nearest
 from atoll.core.toml import parse_toml, read_toml
 from atoll.core.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_rate, parse_seconds
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from atoll.core.config import nearest
 from atoll.core.errors import ConfigError
 from atoll.core.tables import Table, shown
+from atoll.core.texts import nearest
 from atoll.core.toml import parse_toml, read_toml
 from atoll.core.units import parse_bytes, parse_rate
 from atoll.groups.chooser import MOST_WORKERS, Measured

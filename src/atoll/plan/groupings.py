@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.core.config import nearest
 from atoll.core.errors import UserError
+from atoll.core.texts import nearest
 from atoll.groups.chooser import Choice, choose
 from atoll.groups.grouping import Grouping, show, sizes_of
 from atoll.groups.links import sites_grouping

@@ -1,0 +1,164 @@
+"""What the options of a command, of a service or of a section of the configuration are.
+
+A struct's fields are the options. Its docstring says under `Args:` what each one means, in one place for
+`--help` and for the pages of the documentation. An annotation says what a type cannot: a unit, and how a
+command line names the option.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from atoll.core.errors import ConfigError
+from atoll.core.texts import nearest
+from atoll.core.units import bytes_per_second, parse_bytes, parse_seconds
+
+
+class Unit(NamedTuple):
+    """What an option's text is turned into: `parse` gives a number of `of`, `word` stands in `--help`.
+
+    Without `may_be_zero` a value must be more than 0. `show` writes a number as a text that `parse` reads.
+    """
+
+    parse: Callable[[str | float], float]
+    of: str
+    word: str
+    may_be_zero: bool = False
+    show: Callable[[float], str] = "{:g}s".format
+
+
+SPAN = Unit(parse_seconds, "seconds", "SPAN")
+SPAN_OR_ZERO = Unit(parse_seconds, "seconds", "SPAN", may_be_zero=True)
+SIZE = Unit(parse_bytes, "bytes", "SIZE", show=lambda count: f"{count / 1e6:g}MB")
+RATE = Unit(bytes_per_second, "bytes per second", "RATE", show=lambda rate: f"{rate * 8:g}bit/s")
+
+
+class Mark(NamedTuple):
+    """How a command line and the environment give an option, where its type and name do not say it.
+
+    Args:
+        word: what stands for the value in `--help`.
+        flag: in place of `--` and the field's name.
+        variable: of the environment, which gives the option too.
+        is_argument: the value is given without a flag.
+        is_hidden: only a launcher gives the option.
+        parse: makes the value of the texts given; raises UserError for others.
+        key: of the configuration, which the option stands for.
+    """
+
+    word: str = ""
+    flag: str = ""
+    variable: str = ""
+    is_argument: bool = False
+    is_hidden: bool = False
+    parse: Callable[[Any], Any] | None = None
+    key: str = ""
+
+
+class Option(NamedTuple):
+    """One option: its field's name, its type without None and marks, its default, and what it means."""
+
+    name: str
+    kind: Any
+    default: Any  # msgspec.NODEFAULT: it must be given
+    meaning: str
+    unit: Unit | None
+    mark: Mark
+
+    @property
+    def flag(self) -> str:
+        """The name on a command line."""
+        return self.mark.flag or f"--{self.name.replace('_', '-')}"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words to choose from; empty where others are right too."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def word(self) -> str:
+        """What stands for the value in `--help`."""
+        return self.mark.word or (self.unit.word if self.unit is not None else "")
+
+    @property
+    def shown_default(self) -> str:
+        """The default as a text that `value_of` takes; empty where there is none, or it says nothing."""
+        if self.default is msgspec.NODEFAULT or not self.default:
+            return ""
+        if self.unit is not None and not isinstance(self.default, str):
+            return self.unit.show(self.default)
+        return str(self.default)
+
+    def check(self, given: Any) -> None:
+        """Raise ConfigError, without the option's name, for a text that is no quantity of the unit."""
+        if self.unit is None or given == self.default:
+            return
+        value = self.unit.parse(given)
+        if value <= 0 and not self.unit.may_be_zero:
+            raise ConfigError("must be more than 0")
+
+    def value_of(self, given: Any) -> Any:
+        """The value of what a command line gives. Raises UserError, one line that names the flag."""
+        if self.mark.parse is not None:
+            return self.mark.parse(given)
+        if self.unit is not None:
+            try:
+                value = self.unit.parse(given)
+            except ConfigError as error:
+                raise ConfigError(f"{self.flag}: {error}") from None
+            if value <= 0 and not self.unit.may_be_zero:
+                raise ConfigError(f"{self.flag} {given}: must be more than 0")
+            return value
+        if self.choices and given not in self.choices:
+            raise ConfigError(f"{self.flag} {given}: {no_such_choice(given, self.choices)}")
+        return given
+
+
+def no_such_choice(given: Any, choices: tuple[str, ...]) -> str:
+    """`no such choice 'rign'; did you mean 'ring'? (one of: ring, server)`."""
+    return f"no such choice {given!r}{nearest(str(given), choices)} (one of: {', '.join(choices)})"
+
+
+@functools.cache
+def options_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
+    """The options of a struct by name, in the order of its fields."""
+    hints, meanings = get_type_hints(struct, include_extras=True), _meanings(struct)
+    return {
+        field.name: _option(field, hints[field.name], meanings.get(field.name, ""))
+        for field in msgspec.structs.fields(struct)
+    }
+
+
+def _option(field: msgspec.structs.FieldInfo, hint: Any, meaning: str) -> Option:
+    unit, mark = None, Mark()
+    while get_origin(hint) is Annotated or NoneType in get_args(hint):
+        if get_origin(hint) is Annotated:
+            for each in hint.__metadata__:
+                unit = each if isinstance(each, Unit) else unit
+                mark = each if isinstance(each, Mark) else mark
+            hint = hint.__origin__
+        else:
+            (hint,) = [each for each in get_args(hint) if each is not NoneType]
+    default = field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        default = field.default_factory()
+    return Option(field.name, hint, default, meaning, unit, mark)
+
+
+def summary_of(struct: type) -> str:
+    """What a struct's docstring says before `Args:`."""
+    return inspect.cleandoc(struct.__doc__ or "").partition("\nArgs:\n")[0].strip()
+
+
+def _meanings(struct: type) -> dict[str, str]:
+    """What a struct's docstring says of each field, on one line each."""
+    text = inspect.cleandoc(struct.__doc__ or "").partition("\nArgs:\n")[2]
+    entries = re.split(r"^    (\w+): ", text.partition("\n\n")[0], flags=re.MULTILINE)[1:]
+    return {name: " ".join(said.split()) for name, said in zip(entries[::2], entries[1::2], strict=True)}
