@@ -26,15 +26,15 @@ from torch import Tensor, nn
 
 from atoll.core import points
 from atoll.core.errors import RunError
+from atoll.cpuside import main as cpu_side
+from atoll.exchange.hostmemory import HostMemory, plan_memory, slots_for
 from atoll.tensors.shardoptimizer import full_name
-from atoll.train.node import main as cpu_side
-from atoll.train.node.memory import HostMemory, plan_memory, slots_for
-from atoll.train.node.start import CpuSide
+from atoll.train.sync.peersstart import CpuSide
 from atoll.wire import device as d
 
 DEADLINE = 60.0  # seconds
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["atoll.train.node.process", "torch._dynamo"])
+_context.set_forkserver_preload(["atoll.cpuside.process", "torch._dynamo"])
 
 
 def _serve(link: socket.socket, parent: int, kill: Kill | None, prelude: Callable[[], None] | None) -> None:
@@ -59,7 +59,7 @@ class Kill:
 
 
 class _Forked:
-    """A process of the fork server's, as start.Process."""
+    """A process of the fork server's, as peersstart.Process."""
 
     def __init__(
         self, link: socket.socket, kill: Kill | None = None, prelude: Callable[[], None] | None = None

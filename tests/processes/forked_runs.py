@@ -180,7 +180,7 @@ def _prepare(module: str) -> None:
         import torch.distributed.run
 
         import atoll.hub.main
-        import atoll.train.node.start  # noqa: F401
+        import atoll.train.sync.peersstart  # noqa: F401
         from atoll.launch import run
 
         # Neither the picture nor TensorBoard's records, whose imports cost a second for each run.

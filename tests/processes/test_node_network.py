@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from atoll.core.errors import UserError
+from atoll.cpuside.network import Arrived, Met, Network
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys, make_keys
-from atoll.train.node.network import Arrived, Met, Network
 from atoll.wire import nodes as w
 from atoll.wire.base import VERSION
 from atoll.wire.device import Begin, NodeAt

@@ -20,11 +20,11 @@ from fake_nodes import DEADLINE, FakeNode, FakeRun, Kill, plain
 
 from atoll.core.errors import DeadlineError, GivenUpError, MismatchError, RunError, UserError
 from atoll.core.points import POINTS
+from atoll.cpuside import entering, process
+from atoll.exchange.globalparameters import GlobalParameters
+from atoll.exchange.hostmemory import make_file
 from atoll.net.keys import make_keys
 from atoll.testing.served import ServedRun
-from atoll.train.node import entering, process
-from atoll.train.node.globals import GlobalParameters
-from atoll.train.node.memory import make_file
 from atoll.wire import device as d
 from atoll.wire import nodes as n
 
@@ -32,7 +32,7 @@ MIB = 2**20
 
 WORKER = """
 import os, time
-from atoll.train.node.start import CpuSide
+from atoll.train.sync.peersstart import CpuSide
 from atoll.wire.device import Begin
 side = CpuSide(0)
 side.send(Begin(run="r", node=0, incarnation=0, stale_max=0))

@@ -19,6 +19,7 @@ from torch import nn
 
 from atoll.chunks import lay_out
 from atoll.core.errors import AtollError
+from atoll.cpuside.witnesslink import WitnessLink
 from atoll.exchange.link import Link
 from atoll.server.links import HubLink, LogLink
 from atoll.server.mirror import Mirror
@@ -28,7 +29,6 @@ from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.samples import Contribution
 from atoll.train.members import hub_client
 from atoll.train.members.hub_client import HubClient
-from atoll.train.node.witnesslink import WitnessLink
 from atoll.train.sync.exchange import AsyncExchange, Connection, MeanExchange
 from atoll.train.sync.service import parties_of
 from atoll.wire import messages as m
@@ -295,7 +295,7 @@ def test_a_node_bears_a_witness_that_lies(monkeypatch: pytest.MonkeyPatch) -> No
     for seed in SEEDS:
         with lying(
             monkeypatch,
-            "atoll.train.node.witnesslink",
+            "atoll.cpuside.witnesslink",
             seed,
             (m.Promised, m.Accepted, m.ViewDecided, m.Refused),
         ) as liar:

@@ -26,6 +26,7 @@ from torch import nn
 
 from atoll.chunks import lay_out
 from atoll.core.errors import AtollError
+from atoll.cpuside.network import Network
 from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
 from atoll.hub.journal import HubJournal
@@ -41,7 +42,6 @@ from atoll.store.entries import Entry, decode_entry_untrusted, encode_entry
 from atoll.store.outcomes import StoreError
 from atoll.tensors.binding import specs_of
 from atoll.tensors.shardoptimizer import full_name
-from atoll.train.node.network import Network
 from atoll.wire import messages as m
 from atoll.wire import nodes
 from atoll.wire.base import WireError

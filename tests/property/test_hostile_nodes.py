@@ -22,11 +22,11 @@ from torch import nn
 
 from atoll.chunks import lay_out
 from atoll.core.errors import AtollError
+from atoll.cpuside.process import CpuSideProcess
+from atoll.exchange.hostmemory import HostMemory, plan_memory, slots_for
+from atoll.net.post import Post
 from atoll.tensors.binding import specs_of
 from atoll.tensors.shardoptimizer import full_name
-from atoll.train.node.memory import HostMemory, plan_memory, slots_for
-from atoll.train.node.post import Post
-from atoll.train.node.process import CpuSideProcess
 from atoll.wire import device as d
 from atoll.wire import nodes as n
 from atoll.wire import peers as p
@@ -49,7 +49,7 @@ class HostileNode:
         self.maker = Maker(draw, WORDS)
         self.liar = Liar(draw, n.NodeMessage, (n.Greeted, n.Trains, n.Refused), WORDS, encode=n.encode)
         self.liar.lies = False
-        monkeypatch.setattr("atoll.train.node.network.Client", self.liar.connect)
+        monkeypatch.setattr("atoll.cpuside.network.Client", self.liar.connect)
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.worker, self.heard = Post(there), list[d.DeviceMessage]()
         self.process = CpuSideProcess(Post(here), -1)

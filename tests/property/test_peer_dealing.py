@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
 from atoll.train.data.dealing import Item
-from atoll.train.node.dealing import AHEAD, Fact, PeerDeal, split, weights_by
-from atoll.train.node.sampler import PeerBatches
+from atoll.train.data.peersdealing import AHEAD, Fact, PeerDeal, split, weights_by
+from atoll.train.data.peerssampler import PeerBatches
 
 
 class World:

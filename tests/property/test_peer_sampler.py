@@ -15,8 +15,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.train.node.sampler import PeerSampler
-from atoll.train.node.strategy import Peers
+from atoll.train.data.peerssampler import PeerSampler
+from atoll.train.sync.peers import Peers
 from atoll.wire.device import Applied, Part
 
 BATCH = 2

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, lay_out
+from atoll.exchange.globalparameters import Contribution, GlobalParameters
 from atoll.tensors.binding import BoundChunk, specs_of
 from atoll.tensors.shardoptimizer import full_name
-from atoll.train.node.globals import Contribution, GlobalParameters
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters, plain_hyperparameters
 

@@ -21,12 +21,12 @@ import atoll
 from atoll.chunks import ChunkMap
 from atoll.core.config import Config
 from atoll.core.errors import GivenUpError
-from atoll.train.node.devices import Devices
-from atoll.train.node.introduction import Introduction
-from atoll.train.node.memory import HostMemory, plan_memory
-from atoll.train.node.start import CpuSide
-from atoll.train.node.state import pack_optimizer
-from atoll.train.node.worker import NodeWorker
+from atoll.exchange.globalstate import pack_optimizer
+from atoll.exchange.hostmemory import HostMemory, plan_memory
+from atoll.train.members.peersintroduction import Introduction
+from atoll.train.sync.peersdevices import Devices
+from atoll.train.sync.peersstart import CpuSide
+from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import (
     DeviceMessage,
     Leave,

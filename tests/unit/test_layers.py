@@ -69,18 +69,23 @@ TABLE = {
     "server": Layer(
         {"core", "chunks", "wire", "net", "axes", "exchange", "observe", "tensors"} | PURE, BASE | {"torch"}
     ),
+    "cpuside": Layer(
+        {"core", "chunks", "wire", "net", "axes", "exchange", "observe", "tensors", "memory"} | PURE,
+        BASE | {"torch"},
+    ),
     "lab": Layer({"core"}, BASE | {"rich", "matplotlib"}, lazy=frozenset({"matplotlib"})),
     "launch": Layer(
-        {"core", "net", "axes", "train", "hub", "server", "lab", "observe"},
+        {"core", "net", "axes", "train", "hub", "server", "cpuside", "lab", "observe"},
         BASE | {"torch", "rich", "matplotlib"},
         lazy=frozenset({"torch", "matplotlib"}),
     ),
     "cli": Layer(
-        BELOW_TRAIN | {"plan", "train", "hub", "server", "lab", "launch"},
+        BELOW_TRAIN | {"plan", "train", "hub", "server", "cpuside", "lab", "launch"},
         BASE | {"typer", "rich"},
     ),
     "testing": Layer(
-        BELOW_TRAIN | {"plan", "train", "hub", "server", "lab", "launch"}, BASE | {"torch", "rich", "psutil"}
+        BELOW_TRAIN | {"plan", "train", "hub", "server", "cpuside", "lab", "launch"},
+        BASE | {"torch", "rich", "psutil"},
     ),
 }
 # `import atoll` itself gives the session and the memory, and imports them only when they are asked for.
@@ -336,6 +341,8 @@ def test_there_are_modules_to_check() -> None:
         ("tensors/binding.py", "from atoll.observe import journal"),
         ("exchange/link.py", "from atoll.train.api.session import Session"),
         ("exchange/link.py", "from atoll.server.shard import Shard"),
+        ("cpuside/process.py", "from atoll.train.sync.peersworker import NodeWorker"),
+        ("train/sync/peers.py", "from atoll.cpuside.process import CpuSideProcess"),
         ("__init__.py", "from atoll.train.api.session import join"),
         ("__init__.py", "from atoll.memory import fit"),
         ("__init__.py", "from atoll.tensors import binding"),

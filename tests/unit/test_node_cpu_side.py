@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from atoll.core.errors import MismatchError
+from atoll.cpuside.process import CpuSideProcess
+from atoll.net.post import Post
 from atoll.peers.outputs import Meet, Send
-from atoll.train.node.post import Post
-from atoll.train.node.process import CpuSideProcess
 from atoll.wire import device as d
 from atoll.wire.peers import WITNESS, Key
 from atoll.wire.peerviews import Life

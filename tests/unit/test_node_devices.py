@@ -25,8 +25,8 @@ from atoll.core.memory import Memory
 from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
 from atoll.train.group.rounds import Ring
-from atoll.train.node.devices import Devices, places_of
-from atoll.train.node.exchange import said_in
+from atoll.train.sync.peersdevices import Devices, places_of
+from atoll.train.sync.peersexchange import said_in
 from atoll.wire.device import (
     Awake,
     CaptureAt,

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from atoll.core.errors import AtollError, DeadlineError, RunError
-from atoll.train.node.door import Asked, Door, ask_at
-from atoll.train.node.memory import make_file
-from atoll.train.node.post import Post
+from atoll.cpuside.door import Asked, Door
+from atoll.exchange.hostmemory import make_file
+from atoll.net.post import Post
+from atoll.train.sync.peersdoor import ask_at
 from atoll.wire.device import State, Waiting, Want, WantState
 
 

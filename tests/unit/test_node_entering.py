@@ -8,9 +8,9 @@ from typing import cast
 
 import pytest
 
-from atoll.train.node import takeover
-from atoll.train.node.entering import Entering, Newcomers, Scripted, digest_of, most_script
-from atoll.train.node.network import Network
+from atoll.cpuside import takeover
+from atoll.cpuside.entering import Entering, Newcomers, Scripted, digest_of, most_script
+from atoll.cpuside.network import Network
 from atoll.wire.nodes import Script
 from atoll.wire.peerviews import Life, Member, View
 

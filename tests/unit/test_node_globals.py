@@ -13,9 +13,9 @@ from peer_model import SHAPES, WEIGHTS, PeerModel
 
 from atoll.chunks import ParameterSpec, lay_out
 from atoll.core.errors import RunError, UserError
-from atoll.train.node.cpu import fingerprint
-from atoll.train.node.globals import Contribution, GlobalParameters, sum_of_bits
-from atoll.train.node.state import pack_globals
+from atoll.exchange.fingerprint import fingerprint
+from atoll.exchange.globalparameters import Contribution, GlobalParameters, sum_of_bits
+from atoll.exchange.globalstate import pack_globals
 from atoll.wire.device import Clip
 
 TWO = [{"lr": 0.05}, {"lr": 0.02, "weight_decay": 0.1}]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from atoll.train.api.place import Place
+from atoll.train.members import peersmeetings as of_nodes
 from atoll.train.members.meetings import MeetingWorkers
-from atoll.train.node import meetings as of_nodes
-from atoll.train.node.meetings import NodeWorkers
+from atoll.train.members.peersmeetings import NodeWorkers
 
 DEADLINE = 30.0
 

@@ -19,9 +19,9 @@ from peer_model import PeerModel
 
 from atoll.chunks import ChunkMap, ParameterSpec, lay_out
 from atoll.core.errors import RunError
-from atoll.testing.leaks import still_open
-from atoll.train.node.globals import GlobalParameters
-from atoll.train.node.memory import (
+from atoll.cpuside.overlay import Overlay, Pending
+from atoll.exchange.globalparameters import GlobalParameters
+from atoll.exchange.hostmemory import (
     ALIGNMENT,
     PAGE,
     Buffers,
@@ -31,7 +31,7 @@ from atoll.train.node.memory import (
     plan_memory,
     slots_for,
 )
-from atoll.train.node.overlay import Overlay, Pending
+from atoll.testing.leaks import still_open
 
 SPECS = st.lists(
     st.tuples(

@@ -13,9 +13,9 @@ import torch
 from peer_model import WEIGHTS, PeerModel
 from torch import Tensor
 
-from atoll.train.node.globals import Contribution, GlobalParameters, Step
-from atoll.train.node.overlay import Overlay, Pending
-from atoll.train.node.state import pack_globals
+from atoll.cpuside.overlay import Overlay, Pending
+from atoll.exchange.globalparameters import Contribution, GlobalParameters, Step
+from atoll.exchange.globalstate import pack_globals
 from atoll.wire.device import Clip
 
 TWO = [{"lr": 0.05}, {"lr": 0.02, "weight_decay": 0.1}]
@@ -164,7 +164,7 @@ def test_what_is_kept_of_one_writing_changes_nothing_in_the_next(
     """Contributions in any order, some nodes far behind, members that go, values that come from elsewhere:
     each writing is what one makes that has kept nothing, where what comes late is shown at once."""
     saved = 0
-    monkeypatch.setattr("atoll.train.node.overlay._STAYS", 0.0)
+    monkeypatch.setattr("atoll.cpuside.overlay._STAYS", 0.0)
     for seed in range(2):
         generator = random.Random(seed)
         model = PeerModel(kind, settings)
@@ -195,7 +195,7 @@ def test_what_is_kept_of_one_writing_changes_nothing_in_the_next(
             assert bytes(pack_globals(parameters)) == before
             saved += len(waiting) - len(made)
             with monkeypatch.context() as patch:
-                patch.setattr("atoll.train.node.overlay._WORTH_KEEPING", 1000)
+                patch.setattr("atoll.cpuside.overlay._WORTH_KEEPING", 1000)
                 expected = local(parameters, waiting)
             assert all(torch.equal(found[chunk], expected[chunk]) for chunk in expected)
     assert saved > 50
@@ -284,7 +284,7 @@ class SlowNode:
 
 def test_what_comes_late_is_shown_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth at once, and a tenth of the rest with each iteration; in the end all of it, to the bit."""
-    monkeypatch.setattr("atoll.train.node.overlay._SHOWN", 20)
+    monkeypatch.setattr("atoll.cpuside.overlay._SHOWN", 20)
     node = SlowNode(8)
     for _ in range(8):
         node.fast()

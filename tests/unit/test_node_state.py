@@ -12,10 +12,8 @@ import torch
 from peer_model import PeerModel
 
 from atoll.core.errors import UserError
-from atoll.tensors.optimizer import elementwise_keys
-from atoll.train.node.globals import GlobalParameters, sum_of_bits
-from atoll.train.node.memory import make_file, map_bytes
-from atoll.train.node.state import (
+from atoll.exchange.globalparameters import GlobalParameters, sum_of_bits
+from atoll.exchange.globalstate import (
     Head,
     most_bytes,
     pack_globals,
@@ -24,6 +22,8 @@ from atoll.train.node.state import (
     unpack_globals,
     unpack_optimizer,
 )
+from atoll.exchange.hostmemory import make_file, map_bytes
+from atoll.tensors.optimizer import elementwise_keys
 
 TWO = [{"lr": 0.05}, {"lr": 0.02, "weight_decay": 0.1}]
 KINDS: list[tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]] = [

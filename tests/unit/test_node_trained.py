@@ -10,10 +10,10 @@ import pytest
 import torch
 from peer_model import PeerModel
 
+from atoll.cpuside.trained import Trained
+from atoll.exchange.globalstate import pack_globals
+from atoll.exchange.hostmemory import HostMemory, plan_memory
 from atoll.tensors.shardoptimizer import full_name
-from atoll.train.node.memory import HostMemory, plan_memory
-from atoll.train.node.state import pack_globals
-from atoll.train.node.trained import Trained
 from atoll.wire.device import Contribute, SetUp
 from atoll.wire.peerviews import Life
 

@@ -14,8 +14,8 @@ from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
 from atoll.core.errors import ConfigError, DeadlineError, RunError, UserError
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.api.place import Place
-from atoll.train.node import introduction as module
-from atoll.train.node.introduction import (
+from atoll.train.members import peersintroduction as module
+from atoll.train.members.peersintroduction import (
     Introduction,
     Known,
     StoreMeeting,
@@ -24,7 +24,7 @@ from atoll.train.node.introduction import (
     _tell_devices,
     known_before,
 )
-from atoll.train.node.start import CpuSide
+from atoll.train.sync.peersstart import CpuSide
 from atoll.wire.device import NodeAt
 
 NODES = [NodeAt(node=node, incarnation=1, address=f"tcp://127.0.0.1:{5000 + node}") for node in range(2)]

@@ -9,9 +9,9 @@ import pytest
 from peer_side import FakeSide
 
 from atoll.peers.settings import Settings
-from atoll.train.node import worker
-from atoll.train.node.introduction import Introduction
-from atoll.train.node.start import CpuSide
+from atoll.train.members.peersintroduction import Introduction
+from atoll.train.sync import peersworker as worker
+from atoll.train.sync.peersstart import CpuSide
 from atoll.wire.device import DeviceMessage, Left, NodeAt
 
 

@@ -17,6 +17,8 @@ from atoll.chunks import lay_out
 from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import ConfigError, UserError
 from atoll.core.memory import Memory, MemoryFigures
+from atoll.exchange.globalparameters import GlobalParameters
+from atoll.exchange.hostmemory import host_bytes, plan_memory, slots_for
 from atoll.memory import copies, planning
 from atoll.memory.bandwidth import measure
 from atoll.memory.engine import Engine
@@ -28,9 +30,7 @@ from atoll.peers.settings import Settings
 from atoll.tensors.binding import specs_of
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.shardoptimizer import full_name
-from atoll.train.node.globals import GlobalParameters
-from atoll.train.node.memory import host_bytes, plan_memory, slots_for
-from atoll.train.node.tiers import least_host_bytes
+from atoll.train.sync.peersintiers import least_host_bytes
 from atoll.wire.device import Contribute, DeviceMessage, Freed, Published, Release, SetUp
 from atoll.wire.messages import plain_hyperparameters
 

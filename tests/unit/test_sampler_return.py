@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from atoll.core.errors import UserError
 from atoll.train.data.epochs import epoch_of
+from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
-from atoll.train.node.sampler import PeerBatches
 
 WORLD, BATCH = 3, 5
 

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from atoll.net.socketfolder import KEY_FILE, hold_folder, make_socket_folder, remove_left_folders
 from atoll.train.api.place import Place
-from atoll.train.node.introduction import StoreMeeting
+from atoll.train.members.peersintroduction import StoreMeeting
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ REVIEWED: dict[str, str] = {
     "core/descriptors.py: opened: time.sleep(_PAUSE_SECONDS), holding _lock": (
         "who holds it tries for a few seconds, and others would only take its descriptors"
     ),
-    "train/node/introduction.py: StoreMeeting.socket_folder: store.get(_SOCKETS)": (
+    "train/members/peersintroduction.py: StoreMeeting.socket_folder: store.get(_SOCKETS)": (
         "store.wait, with its deadline, has seen the key"
     ),
     "net/endpoint.py: _rest_of_greeting: link.recv(left)": _PROBE,
@@ -227,15 +227,19 @@ REVIEWED: dict[str, str] = {
     "testing/sites.py: _elsewhere: ThreadPoolExecutor(1)": "a thread that sets up a network namespace",
     "testing/sites.py: _elsewhere: threads.submit(function).result()": "the same",
     "launch/rings.py: RingLaunch.poll: super().poll()": "looks, and returns",
-    "train/node/introduction.py: _InStore._record: store.get(_key(node))": "it is there: `wait` has returned",
-    "train/node/introduction.py: _hear_leader: inside.store.get(_INTRODUCED)": "it is there, as above",
+    "train/members/peersintroduction.py: _InStore._record: store.get(_key(node))": (
+        "it is there: `wait` has returned"
+    ),
+    "train/members/peersintroduction.py: _hear_leader: inside.store.get(_INTRODUCED)": (
+        "it is there, as above"
+    ),
     "train/group/channel.py: Channel.wait: work.wait()": "NCCL's work has been polled until its end",
     "train/members/reach.py: _exchange: store.get(key)": "it is there: `wait` has returned",
     "train/group/standing.py: _Inquiry._read: self._store.get(key)": "it is there: `check` has found it",
     "train/group/confirmation.py: Confirmations.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
     "train/group/confirmation.py: Confirmations._hear: link.recv(1)": _SLICES,
-    "train/node/door.py: Door._admit: self._listening.accept()": "a socket that does not block",
-    "train/node/door.py: ask_at: link.connect(f'\\x00{door}')": _PROBE,
+    "cpuside/door.py: Door._admit: self._listening.accept()": "a socket that does not block",
+    "train/sync/peersdoor.py: ask_at: link.connect(f'\\x00{door}')": _PROBE,
     (
         "train/group/confirmation.py: Confirmations._connect: link.sendall(_GREETING.pack(theirs, rank))"
     ): _SLICES,
@@ -251,8 +255,8 @@ REVIEWED: dict[str, str] = {
     ),
     "train/group/channel.py: Channel.close: self._group.shutdown()": "NCCL gives up what is under way",
     "train/group/sockets.py: shut: link.shutdown(socket.SHUT_RDWR)": "the system call does not wait",
-    "train/node/calculating.py: Calculating.collect: os.read(self._read, 64)": "a pipe that does not block",
-    "train/node/calculating.py: Calculating._run: self._given.wait()": (
+    "cpuside/calculating.py: Calculating.collect: os.read(self._read, 64)": "a pipe that does not block",
+    "cpuside/calculating.py: Calculating._run: self._given.wait()": (
         "the thread that computes waits for the next job; `close` ends it"
     ),
     "memory/engine.py: Engine.__init__: ThreadPoolExecutor(1, thread_name_prefix='atoll-bringing')": (
@@ -293,7 +297,7 @@ REVIEWED: dict[str, str] = {
     "memory/stepping.py: Stepper._work: self._condition.wait()": (
         "the thread that steps chunks waits for the next step; `close` ends it"
     ),
-    "train/node/globals.py: _Crew.__init__: "
+    "exchange/globalparameters.py: _Crew.__init__: "
     "ThreadPoolExecutor(self.size, 'atoll-chunks', initializer=_stay_alone)": (
         "its threads step chunks, and wait for nobody"
     ),

@@ -1,6 +1,6 @@
 """The decisions of nodes that train without a server: what is applied when, rounds, and who is in the view.
 
-Pure state machines on keys; the runtime (`train.node`) holds the gradients, the sockets and the clock.
+Pure state machines on keys; the runtime (`cpuside`) holds the gradients, the sockets and the clock.
 Source: docs/peers.md.
 """
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from atoll.core.errors import DeadlineError
+from atoll.cpuside import main
 from atoll.net import context
-from atoll.train.node import main, start
+from atoll.train.sync import peersstart
 
 _FORK_SECONDS = 60.0
 _LONGEST = 64  # bytes of a request: the worker's process
@@ -32,11 +33,11 @@ def fork_cpu_sides() -> None:
     if os.fork() == 0:
         _exit_after(partial(_fork_on_demand, its))
     its.close()
-    start.start_process = partial(_Forked, mine)
+    peersstart.start_process = partial(_Forked, mine)
 
 
 class _Forked:
-    """As start.Process. It is its keeper's child, who tells how it ended."""
+    """As peersstart.Process. It is its keeper's child, who tells how it ended."""
 
     def __init__(self, forks: socket.socket, link: socket.socket) -> None:
         self._told, tells = Pipe(duplex=False)

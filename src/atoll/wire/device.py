@@ -1,7 +1,7 @@
 """What a node's training process and its CPU side say to one another, over one Unix socket of packets.
 
 Both are of one installation and of one machine, and each trusts the other; tensors lie in memory that they
-share (train/node/memory.py), so messages are small. `Post` (train/node/post.py) cuts a larger one into
+share (exchange/hostmemory.py), so messages are small. `Post` (net/post.py) cuts a larger one into
 packets, and carries file descriptors with it.
 
 The order: Begin, Listening, Introduce; then meetings; SetUp, Ready; then iterations, until Leave and Left.
@@ -102,10 +102,10 @@ class SetUp(Message, frozen=True):
     """The description of the training. The file descriptor of the shared memory comes with it.
 
     Buffer 0 of the shared memory holds the initial parameters. Where these come from a checkpoint (`packed`),
-    another buffer holds its optimizer's state (node/memory.py says how it is packed). When a checkpoint is
-    loaded into a running training, SetUp comes again, with the next `number` and all nodes between the same
-    two iterations. The worker counts its own SetUps: the CPU side of a late worker adds those that the
-    members made before.
+    another file holds its optimizer's state (exchange/globalstate.py says how it is packed). When a
+    checkpoint is loaded into a running training, SetUp comes again, with the next `number` and all nodes
+    between the same two iterations. The worker counts its own SetUps: the CPU side of a late worker adds
+    those that the members made before.
 
     `layout` is a chunks.ChunkMap as MessagePack, `optimizer` the class's full name. `digest` names the model,
     the optimizer, the configuration and the processor's instruction set: nodes with another digest are
@@ -132,7 +132,7 @@ class SetUp(Message, frozen=True):
 class Ready(Message, frozen=True):
     """Set up; iteration `iteration` is the first that this node makes, its next meeting is `meeting`.
     Parameters to begin with follow as Published. `script`: of one that comes late, what a member's Captured
-    had for that iteration. `door`: where the node's other devices may ask (train/node/door.py)."""
+    had for that iteration. `door`: where the node's other devices may ask (cpuside/door.py)."""
 
     iteration: Count
     incarnation: Count

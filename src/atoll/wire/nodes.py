@@ -129,9 +129,9 @@ class Takeover(Message, frozen=True):
     """A piece of a node's state for a newcomer. The payload is the state from byte `start` on, of `total`
     bytes.
 
-    See train/node/state.py for the state, which is that of global iteration `iteration`. The script counts
-    each iteration `shift` higher, or lower: it may have begun from a checkpoint. The first piece has the
-    composition of the latest of those iterations (`applied`). `consumed` counts the samples of all
+    See exchange/globalstate.py for the state, which is that of global iteration `iteration`. The script
+    counts each iteration `shift` higher, or lower: it may have begun from a checkpoint. The first piece has
+    the composition of the latest of those iterations (`applied`). `consumed` counts the samples of all
     iterations, and of the checkpoint.
     """
 

@@ -35,12 +35,12 @@ from atoll.train.group.rounds import Ring
 from atoll.train.members.entering import Entrance, ServedEntrance
 from atoll.train.members.groupworkers import GroupWorkers
 from atoll.train.members.hub_client import HubClient
+from atoll.train.members.peersmeetings import NodeWorkers
 from atoll.train.members.regrouping import GroupState, Leases, Parts, Regrouping
 from atoll.train.members.served_workers import ServedWorkers
 from atoll.train.members.workers import Workers
-from atoll.train.node.meetings import NodeWorkers
-from atoll.train.node.tiers import PeersInTiers
-from atoll.train.node.worker import NodeWorker
+from atoll.train.sync.peersintiers import PeersInTiers
+from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.service import Service
 from atoll.train.sync.strategies import Alone, Grouped, OverRing, Served, Strategy
 

@@ -18,8 +18,8 @@ from atoll.train.api.place import Place
 from atoll.train.api.session import Session
 from atoll.train.api.speed import speed_from
 from atoll.train.api.uncaught import show_errors_as_one_line
-from atoll.train.node.introduction import introduce
-from atoll.train.node.worker import NodeWorker
+from atoll.train.members.peersintroduction import introduce
+from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.service import enter
 
 

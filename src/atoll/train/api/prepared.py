@@ -14,6 +14,7 @@ from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
 from atoll.core.scriptline import at_script_line, script_line
 from atoll.core.stands import Epoch
+from atoll.exchange.sentgroups import sent_groups
 from atoll.memory.over import features_of, refuse_apart
 from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
@@ -46,7 +47,6 @@ from atoll.train.gradients.reducer import Calls, Clipping
 from atoll.train.gradients.samples import Contribution, SampleCount, Seen
 from atoll.train.gradients.syncnorm import check_sync_batch_norm
 from atoll.train.members.workers import Workers
-from atoll.train.sync.sentgroups import sent_groups
 from atoll.train.sync.strategies import Strategy, Training
 
 _DROPPED = (

@@ -31,7 +31,7 @@ from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.rounds import Regrouped, Ring
 from atoll.train.members.workers import Workers
-from atoll.train.node.worker import NodeWorker
+from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.service import Service, print_warning
 
 MOST_LOGGED = 1000  # calls of `log` that are kept to be read later

@@ -43,14 +43,14 @@ from atoll.train.checkpoint.resume import AnySampler, Stateful, check_state
 from atoll.train.data.epochs import epoch_of
 from atoll.train.data.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.data.passes import Passes
+from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
 from atoll.train.gradients.backward import BackwardEnd
 from atoll.train.gradients.masks import ALIKE, digest_of_generators, has_random_layers
 from atoll.train.gradients.samples import Seen
 from atoll.train.members.regrouping import Leases
 from atoll.train.members.workers import Reduction, Value, asked_of_gather, asked_of_reduce
-from atoll.train.node.sampler import PeerBatches
-from atoll.train.node.worker import NodeWorker
+from atoll.train.sync.peersworker import NodeWorker
 
 _END = (
     "the end of the session, which it reached after {} iterations (every worker must make equally many, and "

@@ -30,11 +30,11 @@ from atoll.train.checkpoint.random_state import (
     set_random_state,
 )
 from atoll.train.data.leased_sampler import LeasedSampler
+from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import DealtSampler
 from atoll.train.gradients.memory import Tiers
 from atoll.train.members.meetings import bytes_of
 from atoll.train.members.workers import Workers
-from atoll.train.node.sampler import PeerBatches
 
 AnySampler: TypeAlias = "DealtSampler[Any] | LeasedSampler | PeerBatches"
 

@@ -34,7 +34,7 @@ from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.group.rendezvous import GroupRing, HubRing
 from atoll.train.group.rounds import Ring
 from atoll.train.members.hub_client import HubClient
-from atoll.train.node.introduction import keys_from_environment, wished_rank
+from atoll.train.members.peersintroduction import keys_from_environment, wished_rank
 from atoll.wire.messages import VERSION, Goodbye, Hello, Used
 
 _WITHOUT_HUB = "training goes on while leased samples last"

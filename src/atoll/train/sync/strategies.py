@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap
 from atoll.core.config import Config
 from atoll.core.errors import RunError
+from atoll.exchange.sentgroups import sent_groups
 from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.binding import BoundChunk, carve
@@ -38,7 +39,6 @@ from atoll.train.sync.exchange import (
     values_of,
 )
 from atoll.train.sync.groupexchange import GroupExchange, GroupMeanExchange, GroupReducer
-from atoll.train.sync.sentgroups import sent_groups
 from atoll.train.sync.service import Service
 from atoll.train.sync.tieredexchange import Holder, TieredAsync, TieredMean
 from atoll.train.sync.tieredgroups import TieredGroup, TieredGroupMean

@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, UserError
 from atoll.train.data.dealing import Item, Run
+from atoll.train.data.peersdealing import PeerDeal
 from atoll.train.data.sampler import (
     ShardedSampler,
     check_saved,
@@ -24,7 +25,6 @@ from atoll.train.data.sampler import (
     length_of,
     saved_place,
 )
-from atoll.train.node.dealing import PeerDeal
 
 
 class PeerSampler(ShardedSampler):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from atoll.core.errors import AtollError, DeadlineError, GivenUpError, RunError, error_named
-from atoll.train.node.post import Post, PostClosedError
+from atoll.net.post import Post, PostClosedError
 from atoll.wire.device import DeviceMessage, Failed
 
 _ENDING_SECONDS = 5.0  # for a CPU side whose socket is closed to end by itself
@@ -34,7 +34,7 @@ class Process(Protocol):
 
 def start_process(link: socket.socket) -> Process:
     """Start the process whose end of the socket is `link`."""
-    command = [sys.executable, "-m", "atoll.train.node.main", str(link.fileno()), str(os.getpid())]
+    command = [sys.executable, "-m", "atoll.cpuside.main", str(link.fileno()), str(os.getpid())]
     # A signal from the terminal is the worker's to handle: the CPU side goes when it does.
     return subprocess.Popen(
         command, pass_fds=[link.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
@@ -145,17 +145,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def watch_parent(parent: int) -> int:
-    """A descriptor that can be read from once the process `parent` has ended; -1 where the system has none. A
-    socket alone does not tell: a child that the worker has forked holds a copy of it. Raises
-    ProcessLookupError where it has ended already."""
-    if not hasattr(os, "pidfd_open"):
-        return -1
-    try:
-        return os.pidfd_open(parent)
-    except ProcessLookupError:
-        raise
-    except OSError:
-        return -1

@@ -18,9 +18,9 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError, DeadlineError
 from atoll.core.stands import Stand
 from atoll.peers.settings import Settings
-from atoll.train.node.devices import Devices
-from atoll.train.node.introduction import Introduction
-from atoll.train.node.start import CpuSide
+from atoll.train.members.peersintroduction import Introduction
+from atoll.train.sync.peersdevices import Devices
+from atoll.train.sync.peersstart import CpuSide
 from atoll.wire.device import (
     Applied,
     Awake,

@@ -52,8 +52,8 @@ from atoll.train.api.place import Place
 from atoll.train.group.rendezvous import HubStore
 from atoll.train.group.rounds import Ring
 from atoll.train.members.hub_client import HubClient
-from atoll.train.node.devices import LEADER_SECONDS, Devices, by_torchrun, places_of
-from atoll.train.node.start import CpuSide
+from atoll.train.sync.peersdevices import LEADER_SECONDS, Devices, by_torchrun, places_of
+from atoll.train.sync.peersstart import CpuSide
 from atoll.wire.device import Begin, Introduce, Listening, NodeAt
 
 FOLDER = "nodes"  # in the run's directory: what each node knows of the others

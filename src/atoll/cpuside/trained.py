@@ -21,13 +21,13 @@ from torch import Tensor
 
 from atoll.chunks import ChunkMap
 from atoll.core.errors import UserError
+from atoll.cpuside.assembly import Assembly
+from atoll.cpuside.overlay import Overlay, Pending
+from atoll.exchange import globalparameters as steps
+from atoll.exchange.globalstate import unpack_globals
+from atoll.exchange.hostmemory import Buffers, HostMemory, map_bytes, plan_memory
 from atoll.net.endpoint import Buffer
 from atoll.tensors.payload import tensor_of
-from atoll.train.node import globals as steps
-from atoll.train.node.assembly import Assembly
-from atoll.train.node.memory import Buffers, HostMemory, map_bytes, plan_memory
-from atoll.train.node.overlay import Overlay, Pending
-from atoll.train.node.state import unpack_globals
 from atoll.wire.device import Contribute, SetUp
 from atoll.wire.nodes import About
 from atoll.wire.peers import Key

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from atoll.core.errors import RunError
 from atoll.core.hyperparameters import SCHEDULED, difference_line
 from atoll.core.weighing import told_unlike
-from atoll.train.node.globals import Outcome
+from atoll.exchange.globalparameters import Outcome
 from atoll.wire import device as d
 from atoll.wire import nodes as n
 

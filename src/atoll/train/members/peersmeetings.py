@@ -16,7 +16,7 @@ from torch import Tensor
 from atoll.core.errors import GivenUpError
 from atoll.core.stands import Stand
 from atoll.train.members.meetings import MeetingWorkers, bytes_of, put_bytes
-from atoll.train.node.worker import NodeWorker
+from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import Meet, Met
 
 _PIECE = 4 * 2**20  # bytes of values that one meeting carries: every member holds them until all have them

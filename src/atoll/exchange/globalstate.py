@@ -1,7 +1,7 @@
 """Parameters and an optimizer's state as one run of bytes: for a node that comes late, and for checkpoints.
 
     8 bytes      the head's length, little-endian
-    8 bytes      the sum (globals.py: sum_of_bits) of all that follows
+    8 bytes      the sum (exchange/globalparameters.py: sum_of_bits) of all that follows
     head         MessagePack: `Head`
     payloads     in the order of the head's parts, each at a multiple of 64 bytes from the beginning
 
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from atoll.chunks import Chunk, itemsize
 from atoll.core.errors import PrepareError, UserError
 from atoll.core.texts import one_line
+from atoll.exchange.globalparameters import GlobalParameters, sum_of_bits
+from atoll.exchange.hostmemory import ALIGNMENT, aligned, map_bytes, resize
+from atoll.exchange.sentgroups import sent_groups
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.payload import bytes_in
-from atoll.train.node.globals import GlobalParameters, sum_of_bits
-from atoll.train.node.memory import ALIGNMENT, aligned, map_bytes, resize
-from atoll.train.sync.sentgroups import sent_groups
 from atoll.wire.base import HEADER_BYTES, Count, Hyperparameters, Name
 
 _LENGTH, _BEGIN = 8, 16  # bytes: of the length, and up to the head

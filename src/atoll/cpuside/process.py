@@ -21,23 +21,23 @@ import numpy as np
 from atoll.core.errors import DeadlineError, GivenUpError, MismatchError, RunError, UserError
 from atoll.core.points import reach
 from atoll.core.units import format_bytes
+from atoll.cpuside.calculating import Calculating
+from atoll.cpuside.door import Asked, Door
+from atoll.cpuside.entering import Entering, Newcomers, Scripted, most_script
+from atoll.cpuside.figures import Counting
+from atoll.cpuside.history import History
+from atoll.cpuside.network import Arrived, Met, Network
+from atoll.cpuside.parts import MeetingParts
+from atoll.cpuside.takeover import Giver, Taker, give
+from atoll.cpuside.trained import Trained
+from atoll.cpuside.witnesslink import WitnessLink
+from atoll.exchange.globalparameters import Outcome
+from atoll.exchange.globalstate import most_bytes, pack_globals, pack_globals_into
 from atoll.net.endpoint import NOTHING_LISTENS
+from atoll.net.post import Post, PostClosedError
 from atoll.peers import outputs as out
 from atoll.peers.node import Node
 from atoll.peers.settings import Settings
-from atoll.train.node.calculating import Calculating
-from atoll.train.node.door import Asked, Door
-from atoll.train.node.entering import Entering, Newcomers, Scripted, most_script
-from atoll.train.node.figures import Counting
-from atoll.train.node.globals import Outcome
-from atoll.train.node.history import History
-from atoll.train.node.network import Arrived, Met, Network
-from atoll.train.node.parts import MeetingParts
-from atoll.train.node.post import Post, PostClosedError
-from atoll.train.node.state import most_bytes, pack_globals, pack_globals_into
-from atoll.train.node.takeover import Giver, Taker, give
-from atoll.train.node.trained import Trained
-from atoll.train.node.witnesslink import WitnessLink
 from atoll.wire import device as d
 from atoll.wire import nodes as n
 from atoll.wire.peers import (

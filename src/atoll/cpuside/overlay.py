@@ -30,8 +30,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atoll.exchange.globalparameters import Contribution, GlobalParameters, Step, Whose
 from atoll.tensors.shardoptimizer import Scratch, ShardOptimizer
-from atoll.train.node.globals import Contribution, GlobalParameters, Step, Whose
 
 OVERLAYS = ("all", "own", "none")  # sync.overlay: whose pending contributions the local parameters have
 _WORTH_KEEPING = 4  # steps: to copy values and state costs about two

@@ -1,4 +1,4 @@
-"""A node's CPU side, as a process of its own: `python -m atoll.train.node.main DESCRIPTOR PARENT`.
+"""A node's CPU side, as a process of its own: `python -m atoll.cpuside.main DESCRIPTOR PARENT`.
 
 DESCRIPTOR is the socket to the worker that started it, whose process is PARENT. It ends when that socket is
 closed or that process is gone, however either ended, and leaves nothing behind.
@@ -7,6 +7,7 @@ closed or that process is gone, however either ended, and leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -14,8 +15,7 @@ import time
 
 from atoll.core.errors import AtollError
 from atoll.core.heap import keep_freed_memory
-from atoll.train.node.post import Post, PostClosedError
-from atoll.train.node.start import watch_parent
+from atoll.net.post import Post, PostClosedError
 from atoll.wire.device import Failed
 
 _LAST_WORD_SECONDS = 1.0
@@ -35,12 +35,12 @@ def serve(descriptor: int, parent: int) -> int:
         signal.signal(signum, signal.SIG_IGN)  # the worker handles them, and this process ends with it
     post = Post(socket.socket(fileno=descriptor))
     try:
-        watch = watch_parent(parent)
+        watch = _watch(parent)
     except ProcessLookupError:
         return 0  # it was gone before anybody could watch
     keep_freed_memory(messages=True)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    from atoll.train.node.process import CpuSideProcess  # torch takes seconds to import
+    from atoll.cpuside.process import CpuSideProcess  # torch takes seconds to import
 
     try:
         with CpuSideProcess(post, watch) as process:
@@ -55,6 +55,20 @@ def serve(descriptor: int, parent: int) -> int:
         _last_word(post, "RunError", f"the node's CPU side failed: {type(error).__name__}: {line}"[:4000])
         raise
     return 0
+
+
+def _watch(parent: int) -> int:
+    """A descriptor that can be read from once the process `parent` has ended; -1 where the system has none. A
+    socket alone does not tell: a child that the worker has forked holds a copy of it. Raises
+    ProcessLookupError where it has ended already."""
+    if not hasattr(os, "pidfd_open"):
+        return -1
+    try:
+        return os.pidfd_open(parent)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return -1
 
 
 def _last_word(post: Post, error: str, reason: str) -> None:

@@ -25,6 +25,7 @@ from atoll.core.memory import Memory
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import gradients_in
 from atoll.core.units import format_bytes
+from atoll.exchange.hostmemory import BUFFERS, HostMemory, host_bytes, plan_memory, slots_for
 from atoll.memory.fit import borrow, plan
 from atoll.memory.lent import LentModel, Turns
 from atoll.memory.payloads import Payloads, TensorPayloads
@@ -39,11 +40,10 @@ from atoll.train.gradients.reducer import Calls, ReducingAtEnd
 from atoll.train.gradients.ring import Agreement, head_of, refuse_unlike_members, take_beside, tell_beside
 from atoll.train.gradients.samples import Contribution
 from atoll.train.group.rounds import Ring
-from atoll.train.node.devices import one_node_in_trouble
-from atoll.train.node.exchange import NodeParts, PeerExchange
-from atoll.train.node.memory import BUFFERS, HostMemory, host_bytes, plan_memory, slots_for
-from atoll.train.node.ring import OfDevices
-from atoll.train.node.strategy import PeerModel, Peers
+from atoll.train.sync.peers import PeerModel, Peers
+from atoll.train.sync.peersdevices import one_node_in_trouble
+from atoll.train.sync.peersexchange import NodeParts, PeerExchange
+from atoll.train.sync.peersring import OfDevices
 from atoll.train.sync.strategies import Strategy, Training
 from atoll.wire.messages import Hyperparameters
 

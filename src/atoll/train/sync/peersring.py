@@ -20,8 +20,8 @@ from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.ring import Agreement, RingReducer
 from atoll.train.gradients.samples import Contribution
 from atoll.train.group.rounds import Ring
-from atoll.train.node.devices import one_node_in_trouble
-from atoll.train.node.exchange import NodeParts, PeerExchange
+from atoll.train.sync.peersdevices import one_node_in_trouble
+from atoll.train.sync.peersexchange import NodeParts, PeerExchange
 
 
 class OfDevices(PeerExchange):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from atoll.chunks import ParameterSpec, lay_out
-from atoll.train.node.globals import Contribution, GlobalParameters
+from atoll.exchange.globalparameters import Contribution, GlobalParameters
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
 

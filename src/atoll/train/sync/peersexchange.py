@@ -5,7 +5,7 @@ parameters that the CPU side has published, which is one copy. It gives the CPU 
 contribution, and what has come meanwhile, over the global parameters, where this is short beside an
 iteration: one step later they would be worth much less (docs/notes/peers.md). It waits for other nodes only
 where the next iteration would begin with parameters that are staler than `sync.stale_max` allows. Of a node's
-several devices (train/node/ring.py) the leader does so, and all take the same parameters. Source:
+several devices (train/sync/peersring.py) the leader does so, and all take the same parameters. Source:
 docs/peers.md, "What a step does".
 """
 
@@ -23,13 +23,13 @@ from torch import Tensor
 from atoll.core.errors import UserError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gradients, gradients_in
+from atoll.exchange.hostmemory import HostMemory
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters
 from atoll.tensors.torch_compat import version_of
 from atoll.train.gradients.reducer import Clipping, Reducer
 from atoll.train.gradients.samples import Contribution
-from atoll.train.node.memory import HostMemory
-from atoll.train.node.worker import NodeWorker
+from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import (
     NO_MORE,
     Captured,

@@ -17,22 +17,22 @@ from torch import Tensor, nn
 
 from atoll.core.errors import CheckpointError, GivenUpError, MismatchError, PrepareError, UserError
 from atoll.core.stands import Stand, are_in_one_epoch, describe_mismatch, mixed_epochs
+from atoll.exchange.fingerprint import fingerprint
+from atoll.exchange.globalstate import pack_optimizer, unpack_optimizer
+from atoll.exchange.hostmemory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
+from atoll.exchange.sentgroups import sent_groups
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.tensors.settings import settings_of
 from atoll.tensors.shardoptimizer import full_name, own_path
 from atoll.train.checkpoint.resume import TrainingState
+from atoll.train.data.peerssampler import PeerBatches, PeerSampler
 from atoll.train.gradients.reducer import Reducer
-from atoll.train.node.cpu import fingerprint
-from atoll.train.node.door import ask_at
-from atoll.train.node.exchange import NodeParts, PeerExchange, said_in
-from atoll.train.node.meetings import NodeWorkers
-from atoll.train.node.memory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
-from atoll.train.node.ring import NodeReducer
-from atoll.train.node.sampler import PeerBatches, PeerSampler
-from atoll.train.node.state import pack_optimizer, unpack_optimizer
-from atoll.train.node.worker import NodeWorker
-from atoll.train.sync.sentgroups import sent_groups
+from atoll.train.members.peersmeetings import NodeWorkers
+from atoll.train.sync.peersdoor import ask_at
+from atoll.train.sync.peersexchange import NodeParts, PeerExchange, said_in
+from atoll.train.sync.peersring import NodeReducer
+from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.strategies import Stepper, Training, message_bytes_for
 from atoll.wire.device import NO_STATE, Applied, Ready, SetUp, State, WantState
 

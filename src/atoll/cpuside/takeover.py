@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from atoll.train.node.network import Network
+from atoll.cpuside.network import Network
 from atoll.wire.device import Applied
 from atoll.wire.nodes import Lacks, Takeover
 from atoll.wire.peerviews import Life

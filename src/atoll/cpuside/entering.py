@@ -12,8 +12,8 @@ import secrets
 import time
 from typing import NamedTuple
 
-from atoll.train.node.network import Network
-from atoll.train.node.takeover import Pieces, Taker, pieces_of
+from atoll.cpuside.network import Network
+from atoll.cpuside.takeover import Pieces, Taker, pieces_of
 from atoll.wire.nodes import Script
 from atoll.wire.peerviews import Life, View
 
