@@ -96,7 +96,7 @@ class Ltp(Flow):
     def wanted(self, now: float) -> int:
         control = self.control
         self.budget = min(self.budget + control.rate * TICK, max(2 * SIZE, control.rate * 0.002))
-        self.rates.append((now, control.rate, control.srtt, control.decision.row, control.decision.reason))
+        self.rates.append((now, control.rate, control.trip.smoothed, control.decision.row, control.decision.reason))
         room = control.in_flight_limit // SIZE - self.in_flight
         packets = int(min(self.budget / SIZE, max(room, 0)))
         self.budget -= min(packets, self.backlog) * SIZE
@@ -120,7 +120,7 @@ class Ltp(Flow):
             self.started, self.started_rounds = now, self.rounds
 
     def timed_out(self, now: float) -> None:
-        patience = self.control.srtt + 4 * self.control.rttvar + 0.005
+        patience = self.control.trip.smoothed + 4 * self.control.trip.variation + 0.005
         if now - self.heard > patience * 2**self.timeouts:
             self.heard, self.timeouts = now, self.timeouts + 1
             self.in_flight -= sum(burst.packets for burst in self.unacked if burst.back == math.inf)

@@ -47,7 +47,7 @@ class Stream:
         taken = outgoing.take(0.0, 400)
         assert taken is not None
         frames = np.zeros((400, outgoing.size), dtype=np.uint8)
-        outgoing.write(*taken, frames)
+        outgoing.bodies.write(*taken, frames)
         self.high = high_indices(400, 40)
         self.batch = Datagrams(Kind.DATA, frames[:, :-SEAL_BYTES])
         self.incoming = Incoming(

@@ -142,7 +142,7 @@ def test_a_transfer_with_all_high_blocks_is_handed_on_when_nothing_comes_any_mor
     assert taken is not None
     kind, items = taken
     frames = np.zeros((len(items), outgoing.size), dtype=np.uint8)
-    outgoing.write(kind, items, frames)
+    outgoing.bodies.write(kind, items, frames)
     receiver, now = Receiver(settings, None, Counter()), 0.0
     only = int(np.flatnonzero(outgoing._high_at)[0])  # in the middle; with 14 blocks a second the end is far
     for index in range(only - 60, only + 1):
@@ -444,7 +444,7 @@ def test_an_ack_that_its_path_may_not_take_yet_is_not_lost() -> None:
     wire = Wire()
     wire.drop = lambda client, burst, now: np.full(len(burst.frames), not client)
     wire.run(lambda: bool(wire.got(False, Opened)))
-    paths = wire.server._paths[0]
+    paths = wire.server._ways.paths[0]
     paths.handle_sent(paths.active, paths.allowance(paths.active) - 40)
     wire.server._arrivals[0].handle_numbers(wire.now, np.array([7]), asks=True, longest_delay=0.0)
     assert wire.server.poll_datagrams(wire.now) is None

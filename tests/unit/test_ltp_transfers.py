@@ -61,7 +61,7 @@ def sent_by(transfer: Outgoing, most: int = 7) -> list[tuple[np.ndarray, Datagra
     while (taken := transfer.take(0.0, most)) is not None:
         kind, items = taken
         frames = np.zeros((len(items), transfer.size), dtype=np.uint8)
-        transfer.write(kind, items, frames)
+        transfer.bodies.write(kind, items, frames)
         write_headers(frames, kind, 0, 0, 7, 0)
         bursts.append((items, Datagrams(kind, frames[:, :-SEAL_BYTES])))
     return bursts
@@ -104,7 +104,7 @@ def test_high_blocks_are_spread_and_each_place_has_its_turn(blocks: int, highs: 
 
 def test_each_block_goes_once_and_tells_where_it_belongs() -> None:
     transfer = outgoing()
-    values = transfer.values
+    values = transfer.bodies.values
     seen = np.zeros(40, dtype=bool)
     for items, batch in sent_by(transfer):
         for row, item in enumerate(items.tolist()):
@@ -261,7 +261,7 @@ def test_what_the_code_can_restore_is_restored_and_not_sent_again() -> None:
         transfer.handle_acked(items[there])
     assert taken.restored == len(members)
     assert judge(taken) == "complete"
-    assert taken.finish(0.0, None).values.tobytes() == transfer.values.tobytes()
+    assert taken.finish(0.0, None).values.tobytes() == transfer.bodies.values.tobytes()
     assert not drops
     assert transfer.handle_lost(members) == len(members)
     assert not sent_by(transfer)
@@ -292,8 +292,8 @@ def test_low_blocks_are_restored_until_the_transfer_is_usable() -> None:
     assert taken.restored == len(lost) - borne  # and not what can be borne
     arrived = taken.finish(0.0, None)
     assert np.count_nonzero(~arrived.present) == borne
-    whole = np.repeat(arrived.present, arrived.block)[: len(transfer.values)]
-    assert (arrived.values == transfer.values)[whole].all()
+    whole = np.repeat(arrived.present, arrived.block)[: len(transfer.bodies.values)]
+    assert (arrived.values == transfer.bodies.values)[whole].all()
     assert not drops
     transfer.handle_lost(lost)
     assert not sent_by(transfer)
@@ -502,7 +502,7 @@ def test_a_high_block_that_was_passed_by_is_asked_for_and_asked_for_again() -> N
     ((_, batch),) = sent_by(outgoing(blocks=128), 1000)
     taken.handle_datagrams(0.41, some_rows(batch, high[[4, 7]]), Counter())
     assert judge(taken, 0.41) == "complete"
-    assert taken.finish(0.41, None).values.tobytes() == transfer.values.tobytes()
+    assert taken.finish(0.41, None).values.tobytes() == transfer.bodies.values.tobytes()
 
 
 def test_the_end_that_never_comes_is_asked_for() -> None:

@@ -58,7 +58,7 @@ def test_a_little_longer_way_is_found_by_looking_and_costs_less_than_one_percent
     path.run(2)
     path.delay = RTT + 0.005
     path.run(30)
-    assert flow.control.min_rtt == pytest.approx(RTT + 0.005, abs=0.001)
+    assert flow.control.trip.least == pytest.approx(RTT + 0.005, abs=0.001)
     looks = [now for now, _, _, row, _ in flow.rates if row == "look"]
     assert looks
     assert (1 - LOOK) * len(looks) * TICK < 0.01 * 30
@@ -77,7 +77,7 @@ def test_a_longer_way_is_no_queue_and_is_found_within_round_trips(longer, queue)
     path.run(3)
     found = next(now for now, _, _, row, _ in flow.rates if row == "longer")
     assert found - 2 < 8 * path.delay
-    assert flow.control.min_rtt == pytest.approx(path.delay, abs=0.006)
+    assert flow.control.trip.least == pytest.approx(path.delay, abs=0.006)
     assert flow.rate(3.2, 5) > 0.95 * GIGABIT
 
 
@@ -88,7 +88,7 @@ def test_a_path_that_becomes_slower_is_not_taken_for_a_longer_one():
     path.run(2)
     path.rate /= 4
     path.run(3)
-    assert flow.control.min_rtt < 1.5 * RTT
+    assert flow.control.trip.least < 1.5 * RTT
     assert path.queue(4, 5, 0.5) < RTT
 
 
@@ -336,7 +336,7 @@ def test_a_queue_that_grows_while_it_is_drained_is_another_s_and_no_longer_path(
         if "another's" in flow.control.decision.reason:
             break
     assert "grows while it is drained" in flow.control.decision.reason
-    assert flow.control.min_rtt == pytest.approx(RTT, abs=0.002)
+    assert flow.control.trip.least == pytest.approx(RTT, abs=0.002)
 
 
 def test_who_has_a_small_share_of_the_path_drains_less():
@@ -547,11 +547,11 @@ def test_before_anything_is_known():
     assert control.rate == Settings().initial_rate
     assert control.decision.row == "start-up"
     assert 0 < control.in_flight_limit < 10 * Settings().initial_rate
-    assert (control.loss, control.target) == (0.0, Settings().target_loss)
+    assert (control.loss, control.target.value) == (0.0, Settings().target_loss)
     for _ in range(40):
         control.handle_timeout(1.0)
     assert control.rate > 0
-    assert math.isfinite(control.srtt + control.rttvar + control.min_rtt)
+    assert math.isfinite(control.trip.smoothed + control.trip.variation + control.trip.least)
 
 
 def test_twenty_megabytes_warm_take_their_time_and_a_round_trip():

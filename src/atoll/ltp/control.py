@@ -26,7 +26,7 @@ from atoll.ltp.losses import LOSS_ROUNDS, MOST_BASE, Losses, Verdict
 from atoll.ltp.probing import PROBE_ROUNDS, Probing
 from atoll.ltp.rates import Row, Seen, decide
 from atoll.ltp.settings import Settings
-from atoll.ltp.target import Target
+from atoll.ltp.target import Choice, Target
 
 __all__ = ["Decision", "RateControl", "RateSample"]
 
@@ -77,11 +77,14 @@ class Decision:
 
 
 class RateControl:
-    """One session's; not for several threads. Times in seconds, `rate` in bytes per second of datagrams."""
+    """Decide the rate of one session, on one thread.
+
+    Times are in seconds, `rate` in bytes of datagrams per second; `trip` has the round-trip times.
+    """
 
     def __init__(self, settings: Settings, now: float, rng: np.random.Generator) -> None:
         self._settings = settings
-        self._trip = RoundTrip()
+        self.trip = RoundTrip()
         self._losses = Losses()
         self._bandwidth = Bandwidth(settings.initial_rate)
         self._phase: Phase = "start-up"
@@ -123,30 +126,14 @@ class RateControl:
         return self._losses.share
 
     @property
-    def target(self) -> float:
-        """The loss rate up to which the rate rises: fitted, or the safe value."""
-        return self._target.choice.value
-
-    @property
-    def target_reason(self) -> str:
-        return self._target.choice.reason
+    def target(self) -> Choice:
+        """The loss rate up to which the rate rises: fitted, or the safe value, with the reason."""
+        return self._target.choice
 
     @property
     def estimate(self) -> float:
         """Of the bandwidth, in bytes per second."""
         return self._bandwidth.estimate
-
-    @property
-    def srtt(self) -> float:
-        return self._trip.smoothed
-
-    @property
-    def rttvar(self) -> float:
-        return self._trip.variation
-
-    @property
-    def min_rtt(self) -> float:
-        return self._trip.least
 
     @property
     def phase(self) -> Phase:
@@ -157,7 +144,7 @@ class RateControl:
         """Bytes: twice what the path holds, since acknowledgements come in groups; in start-up what it is
         thought to hold after the next doubling."""
         rate = max(self.rate, self._bandwidth.estimate)
-        return int(2.0 * rate * (self._trip.least + HOST_SECONDS)) + 10 * self._settings.datagram_bytes
+        return int(2.0 * rate * (self.trip.least + HOST_SECONDS)) + 10 * self._settings.datagram_bytes
 
     def handle_ack(
         self,
@@ -176,7 +163,7 @@ class RateControl:
         what was repaired was lost all the same), in how many `runs` (by default, each alone), bytes in
         flight, and whether one was acknowledged that was sent after the last round ended."""
         if rtt is not None:
-            self._trip.take(now, rtt)
+            self.trip.take(now, rtt)
         if sample is not None:
             self._bandwidth.take(sample)
         self._losses.take(acked, lost, runs)
@@ -214,14 +201,14 @@ class RateControl:
         """
         self._target.handle_path_change(reason)
         self._came.clear()
-        self._trip.forget_least()
+        self.trip.forget_least()
 
     def handle_grant(self, now: float, rate: float, seconds: float) -> None:
         """The receiver's word that its link has so much for this sender, for so long."""
         if not (rate > 0.0 and seconds > 0.0):
             return
         seconds = min(seconds, MOST_GRANT_SECONDS)
-        if self._opening and rate * self._trip.least >= LEAST_SHARE_PACKETS * self._settings.datagram_bytes:
+        if self._opening and rate * self.trip.least >= LEAST_SHARE_PACKETS * self._settings.datagram_bytes:
             self._opening, self._share, self._share_at = False, rate, now
         self._granted, self._granted_until = rate, now + seconds
         self._set_within("grant", f"the receiver grants {rate / 1e6:.3g} MB/s for {seconds * 1e3:.0f} ms")
@@ -232,14 +219,14 @@ class RateControl:
             # All who answer one word begin at once: until the receiver's grant is here, its last first one.
             fresh = now - self._share_at < SHARE_SECONDS
             self._granted = self._share if fresh else math.inf
-            self._granted_until = now + SHARE_TRIPS * self._trip.smoothed
+            self._granted_until = now + SHARE_TRIPS * self.trip.smoothed
             self._opening = True
         if self._phase == "start-up":
             self._set("start-up", "a window begins, and the path is not known yet")
         else:
             self._level = 1.0 if not self._timeouts else self._level
             self._window_from = self._round
-            if now - self._heard > self._trip.smoothed + 4.0 * self._trip.variation:
+            if now - self._heard > self.trip.smoothed + 4.0 * self.trip.variation:
                 # The path had time to empty: what the last rounds were about is over.
                 self._phase, self._gain, self._foreign = "cruise", 1.0, False
                 self._probing.stop()
@@ -252,7 +239,7 @@ class RateControl:
 
     def _end_round(self, now: float, in_flight: int) -> None:
         self._round += 1
-        trip = self._trip
+        trip = self.trip
         queue = max(0.0, trip.round_least - trip.least) if trip.round_least < math.inf else 0.0
         trip.round_least = math.inf
         self._queue_rises = 0
@@ -290,7 +277,7 @@ class RateControl:
         if len(self._came) >= LOSS_ROUNDS:
             came = sum(self._came) / len(self._came)
             self._came.clear()
-            self._target.handle_observation(self.loss, came, self._trip.smoothed, self._trip.least)
+            self._target.handle_observation(self.loss, came, self.trip.smoothed, self.trip.least)
 
     def _start_up(self, round_: Round) -> None:
         bandwidth, rate, limited, queue = self._bandwidth, round_.rate, round_.limited, round_.queue
@@ -320,7 +307,7 @@ class RateControl:
         else:
             if grew:
                 # On a near path a round is many round trips, and what came tells of the pace that runs.
-                known = 0.0 if self._trip.smoothed < NEAR_SECONDS else self._starting_rate
+                known = 0.0 if self.trip.smoothed < NEAR_SECONDS else self._starting_rate
                 self._starting_rate = DOUBLING * max(known, bandwidth.estimate)
             self._set("start-up", "doubled" if grew else "no growth; it may be chance")
 
@@ -330,7 +317,7 @@ class RateControl:
 
     def _watch_queue(self, rtt: float) -> None:
         """Start-up ends as soon as a queue is seen to stand, within a round."""
-        self._queue_rises = self._queue_rises + 1 if self._stands(rtt - self._trip.least) else 0
+        self._queue_rises = self._queue_rises + 1 if self._stands(rtt - self.trip.least) else 0
         if self._queue_rises >= 8 and self._bandwidth.measured:
             self._leave_start_up("a queue stands")
 
@@ -346,7 +333,7 @@ class RateControl:
         self._set("emptying", f"start-up ends: {reason}")
 
     def _empty(self, in_flight: int, queue: float) -> None:
-        held = self._bandwidth.estimate * self._trip.least
+        held = self._bandwidth.estimate * self.trip.least
         since = self._round - self._emptied_from
         if in_flight <= held or since >= DRAIN_ROUNDS or (since > 1 and not self._stands(queue)):
             self._phase, self._gain = "cruise", 1.0
@@ -356,7 +343,7 @@ class RateControl:
 
     def _cruise(self, now: float, round_: Round) -> None:
         rate, limited, lost, queue = round_.rate, round_.limited, round_.lost, round_.queue
-        busy = queue > least_busy(self._trip.least)
+        busy = queue > least_busy(self.trip.least)
         verdict = self._try(round_, busy)
         if verdict == "lessened":
             self._bandwidth.restart(min(self._came_before, self._bandwidth.estimate))
@@ -381,7 +368,7 @@ class RateControl:
             self._woken = False
             self._level = self._gain = 1.0
             self._set(row.seen, "the path is as before: back at the estimate")
-        elif min(now - self._looked, self._trip.age(now)) >= LOOK_AFTER:
+        elif min(now - self._looked, self.trip.age(now)) >= LOOK_AFTER:
             self._looked = now
             self._gain = LOOK
             self._set("look", "the least round trip was seen too long ago")
@@ -448,7 +435,7 @@ class RateControl:
         if self._level == 1.0:
             self._before, self._came_before = was, was if round_.limited else came
             self._losses.begin_trial()
-        busy = round_.queue > least_busy(self._trip.least)
+        busy = round_.queue > least_busy(self.trip.least)
         short = round_.rate < (MISSING if busy else 1.0 - MOST_BASE) * round_.sent
         if ((short and round_.sent >= MISSING * was) or self._stands(round_.queue)) and not round_.limited:
             self._bandwidth.restart(came)
@@ -460,7 +447,7 @@ class RateControl:
         self._set(row.seen, f"halved: {row.reason}")
 
     def _drain(self, round_: Round) -> None:
-        queue, least = round_.queue, self._trip.least
+        queue, least = round_.queue, self.trip.least
         self._drained += 1
         if self._drained == 1:
             self._undrained = self._bandwidth.estimate
@@ -475,7 +462,7 @@ class RateControl:
                 self._foreign = True
                 self._set("drain", "the queue grows while it is drained: it is another's")
                 return
-            self._trip.forget_least()
+            self.trip.forget_least()
             self._bandwidth.restart(max(self._undrained, self._bandwidth.estimate))
             said = f"all came at a lower rate, and {queue * 1e3:.1f} ms stayed"
             self._set("longer", f"the path has become longer: {said}")
@@ -502,10 +489,10 @@ class RateControl:
         self._set("yield", "loss beside another's queue: the path is full")
 
     def _stands(self, queue: float) -> bool:
-        return self._trip.measured and queue > max(STANDING * self._trip.least, LEAST_STANDING)
+        return self.trip.measured and queue > max(STANDING * self.trip.least, LEAST_STANDING)
 
     def _seen(self) -> Seen:
-        return self._losses.seen(self.target, self._settings.fill_above)
+        return self._losses.seen(self.target.value, self._settings.fill_above)
 
     def _set_within(self, row: str, reason: str) -> None:
         """Within a round: how fast its packets were sent is two rates, and so none."""
@@ -519,7 +506,7 @@ class RateControl:
             wanted = self._starting_rate
         else:
             wanted = self._bandwidth.estimate * self._level * self._gain
-        least = LEAST_RATE_PACKETS * self._settings.datagram_bytes / self._trip.smoothed
+        least = LEAST_RATE_PACKETS * self._settings.datagram_bytes / self.trip.smoothed
         self.rate = max(min(wanted, self._granted), least)
         self._paced = max(self._paced, self.rate)  # nan stays
         self.decision = Decision(row, self.rate, reason)

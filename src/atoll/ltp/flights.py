@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atoll.ltp.bodies import Items
 from atoll.ltp.control import RateControl, RateSample
 from atoll.ltp.metering import Meter
-from atoll.ltp.sending import Items
 from atoll.ltp.sent import GRANULARITY, SentRecords, Told
 from atoll.ltp.settings import Settings
 from atoll.ltp.stripes import Poll, Stripes
@@ -110,8 +110,8 @@ class Flights:
         self._detect(now, sent, told)
         if told.rtt is not None:
             without = told.rtt - ack.delay  # which is the receiver's word, and may be wrong
-            heard.rtt = without if without >= control.min_rtt / 2 else told.rtt
-        sample, ended = self._meter.handle_ack(ack, told, control.min_rtt)
+            heard.rtt = without if without >= control.trip.least / 2 else told.rtt
+        sample, ended = self._meter.handle_ack(ack, told, control.trip.least)
         heard.sample, heard.round_ended = sample, ended
         return heard
 
@@ -212,11 +212,12 @@ class Flights:
 
     @property
     def _timeout(self) -> float:
-        control = self.control
-        return control.srtt + max(TIMEOUT_VARIATIONS * control.rttvar, GRANULARITY) + LATEST_ACK
+        trip = self.control.trip
+        return trip.smoothed + max(TIMEOUT_VARIATIONS * trip.variation, GRANULARITY) + LATEST_ACK
 
     def _detect(self, now: float, sent: SentRecords, told: Told) -> None:
-        sent.detect(now, self.control.srtt, TIMEOUT_VARIATIONS * self.control.rttvar, self.burst, told)
+        trip = self.control.trip
+        sent.detect(now, trip.smoothed, TIMEOUT_VARIATIONS * trip.variation, self.burst, told)
         self.lost += told.lost_count
 
 

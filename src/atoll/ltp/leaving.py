@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 
 from atoll.core.errors import UserError
+from atoll.ltp.bodies import Items
 from atoll.ltp.control import RateControl
 from atoll.ltp.events import Delivered, Mask, Values
-from atoll.ltp.sending import Items, Outgoing
+from atoll.ltp.sending import Outgoing
 from atoll.ltp.sent import RTT_SHARE
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import payload_bytes
@@ -89,9 +90,9 @@ class Sender:
         del self._waiting[transfer]
         self._begun[transfer] = outgoing
         decision = control.begin_window(now)
-        span = RTT_SHARE * control.srtt + 4 * control.rttvar + TAIL_SECONDS
+        span = RTT_SHARE * control.trip.smoothed + 4 * control.trip.variation + TAIL_SECONDS
         tail = math.ceil(span * decision.rate / outgoing.size)
-        outgoing.begin(loss, burst, tail, COPIES_APART * control.srtt)
+        outgoing.begin(loss, burst, tail, COPIES_APART * control.trip.smoothed)
         return outgoing
 
     def handle_acked(self, transfer: int, items: Items) -> None:

@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from atoll.core.errors import UserError
-from atoll.ltp import fec
+from atoll.ltp.bodies import Bodies, Items
 from atoll.ltp.closing import least
 from atoll.ltp.events import Delivered, Mask, Values
 from atoll.ltp.order import ELEMENTS, high_indices, places_of
-from atoll.ltp.protecting import Part, Protection
+from atoll.ltp.protecting import Protection
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import (
-    CODED_FROM,
     HEADER,
-    HIGH,
-    NO_GROUP,
-    NOT_SAID,
-    RELIABLE,
     SEAL_BYTES,
     SLICE,
     Bytes,
@@ -35,14 +29,10 @@ from atoll.wire.datagrams import (
 )
 from atoll.wire.linkcontrol import Closed, mark_missing
 
-Items = npt.NDArray[np.int64]
-
 UNSENT, FLYING, THERE, GONE, WANTED = 0, 1, 2, 3, 4  # GONE: lost, or left out, and not to be sent (again)
 REMIND_SECONDS, MOST_REMIND_SECONDS = 1.0, 8.0  # without the receiver's word, once all was sent; doubled
 LATE_LOST = 1e-4  # the chance that all copies of a repair are lost that goes within the last round trip
 MOST_COPIES = 4
-_BODY = HEADER.itemsize
-_ELEMENTS = HEADER.itemsize + SLICE.itemsize
 
 
 class Outgoing:
@@ -78,22 +68,19 @@ class Outgoing:
         self.high = np.full(self.blocks, reliable) if high is None or reliable else high.astype(np.bool_)
         self.high[-1] = True
         self.highs = int(np.count_nonzero(self.high))
-        self.size = _ELEMENTS + payload + SEAL_BYTES
+        self.size = HEADER.itemsize + SLICE.itemsize + payload + SEAL_BYTES
         self.begun = False
         self.stopped = ""  # why no low block is sent any more
         self.repaired = 0  # datagrams that were sent again
         self.closed: Closed | None = None
-        self._payload = payload
-        self._set_values(values)
+        numbers = {"transfer": transfer, "chunk": chunk, "iteration": iteration}
+        self.bodies = Bodies(numbers, values, self.block, self.high, int(element), reliable)
         self._places = places_of(self.high)
         self._high_at = np.zeros(self.blocks, dtype=np.bool_)  # by index
         self._high_indices = high_indices(self.blocks, self.highs)
         self._high_at[self._high_indices] = True
-        self._slices = self._describe(int(element))
-        self._counted = np.zeros(self.blocks, dtype=np.bool_)  # by index: its elements that are not 0
         self._protection: Protection | None = None
         self._group: Items = np.full(self.blocks, -1, dtype=np.int64)  # by item
-        self._parity = np.zeros((0, 0), dtype=np.uint8)
         self._state: Bytes = np.zeros(self.blocks, dtype=np.uint8)
         self._copies: Items = np.zeros(self.blocks, dtype=np.int64)  # datagrams on their way, by item
         self._sent_at: npt.NDArray[np.float64] = np.zeros(self.blocks, dtype=np.float64)
@@ -129,7 +116,12 @@ class Outgoing:
         self._low_reserve = min(math.ceil(protection.lost), self._lows_borne)
         self._tail_from = protection.begin
         if protection.parts:
-            self._protect(protection)
+            self._protection, parities = protection, protection.parities
+            self.bodies.protect(protection)
+            self._group = protection.group_of_items()
+            self._state = np.concatenate((self._state, np.zeros(parities, dtype=np.uint8)))
+            self._copies = np.concatenate((self._copies, np.zeros(parities, dtype=np.int64)))
+            self._sent_at = np.concatenate((self._sent_at, np.zeros(parities)))
         return protection.reason
 
     @property
@@ -228,33 +220,6 @@ class Outgoing:
         if self.whole and not self._wanted:
             self.remind_at = now + min(REMIND_SECONDS * 2.0**self._reminders, MOST_REMIND_SECONDS)
         return kind, items
-
-    def write(self, kind: Kind, items: Items, frames: Bytes) -> None:
-        """Writes the bodies of these items into rows with room for header, body and seal, (n, size)."""
-        if kind is Kind.PARITY:
-            self._write_parity(items, frames)
-            return
-        self._count_nonzero(items)
-        frames[:, _BODY:_ELEMENTS] = self._slices[items]
-        target = frames[:, _ELEMENTS : _ELEMENTS + self._payload]
-        places = self._places[items]
-        first = int(places[0])
-        if int(places[-1]) - first == len(items) - 1 and (
-            len(items) < 3 or bool((np.diff(places) == 1).all())
-        ):
-            end = min(first + len(items), len(self._body))
-            target[: end - first] = self._body[first:end]
-            if first + len(items) > len(self._body) and self._last is not None:
-                target[-1] = self._last
-            return
-        if self._last is not None:
-            tail = np.flatnonzero(places == len(self._body))
-            if len(tail):
-                places[tail] = 0
-                target[:] = self._body[places] if len(self._body) else 0
-                target[tail] = self._last
-                return
-        target[:] = self._body[places]
 
     # -- what is said of it ---------------------------------------------------------------------------------
 
@@ -381,81 +346,3 @@ class Outgoing:
         if self._protection is None or not len(items):
             return np.zeros(len(items), dtype=np.bool_)
         return self._protection.could_restore(self._group[items], self._group[there & (self._group >= 0)])
-
-    def _set_values(self, values: Values) -> None:
-        self.values = values
-        flat = np.ascontiguousarray(values).view(np.uint8)
-        whole = len(values) // self.block * self.block * values.itemsize
-        row = self.block * values.itemsize
-        self._body: Bytes = flat[:whole].reshape(-1, row)
-        self._last: Bytes | None = None
-        if whole < len(flat):
-            self._last = np.zeros(row, dtype=np.uint8)
-            self._last[: len(flat) - whole] = flat[whole:]
-
-    def _describe(self, element: int) -> Bytes:
-        """The SLICE of each block by index, (blocks, bytes)."""
-        slices: npt.NDArray[Any] = np.zeros(self.blocks, dtype=SLICE)
-        for name in ("transfer", "chunk", "iteration", "blocks", "highs"):
-            slices[name] = getattr(self, name)
-        slices["group"] = NO_GROUP
-        slices["element"] = element
-        slices["flags"] = np.where(self._high_at, HIGH, 0) | (RELIABLE if self.reliable else 0)
-        slices["offset"] = self._places * self.block
-        slices["index"] = np.arange(self.blocks)
-        slices["scale"] = 1.0
-        slices["count"] = np.where(
-            self._places < self.blocks - 1, self.block, len(self.values) - (self.blocks - 1) * self.block
-        )
-        slices["nonzero"] = NOT_SAID  # of high ones it is counted when they are sent
-        return slices.view(np.uint8).reshape(self.blocks, SLICE.itemsize)
-
-    def _count_nonzero(self, items: Items) -> None:
-        """How many elements of these blocks are not 0; of low ones nothing is said."""
-        fresh = items[self._high_at[items] & ~self._counted[items]]
-        if not len(fresh):
-            return
-        self._counted[fresh] = True
-        slices, places = self._slices.view(SLICE)[:, 0], self._places[fresh]
-        whole = places < len(self._body)
-        rows = self._body[places[whole]].view(self.values.dtype)
-        slices["nonzero"][fresh[whole]] = np.count_nonzero(rows, axis=1)
-        if self._last is not None:
-            slices["nonzero"][fresh[~whole]] = np.count_nonzero(self._last.view(self.values.dtype))
-
-    def _protect(self, protection: Protection) -> None:
-        self._protection = protection
-        slices = self._slices.view(SLICE)[:, 0]
-        for part in protection.parts:
-            group = part.turns % part.groups.count
-            slices["group"][part.blocks] = part.first_group + group
-            slices["place"][part.blocks] = part.turns // part.groups.count
-            slices["data"][part.blocks] = part.groups.data_of(group)
-            slices["parity"][part.blocks] = part.groups.parity
-        self._group = protection.group_of_items()
-        parities = protection.parities
-        self._state = np.concatenate((self._state, np.zeros(parities, dtype=np.uint8)))
-        self._copies = np.concatenate((self._copies, np.zeros(parities, dtype=np.int64)))
-        self._sent_at = np.concatenate((self._sent_at, np.zeros(parities)))
-        self._parity = np.zeros((parities, self.size - SEAL_BYTES - _BODY), dtype=np.uint8)
-
-    def _write_parity(self, items: Items, frames: Bytes) -> None:
-        assert self._protection is not None
-        for item in items.tolist():
-            part = self._protection.part_of(item)
-            if item < part.first_item + part.groups.count:
-                self._encode(part, item - part.first_item)
-        frames[:, _BODY : self.size - SEAL_BYTES] = self._parity[items - self.blocks]
-
-    def _encode(self, part: Part, group: int) -> None:
-        """The parity of one group, all of it, when its first is sent."""
-        count, parity = part.groups.count, part.groups.parity
-        members = part.blocks[group::count]
-        frames = np.empty((len(members), self.size), dtype=np.uint8)
-        self.write(Kind.DATA, members, frames)
-        first = part.first_item - self.blocks
-        rows = self._parity[first + group : first + part.parities : count]
-        rows[:, :CODED_FROM] = frames[0, _BODY : _BODY + CODED_FROM]
-        rows[:, CODED_FROM:] = fec.encode(frames[:, _BODY + CODED_FROM : self.size - SEAL_BYTES], parity)
-        slices = rows[:, : SLICE.itemsize].view(SLICE)[:, 0]
-        slices["place"] = len(members) + np.arange(parity)

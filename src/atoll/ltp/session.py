@@ -16,6 +16,8 @@ import numpy as np
 from atoll.core.errors import UserError
 from atoll.ltp.acks import Arrivals, ack_delay
 from atoll.ltp.arriving import MOST_BYTES, Receiver
+from atoll.ltp.asking import Asking
+from atoll.ltp.bodies import Items
 from atoll.ltp.events import (
     Arrived,
     Asked,
@@ -32,14 +34,12 @@ from atoll.ltp.events import (
     Values,
 )
 from atoll.ltp.flights import BURST_SECONDS, MOST_LATE, Flights, Heard
-from atoll.ltp.grants import ASK_SECONDS
 from atoll.ltp.leaving import Sender
 from atoll.ltp.order import Extent
-from atoll.ltp.outbox import Handled, Message, Outbox
-from atoll.ltp.paths import Paths
-from atoll.ltp.sending import Items
+from atoll.ltp.outbox import Handled, Outbox
 from atoll.ltp.sent import ACK, CONTROL, Told
 from atoll.ltp.settings import Settings
+from atoll.ltp.ways import Ways
 from atoll.wire.base import WireError
 from atoll.wire.datagrams import (
     MOST_STRIPES,
@@ -75,7 +75,6 @@ __all__ = ["Arrived", "Asked", "Burst", "Delivered", "Event", "Lost", "Migrated"
 __all__ += ["Session", "Status", "StripeChanged"]
 
 KEEP_ALIVE_SHARE = 1 / 3  # of the idle time: a Ping or two may be lost
-ASK_AGAIN = ASK_SECONDS / 2  # while there is something to send: one of them may be lost
 BYE_COPIES = 3  # sent at once: it is not asked for again
 
 
@@ -108,7 +107,7 @@ class Session:
         self._flights = Flights(settings, stripes, rng, now)
         self.control = self._flights.control
         known: Sequence[Hashable | None] = paths if client else [None] * stripes
-        self._paths = [Paths(now, rng, path) for path in known]
+        self._ways = Ways(known, self._flights, rng, now)
         self._arrivals = [Arrivals(ack_bits(settings.datagram_bytes)) for _ in range(stripes)]
         self._outbox, self._handled = Outbox(), Handled()
         self._sender = Sender(settings)
@@ -116,15 +115,13 @@ class Session:
         self._events: list[Event] = []
         self._opened = self._ended = False
         self._bye: list[Burst] = []
-        self._ask_at = math.inf  # from the other end's first Grant on: when to ask for more, if there is need
-        self._asked = False
+        self._asking = Asking()
         self._delivered = 0  # bytes that came
         self._heard = self._spoke = now
         self._next_send = now
         self._timed = (
             False  # there was more to send at the last burst, and but for the pace it would have gone
         )
-        self._turn = 0  # stripe whose turn it is
         if client:
             for stripe in range(stripes):
                 hello = Hello(sequence=self._outbox.sequence)
@@ -174,7 +171,7 @@ class Session:
         message = Bye(sequence=self._outbox.sequence, reason=reason[:128])
         self._outbox.put(message, kept=False)
         entry = self._outbox.take(lambda queued: queued.sequence == message.sequence)
-        for stripe, paths in enumerate(self._paths):
+        for stripe, paths in enumerate(self._ways.paths):
             if entry is not None and paths.active is not None:
                 frames = np.repeat(control_datagram(entry.body), BYE_COPIES, axis=0)
                 if paths.allowance(paths.active) >= frames.size:
@@ -198,10 +195,10 @@ class Session:
         return Status(
             rate=control.rate,
             estimate=control.estimate,
-            rtt=control.srtt,
-            min_rtt=control.min_rtt,
+            rtt=control.trip.smoothed,
+            min_rtt=control.trip.least,
             loss=control.loss,
-            target=control.target,
+            target=control.target.value,
             in_flight=self._flights.bytes,
             sent=sum(sent.next for sent in self._flights.stripes),
             lost=self._flights.lost,
@@ -210,7 +207,7 @@ class Session:
             borne=receiver.borne,
             filled=receiver.filled,
             reason=control.decision.reason,
-            target_reason=control.target_reason,
+            target_reason=control.target.reason,
         )
 
     @property
@@ -222,17 +219,17 @@ class Session:
 
     def handle_datagrams(self, now: float, path: Hashable, stripe: int, batch: Datagrams) -> None:
         """Takes opened, fresh datagrams of one kind, size and stripe, in the order in which they came."""
-        if self._ended or not len(batch) or not 0 <= stripe < len(self._paths):
+        if self._ended or not len(batch) or not 0 <= stripe < len(self._ways):
             return
         numbers = batch.headers["number"].astype(np.int64)
         size = len(batch) * (batch.frames.shape[1] + SEAL_BYTES)
         self._delivered += size
         self._heard = now
-        self._paths[stripe].handle_received(now, path, size, int(numbers.max()))
+        self._ways.paths[stripe].handle_received(now, path, size, int(numbers.max()))
         if not self._opened:
             self._opened = True
             self._events.append(Opened(self.session, "a sealed datagram came from the other end"))
-        delay = ack_delay(self.control.srtt)
+        delay = ack_delay(self.control.trip.smoothed)
         arrivals = self._arrivals[stripe]
         arrivals.handle_numbers(now, numbers, asks=batch.kind is not Kind.ACK, longest_delay=delay)
         if batch.kind is Kind.ACK:
@@ -242,17 +239,17 @@ class Session:
             for body in batch.bodies:
                 self._handle_control(now, stripe, path, body)
         else:
-            touched = self._receiver.handle_slices(now, batch, self.control.srtt)
+            touched = self._receiver.handle_slices(now, batch, self.control.trip.smoothed)
             self._settle(now, touched)
         self._poll_moves(now)
 
     def _handle_ack(self, now: float, frame: Bytes) -> None:
         ack = read_ack(frame)
-        if ack.of >= len(self._paths):
+        if ack.of >= len(self._ways):
             self.drops["an Ack of a stripe that is not"] += 1
             return
         heard = self._flights.handle_ack(now, ack)
-        self._paths[ack.of].round_trip = self.control.srtt
+        self._ways.paths[ack.of].round_trip = self.control.trip.smoothed
         self._tell(now, heard)
         if heard.back:
             reason = f"stripe {ack.of} is acknowledged again"
@@ -287,7 +284,7 @@ class Session:
             elif isinstance(message, Early):
                 self._sender.handle_early(message.transfer)
             elif isinstance(message, Need):
-                self._sender.handle_need(now, message, self.control.srtt)
+                self._sender.handle_need(now, message, self.control.trip.smoothed)
         except WireError:
             self.drops["no control message"] += 1  # its own words would be a key each
             return
@@ -295,11 +292,10 @@ class Session:
             answer = Answer(sequence=self._outbox.sequence, token=message.token)
             self._outbox.put(answer, kept=False, stripe=stripe, path=path)
         elif isinstance(message, Answer):
-            self._paths[stripe].handle_answer(now, path, message.token)
+            self._ways.paths[stripe].handle_answer(now, path, message.token)
         elif isinstance(message, Grant):
             self.control.handle_grant(now, message.rate, message.seconds)
-            if self._ask_at == math.inf:
-                self._ask_at = now
+            self._asking.handle_grant(now)
         elif isinstance(message, Ask):
             self._events.append(Asked(message.size, f"the other end has {message.size} B to send"))
         elif isinstance(message, Bye):
@@ -309,7 +305,8 @@ class Session:
         """Does what the rules say of these transfers that come."""
         for transfer in touched:
             reorder = max(each.reorder for each in self._arrivals)
-            done = self._receiver.poll(now, transfer, reorder, self.control.srtt, self.control.rttvar)
+            trip = self.control.trip
+            done = self._receiver.poll(now, transfer, reorder, trip.smoothed, trip.variation)
             if done.early:
                 self._outbox.put(Early(sequence=self._outbox.sequence, transfer=transfer))
             if done.need is not None:
@@ -334,7 +331,7 @@ class Session:
                     each.hurry(now)
 
     def _poll_moves(self, now: float) -> None:
-        for stripe, paths in enumerate(self._paths):
+        for stripe, paths in enumerate(self._ways.paths):
             moved = paths.poll_moves(now)
             if moved is not None:
                 self._events.append(Migrated(stripe, moved.path, moved.reason))
@@ -361,24 +358,24 @@ class Session:
         """When poll_datagrams may have something; inf: only after input."""
         if self._ended:
             return -math.inf if self._bye else math.inf
-        if self._outbox and any(self._sendable(message) for message in self._outbox.queued):
+        if self._outbox and any(self._ways.takes(message) for message in self._outbox.queued):
             return -math.inf
         waits = [self._heard + self.settings.idle_seconds, self._keep_alive_at, self._flights.timeout_at]
         waits += [self._flights.loss_at, self._flights.stripes_at]
         waits.append(self._flights.waits_since + self.settings.idle_seconds)
-        waits += [paths.poll_deadline() for paths in self._paths]
+        waits += [paths.poll_deadline() for paths in self._ways.paths]
         waits += [
             arrivals.due
             for stripe, arrivals in enumerate(self._arrivals)
-            if self._ack_path(stripe) is not None
+            if self._ways.active(stripe, ack_bytes(arrivals.bits)) is not None
         ]
-        if any(self._flights.key_asks(stripe) for stripe in range(len(self._paths))):
+        if any(self._flights.key_asks(stripe) for stripe in range(len(self._ways))):
             return -math.inf
         waits += [self._receiver.deadline, self._sender.due, self._ask_due]
         if (
             self._sender.ready
             and self._flights.room > 0
-            and self._stripe_for(self.settings.datagram_bytes) is not None
+            and self._ways.of_data(self.settings.datagram_bytes) is not None
         ):
             waits.append(-math.inf if self._flights.probes else self._next_send)
         return min(waits)
@@ -403,8 +400,10 @@ class Session:
         if now >= self._sender.due:
             self._sender.poll(now)
         if now >= self._ask_due:
-            self._ask_on(now)
-        for stripe in range(len(self._paths)):
+            size = self._sender.bytes_left
+            self._asking.ask(now, size)
+            self._outbox.put(Ask(sequence=self._outbox.sequence, size=size), kept=False)
+        for stripe in range(len(self._ways)):
             if self._flights.key_asks(stripe):
                 self._flights.phases[stripe].handle_asked()
                 self._outbox.put(Ping(sequence=self._outbox.sequence), stripe=stripe)
@@ -417,18 +416,7 @@ class Session:
 
     @property
     def _ask_due(self) -> float:
-        """When to ask for a share of a link that is shared out, or to say that none is needed any more."""
-        if self._ask_at == math.inf:
-            return math.inf
-        if self._sender.bytes_left > self._flights.burst * self.settings.datagram_bytes:
-            return self._ask_at
-        return -math.inf if self._asked and not self._sender.bytes_left else math.inf
-
-    def _ask_on(self, now: float) -> None:
-        size = self._sender.bytes_left
-        self._asked = size > 0
-        self._ask_at = now + ASK_AGAIN if size else now
-        self._outbox.put(Ask(sequence=self._outbox.sequence, size=size), kept=False)
+        return self._asking.due(self._sender.bytes_left, self._flights.burst * self.settings.datagram_bytes)
 
     @property
     def _keep_alive_at(self) -> float:
@@ -454,7 +442,7 @@ class Session:
             self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False, stripe=stripe)
 
     def _poll_challenge(self, now: float) -> Burst | None:
-        for stripe, paths in enumerate(self._paths):
+        for stripe, paths in enumerate(self._ways.paths):
             if now < paths.poll_deadline():
                 continue
             for path, token in paths.poll_challenges(now):
@@ -464,57 +452,20 @@ class Session:
 
     def _poll_ack(self, now: float) -> Burst | None:
         for stripe, arrivals in enumerate(self._arrivals):
-            path = self._ack_path(stripe) if now >= arrivals.due else None
+            path = self._ways.active(stripe, ack_bytes(arrivals.bits)) if now >= arrivals.due else None
             told = arrivals.poll_ack(now, stripe, self._delivered) if path is not None else None
             if told is not None and path is not None:
                 items = np.zeros(1, dtype=np.int64)
                 return self._burst(now, stripe, path, Kind.ACK, ACK, items, ack_datagram(told))
         return None
 
-    def _ack_path(self, stripe: int) -> Hashable | None:
-        """The stripe's path, where it may take the next Ack."""
-        paths = self._paths[stripe]
-        path = paths.active
-        if path is None or paths.allowance(path) < ack_bytes(self._arrivals[stripe].bits):
-            return None
-        return path
-
-    @property
-    def _used(self) -> list[int]:
-        """The stripes that are."""
-        return [stripe for stripe in range(len(self._paths)) if self._flights.used(stripe)]
-
-    def _sendable(self, message: Message) -> bool:
-        return self._way_of(message) is not None
-
-    def _way_of(self, message: Message) -> tuple[int, Hashable] | None:
-        """Stripe and path for a control message, where its path may take it."""
-        size = len(control_datagram(message.body)[0])
-        for stripe in self._used if message.stripe is None else (message.stripe,):
-            paths = self._paths[stripe]
-            path = paths.active if message.path is None else message.path
-            if path is not None and paths.allowance(path) >= size:
-                return stripe, path
-        return None
-
     def _poll_control(self, now: float) -> Burst | None:
-        message = self._outbox.take(self._sendable) if self._outbox else None
-        way = self._way_of(message) if message is not None else None
+        message = self._outbox.take(self._ways.takes) if self._outbox else None
+        way = self._ways.of_control(message) if message is not None else None
         if message is None or way is None:
             return None
         items = np.array([message.sequence], dtype=np.int64)
         return self._burst(now, *way, Kind.CONTROL, CONTROL, items, control_datagram(message.body))
-
-    def _stripe_for(self, size: int) -> tuple[int, Hashable, int] | None:
-        """The next stripe that can take datagrams of this size, its path, and how many."""
-        for each in range(len(self._paths)):
-            stripe = (self._turn + each) % len(self._paths)
-            path = self._paths[stripe].active
-            if path is not None and self._flights.used(stripe):
-                count = self._paths[stripe].allowance(path) // size
-                if count:
-                    return stripe, path, count
-        return None
 
     def _poll_data(self, now: float) -> Burst | None:
         if now < self._next_send and not self._flights.probes:
@@ -523,7 +474,7 @@ class Session:
         count = min(self._flights.burst, self._flights.room)
         if count <= 0:
             return None
-        way = self._stripe_for(self.settings.datagram_bytes)
+        way = self._ways.of_data(self.settings.datagram_bytes)
         if way is None and self._sender.ready:  # no address takes it: a window does not begin before one does
             return None
         outgoing = self._sender.next(now, self.control, self._flights.likely_loss, self._flights.burst_length)
@@ -538,8 +489,8 @@ class Session:
         kind, items = taken
         frames = np.empty((len(items), outgoing.size), dtype=np.uint8)
         frames[:, -SEAL_BYTES:] = 0
-        outgoing.write(kind, items, frames)
-        self._turn = stripe + 1
+        outgoing.bodies.write(kind, items, frames)
+        self._ways.had_turn(stripe)
         self._flights.probes = max(self._flights.probes - len(items), 0)
         # A timer that comes late is caught up with, or a loaded machine would never reach its rate.
         late = MOST_LATE if timed else BURST_SECONDS
@@ -564,7 +515,7 @@ class Session:
         phase = self._flights.phase(stripe)
         first = self._flights.add(now, stripe, transfer, items, frames.shape[1])
         write_headers(frames, kind, phase, stripe, self.session, first)
-        self._paths[stripe].handle_sent(path, frames.size)
+        self._ways.paths[stripe].handle_sent(path, frames.size)
         self._spoke = now
         return Burst(path, stripe, frames, phase)
 

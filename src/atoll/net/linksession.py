@@ -276,7 +276,7 @@ class LinkSession:
         good = self._counted(window.fresh(numbers), "replayed")
         if not good.all():
             frames, sizes, numbers = frames[good], sizes[good], numbers[good]
-        opener.keep_old = _ROUND_TRIPS * self._session.control.srtt
+        opener.keep_old = _ROUND_TRIPS * self._session.control.trip.smoothed
         good = opener.open(frames, sizes, now)  # it counts for itself
         if not good.all():
             frames, sizes, numbers = frames[good], sizes[good], numbers[good]
