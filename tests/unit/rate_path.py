@@ -96,7 +96,8 @@ class Ltp(Flow):
     def wanted(self, now: float) -> int:
         control = self.control
         self.budget = min(self.budget + control.rate * TICK, max(2 * SIZE, control.rate * 0.002))
-        self.rates.append((now, control.rate, control.trip.smoothed, control.decision.row, control.decision.reason))
+        decision = control.decision
+        self.rates.append((now, control.rate, control.trip.smoothed, decision.row, decision.reason))
         room = control.in_flight_limit // SIZE - self.in_flight
         packets = int(min(self.budget / SIZE, max(room, 0)))
         self.budget -= min(packets, self.backlog) * SIZE
