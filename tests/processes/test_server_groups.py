@@ -246,7 +246,7 @@ def test_shares_are_counted_anew_when_a_member_dies(start: Callable[..., Run]) -
     first.push(0, gradients(0), share=0, shares=2)  # again
     for shard in run.cluster.shards:
         assert shard.model is not None
-        assert not shard.model.state.staged()
+        assert not shard.model.state.whole()
         assert len(shard.model._payloads) == len(shard.model.chunks)
     second.push(0, gradients(0), share=1, shares=2)
     for late in (junk, gradients(0)):
@@ -256,7 +256,7 @@ def test_shares_are_counted_anew_when_a_member_dies(start: Callable[..., Run]) -
     heard_everywhere(second)
     for shard in run.cluster.shards:
         assert shard.model is not None
-        assert shard.model.state.staged() == [(0, 1, 0)]
+        assert shard.model.state.whole() == [(0, 1, 0)]
         assert len(shard.model._payloads) == len(shard.model.chunks)
     second.commit(0, hyperparameters=run.model.hyperparameters())
     run.model.step_plain(gradients(0))

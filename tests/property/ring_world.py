@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from atoll.train.members.workers.count import Workers
 from torch import Tensor, nn
 
 from atoll.chunks import lay_out
@@ -36,7 +37,6 @@ from atoll.train.gradients.samples import Contribution
 from atoll.train.group import channel, rounds
 from atoll.train.group.channel import BrokenRingError
 from atoll.train.group.rounds import Regrouped, Ring
-from atoll.train.members.workers import Workers
 from atoll.wire.messages import (
     AnyMessage,
     Enter,
@@ -315,11 +315,11 @@ class Hub:
         self._end_turn()
 
     def beat(self, incarnation: int) -> None:
-        if self.book.members.handle_heartbeat(self.now, incarnation):
+        if self.book.members.roll.hear(self.now, incarnation):
             self.rings.beat(_peer(incarnation), incarnation)
 
     def knows(self, incarnation: int) -> bool:
-        return self.book.members.rank_of(incarnation) is not None
+        return self.book.members.workers.rank_of(incarnation) is not None
 
     def give_up(self, incarnation: int) -> None:
         died = Died(at=self.now, incarnation=incarnation)
@@ -355,7 +355,7 @@ class Hub:
         self._begin()
         for record in [decode_record(raw) for raw in self._journal]:
             self.book.apply(record)
-        self.book.members.handle_return(self.now)
+        self.book.members.roll.hear_all(self.now)
 
 
 def _peer(incarnation: int) -> bytes:
@@ -693,7 +693,7 @@ class World:
 
     def members_of(self, ring: Reformed) -> list[int]:
         """The members' incarnations, in order of rank."""
-        ranks = self.hub.book.members.live() | {m.name: m.incarnation for m in self.members.values()}
+        ranks = self.hub.book.members.workers.live() | {m.name: m.incarnation for m in self.members.values()}
         found = self.truth.setdefault(
             ("ring", ring.group), [self._incarnation(rank, ranks) for rank in ring.workers]
         )

@@ -15,7 +15,7 @@ import msgspec
 
 from atoll.core.stands import call, end, gradients
 from atoll.store.entries import Step
-from atoll.store.log import CommitLog, LogState
+from atoll.store.log import CommitLog
 from atoll.store.outcomes import Outcome
 from atoll.store.waits import deadlock
 from atoll.wire import messages
@@ -46,8 +46,8 @@ class ScriptWorld:
     def __init__(self, rng: random.Random, consistency: str, scripts: Sequence[Script]) -> None:
         self.rng, self.consistency = rng, consistency
         count = len(scripts)
-        self.meetings = CommitLog("asp", 0, count, 1)
-        self.log = CommitLog(consistency, 1, count, 1)
+        self.meetings = CommitLog.begin("asp", 0, count, 1)
+        self.log = CommitLog.begin(consistency, 1, count, 1)
         self.workers = {w: Scripted(w, w + 1, list(script)) for w, script in enumerate(scripts)}
         self.fences: list[tuple[int, int]] = []
         self.mismatch = ""
@@ -187,7 +187,7 @@ class ScriptWorld:
     def _restart(self) -> None:
         """From a journal's state; who waits says again what has no answer."""
         for name in ("meetings", "log"):
-            kept = msgspec.msgpack.encode(getattr(self, name).state())
-            setattr(self, name, CommitLog.restored(msgspec.msgpack.decode(kept, type=LogState)))
+            kept = msgspec.msgpack.encode(getattr(self, name))
+            setattr(self, name, (msgspec.msgpack.decode(kept, type=CommitLog)))
         for each in list(self.workers.values()):
             self._say(each)

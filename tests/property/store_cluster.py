@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 
 from atoll.store import entries as log_entries
-from atoll.store.log import CommitLog, LogState
+from atoll.store.log import CommitLog
 from atoll.store.losses import absent
 from atoll.store.outcomes import Outcome
-from atoll.store.shard import ApplyChunks, CombineChunks, HeldState, Release, ShardState, StepChunks
+from atoll.store.pulls import Asked, Pulls
+from atoll.store.shard import ApplyChunks, CombineChunks, Release, ShardState, StepChunks
 from atoll.wire import messages
 from atoll.wire.messages import LostBlocks
 
@@ -41,11 +42,26 @@ class Worker:
     committed: set[int] = field(default_factory=set)
 
 
+def in_order(state: CommitLog | ShardState) -> str:
+    """The state in words, in which NaN equals itself, with its sets in order."""
+    return repr(_plain(state))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return [_plain(getattr(value, name)) for name in value.__struct_fields__]
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, dict):
+        return [(key, _plain(each)) for key, each in value.items()]
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
 class ShardRuntime:
     """Holds payloads by handle, as the real one holds tensors, and checks that no freed one is used."""
 
     def __init__(self, state: ShardState) -> None:
-        self.state = state
+        self.state, self.pulls = state, Pulls(state)
         self.held: dict[int, tuple[Any, ...]] = {}
         self.entries: list[log_entries.Entry] = []
         self.counted: Counter[Contribution] = Counter()
@@ -134,8 +150,8 @@ class Cluster:
         homes: list[list[int]] = [[c for c in range(chunks) if c % shards == s] for s in range(shards)]
         self.homes = homes
         holders = [shard for shard in range(shards) if homes[shard]]
-        self.log = CommitLog(consistency, slack, workers, shards, holders=holders)
-        self.shards = [ShardRuntime(ShardState(held, consistency, slack, IN_FLIGHT)) for held in homes]
+        self.log = CommitLog.begin(consistency, slack, workers, shards, holders=holders)
+        self.shards = [ShardRuntime(ShardState.begin(held, consistency, slack, IN_FLIGHT)) for held in homes]
         self.channels: dict[tuple[str, ...], deque[tuple[Any, bool]]] = {}
         self.alive: dict[int, Worker] = {}
         self.fences: list[tuple[int, int]] = []
@@ -149,7 +165,7 @@ class Cluster:
     @property
     def begun(self) -> bool:
         """Whether the run has begun, as the log tells it."""
-        return any(isinstance(entry, log_entries.Joined) for entry in self.log.entries)
+        return any(isinstance(entry, log_entries.Joined) for entry in self.log.lines.entries)
 
     # -- workers ------------------------------------------------------------------------------------------
 
@@ -272,18 +288,16 @@ class Cluster:
     def restart(self) -> None:
         """Log and shards are killed and started again: each from its state as a journal has it. Workers ask
         again for what they wait for."""
-        kept = msgspec.msgpack.encode(self.log.state())
-        self.log = CommitLog.restored(msgspec.msgpack.decode(kept, type=LogState))
-        assert msgspec.msgpack.encode(self.log.state()) == kept
+        log = msgspec.msgpack.decode(msgspec.msgpack.encode(self.log), type=CommitLog)
+        assert in_order(log) == in_order(self.log)
+        self.log = log
         for runtime in self.shards:
-            kept = msgspec.msgpack.encode(runtime.state.state())
-            state = ShardState.restored(msgspec.msgpack.decode(kept, type=HeldState))
-            assert msgspec.msgpack.encode(state.state()) == kept
-            for asked in runtime.state.waiting_pulls():
-                mean = isinstance(asked.pull, messages.PullMean)
-                ask = state.handle_pull_mean if mean else state.handle_pull
-                assert not ask(asked.worker, asked.pull, asked.member)  # type: ignore[operator, arg-type]
-            runtime.state = state
+            state = msgspec.msgpack.decode(msgspec.msgpack.encode(runtime.state), type=ShardState)
+            assert in_order(state) == in_order(runtime.state)
+            pulls = Pulls(state)
+            for asked in runtime.pulls.waiting():
+                assert not pulls.ask(asked)
+            runtime.state, runtime.pulls = state, pulls
 
     # -- the network --------------------------------------------------------------------------------------
 
@@ -338,10 +352,9 @@ class Cluster:
                 del runtime.held[handle]
         elif isinstance(message, messages.Ready):
             self._hear(worker, incarnation, "ready", int(message.digest), shard)
-        elif isinstance(message, messages.PullMean):
-            if runtime.state.handle_pull_mean(worker, message):
-                self._answer(shard, worker, message)
-        elif isinstance(message, messages.Pull) and runtime.state.handle_pull(worker, message):
+        elif isinstance(message, (messages.Pull, messages.PullMean)) and runtime.pulls.ask(
+            Asked(worker, message)
+        ):
             self._answer(shard, worker, message)
         if outcome is not None:
             refused = outcome.refused
@@ -368,7 +381,7 @@ class Cluster:
     def _entry(self, shard: int, entry: log_entries.Entry) -> None:
         runtime = self.shards[shard]
         runtime.act(entry)
-        for asked in runtime.state.poll_pulls():
+        for asked in runtime.pulls.take_ready():
             self._answer(shard, asked.worker, asked.pull)
 
     def _answer(self, shard: int, worker: int, pull: messages.Pull | messages.PullMean) -> None:
@@ -395,7 +408,7 @@ class Cluster:
 
     def _fence(self, worker: int, incarnation: int) -> None:
         self._outcome(self.log.handle_fence(worker, incarnation))
-        answer = self.log.fenced(worker, incarnation)
+        answer = self.log.used.of(worker, incarnation)
         used = {p for part in answer.used for p in range(part.start, part.stop)}
         assert used == self.used.get((worker, incarnation), set())
         again = self.log.handle_fence(worker, incarnation)
@@ -411,7 +424,7 @@ class Cluster:
             if me is not None and me.incarnation == reply.incarnation:
                 me.committed.add(reply.message.iteration)
                 me.told = reply.message
-        for news in self.log.poll_used():
+        for news in self.log.used.take_news():
             positions = {p for part in news.used for p in range(part.start, part.stop)}
             known = self.used.setdefault((news.worker, news.incarnation), set())
             assert not known & positions

@@ -141,7 +141,7 @@ class Grouped(Cluster):
 def check_each_worker(cluster: Grouped) -> None:
     """BSP: every iteration has every worker's part once, and is stepped. Else: a worker speaks through one
     group at a time, and never again through one that it has left."""
-    entries = cluster.log.entries
+    entries = cluster.log.lines.entries
     if cluster.consistency == "bsp":
         late: list[list[int]] = []
         combined = [entry for entry in entries if isinstance(entry, Combine)]

@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from atoll.store.heartbeats import CONFIRM_SECONDS, GATHER_SECONDS, Batches, Route, Ways
-from atoll.store.members import Membership, suspect_seconds
+from atoll.store.members import Membership
+from atoll.store.roll import suspect_seconds
 from atoll.wire.messages import MOST_BEATS, Beat, Heartbeat, Heartbeats, ToLauncher
 
 RUN, LAUNCHER = "r", "l"
@@ -127,19 +128,19 @@ class World:
         while self.to_hub and self.to_hub[0][0] < self.now:
             _, message = self.to_hub.popleft()
             if isinstance(message, Heartbeat):
-                self.members.handle_heartbeat(self.now, message.incarnation)
+                self.members.roll.hear(self.now, message.incarnation)
             else:
                 for beat in message.beats:
-                    self.members.handle_heartbeat(self.now, beat.incarnation, age=beat.age)
+                    self.members.roll.hear(self.now, beat.incarnation, age=beat.age)
                 self.answers.append(message.number)
-        for incarnation, _ in self.members.poll_deaths(self.now):
-            self.members.handle_goodbye(incarnation)
+        for incarnation, _ in self.members.roll.poll_deaths(self.now):
+            self.members.workers.leave(incarnation)
             self.dead[incarnation] = self.now
         self.check()
 
     def check(self) -> None:
         for worker in self.workers:
-            silence = self.members.silence_of(self.now, worker.incarnation)
+            silence = self.members.roll.silence_of(self.now, worker.incarnation)
             if silence is None:
                 continue
             # A launcher vouches for nobody: the hub has heard nothing that was not said.
@@ -235,16 +236,16 @@ def test_a_look_at_a_silence_ends_however_the_times_are_rounded(
     members = Membership(1, PATIENCE, 0, heartbeat=0.25, least=LEAST)
     member = members.handle_hello(heard, "worker").incarnation
     for each in range(beats):
-        members.handle_heartbeat(heard + 0.1 * each, member)
+        members.roll.hear(heard + 0.1 * each, member)
     if state == "suspected":
-        members.handle_suspect(heard, member)
+        members.roll.suspect(heard, member)
     elif state == "broken":
-        members.handle_broken(member, True)
-    due = members.next_deadline()
+        members.roll.note_broken(member, True)
+    due = members.roll.next_deadline()
     assert due is not None
     for _ in range(abs(off)):
         due = math.nextafter(due, math.inf if off > 0 else -math.inf)
-    is_dead = bool(members.poll_deaths(due))
+    is_dead = bool(members.roll.poll_deaths(due))
     assert is_dead == (off >= 0)
 
 
@@ -339,10 +340,10 @@ def test_what_a_launcher_keeps_is_bounded() -> None:
 def test_an_old_word_that_comes_late_clears_nobody_of_a_suspicion() -> None:
     members = Membership(1, PATIENCE, 0, heartbeat=0.25, least=LEAST)
     member = members.handle_hello(0.0, "worker").incarnation
-    members.handle_heartbeat(1.0, member)
-    members.handle_suspect(1.5, member)
-    members.handle_heartbeat(2.0, member, age=1.4)
-    assert members.poll_deaths(1.0 + suspect_seconds(0.25))
-    members.handle_heartbeat(2.1, member, age=0.2)
-    assert members.silence_of(2.1, member) == pytest.approx(0.2)
-    assert not members.poll_deaths(1.9 + LEAST - 0.1)
+    members.roll.hear(1.0, member)
+    members.roll.suspect(1.5, member)
+    members.roll.hear(2.0, member, age=1.4)
+    assert members.roll.poll_deaths(1.0 + suspect_seconds(0.25))
+    members.roll.hear(2.1, member, age=0.2)
+    assert members.roll.silence_of(2.1, member) == pytest.approx(0.2)
+    assert not members.roll.poll_deaths(1.9 + LEAST - 0.1)

@@ -84,9 +84,13 @@ class Hub:
 
     def restarted(self, compact: bool) -> Hub:
         """Another one, that has read what this one wrote."""
-        other = Hub(self.book.members.shards, bool(self.book.members.sites))
+        other = Hub(self.book.members.shards.count, bool(self.book.members.sites.workers))
         other.now, other.number = self.now, self.number
-        other.records = [Knows(at=self.now, state=self.book.state())] if compact else list(self.records)
+        other.records = (
+            [decode_record(encode_record(Knows(at=self.now, state=self.book.state())))]
+            if compact
+            else list(self.records)
+        )
         for record in map(encode_record, list(other.records)):
             other.book.apply(decode_record(record))
         other.answers = list(self.answers)  # what is gone through again answers nobody
@@ -99,9 +103,9 @@ class Hub:
         if kind in ("worker", "shard", "site"):
             self.come(kind, who, small)
         elif kind == "beat":
-            self.book.members.handle_heartbeat(self.now, what)
+            self.book.members.roll.hear(self.now, what)
         elif kind in ("left", "died"):
-            there = sorted(self.book.members.incarnations())
+            there = sorted(set(self.book.members.roll.known))
             incarnation = there[what % len(there)] if there else 1 + what
             record = Left(at=self.now, incarnation=incarnation)
             gone = self.book.leave(record) if kind == "left" else self.book.die(self.died(incarnation))
@@ -121,7 +125,7 @@ class Hub:
         return Died(at=self.now, incarnation=incarnation)
 
     def come(self, role: str, who: int, small: int) -> None:
-        site = ["", *SITES][small] if self.book.members.sites else ""
+        site = ["", *SITES][small] if self.book.members.sites.workers else ""
         came = Came(
             at=self.now, role=role, wish=who - 1, shard=small, address=f"at {who}", site=site, token=f"{who}"
         )
@@ -131,7 +135,9 @@ class Hub:
         self.answers.append((admission.worker, admission.incarnation, admission.refused))
 
     def lease(self, who: int, what: int, small: int) -> None:
-        live = sorted(self.book.members.live().items()) if what else []  # else perhaps of one who is gone
+        live = (
+            sorted(self.book.members.workers.live().items()) if what else []
+        )  # else perhaps of one who is gone
         rank, incarnation = live[what % len(live)] if live else (who, 1 + small)
         lease = Lease(
             incarnation=incarnation, sampler=0, epoch=small, length=20, count=4, number=self.number - what % 2
@@ -146,9 +152,9 @@ class Hub:
 
     def told(self, news: bool, who: int, what: int, small: int) -> None:
         used = [Used(sampler=0, epoch=small, start=2 * what, stop=2 * what + 3)]
-        logs = sorted(self.book.fences) if self.book.members.sites else [GLOBAL]
+        logs = sorted(self.book.fences) if self.book.members.sites.workers else [GLOBAL]
         log = logs[small % len(logs)]
-        known = sorted(self.book.members.live().items()) if news else sorted(self.book.fences[log])
+        known = sorted(self.book.members.workers.live().items()) if news else sorted(self.book.fences[log])
         worker, incarnation = known[what % len(known)] if known else (who, 1 + what)
         fenced = Fenced(worker=worker, incarnation=incarnation, iteration=1, used=used, news=news)
         told = Told(at=self.now, log=log, fenced=fenced)
@@ -168,7 +174,7 @@ class Hub:
             self.records.append(voted)
 
     def ring(self, kind: str, what: int, small: int) -> None:
-        live = sorted(self.book.members.live().values())
+        live = sorted(self.book.members.workers.live().values())
         incarnation = live[what % len(live)] if live else 1 + what
         if kind == "gather":
             self.rings.handle(b"x", Gather(incarnation=incarnation, number=1 + small, seconds=5.0))

@@ -91,7 +91,11 @@ class Hub:
     def restarted(self, compact: bool) -> Hub:
         """Another one, that has read what this one wrote."""
         other = Hub(self.consistency)
-        other.records = [Knows(at=self.now, state=self.book.state())] if compact else list(self.records)
+        other.records = (
+            [decode_record(encode_record(Knows(at=self.now, state=self.book.state())))]
+            if compact
+            else list(self.records)
+        )
         for raw in map(encode_record, list(other.records)):
             record = decode_record(raw)
             other.now = record.at
@@ -106,7 +110,7 @@ class Hub:
     def happen(self, kind: str, who: int, what: int) -> None:
         self.now += 0.5
         self.number += 1
-        live = self.book.members.live()
+        live = self.book.members.workers.live()
         incarnation = live.get(who, 0)
         if kind == "comes":
             self.comes(who)
@@ -226,7 +230,7 @@ def begun(consistency: Any) -> Hub:
     hub = Hub(consistency)
     for rank in range(4):
         hub.comes(rank)
-        incarnation = hub.book.members.live()[rank]
+        incarnation = hub.book.members.workers.live()[rank]
         hub.groups.beat(rank, Heartbeat(run="r", incarnation=incarnation, iteration=4, pace=0.1))
     return hub
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from atoll.store.log import CommitLog
 from atoll.store.outcomes import Outcome
+from atoll.store.pulls import Asked, Pulls
 from atoll.store.shard import ShardState
 from atoll.wire import messages
 
@@ -22,9 +23,10 @@ class Site:
 
     def __init__(self, rng: random.Random, workers: int) -> None:
         self.rng = rng
-        self.log = CommitLog("bsp", 0, workers, 1, loose=True)
-        self.meetings = CommitLog("asp", 0, workers, 1)
-        self.shard = ShardState([0], "bsp", 0)
+        self.log = CommitLog.begin("bsp", 0, workers, 1, loose=True)
+        self.meetings = CommitLog.begin("asp", 0, workers, 1)
+        self.shard = ShardState.begin([0], "bsp", 0)
+        self.pulls = Pulls(self.shard)
         self.committed: dict[int, int] = dict.fromkeys(range(workers), -1)
         self.clocks: dict[int, int] = dict.fromkeys(range(workers), 0)
         self.met = 0
@@ -71,7 +73,7 @@ class Site:
                 step = messages.Step(incarnation=me, iteration=clock, scale=1.0, hyperparameters=[])
                 self.act(self.log.handle_step(worker, step))
                 yield True
-                while not self.shard.handle_pull(worker, messages.Pull(incarnation=me, clock=clock + 1)):
+                while not self.pulls.ask(Asked(worker, messages.Pull(incarnation=me, clock=clock + 1))):
                     yield False
                 assert self.shard.clock_of(worker) == clock + 1
                 self.clocks[worker] = clock + 1

@@ -78,7 +78,7 @@ class World:
 
     @property
     def pair(self) -> Any:
-        return self.book.members.pairs[0]
+        return self.book.members.shards.pairs[0]
 
     def keep(self, record: AnyRecord) -> None:
         self.records.append(record)
@@ -86,7 +86,7 @@ class World:
     def tell(self) -> None:
         """The hub's word to all that it knows; it may arrive late."""
         for process in self.processes:
-            if process.incarnation and self.book.members.pair_of(process.incarnation) is not None:
+            if process.incarnation and self.book.members.shards.pair_of(process.incarnation) is not None:
                 partner = self.pair.partner_of(process.incarnation)
                 primary = self.pair.primary
                 duty = Duty(
@@ -118,7 +118,7 @@ class World:
             process.alive = False
         elif kind in ("lose", "miss"):  # it is dead, or only silent
             process.alive = kind == "miss"
-            if process.incarnation in self.book.members.incarnations():
+            if process.incarnation in set(self.book.members.roll.known):
                 self.die(process.incarnation)
         elif kind == "hear" and process.mail:
             self.hear(process, process.mail.pop(what % len(process.mail)))
@@ -164,7 +164,7 @@ class World:
             at=self.now, role="shard", wish=-1, shard=0, address=f"at {process.life}", site="",
             token=process.token, before=process.before, life=process.life, since=process.incarnation,
         )  # fmt: skip
-        there = self.book.members.incarnations()
+        there = set(self.book.members.roll.known)
         admission = self.book.come(came)
         if admission.refused:
             if not admission.waits:
@@ -179,7 +179,7 @@ class World:
 
     def bury(self, who: int) -> None:
         """The hub misses one: dead, or only silent."""
-        there = sorted(self.book.members.incarnations())
+        there = sorted(set(self.book.members.roll.known))
         if there:
             self.die(there[who % len(there)])
 
@@ -202,7 +202,7 @@ class World:
     def restart(self, compact: bool) -> None:
         """The hub is killed, and reads what it has written."""
         if compact:
-            self.records = [Knows(at=self.now, state=self.book.state())]
+            self.records = [decode_record(encode_record(Knows(at=self.now, state=self.book.state())))]
         other = Book(1, 10.0, 1, None, 0.25, 2)
         for record in self.records:
             other.apply(decode_record(encode_record(record)))
@@ -248,7 +248,7 @@ class World:
         if what % 2 and not process.gate:
             return
         paired = Paired(at=self.now, shard=0, primary=process.incarnation, standby=standby)
-        if self.book.members.pair_of(process.incarnation) == 0 and self.book.pair(paired):
+        if self.book.members.shards.pair_of(process.incarnation) == 0 and self.book.pair(paired):
             self.keep(paired)
             self.tell()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from atoll.store.actions import PushOutcome, Release
 from atoll.store.entries import Fenced, Joined
 from atoll.store.losses import ChunkLoss
-from atoll.store.shard import HeldState, ShardState
+from atoll.store.shard import ShardState
 from atoll.wire.messages import LostBlocks, Push, run_of
 
 Run = tuple[int, int, int, LostBlocks | None]  # chunk, share, shares, what was lost of this copy of it
@@ -24,7 +24,7 @@ class Group:
 
     def __init__(self, rng: random.Random, chunks: int, members: int) -> None:
         self.rng, self.chunks = rng, chunks
-        self.state = ShardState(range(chunks), "asp", 0)
+        self.state = ShardState.begin(range(chunks), "asp", 0)
         self.state.handle_entry(Joined(worker=5, incarnation=9, clock=0))
         self.held: dict[int, list[Run]] = {}  # what is held under a handle: runs, end to end
         self.handles = 0
@@ -84,9 +84,9 @@ class Group:
         self.staged += outcome.staged
 
     def restart(self) -> None:
-        kept = msgspec.msgpack.encode(self.state.state())
-        self.state = ShardState.restored(msgspec.msgpack.decode(kept, type=HeldState))
-        assert msgspec.msgpack.encode(self.state.state()) == kept
+        kept = msgspec.msgpack.encode(self.state)
+        self.state = msgspec.msgpack.decode(kept, type=ShardState)
+        assert msgspec.msgpack.encode(self.state) == kept
 
 
 @settings(max_examples=300)
@@ -114,13 +114,13 @@ def test_a_chunk_is_made_of_one_cuts_runs(
         turn += 1
     if not fenced:
         assert group.staged == 1
-        assert group.state.staged() == [(5, 9, 0)]
+        assert group.state.whole() == [(5, 9, 0)]
         for runs in group.held.values():
             chunk, _, shares, _ = runs[0]
             assert [run[:3] for run in runs] == [(chunk, share, shares) for share in range(shares)]
             lost = {share: run[3] for share, run in enumerate(runs) if run[3] is not None}
             expected = ChunkLoss(shares, lost) if lost else None
-            assert group.state.state().staged[5, 9][0].losses.get(chunk) == expected
+            assert group.state.staged[5, 9][0].losses.get(chunk) == expected
         assert sorted(runs[0][0] for runs in group.held.values()) == list(range(chunks))
     released = group.state.handle_entry(Fenced(worker=5, incarnation=9))
     handles = [handle for each in released if isinstance(each, Release) for handle in each.handles]

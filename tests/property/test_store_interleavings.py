@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_cluster import Cluster, Contribution, clocks_after
+from store_cluster import Cluster, Contribution, clocks_after, in_order
 
 from atoll.store.balance import balance
 from atoll.store.entries import Apply, Combine, Fenced, Idle, Joined, Step
@@ -59,8 +59,8 @@ def run(cluster: Cluster, deaths: list[tuple[int, bool]], restarts: Collection[i
 
 def check(cluster: Cluster) -> None:
     """What must hold once all is delivered."""
-    entries = cluster.log.entries
-    assert len(entries) == len(cluster.log.reasons) == cluster.log.next_sequence
+    entries = cluster.log.lines.entries
+    assert len(entries) == cluster.log.lines.next_sequence
     counted: Counter[Contribution] = Counter()
     for entry in entries:
         if isinstance(entry, Combine):
@@ -73,8 +73,8 @@ def check(cluster: Cluster) -> None:
         assert followed == msgspec.msgpack.encode(entries), f"shard {shard} did not follow the log"
         assert runtime.counted == counted, f"shard {shard} applied other contributions"
         assert not runtime.held, f"shard {shard} still holds payloads of workers that are gone"
-        assert not runtime.state.staged()
-        assert not runtime.state.waiting_pulls()
+        assert not runtime.state.whole()
+        assert not runtime.pulls.waiting()
     for me in cluster.alive.values():
         assert all(counted[me.worker, me.incarnation, k] for k in me.committed), (
             "Committed, but not in the log"
@@ -85,7 +85,7 @@ def check(cluster: Cluster) -> None:
 
 def check_fences(cluster: Cluster) -> None:
     fenced: dict[int, int] = {}
-    for entry in cluster.log.entries:
+    for entry in cluster.log.lines.entries:
         if isinstance(entry, Fenced):
             assert entry.incarnation > fenced.get(entry.worker, 0)
             fenced[entry.worker] = entry.incarnation
@@ -97,12 +97,12 @@ def check_fences(cluster: Cluster) -> None:
 
 def check_rounds(cluster: Cluster) -> None:
     """Combine and Step in turn, of one iteration after the other; members joined before it began."""
-    turns = [e for e in cluster.log.entries if isinstance(e, (Combine, Step))]
+    turns = [e for e in cluster.log.lines.entries if isinstance(e, (Combine, Step))]
     for index, entry in enumerate(turns):
         assert entry.iteration == index // 2
         assert isinstance(entry, Step if index % 2 else Combine)
     joined: dict[tuple[int, int], int] = {}
-    for entry in cluster.log.entries:
+    for entry in cluster.log.lines.entries:
         if isinstance(entry, Joined):
             joined[entry.worker, entry.incarnation] = entry.clock
         elif isinstance(entry, Combine):
@@ -115,10 +115,10 @@ def check_streams(cluster: Cluster) -> None:
 
     And the steps: each is open from its first contribution to its last, has no more than there are workers,
     and its parts make a weighted mean."""
-    in_step, left, idled = 0, 1.0, any(isinstance(entry, Idle) for entry in cluster.log.entries)
-    for index, entry in enumerate(cluster.log.entries):
+    in_step, left, idled = 0, 1.0, any(isinstance(entry, Idle) for entry in cluster.log.lines.entries)
+    for index, entry in enumerate(cluster.log.lines.entries):
         if isinstance(entry, Apply):
-            clocks = clocks_after(cluster.log.entries[:index])
+            clocks = clocks_after(cluster.log.lines.entries[:index])
             assert clocks[entry.worker] == entry.iteration
             assert entry.staleness >= 0
             in_step = 1 if entry.opens else in_step + 1
@@ -164,9 +164,9 @@ def test_from_a_journals_states_all_goes_on_as_if_nothing_had_been(
     run(unharmed, deaths)
     run(mortal, deaths, restarts)
     check(mortal)
-    assert msgspec.msgpack.encode(mortal.log.state()) == msgspec.msgpack.encode(unharmed.log.state())
+    assert in_order(mortal.log) == in_order(unharmed.log)
     for one, other in zip(mortal.shards, unharmed.shards, strict=True):
-        assert msgspec.msgpack.encode(one.state.state()) == msgspec.msgpack.encode(other.state.state())
+        assert in_order(one.state) == in_order(other.state)
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "ssp", "asp"])
@@ -210,7 +210,7 @@ def test_a_death_at_each_delivery_of_a_run(consistency: str, comes_back: bool) -
         cluster = Cluster(random.Random(7), consistency, 1, 2, 2, 2, 2, edits=True, repeats=0.0)
         run(cluster, [(at, comes_back)])
         check(cluster)
-        if not cluster.log.entries or at > 250:
+        if not cluster.log.lines.entries or at > 250:
             break
         at += 1
     assert at > 250

@@ -78,7 +78,7 @@ class Run:
         """The first so many are heard; gives how many of the others were buried meanwhile."""
         buried = 0
         for each in range(1, last + 1):
-            assert self.book.members.handle_heartbeat(self.now, each, 1)
+            assert self.book.members.roll.hear(self.now, each, 1)
             self.broken.beat(b"%d" % each, each)
             self.rings.beat(b"%d" % each, each)
             if not each % 16:
@@ -88,7 +88,7 @@ class Run:
     def turn(self) -> list[tuple[int, str]]:
         self.broken.poll(self.now)
         self.rings.poll()
-        return self.book.members.poll_deaths(self.now)
+        return self.book.members.roll.poll_deaths(self.now)
 
     def bury(self) -> int:
         dead = self.turn()
@@ -203,11 +203,11 @@ def test_the_lowest_free_rank_is_given_whatever_was_given_back() -> None:
     assert members.handle_hello(0.0, "worker").worker == 4
     assert members.handle_hello(0.0, "worker").worker == 6
     for rank in (5, 1):
-        members.handle_goodbye(taken[rank])
+        members.workers.leave(taken[rank])
     assert members.handle_hello(0.0, "worker", 1).worker == 1
-    members.not_ranks = [5]
+    members.workers.not_ranks = [5]
     assert members.handle_hello(0.0, "worker").worker == 7
-    members.not_ranks = []
+    members.workers.not_ranks = []
     assert members.handle_hello(0.0, "worker").worker == 5
 
 
@@ -215,9 +215,9 @@ def test_a_silence_is_judged_as_of_an_earlier_moment_too() -> None:
     members = Membership(2, 10.0, least=1.0)
     for _ in range(2):
         members.handle_hello(0.0, "worker")
-    assert len(members.poll_deaths(10.5)) == 2
-    assert members.poll_deaths(9.9) == []
-    members.handle_heartbeat(9.95, 1)  # it was unread when the others were looked at
-    ((incarnation, reason),) = members.poll_deaths(10.5)
+    assert len(members.roll.poll_deaths(10.5)) == 2
+    assert members.roll.poll_deaths(9.9) == []
+    members.roll.hear(9.95, 1)  # it was unread when the others were looked at
+    ((incarnation, reason),) = members.roll.poll_deaths(10.5)
     assert incarnation == 2
     assert reason.startswith("worker 1 was silent for 10.5 s")

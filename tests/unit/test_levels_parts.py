@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from atoll.core.config import Config, Run
@@ -22,7 +23,7 @@ from atoll.wire.messages import Lease, Used
 
 
 def loose_log(workers: int, loose: bool = True) -> CommitLog:
-    log = CommitLog("bsp", 0, workers, 1, loose=loose)
+    log = CommitLog.begin("bsp", 0, workers, 1, loose=loose)
     for worker in range(workers):
         assert not log.handle_join(worker, worker + 1).refused
     return log
@@ -148,7 +149,7 @@ def test_one_who_follows_holds_nobody_up_and_contradicts_nobody(first: bool) -> 
         Step(iteration=0, scale=1.0, hyperparameters=[], edited=[], editor=-1, accepted=True, nobody=False)
     ]
     assert follow(log, 0, 0) == []  # said again, when it is over
-    again = CommitLog.restored(log.state())
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(log), type=CommitLog)
     assert members_of(contribute(again, 0, 1) + contribute(again, 1, 1)) == [[0, 1]]
 
 
@@ -157,7 +158,7 @@ def test_where_all_follow_the_step_is_left_out() -> None:
     contribute(log, 0, 0)
     contribute(log, 1, 0)
     assert follow(log, 0, 0) == []
-    (left_out,) = follow(CommitLog.restored(log.state()), 1, 0)
+    (left_out,) = follow(log, 1, 0)
     assert isinstance(left_out, Step)
     assert (left_out.accepted, left_out.nobody) == (False, True)
 
@@ -203,20 +204,20 @@ def test_sites_have_one_shard_each_and_end_for_good() -> None:
     assert come("berlin", "tcp://b:1") == "site 'berlin' has a shard already, at tcp://a:1"
     assert come("rome") == "there is no site 'rome': the run has paris, berlin"
     assert come("paris", "") == "the shard of site 'paris' does not say where it is"
-    assert (members.site_address("berlin"), members.site_address("paris")) == ("tcp://a:1", "")
+    assert (members.sites.address("berlin"), members.sites.address("paris")) == ("tcp://a:1", "")
     assert not members.handle_hello(0.0, "worker", site="berlin").refused
-    assert members.handle_heartbeat(4.0, 1)
-    assert 1 not in dict(members.poll_deaths(8.9))
-    reason = dict(members.poll_deaths(9.0))[1]
-    assert members.handle_site_goodbye(1) == "berlin"
+    assert members.roll.hear(4.0, 1)
+    assert 1 not in dict(members.roll.poll_deaths(8.9))
+    reason = dict(members.roll.poll_deaths(9.0))[1]
+    assert members.sites.leave(1) == "berlin"
     assert "at tcp://a:1 was silent for 5.0 s" in reason
     assert come("berlin") == "site 'berlin' has ended, and cannot come back"
     said = members.handle_hello(9.0, "worker", site="berlin").refused
     assert said == "site 'berlin' has ended, and takes no workers any more"
     paris = members.handle_hello(9.0, "site", address="tcp://a:2", site="paris")
-    assert members.handle_site_goodbye(99) == ""
-    assert members.handle_site_goodbye(paris.incarnation) == "paris"
-    assert members.site_address("paris") == ""
+    assert members.sites.leave(99) == ""
+    assert members.sites.leave(paris.incarnation) == "paris"
+    assert members.sites.address("paris") == ""
     assert "has no sites" in Membership(1, 5.0).handle_hello(0.0, "site", address="a", site="x").refused
 
 
@@ -265,14 +266,14 @@ def test_a_site_s_shard_comes_back_with_its_directory_and_is_the_same() -> None:
     assert come(1.0, "tcp://a:2", "other") == (0, "site 'paris' has a shard already, at tcp://a:1")
     assert come(1.0, "tcp://a:2", "") == (0, "site 'paris' has a shard already, at tcp://a:1")
     assert come(14.0, "tcp://b:1", "mine") == (1, "")  # three times the patience are borne
-    assert members.site_address("paris") == "tcp://b:1"
+    assert members.sites.address("paris") == "tcp://b:1"
     again = Membership(2, patience=5.0, sites={"paris": 1, "berlin": 1})
     again.restore(20.0, members.state())
-    assert again.poll_deaths(34.9) == []
-    assert [incarnation for incarnation, _ in again.poll_deaths(35.0)] == [1]
-    assert not again.has_ended("paris")
-    assert again.handle_site_goodbye(1) == "paris"
-    assert again.has_ended("paris")
+    assert again.roll.poll_deaths(34.9) == []
+    assert [incarnation for incarnation, _ in again.roll.poll_deaths(35.0)] == [1]
+    assert "paris" not in again.sites.ended
+    assert again.sites.leave(1) == "paris"
+    assert "paris" in again.sites.ended
 
 
 # -- meetings and words ------------------------------------------------------------------------------------

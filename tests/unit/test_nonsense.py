@@ -3,11 +3,12 @@
 import itertools
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from atoll.core.weighing import MOST, MOST_AT_ONCE, Usual, beyond, median_of
 from atoll.store.entries import Apply, Combine
-from atoll.store.log import CommitLog, LogState
+from atoll.store.log import CommitLog
 from atoll.store.outcomes import Outcome
 from atoll.wire import messages as m
 
@@ -15,7 +16,7 @@ HUGE = (1e300, float(16 * MOST) + 1)
 
 
 def log_of(consistency: str, workers: int = 3) -> CommitLog:
-    log = CommitLog(consistency, 4, workers, 1)
+    log = CommitLog.begin(consistency, 4, workers, 1)
     for worker in range(workers):
         log.handle_join(worker, worker + 1)
     return log
@@ -57,14 +58,14 @@ def test_an_asynchronous_contribution_that_weighs_far_too_much_is_refused(
 ) -> None:
     log = log_of(consistency)
     train(log, range(3))
-    lines = len(log.entries)
+    lines = len(log.lines.entries)
     refused = contribute(log, 1, 3, **{what: huge}).refused
     assert refused.startswith("worker 1's gradients of iteration 3 come with a ")
     assert f"of {huge:g}, more than 1,000 times the median of {1 if what == 'alike' else 16}" in refused
     assert "\n" not in refused
-    assert len(log.entries) == lines
+    assert len(log.lines.entries) == lines
     assert not contribute(log, 1, 3).refused  # it may say what is right
-    assert isinstance(log.entries[-1], Apply)
+    assert isinstance(log.lines.entries[-1], Apply)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +84,10 @@ def test_a_synchronous_contribution_that_weighs_far_too_much_is_refused_in_the_f
     refusal = done.replies[0].message
     assert isinstance(refusal, m.Refused)
     assert f"worker {who}'s gradients of iteration {iteration} come with a weight" in refusal.reason
-    assert not any(isinstance(entry, Combine) and entry.iteration == iteration for entry in log.entries)
+    assert not any(isinstance(entry, Combine) and entry.iteration == iteration for entry in log.lines.entries)
     assert log.waiting_for() == [f"worker {who}, to commit iteration {iteration}"]
     log.handle_fence(who, who + 1)  # its process has ended: the others go on
-    combined = log.entries[-1]
+    combined = log.lines.entries[-1]
     assert isinstance(combined, Combine)
     assert [member.worker for member in combined.members] == [each for each in range(3) if each != who]
 
@@ -102,11 +103,9 @@ def test_of_two_workers_the_one_with_the_smaller_weight_is_believed() -> None:
 def test_what_is_usual_is_in_the_journal(consistency: str) -> None:
     log = log_of(consistency)
     train(log, range(2))
-    state = log.state()
-    again = CommitLog.restored(state)
-    assert again.state() == state
-    assert isinstance(state, LogState)
-    assert len(state.usual) == 6
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(log), type=CommitLog)
+    assert again == log
+    assert len(again.these.usual.numbers) == 6
     if consistency != "bsp":
         assert contribute(again, 0, 2, 1e300).refused
 
@@ -118,7 +117,7 @@ def test_small_batches_at_an_epochs_end_and_a_worker_without_a_batch_are_borne()
     step_all(log, 0, 3)
     for worker, weight in enumerate([1.0, 0.0, 1024.0]):
         done = contribute(log, worker, 1, weight)
-    assert isinstance(log.entries[-1], Combine), done.replies
+    assert isinstance(log.lines.entries[-1], Combine), done.replies
 
 
 @pytest.mark.parametrize("before", [0, 3])
@@ -130,7 +129,7 @@ def test_of_two_workers_one_may_have_a_last_batch_of_one_sample(before: int) -> 
         step_all(log, iteration, 2)
     for worker, weight in enumerate([1.0, 4096.0]):
         done = contribute(log, worker, before, weight)
-    assert isinstance(log.entries[-1], Combine), done.replies
+    assert isinstance(log.lines.entries[-1], Combine), done.replies
 
 
 def test_workers_may_all_begin_to_weigh_more() -> None:
@@ -138,7 +137,7 @@ def test_workers_may_all_begin_to_weigh_more() -> None:
     train(log, range(2))
     for worker in range(3):
         contribute(log, worker, 2, 16.0 * 5000)
-    assert isinstance(log.entries[-1], Combine)
+    assert isinstance(log.lines.entries[-1], Combine)
 
 
 def given(*weights: float) -> dict[int, SimpleNamespace]:

@@ -78,43 +78,45 @@ def test_when_the_successor_dies_too_only_its_own_directory_goes_on() -> None:
 
 def test_the_addresses_are_told_once_each_shard_has_had_a_standby_in_sync() -> None:
     members = Membership(1, 10.0, 1, None, 0.25, 2)
-    one = members.handle_half(0.0, 0, "here", life="p")
-    pair = members.pairs[0]
+    one = members.shards.admit_half(0.0, 0, "here", life="p")
+    pair = members.shards.pairs[0]
     pair.serve(one.incarnation)
-    assert members.shard_addresses() is None
-    other = members.handle_half(0.0, 0, "there", life="s")
-    assert members.handle_half(1.0, 0, "here", life="p") == members.handle_half(1.0, 0, "here", life="p")
-    assert members.handle_half(1.0, 0, "elsewhere", life="third").waits
+    assert members.shards.addresses() is None
+    other = members.shards.admit_half(0.0, 0, "there", life="s")
+    assert members.shards.admit_half(1.0, 0, "here", life="p") == members.shards.admit_half(
+        1.0, 0, "here", life="p"
+    )
+    assert members.shards.admit_half(1.0, 0, "elsewhere", life="third").waits
     pair.sync(one.incarnation, other.incarnation)
-    assert members.shard_addresses() == ["here"]
-    members.handle_shard_goodbye(one.incarnation)
+    assert members.shards.addresses() == ["here"]
+    members.shards.leave(one.incarnation)
     pair.promote()
-    assert members.shard_addresses() is None  # until it knows
+    assert members.shards.addresses() is None  # until it knows
     pair.serve(other.incarnation)
-    assert members.shard_addresses() == ["there"]
-    assert "knows nothing of" in members.handle_half(2.0, 0, "x", life="z", before=99).refused
+    assert members.shards.addresses() == ["there"]
+    assert "knows nothing of" in members.shards.admit_half(2.0, 0, "x", life="z", before=99).refused
 
 
 def test_what_is_missing_is_said_with_the_command_that_would_bring_it() -> None:
-    assert Membership(1, 10.0, 2, None, 0.25, 1).missing_shards()[1] == (
+    assert Membership(1, 10.0, 2, None, 0.25, 1).shards.missing()[1] == (
         "shard 1 is not there: start `atoll server --shard 1`"
     )
     members = Membership(1, 10.0, 1, None, 0.25, 2)
-    assert members.missing_shards() == ["shard 0 is not there: start `atoll server --shard 0` twice"]
-    one = members.handle_half(0.0, 0, "here", life="p")
-    pair = members.pairs[0]
+    assert members.shards.missing() == ["shard 0 is not there: start `atoll server --shard 0` twice"]
+    one = members.shards.admit_half(0.0, 0, "here", life="p")
+    pair = members.shards.pairs[0]
     pair.serve(one.incarnation)
-    assert members.missing_shards() == [
+    assert members.shards.missing() == [
         "shard 0 has one of its two processes: start `atoll server --shard 0` once more"
     ]
-    other = members.handle_half(0.0, 0, "there", life="s")
-    assert members.missing_shards() == ["shard 0 has a standby that is not in sync yet"]
+    other = members.shards.admit_half(0.0, 0, "there", life="s")
+    assert members.shards.missing() == ["shard 0 has a standby that is not in sync yet"]
     pair.sync(one.incarnation, other.incarnation)
-    assert members.missing_shards() == []
+    assert members.shards.missing() == []
     pair.die(one.incarnation)
     pair.promote()
     pair.die(other.incarnation)
-    (words,) = members.missing_shards()
+    (words,) = members.shards.missing()
     assert words.startswith("shard 0 has no primary")
     assert "start the one that served last again" in words
 
@@ -153,11 +155,11 @@ class Hub:
         """All who are there and connected give a sign of life."""
         for incarnation, peer in self.owners.items():
             if peer not in self.gone:
-                self.book.members.handle_heartbeat(self.now, incarnation)
+                self.book.members.roll.hear(self.now, incarnation)
 
     def there(self) -> list[str]:
-        pair = self.book.members.pairs[0]
-        return [self.book.members.half_at(half.incarnation) for half in pair.halves()]
+        pair = self.book.members.shards.pairs[0]
+        return [self.book.members.shards.half_at(half.incarnation) for half in pair.halves()]
 
 
 def test_a_third_that_was_killed_while_it_waited_does_not_get_a_place() -> None:

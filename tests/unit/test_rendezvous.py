@@ -322,18 +322,18 @@ def test_messages_beyond_their_bounds_are_none(change: dict[str, Any]) -> None:
 def test_a_ring_has_as_many_ranks_as_workers() -> None:
     members = Membership(2, 10.0, shards=0)
     assert [members.handle_hello(0.0, "worker").worker for _ in range(2)] == [0, 1]
-    assert members.must_wait(-1)
-    assert members.must_wait(1)
+    assert members.workers.must_wait(-1)
+    assert members.workers.must_wait(1)
     assert "a ring of 2 workers, and all of them are there" in members.handle_hello(0.0, "worker").refused
     assert "there is no rank 2" in members.handle_hello(0.0, "worker", 2).refused
     assert "has no shards" in members.handle_hello(0.0, "shard", shard=0, address="tcp://a:1").refused
-    members.handle_goodbye(1)
-    assert not members.must_wait(-1)
+    members.workers.leave(1)
+    assert not members.workers.must_wait(-1)
     assert members.handle_hello(0.0, "worker").worker == 0
 
 
 def test_with_shards_any_number_of_workers_may_come() -> None:
     members = Membership(1, 10.0, shards=1)
     assert [members.handle_hello(0.0, "worker").worker for _ in range(3)] == [0, 1, 2]
-    assert not members.must_wait(-1)
-    assert members.must_wait(2)
+    assert not members.workers.must_wait(-1)
+    assert members.workers.must_wait(2)

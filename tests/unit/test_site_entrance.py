@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from test_entrance import Peers
+from test_entrance import Above, Peers
 
-from atoll.server.siteentrance import SiteEntrance
+from atoll.server.entrance import Entrance
 from atoll.store.log import CommitLog
 from atoll.wire.messages import GiveState, WantState
 
 
-def made() -> tuple[Peers, SiteEntrance, list[Any]]:
-    peers, above = Peers(), list[Any]()
-    entrance = SiteEntrance(
-        peers,  # type: ignore[arg-type]
-        above.append,
-        lambda give, payload: above.append((give, payload)),
-    )
-    return peers, entrance, above
+def made() -> tuple[Peers, Entrance, list[Any]]:
+    peers, above = Peers(), Above()
+    return peers, Entrance(peers, {}, above), above  # type: ignore[arg-type]
 
 
 def test_where_nobody_lives_another_site_is_asked_once_for_all_who_come() -> None:
@@ -53,7 +48,7 @@ def test_where_nobody_lives_anywhere_the_newcomer_is_told_so() -> None:
 
 def test_another_site_is_given_what_a_living_worker_gives_or_told_that_there_is_none() -> None:
     peers, entrance, above = made()
-    entrance.want_from_above(WantState(iteration=7, worker=1, life=9))
+    entrance.want(1, 9, 7, outside=True)
     live = {0: 10, 2: 20}
     entrance.look(live, 3)
     assert peers.take() == [((0, 10), WantState(iteration=7, worker=1, life=9), None)]
@@ -64,21 +59,21 @@ def test_another_site_is_given_what_a_living_worker_gives_or_told_that_there_is_
     assert entrance.give(give, state)
     assert above == [(give, state)]
     assert not entrance.give(give, state)
-    entrance.want_from_above(WantState(iteration=8, worker=1, life=9))
+    entrance.want(1, 9, 8, outside=True)
     entrance.look({}, 3)
     assert above[1:] == [(GiveState(worker=1, life=9, meeting=3), None)]
     assert peers.take() == []
 
 
 def test_meetings_that_are_over_elsewhere_are_skipped_unless_somebody_is_there() -> None:
-    log = CommitLog("asp", 0, 1, 1)
+    log = CommitLog.begin("asp", 0, 1, 1)
     log.handle_join(0, 1)
-    log.skip_meetings(4)
-    assert log.next_meeting == 4
-    log.skip_meetings(2)
-    assert log.next_meeting == 4
+    log.meetings.skip_to(4)
+    assert log.meetings.next == 4
+    log.meetings.skip_to(2)
+    assert log.meetings.next == 4
     log.handle_join(1, 2)
     log.handle_entered(1, 2, 4)
     log.handle_meet(0, 1, 4, "here", 1)
-    log.skip_meetings(6)
-    assert log.next_meeting == 4
+    log.meetings.skip_to(6)
+    assert log.meetings.next == 4

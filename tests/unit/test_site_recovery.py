@@ -32,11 +32,11 @@ SETUP = Setup(
 
 
 def image(clock: int) -> SiteImage:
-    state: Any = LogKeeper(1, None, lambda *_: None).state()[0]  # type: ignore[arg-type]
+    state: Any = LogKeeper(1, None, lambda *_: None).state  # type: ignore[arg-type]
     model = ModelState(
         setup=SETUP,
         iterations=clock,
-        held=ShardState([0], "bsp", 0, 2, 0).state(),
+        held=ShardState.begin([0], "bsp", 0, 2, 0),
         mean=None,
         replaced=[],
         payloads=[1],

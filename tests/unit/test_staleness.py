@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from atoll.store.entries import Apply
-from atoll.store.log import CommitLog, LogState
+from atoll.store.log import CommitLog
 from atoll.wire.messages import Commit
 
 
@@ -14,7 +14,7 @@ class Run:
     """A log of live workers 0, 1, ..., of incarnations one higher."""
 
     def __init__(self, workers: int, scaled: str = "weight") -> None:
-        self.log = CommitLog("asp", 0, workers, 1, scaled=scaled)
+        self.log = CommitLog.begin("asp", 0, workers, 1, scaled=scaled)
         self.clocks = [0] * workers
         for worker in range(workers):
             assert not self.log.handle_join(worker, worker + 1).refused
@@ -65,9 +65,9 @@ def test_what_of_a_stale_contribution_is_scaled(scaled: str, part: float, rate: 
     run = Run(2, scaled)
     for _ in range(5):
         opened = run.contribute(0)
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(run.log.state()), type=LogState)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(run.log), type=CommitLog)
     again = Run(2, scaled)
-    again.log, again.clocks = CommitLog.restored(state), list(run.clocks)
+    again.log, again.clocks = (state), list(run.clocks)
     assert opened.opens
     for each in (run, again):
         late = each.contribute(1)

@@ -22,14 +22,13 @@ from atoll.store.entries import (
     encode_entry,
 )
 from atoll.store.leases import Leases
-from atoll.store.log import CommitLog, LogState
+from atoll.store.log import CommitLog
 from atoll.store.members import Membership
 from atoll.store.outcomes import Outcome, StoreError
+from atoll.store.pulls import Asked, Pulls
 from atoll.store.shard import (
     ApplyChunks,
-    Asked,
     CombineChunks,
-    HeldState,
     Release,
     ShardState,
     StepChunks,
@@ -55,7 +54,7 @@ def say(incarnation: int, iteration: int, **changes: object) -> messages.Step:
 
 def log_of(consistency: str, workers: int = 2, shards: int = 1, slack: int = 1) -> CommitLog:
     """All have joined: worker w with incarnation w + 1."""
-    log = CommitLog(consistency, slack, workers, shards)
+    log = CommitLog.begin(consistency, slack, workers, shards)
     for worker in range(workers):
         assert not log.handle_join(worker, worker + 1).refused
     return log
@@ -71,7 +70,7 @@ def contribute(log: CommitLog, worker: int, incarnation: int, iteration: int, we
 
 def test_an_iteration_is_combined_when_all_are_staged_everywhere_and_stepped_when_all_have_said_so() -> None:
     log = log_of("bsp", shards=2)
-    assert log.entries == [
+    assert log.lines.entries == [
         Joined(worker=0, incarnation=1, clock=0),
         Joined(worker=1, incarnation=2, clock=0),
     ]
@@ -97,7 +96,6 @@ def test_an_iteration_is_combined_when_all_are_staged_everywhere_and_stepped_whe
     assert stepped.entries == [
         Step(iteration=0, scale=0.5, hyperparameters=LR, edited=[2], editor=0, accepted=True)
     ]
-    assert len(log.reasons) == len(log.entries)
 
 
 def entering(outcome: Outcome) -> list[list[int]]:
@@ -129,7 +127,7 @@ def test_who_comes_late_enters_with_the_iteration_that_all_members_were_told_of(
     for worker, incarnation in ((0, 1), (1, 2), (2, 9)):
         outcome = log.handle_step(worker, say(incarnation, 1))
     assert not any(isinstance(entry, Joined) for entry in outcome.entries)
-    assert set(log.live()) == {0, 1, 2}
+    assert set(log.live) == {0, 1, 2}
 
 
 def test_meetings_wait_for_a_newcomer_from_the_one_on_that_it_knows() -> None:
@@ -154,10 +152,10 @@ def test_who_comes_when_nobody_lives_enters_at_once() -> None:
 def test_a_commit_that_counts_already_is_answered_again() -> None:
     log = log_of("bsp", workers=1)
     contribute(log, 0, 1, 0)
-    before = list(log.entries)
+    before = list(log.lines.entries)
     again = log.handle_commit(0, commit(1, 0))
     assert [reply.message for reply in again.replies] == [Committed(iteration=0, workers=[0])]
-    assert log.entries == before
+    assert log.lines.entries == before
 
 
 def grouped(incarnation: int, iteration: int, grouping: int) -> messages.Commit:
@@ -173,8 +171,8 @@ def test_an_iterations_workers_are_told_the_grouping_that_all_of_them_know_of() 
     assert [reply.message for reply in outcome.replies] == [told, told]
     for worker in (0, 1):
         log.handle_step(worker, say(worker + 1, 0))
-    kept = msgspec.msgpack.encode(log.state())
-    again = CommitLog.restored(msgspec.msgpack.decode(kept, type=LogState))
+    kept = msgspec.msgpack.encode(log)
+    again = msgspec.msgpack.decode(kept, type=CommitLog)
     for each in (log, again):  # asked again after the step, as by a group's next speaker
         assert [reply.message for reply in each.handle_commit(0, grouped(1, 0, 4)).replies] == [told]
 
@@ -222,9 +220,9 @@ def test_a_member_fenced_before_the_mean_is_left_out_and_one_fenced_after_counts
     assert isinstance(combine, Combine)
     assert [member.worker for member in combine.members] == [0, 2]
     outcome = log.handle_fence(2, 3)
-    assert log.fenced(1, 2).used == []
-    assert log.fenced(2, 3).used == [Used(sampler=0, epoch=0, start=30, stop=31)]
-    assert log.fenced(2, 3).iteration == 1
+    assert log.used.of(1, 2).used == []
+    assert log.used.of(2, 3).used == [Used(sampler=0, epoch=0, start=30, stop=31)]
+    assert log.used.of(2, 3).iteration == 1
     assert isinstance(log.handle_step(0, say(1, 0)).entries[0], Step)
     assert log.handle_commit(2, commit(3, 1)).refused
     assert log.handle_join(2, 3).refused
@@ -277,7 +275,7 @@ def test_a_rank_that_comes_anew_fences_what_it_was() -> None:
     assert outcome.entries == [Fenced(worker=1, incarnation=2)]
     assert log.handle_fence(1, 2).entries == []
     assert log.handle_join(1, 2).refused
-    assert log.live() == {0: 1}
+    assert log.live == {0: 1}
 
 
 def test_an_iteration_whose_workers_all_died_begins_anew_and_a_mean_without_any_is_left_out() -> None:
@@ -289,7 +287,6 @@ def test_an_iteration_whose_workers_all_died_begins_anew_and_a_mean_without_any_
     (_, step) = outcome.entries
     assert isinstance(step, Step)
     assert not step.accepted
-    assert "left out" in log.reasons[-1]
     assert log.handle_join(0, 3).entries == [Joined(worker=0, incarnation=3, clock=1)]
 
 
@@ -309,7 +306,7 @@ def test_the_word_of_one_who_died_after_it_said_step_counts() -> None:
 
 
 def test_the_run_begins_when_as_many_are_there_as_it_begins_with() -> None:
-    log = CommitLog("asp", 0, 3, 1)
+    log = CommitLog.begin("asp", 0, 3, 1)
     log.handle_join(0, 1)
     assert log.waiting_for() == ["2 of 3 workers, to join"]
     log.handle_join(1, 2)
@@ -324,7 +321,7 @@ def test_the_run_begins_when_as_many_are_there_as_it_begins_with() -> None:
 
 
 def applies(log: CommitLog) -> list[Apply]:
-    return [entry for entry in log.entries if isinstance(entry, Apply)]
+    return [entry for entry in log.lines.entries if isinstance(entry, Apply)]
 
 
 def test_as_many_contributions_as_workers_make_one_step() -> None:
@@ -333,7 +330,6 @@ def test_as_many_contributions_as_workers_make_one_step() -> None:
         contribute(log, worker, worker + 1, iteration, weight)
     found = [(entry.opens, entry.closes, entry.part) for entry in applies(log)]
     assert found == [(True, False, 1.0), (False, False, 0.75), (False, True, 0.5), (True, False, 1.0)]
-    assert "contribution 2 of 3 to a step" in log.reasons[-3]
 
 
 def test_what_is_stale_weighs_less_in_its_step() -> None:
@@ -428,34 +424,34 @@ def test_what_has_no_place_in_the_log_is_refused() -> None:
     assert log.handle_commit(0, commit(1, 0, weight=float("inf"))).refused
     assert log.handle_step(0, say(1, 0)).refused
     assert log.handle_staged(3, 0, 1, 0).refused
-    assert len(log.entries) == 1
+    assert len(log.lines.entries) == 1
     with pytest.raises(ValueError, match="bsp, ssp, asp"):
-        CommitLog("eventual", 0, 1, 1)
+        CommitLog.begin("eventual", 0, 1, 1)
 
 
 def test_shards_without_trainable_chunks_are_not_waited_for() -> None:
-    log = CommitLog("asp", 0, 1, 3, holders=[1])
+    log = CommitLog.begin("asp", 0, 1, 3, holders=[1])
     log.handle_join(0, 1)
     log.handle_commit(0, commit(1, 0))
     assert isinstance(log.handle_staged(1, 0, 1, 0).entries[0], Apply)
-    empty = ShardState([], "asp", 0)
-    for entry in log.entries:
+    empty = ShardState.begin([], "asp", 0)
+    for entry in log.lines.entries:
         assert all(
             not action.chunks for action in empty.handle_entry(entry) if isinstance(action, ApplyChunks)
         )
-    assert empty.handle_pull(0, Pull(incarnation=1, clock=1))
+    assert Pulls(empty).ask(Asked(0, Pull(incarnation=1, clock=1)))
 
 
 def test_the_log_forgets_what_all_have() -> None:
     log = log_of("asp", workers=1)
     for iteration in range(5):
         contribute(log, 0, 1, iteration)
-    log.forget(4)
-    assert log.next_sequence == 6
-    assert [sequence for sequence, _ in log.entries_from(4)] == [4, 5]
-    assert log.entries_from(6) == []
+    log.lines.forget(4)
+    assert log.lines.next_sequence == 6
+    assert [sequence for sequence, _ in log.lines.after(4)] == [4, 5]
+    assert log.lines.after(6) == []
     with pytest.raises(ValueError, match="forgotten"):
-        log.entries_from(3)
+        log.lines.after(3)
 
 
 def test_what_is_used_is_reported_once_and_told_whole_at_the_fence() -> None:
@@ -463,12 +459,12 @@ def test_what_is_used_is_reported_once_and_told_whole_at_the_fence() -> None:
     for iteration, position in enumerate([4, 5, 9]):
         log.handle_staged(0, 0, 1, iteration)
         log.handle_commit(0, commit(1, iteration, used=position))
-    (news,) = log.poll_used()
+    (news,) = log.used.take_news()
     assert [(part.start, part.stop) for part in news.used] == [(4, 6), (9, 10)]
-    assert log.poll_used() == []
+    assert log.used.take_news() == []
     log.handle_commit(0, commit(1, 3, used=11))  # not staged: does not count
     log.handle_fence(0, 1)
-    assert [(part.start, part.stop) for part in log.fenced(0, 1).used] == [(4, 6), (9, 10)]
+    assert [(part.start, part.stop) for part in log.used.of(0, 1).used] == [(4, 6), (9, 10)]
 
 
 def test_what_the_hub_has_not_been_told_stays_small_while_it_is_gone() -> None:
@@ -476,7 +472,7 @@ def test_what_the_hub_has_not_been_told_stays_small_while_it_is_gone() -> None:
     for iteration in range(2000):
         log.handle_staged(0, 0, 1, iteration)
         log.handle_commit(0, commit(1, iteration, used=iteration))
-    (news,) = log.poll_used()
+    (news,) = log.used.take_news()
     assert [(part.start, part.stop) for part in news.used] == [(0, 2000)]
     assert news.iteration == 2000
 
@@ -527,8 +523,8 @@ def test_who_came_after_another_had_ended_may_meet_without_it() -> None:
     assert log.handle_end(0, 1, done).replies[0].message == messages.Ended()
     assert not log.handle_end(0, 1, done).mismatch  # said again
     log.handle_fence(0, 1)
-    kept = msgspec.msgpack.encode(log.state())
-    log = CommitLog.restored(msgspec.msgpack.decode(kept, type=LogState))
+    kept = msgspec.msgpack.encode(log)
+    log = msgspec.msgpack.decode(kept, type=CommitLog)
     log.handle_join(2, 9)
     log.handle_entered(2, 9, 0)
     assert not log.handle_meet(2, 9, 0, "session.save", 10, at("session.save", 2)).mismatch
@@ -554,7 +550,7 @@ def test_a_place_that_a_journal_does_not_have_is_no_mismatch() -> None:
 
 @pytest.mark.parametrize("consistency", ["bsp", "ssp", "asp"])
 def test_who_dies_before_the_run_begins_is_waited_for_to_come_anew(consistency: str) -> None:
-    log = CommitLog(consistency, 1, 2, 1)
+    log = CommitLog.begin(consistency, 1, 2, 1)
     log.handle_join(0, 1)
     log.handle_meet(0, 1, 0, "start", 50)
     assert log.handle_fence(0, 1).released == [50]
@@ -608,12 +604,13 @@ def applied(worker: int, iteration: int, incarnation: int = 1) -> Apply:
 
 
 def test_a_contribution_is_staged_applied_and_released() -> None:
-    state = joined(ShardState([3, 5], "asp", 0), 0)
+    state = joined(ShardState.begin([3, 5], "asp", 0), 0)
+    pulls = Pulls(state)
     assert not state.handle_push(0, push(3), 10).staged
     assert state.handle_push(0, push(3), 11) == state.handle_push(0, push(3), 12)
     assert state.handle_push(0, push(5), 13).staged
-    assert state.staged() == [(0, 1, 0)]
-    assert not state.handle_pull(0, Pull(incarnation=1, clock=1))
+    assert state.whole() == [(0, 1, 0)]
+    assert not pulls.ask(Asked(0, Pull(incarnation=1, clock=1)))
     apply, release = state.handle_entry(applied(0, 0))
     assert apply == ApplyChunks(
         worker=0,
@@ -628,15 +625,16 @@ def test_a_contribution_is_staged_applied_and_released() -> None:
     )
     assert release == Release([10, 13])
     assert state.versions == {3: 1, 5: 1}
-    assert state.poll_pulls() == [Asked(0, Pull(incarnation=1, clock=1))]
-    assert state.poll_pulls() == []
+    assert pulls.take_ready() == [Asked(0, Pull(incarnation=1, clock=1))]
+    assert pulls.take_ready() == []
     assert (state.clock_of(0), state.staleness_of(0)) == (1, 0.25)
     late = state.handle_push(0, push(3), 14)
     assert (late.keep, late.refused) == (False, "")
 
 
 def test_a_shard_refuses_what_it_cannot_keep() -> None:
-    state = joined(ShardState([3, 5], "asp", 0, limit=2), 0)
+    state = joined(ShardState.begin([3, 5], "asp", 0, limit=2), 0)
+    pulls = Pulls(state)
     assert "does not hold chunk 4" in state.handle_push(0, push(4), 1).refused
     assert "announced" in state.handle_push(0, push(3, chunks=3), 1).refused
     assert "announced" in state.handle_push(0, push(3, chunks=0), 1).refused
@@ -649,13 +647,13 @@ def test_a_shard_refuses_what_it_cannot_keep() -> None:
     assert "in flight" in state.handle_push(7, push(3, 11, incarnation=8), 6).refused
     assert state.handle_entry(Fenced(worker=7, incarnation=8)) == [Release([4, 5])]
     assert "fenced" in state.handle_push(7, push(3, 9, incarnation=8), 7).refused
-    assert not state.handle_pull(7, Pull(incarnation=8, clock=0))
+    assert not pulls.ask(Asked(7, Pull(incarnation=8, clock=0)))
     assert "fenced" in state.refusal(7, 8)
-    assert state.waiting_pulls() == []
+    assert pulls.waiting() == []
 
 
 def test_a_log_that_counts_what_is_not_here_is_an_error() -> None:
-    state = joined(ShardState([3, 5], "asp", 0), 0)
+    state = joined(ShardState.begin([3, 5], "asp", 0), 0)
     state.handle_push(0, push(3), 1)
     with pytest.raises(StoreError, match="not staged here"):
         state.handle_entry(applied(0, 0))
@@ -667,31 +665,32 @@ def test_a_log_that_counts_what_is_not_here_is_an_error() -> None:
 
 
 def test_a_mean_is_pulled_edited_and_stepped() -> None:
-    state = joined(ShardState([3], "bsp", 0), 0, 1)
+    state = joined(ShardState.begin([3], "bsp", 0), 0, 1)
+    pulls = Pulls(state)
     mean = PullMean(incarnation=1, iteration=0)
     for worker in (0, 1):
         assert state.handle_push(worker, push(3, 0, worker + 1, chunks=1), worker).staged
-    assert not state.handle_pull_mean(0, mean)
+    assert not pulls.ask(Asked(0, mean))
     early = Replace(incarnation=1, iteration=0, chunk=3, present=b"\1")
     assert "no mean" in state.handle_replace(0, early, 9).refused
     members = [Member(worker=w, incarnation=w + 1, weight=1.0 + w, samples=2.0) for w in (0, 1)]
     combine, release = state.handle_entry(Combine(iteration=0, members=members))
     assert combine == CombineChunks(0, [(1.0, {3: (0, b"\1")}), (2.0, {3: (1, b"\1")})], 3.0, 4.0, alike=2.0)
     assert release == Release([0, 1])
-    assert state.poll_pulls() == [Asked(0, mean)]
+    assert pulls.take_ready() == [Asked(0, mean)]
     assert state.handle_replace(0, early, 9).keep
     assert not state.handle_replace(0, early, 10).keep
     step = Step(iteration=0, scale=0.5, hyperparameters=LR, edited=[3], editor=0, accepted=True)
     state.handle_entry(Fenced(worker=0, incarnation=1))  # what it made of the mean stays
     stepped = state.handle_entry(step)
     assert stepped == [StepChunks(0, 0.5, LR, {3: (9, b"\1")}, True), Release([9])]
-    assert state.handle_pull(1, Pull(incarnation=2, clock=1))
-    assert not state.handle_pull_mean(1, PullMean(incarnation=2, iteration=0))
+    assert pulls.ask(Asked(1, Pull(incarnation=2, clock=1)))
+    assert not pulls.ask(Asked(1, PullMean(incarnation=2, iteration=0)))
     assert state.versions == {3: 1}
 
 
 def test_a_step_that_lacks_an_edited_chunk_is_an_error_and_one_left_out_changes_no_version() -> None:
-    state = joined(ShardState([3], "bsp", 0), 0)
+    state = joined(ShardState.begin([3], "bsp", 0), 0)
     for iteration in (0, 1):
         state.handle_push(0, push(3, iteration, chunks=1), iteration)
     member = Member(worker=0, incarnation=1, weight=1.0, samples=1.0)
@@ -706,34 +705,37 @@ def test_a_step_that_lacks_an_edited_chunk_is_an_error_and_one_left_out_changes_
 
 
 def test_ssp_holds_the_fast_back_until_the_slow_have_come_along_or_gone() -> None:
-    state = joined(ShardState([3], "ssp", 1), 0, 1)
+    state = joined(ShardState.begin([3], "ssp", 1), 0, 1)
+    pulls = Pulls(state)
     for iteration in range(2):
         state.handle_push(0, push(3, iteration, chunks=1), iteration)
         state.handle_entry(applied(0, iteration))
         pull = Pull(incarnation=1, clock=iteration + 1)
-        assert state.handle_pull(0, pull) == (iteration == 0)
-    state.handle_pull(0, Pull(incarnation=1, clock=1))  # a late duplicate displaces nothing
-    assert state.waiting_pulls() == [Asked(0, Pull(incarnation=1, clock=2))]
+        assert pulls.ask(Asked(0, pull)) == (iteration == 0)
+    pulls.ask(Asked(0, Pull(incarnation=1, clock=1)))  # a late duplicate displaces nothing
+    assert pulls.waiting() == [Asked(0, Pull(incarnation=1, clock=2))]
     state.handle_entry(Fenced(worker=1, incarnation=2))
-    assert state.poll_pulls() == [Asked(0, Pull(incarnation=1, clock=2))]
+    assert pulls.take_ready() == [Asked(0, Pull(incarnation=1, clock=2))]
 
 
 def test_a_late_duplicate_of_a_pull_leaves_the_one_that_waits() -> None:
-    state = joined(ShardState([3], "asp", 0), 0)
+    state = joined(ShardState.begin([3], "asp", 0), 0)
+    pulls = Pulls(state)
     state.handle_push(0, push(3, 0, chunks=1), 1)
     state.handle_entry(applied(0, 0))
-    assert not state.handle_pull(0, Pull(incarnation=1, clock=2))
-    assert state.handle_pull(0, Pull(incarnation=1, clock=1))
-    assert state.waiting_pulls() == [Asked(0, Pull(incarnation=1, clock=2))]
+    assert not pulls.ask(Asked(0, Pull(incarnation=1, clock=2)))
+    assert pulls.ask(Asked(0, Pull(incarnation=1, clock=1)))
+    assert pulls.waiting() == [Asked(0, Pull(incarnation=1, clock=2))]
 
 
 def test_who_joins_is_answered_when_it_takes_part() -> None:
-    state = joined(ShardState([3], "ssp", 1), 0)
-    assert not state.handle_pull(5, Pull(incarnation=9, clock=0))
+    state = joined(ShardState.begin([3], "ssp", 1), 0)
+    pulls = Pulls(state)
+    assert not pulls.ask(Asked(5, Pull(incarnation=9, clock=0)))
     state.handle_entry(Joined(worker=5, incarnation=9, clock=4))
-    assert state.poll_pulls() == []  # worker 0 is at 0: four behind
+    assert pulls.take_ready() == []  # worker 0 is at 0: four behind
     state.handle_entry(Fenced(worker=0, incarnation=1))
-    assert state.poll_pulls() == [Asked(5, Pull(incarnation=9, clock=0))]
+    assert pulls.take_ready() == [Asked(5, Pull(incarnation=9, clock=0))]
     assert state.clock_of(5) == 4
 
 
@@ -832,22 +834,22 @@ def test_ranks_are_given_and_come_back_with_higher_incarnations() -> None:
     assert members.handle_hello(0.0, "worker", wish=0).refused == "rank 0 is taken: its worker lives"
     assert members.handle_hello(1.0, "worker", wish=3).worker == 3
     assert members.handle_hello(1.0, "worker").worker == 1
-    assert members.next_deadline() == 5.0
-    assert members.handle_heartbeat(4.0, 1, iteration=7)
-    assert members.poll_deaths(5.9) == []
-    one, three = members.poll_deaths(6.0)
+    assert members.roll.next_deadline() == 5.0
+    assert members.roll.hear(4.0, 1, iteration=7)
+    assert members.roll.poll_deaths(5.9) == []
+    one, three = members.roll.poll_deaths(6.0)
     assert (one[0], three[0]) == (3, 2)
     assert "worker 1 was silent for 5.0 s" in one[1]
-    assert [members.handle_goodbye(incarnation) for incarnation in (3, 2)] == [1, 3]
-    assert members.poll_deaths(6.0) == []
-    assert not members.handle_heartbeat(6.0, 3)
-    assert members.live() == {0: 1}
-    assert members.iterations() == {0: 7}
-    assert members.handle_goodbye(1) == 0
-    assert members.handle_goodbye(1) is None
+    assert [members.workers.leave(incarnation) for incarnation in (3, 2)] == [1, 3]
+    assert members.roll.poll_deaths(6.0) == []
+    assert not members.roll.hear(6.0, 3)
+    assert members.workers.live() == {0: 1}
+    assert members.workers.members[0].iteration == 7
+    assert members.workers.leave(1) == 0
+    assert members.workers.leave(1) is None
     assert members.handle_hello(7.0, "worker", wish=0).incarnation == 4
     assert members.handle_hello(7.0, "worker", wish=10**9).refused
-    assert members.rank_of(4) == 0
+    assert members.workers.rank_of(4) == 0
 
 
 def beaten(members: Membership, incarnation: int, until: float, every: float = 0.1) -> float:
@@ -855,7 +857,7 @@ def beaten(members: Membership, incarnation: int, until: float, every: float = 0
     now = 0.0
     while now + every <= until:
         now += every
-        assert members.handle_heartbeat(now, incarnation)
+        assert members.roll.hear(now, incarnation)
     return now
 
 
@@ -864,19 +866,19 @@ def test_who_was_heard_regularly_is_given_less_patience_and_never_less_than_a_st
     for _ in range(2):
         members.handle_hello(0.0, "worker")
     last = beaten(members, 1, 5.0)
-    assert members.poll_deaths(last + 3.4) == []
-    ((incarnation, reason),) = members.poll_deaths(last + 3.6)
+    assert members.roll.poll_deaths(last + 3.4) == []
+    ((incarnation, reason),) = members.roll.poll_deaths(last + 3.6)
     assert incarnation == 1
     assert "worker 0 was silent for 3.6 s, and 3.5 s are borne" in reason
-    assert dict(members.poll_deaths(60.0)).keys() == {1, 2}  # of the other one nothing was known
+    assert dict(members.roll.poll_deaths(60.0)).keys() == {1, 2}  # of the other one nothing was known
 
 
 def test_what_is_always_borne_can_be_more_than_that() -> None:
     members = Membership(1, patience=60.0, heartbeat=0.1, least=30.0)
     members.handle_hello(0.0, "worker")
     last = beaten(members, 1, 5.0)
-    assert members.poll_deaths(last + 29.9) == []
-    assert members.poll_deaths(last + 30.1)
+    assert members.roll.poll_deaths(last + 29.9) == []
+    assert members.roll.poll_deaths(last + 30.1)
 
 
 def test_slow_heartbeats_are_borne() -> None:
@@ -884,21 +886,21 @@ def test_slow_heartbeats_are_borne() -> None:
     members = Membership(1, patience=600.0, heartbeat=20.0)
     members.handle_hello(0.0, "worker")
     last = beaten(members, 1, 400.0, every=20.0)
-    assert members.poll_deaths(last + 59.0) == []
-    assert members.poll_deaths(last + 61.0)
+    assert members.roll.poll_deaths(last + 59.0) == []
+    assert members.roll.poll_deaths(last + 61.0)
 
 
 def test_a_suspect_that_is_silent_for_two_heartbeats_is_dead() -> None:
     members = Membership(2, patience=60.0, heartbeat=1.0)
     for _ in range(2):
         members.handle_hello(0.0, "worker")
-    assert not members.handle_suspect(1.0, 99)  # nobody
-    assert not members.handle_suspect(1.0, 1)
-    assert members.next_deadline() == 2.0
-    members.handle_heartbeat(1.5, 1)  # it lives: the suspicion was wrong
-    assert members.poll_deaths(4.0) == []
-    assert members.handle_suspect(4.0, 1)
-    ((incarnation, reason),) = members.poll_deaths(4.0)
+    assert not members.roll.suspect(1.0, 99)  # nobody
+    assert not members.roll.suspect(1.0, 1)
+    assert members.roll.next_deadline() == 2.0
+    members.roll.hear(1.5, 1)  # it lives: the suspicion was wrong
+    assert members.roll.poll_deaths(4.0) == []
+    assert members.roll.suspect(4.0, 1)
+    ((incarnation, reason),) = members.roll.poll_deaths(4.0)
     assert incarnation == 1
     assert "another member has lost touch with it" in reason
 
@@ -906,16 +908,16 @@ def test_a_suspect_that_is_silent_for_two_heartbeats_is_dead() -> None:
 def test_who_has_no_connection_any_more_is_given_a_second_to_come_back() -> None:
     members = Membership(2, patience=60.0, heartbeat=0.25)
     members.handle_hello(0.0, "worker")
-    members.handle_broken(99, True)  # nobody
-    members.handle_broken(1, True)
-    assert members.next_deadline() == 1.5
-    assert members.handle_heartbeat(1.4, 1)  # over another connection
-    assert members.poll_deaths(4.0) == []
-    members.handle_broken(1, True)
-    members.handle_broken(1, False)
-    assert members.poll_deaths(4.0) == []
-    members.handle_broken(1, True)
-    ((incarnation, reason),) = members.poll_deaths(4.0)
+    members.roll.note_broken(99, True)  # nobody
+    members.roll.note_broken(1, True)
+    assert members.roll.next_deadline() == 1.5
+    assert members.roll.hear(1.4, 1)  # over another connection
+    assert members.roll.poll_deaths(4.0) == []
+    members.roll.note_broken(1, True)
+    members.roll.note_broken(1, False)
+    assert members.roll.poll_deaths(4.0) == []
+    members.roll.note_broken(1, True)
+    ((incarnation, reason),) = members.roll.poll_deaths(4.0)
     assert incarnation == 1
     assert "was silent for 2.6 s, and its connections are broken" in reason
 
@@ -923,13 +925,13 @@ def test_who_has_no_connection_any_more_is_given_a_second_to_come_back() -> None
 def test_after_the_callers_own_absence_silence_is_counted_anew() -> None:
     members = Membership(1, patience=5.0)
     members.handle_hello(0.0, "worker", token="a")
-    members.handle_suspect(1.0, 1)
+    members.roll.suspect(1.0, 1)
     other = Membership(1, patience=5.0)
     other.restore(100.0, members.state())
     for each in (members, other):
-        each.handle_return(100.0)
-        assert each.poll_deaths(104.9) == []
-        assert [incarnation for incarnation, _ in each.poll_deaths(105.0)] == [1]
+        each.roll.hear_all(100.0)
+        assert each.roll.poll_deaths(104.9) == []
+        assert [incarnation for incarnation, _ in each.roll.poll_deaths(105.0)] == [1]
         assert each.handle_hello(101.0, "worker", token="a").incarnation == 1  # its answer was lost
         assert each.handle_hello(101.0, "worker", token="b").incarnation == 2
 
@@ -938,44 +940,45 @@ def test_shards_are_known_by_index() -> None:
     members = Membership(1, patience=5.0, shards=2)
     one = members.handle_hello(0.0, "shard", shard=1, address="tcp://a:1")
     assert not one.refused
-    assert members.shard_addresses() is None
+    assert members.shards.addresses() is None
     assert "at tcp://a:1" in members.handle_hello(0.0, "shard", shard=1, address="tcp://b:1").refused
     assert members.handle_hello(1.0, "shard", shard=1, address="tcp://a:1").incarnation == one.incarnation
     assert members.handle_hello(1.0, "shard", shard=2, address="tcp://a:2").refused
     assert members.handle_hello(1.0, "shard", shard=0).refused
     assert members.handle_hello(1.0, "king").refused
     zero = members.handle_hello(2.0, "shard", shard=0, address="tcp://a:0")
-    assert members.shard_addresses() == ["tcp://a:0", "tcp://a:1"]
-    members.handle_heartbeat(6.0, zero.incarnation)
-    assert [incarnation for incarnation, _ in members.poll_deaths(6.0)] == [one.incarnation]
-    assert members.handle_shard_goodbye(one.incarnation) == 1
-    assert members.shard_addresses() is None
-    assert members.live_shards() == [0]
-    assert members.handle_shard_goodbye(one.incarnation) is None
-    assert members.handle_shard_goodbye(zero.incarnation) == 0
-    assert members.live_shards() == []
+    assert members.shards.addresses() == ["tcp://a:0", "tcp://a:1"]
+    members.roll.hear(6.0, zero.incarnation)
+    assert [incarnation for incarnation, _ in members.roll.poll_deaths(6.0)] == [one.incarnation]
+    assert members.shards.leave(one.incarnation) == 1
+    assert members.shards.addresses() is None
+    assert members.shards.live() == [0]
+    assert members.shards.leave(one.incarnation) is None
+    assert members.shards.leave(zero.incarnation) == 0
+    assert members.shards.live() == []
 
 
 def test_questions_for_some_chunks_are_joined_until_they_are_answered() -> None:
-    state = ShardState([0, 1, 2], "bsp", 0)
+    state = ShardState.begin([0, 1, 2], "bsp", 0)
+    pulls = Pulls(state)
     state.handle_entry(Joined(worker=0, incarnation=1, clock=0))
     for chunks in ([0], [2], [2]):
-        assert not state.handle_pull(0, Pull(incarnation=1, clock=1, chunks=chunks))
-        assert not state.handle_pull_mean(0, PullMean(incarnation=1, iteration=0, chunks=chunks))
-    assert [asked.pull.chunks for asked in state.waiting_pulls()] == [[0, 2], [0, 2]]
+        assert not pulls.ask(Asked(0, Pull(incarnation=1, clock=1, chunks=chunks)))
+        assert not pulls.ask(Asked(0, PullMean(incarnation=1, iteration=0, chunks=chunks)))
+    assert [asked.pull.chunks for asked in pulls.waiting()] == [[0, 2], [0, 2]]
     for chunks in ([], [1]):  # all, and so that one too
-        assert not state.handle_pull(0, Pull(incarnation=1, clock=1, chunks=chunks))
-        assert [asked.pull.chunks for asked in state.waiting_pulls()] == [[0, 2], []]
+        assert not pulls.ask(Asked(0, Pull(incarnation=1, clock=1, chunks=chunks)))
+        assert [asked.pull.chunks for asked in pulls.waiting()] == [[], [0, 2]]
 
 
 def test_a_shard_counts_the_samples_that_the_log_counts() -> None:
     """Before its journal is read again, and after it."""
-    state = joined(ShardState([3], "asp", 0, consumed=100.0), 0)
+    state = joined(ShardState.begin([3], "asp", 0, consumed=100.0), 0)
     assert state.handle_push(0, push(3, chunks=1), 1).staged
     state.handle_entry(applied(0, 0))
-    again = ShardState.restored(msgspec.msgpack.decode(msgspec.msgpack.encode(state.state()), type=HeldState))
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=ShardState)
     assert again.consumed == state.consumed == 100.0 + applied(0, 0).samples
-    other = joined(ShardState([], "bsp", 0), 0, 1)  # a shard without chunks follows the log too
+    other = joined(ShardState.begin([], "bsp", 0), 0, 1)  # a shard without chunks follows the log too
     members = [Member(worker=each, incarnation=each + 1, weight=1.0, samples=4.0) for each in (0, 1)]
     other.handle_entry(Combine(iteration=0, members=members))
     assert other.consumed == 8.0

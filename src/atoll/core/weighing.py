@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import statistics
 import zlib
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
+
+import msgspec
 
 KNOWN = "known"  # session.weight said it, or the sampler or the model's output agrees with the count
 GUESSED = "guessed"  # the first dimension of the first tensor given to the model; nothing agrees with it
@@ -103,24 +104,20 @@ def weight_of(contribution: Counted, certain: bool) -> float:
     return contribution.weight if certain or contribution.weight <= 0 else contribution.alike
 
 
-class Usual:
+class Usual(msgspec.Struct, forbid_unknown_fields=True):
     """The recent weights and numbers of samples of a run's contributions, and what is far beyond them.
 
     `numbers` are those of contributions that counted, in order: each is a weight, samples, and the weight
     where all count alike.
     """
 
-    def __init__(self, numbers: Iterable[tuple[float, float, float]] = ()) -> None:
-        self._recent = deque(numbers, maxlen=_RECENT)
-
-    @property
-    def numbers(self) -> list[tuple[float, float, float]]:
-        return list(self._recent)
+    numbers: list[tuple[float, float, float]] = []
 
     def take(self, contribution: Weighed) -> None:
         """Note a contribution that counts."""
         if contribution.weight > 0:
-            self._recent.append(_numbers(contribution))
+            self.numbers.append(_numbers(contribution))
+            del self.numbers[:-_RECENT]
 
     def excess(self, contribution: Weighed, others: Iterable[Weighed] = ()) -> str:
         """Describe what of a contribution is more than MOST times the median; empty: nothing.
@@ -129,11 +126,11 @@ class Usual:
         that is larger: workers may begin to weigh more, all together. Without either nothing is too much.
         While few are known, it is MOST_AT_ONCE times: of two workers one may have a last batch of one sample.
         """
-        most = MOST if len(self._recent) >= _ENOUGH else MOST_AT_ONCE
+        most = MOST if len(self.numbers) >= _ENOUGH else MOST_AT_ONCE
         beside = [_numbers(each) for each in others if each.weight > 0]
         for index, what in enumerate(("weight", "samples", "workers")):
             value = _numbers(contribution)[index]
-            medians = [median_of([each[index] for each in seen]) for seen in (self._recent, beside)]
+            medians = [median_of([each[index] for each in seen]) for seen in (self.numbers, beside)]
             usual = max(medians)
             if usual > 0 and not value <= most * usual:
                 of = "weight" if what == "weight" else f"number of {what}"

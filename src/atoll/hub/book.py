@@ -33,8 +33,10 @@ from atoll.hub.records import (
     Voted,
 )
 from atoll.peers.witness import Answer, Witness
+from atoll.store.admission import Admission
 from atoll.store.leases import Key, Leases
-from atoll.store.members import FLOOR_SECONDS, Admission, Membership
+from atoll.store.members import Membership
+from atoll.store.roll import FLOOR_SECONDS
 from atoll.wire.messages import AnyMessage, Lease, Leased, Used
 
 GLOBAL = ""  # the name of the log that shard 0 keeps; a site's has the site's
@@ -120,7 +122,10 @@ class Book:
         self.leases = Leases()
         self.rings: RingsOf | None = None
         self.groups: GroupsOf | None = None
-        self.fences: dict[str, set[Key]] = {GLOBAL: set(), **{site: set() for site in self.members.sites}}
+        self.fences: dict[str, set[Key]] = {
+            GLOBAL: set(),
+            **{site: set() for site in self.members.sites.workers},
+        }
         self.begun = self.over = False
         self.witness = Witness()
         self._site_of: dict[Key, str] = {}  # of every worker that has ever come
@@ -148,7 +153,7 @@ class Book:
         elif isinstance(record, Paired):
             self.pair(record)
         elif isinstance(record, Promoted):
-            self.members.pairs[record.shard].promote()
+            self.members.shards.pairs[record.shard].promote()
         elif isinstance(record, Voted):
             self.vote(record)
         elif isinstance(record, Over):
@@ -162,8 +167,8 @@ class Book:
 
     def come(self, record: Came) -> Admission:
         """Somebody says Hello; a refusal changes nothing."""
-        if record.role == "shard" and self.members.pairs:
-            return self.members.handle_half(
+        if record.role == "shard" and self.members.shards.pairs:
+            return self.members.shards.admit_half(
                 record.at,
                 record.shard,
                 record.address,
@@ -186,27 +191,27 @@ class Book:
         if not admission.refused:
             if record.role == "worker" and self.groups is not None:
                 self.groups.joined(admission.worker, admission.incarnation, record.site)
-            if record.role == "worker" and self.members.sites:
+            if record.role == "worker" and self.members.sites.workers:
                 self._site_of[admission.worker, admission.incarnation] = record.site
                 self._site_by_incarnation[admission.incarnation] = record.site
-            self.begun = self.begun or self.members.live_count >= self.members.workers
+            self.begun = self.begun or len(self.members.workers.members) >= self.members.workers.count
         return admission
 
     def pair(self, record: Paired) -> bool:
         """What a primary says of itself and its standby; gives whether that is new."""
-        pair = self.members.pairs[record.shard]
+        pair = self.members.shards.pairs[record.shard]
         return pair.sync(record.primary, record.standby) if record.standby else pair.serve(record.primary)
 
     def leave(self, record: Left | Died) -> Gone | None:
         """Somebody leaves; None where nobody of this incarnation is there."""
-        site = self.members.handle_site_goodbye(record.incarnation)
+        site = self.members.sites.leave(record.incarnation)
         if site:
             self._fence_site(site, record.incarnation)
             return Gone(site=site)
-        shard = self.members.handle_shard_goodbye(record.incarnation)
+        shard = self.members.shards.leave(record.incarnation)
         if shard is not None:
             return Gone(shard=shard)
-        rank = self.members.handle_goodbye(record.incarnation)
+        rank = self.members.workers.leave(record.incarnation)
         if rank is None:
             return None
         self._fence(rank, record)
@@ -232,16 +237,16 @@ class Book:
         if self.groups is not None:  # its contributor is fenced with its last member
             self.groups.left(record.at, rank, finished=isinstance(record, Left) and record.finished)
             return
-        if self.members.sites:
+        if self.members.sites.workers:
             fences = self.fences.get(self._site_of.get((rank, incarnation), GLOBAL))
         else:
-            fences = self.fences[GLOBAL] if self.members.shards else None
+            fences = self.fences[GLOBAL] if self.members.shards.count else None
         if fences is not None:
             fences.add((rank, incarnation))
 
     def _fence_site(self, site: str, incarnation: int) -> None:
         """To the global log a site is one worker."""
-        self.fences[GLOBAL].add((list(self.members.sites).index(site), incarnation))
+        self.fences[GLOBAL].add((list(self.members.sites.workers).index(site), incarnation))
 
     def vote(self, record: Voted) -> Answer | None:
         """A node wants the witness's vote; None to who has no business to ask."""
@@ -282,10 +287,10 @@ class Book:
             if not asked:
                 return Word()
             return Word(self.leases.handle_fenced(*key, fenced.used, final=False))
-        if not self.members.sites:
+        if not self.members.sites.workers:
             workers = [key]
-        elif fenced.worker < len(self.members.sites):
-            site = list(self.members.sites)[fenced.worker]
+        elif fenced.worker < len(self.members.sites.workers):
+            site = list(self.members.sites.workers)[fenced.worker]
             workers = [known for known, where in self._site_of.items() if where == site]
         else:
             return Word()  # of nobody whom this hub has sent there
@@ -309,10 +314,10 @@ class Book:
     # -- as plain data ------------------------------------------------------------------------------------
 
     def state(self) -> BookState:
-        """All of it, for `restore`."""
+        """All of it, for `restore`: parts of it are this object's own, so encode it at once."""
         return BookState(
             self.members.state(),
-            self.leases.state(),
+            self.leases.state,
             dict(self._site_of),
             {log: sorted(fences) for log, fences in self.fences.items()},
             {key: dict(dealt) for key, dealt in self._dealt.items()},
@@ -326,7 +331,7 @@ class Book:
     def restore(self, now: float, state: BookState) -> None:
         """Be as `state` says."""
         self.members.restore(now, state.members)
-        self.leases.restore(state.leases)
+        self.leases.state = state.leases
         self._site_of = dict(state.site_of)
         self._site_by_incarnation = {known: site for (_, known), site in self._site_of.items()}
         self.fences = {log: set(map(tuple, fences)) for log, fences in state.fences.items()}  # type: ignore[arg-type]

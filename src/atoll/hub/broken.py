@@ -3,7 +3,7 @@
 A process that is killed has its connections closed by the system: both sides know at once. One that stands
 still keeps them, and so does one behind a link that is cut. So a worker whose connections to the hub and to
 the shard that keeps its log have both gone, and that makes none anew, is dead without more patience
-(`store/members.py`: `broken_seconds`). One of the two alone may be a link's fault.
+(`store/roll.py`: `broken_seconds`). One of the two alone may be a link's fault.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BrokenLinks:
 
     def beat(self, peer: bytes, incarnation: int) -> None:
         """A heartbeat has come."""
-        if not self._members.shards:
+        if not self._members.shards.count:
             return
         self._beats[incarnation] = peer
         self._beats.move_to_end(incarnation)
@@ -54,7 +54,7 @@ class BrokenLinks:
         self._find_silent(now)
         while self._next and self._next[0][0] <= now:
             _, incarnation = heapq.heappop(self._next)
-            peer, rank = self._silent.get(incarnation), self._members.rank_of(incarnation)
+            peer, rank = self._silent.get(incarnation), self._members.workers.rank_of(incarnation)
             if peer is None or rank is None:
                 self._silent.pop(incarnation, None)
                 continue  # it was heard again, is no more, or is no worker
@@ -66,8 +66,8 @@ class BrokenLinks:
     def _find_silent(self, now: float) -> None:
         while self._beats:
             incarnation = next(iter(self._beats))
-            silence = self._members.silence_of(now, incarnation)
-            if silence is not None and silence < _SILENT_BEATS * self._members.heartbeat:
+            silence = self._members.roll.silence_of(now, incarnation)
+            if silence is not None and silence < _SILENT_BEATS * self._members.roll.heartbeat:
                 return  # whoever comes after was heard later
             peer = self._beats.pop(incarnation)
             if silence is not None:
@@ -76,8 +76,11 @@ class BrokenLinks:
 
     def looked(self, message: Looked) -> None:
         """The log's answer."""
-        if message.incarnation in self._asked and self._members.rank_of(message.incarnation) is not None:
-            self._members.handle_broken(message.incarnation, message.lost)
+        if (
+            message.incarnation in self._asked
+            and self._members.workers.rank_of(message.incarnation) is not None
+        ):
+            self._members.roll.note_broken(message.incarnation, message.lost)
 
     def left(self, incarnation: int) -> None:
         """A member has left or died."""

@@ -99,7 +99,7 @@ class Groups:
         self._now, self._send, self._refuse, self._keep = now, send, refuse, keep
         self._lockstep = settings.consistency == "bsp"
         self._formation = Formation(
-            self._members.workers, self._members.new_incarnation, lockstep=self._lockstep
+            self._members.workers.count, self._members.roll.new_incarnation, lockstep=self._lockstep
         )
         self._blocks = Blocks(self._leases)
         self._planner = Planner(settings)
@@ -125,10 +125,10 @@ class Groups:
         rings.wants_links = self._wants_links
 
     def _use(self, known: Formation) -> None:
-        self._members.not_ranks = known.numbers
+        self._members.workers.not_ranks = known.numbers
 
     def _grouping_of(self, incarnation: int) -> int:
-        rank = self._members.rank_of(incarnation)
+        rank = self._members.workers.rank_of(incarnation)
         return self._formation.grouping_of(rank) if rank is not None else 0
 
     @property
@@ -138,7 +138,7 @@ class Groups:
 
     def _wants_links(self, incarnation: int) -> bool:
         """Whether a worker's links are to be measured: at first, once all are there."""
-        rank = self._members.rank_of(incarnation)
+        rank = self._members.workers.rank_of(incarnation)
         if self._desk is None or rank is None:
             return False
         return not self._book.begun or self._desk.wants(rank)
@@ -149,7 +149,7 @@ class Groups:
         """A worker has come, which is at `site`, if it says so."""
         self._planner.sites[rank] = site
         if self._desk is not None:
-            self._desk.handle_live(self._members.live())
+            self._desk.handle_live(self._members.workers.live())
         if (rank, incarnation) not in self._formation.contributors_of(rank):
             self._apply(self._formation.handle_joined(rank, incarnation))
 
@@ -187,13 +187,13 @@ class Groups:
     def worker_of(self, contributor: int) -> int | None:
         """The incarnation of the only member of a contributor."""
         members = self._formation.members(contributor)
-        return self._members.live().get(members[0]) if len(members) == 1 else None
+        return self._members.workers.live().get(members[0]) if len(members) == 1 else None
 
     # -- what workers say ---------------------------------------------------------------------------------
 
     def handle(self, peer: bytes, message: JoinGroup | InGroup) -> None:
         """A worker asks for its group, or has moved to it."""
-        rank = self._members.rank_of(message.incarnation)
+        rank = self._members.workers.rank_of(message.incarnation)
         if rank is None:
             number = message.number if isinstance(message, JoinGroup) else 0
             reason = f"the hub knows no incarnation {message.incarnation}, or has given it up"
@@ -214,7 +214,7 @@ class Groups:
 
     def _take(self, word: InGroups) -> None:
         message = word.message
-        rank = self._members.rank_of(message.incarnation)
+        rank = self._members.workers.rank_of(message.incarnation)
         if rank is None:
             return
         if isinstance(message, InGroup):
@@ -228,7 +228,7 @@ class Groups:
     def _patience(self, rank: int) -> float:
         """For how long a worker that asks may be let wait: in lock step all come at once, or are dead."""
         if self._lockstep:
-            return self._members.patience
+            return self._members.roll.patience
         now = self._now()
         mates = next((group for group in self._wanted if rank in group), [rank])
         slowest = max(
@@ -239,7 +239,7 @@ class Groups:
 
     def handle_links(self, word: LinkPlace | LinkMeasured) -> None:
         """A worker says where its links are measured, or what it has measured."""
-        rank = self._members.rank_of(word.incarnation)
+        rank = self._members.workers.rank_of(word.incarnation)
         if self._desk is None or rank is None:
             return
         if isinstance(word, LinkPlace):
@@ -269,7 +269,7 @@ class Groups:
             self._planner.handle_measured(now, rank, pace)
 
     def _take_pace(self, paced: Paced) -> None:
-        rank = self._members.rank_of(paced.incarnation)
+        rank = self._members.workers.rank_of(paced.incarnation)
         if rank is not None:
             self._paces[rank] = paced.pace
             self._formation.handle_trains(rank)
@@ -343,14 +343,14 @@ class Groups:
         """Have links measured, and tell what was found."""
         if self._desk is None:
             return
-        live = self._members.live()
+        live = self._members.workers.live()
         asks, found = self._desk.poll(now, live)
         for ask in asks:
             self._rings.say(live[ask.worker], ask.message)
         if found is None:
             return
         self._decisions.add("links", found.summary, found.reason)
-        shards = self._members.shard_addresses() or [""]
+        shards = self._members.shards.addresses() or [""]
         here = "127.0.0.1" if is_path(shards[0]) else ""
         self._planner.server = (host_and_port(shards[0]) or (here,))[0]
         self._planner.links, self._planner.hosts = found.links, dict(self._desk.hosts)
@@ -364,7 +364,7 @@ class Groups:
         if self._settings.queued:
             self._poll_queue(now)
         elif not self._planner.busy and now >= self._not_before and (self._desk is None or self._desk.over):
-            live = self._members.live()
+            live = self._members.workers.live()
             over = now >= self._began + self._settings.patience
             reported = {rank: 1 / pace for rank, pace in self._paces.items() if rank in live}
             if reported and (over or len(reported) == len(live)):
@@ -378,7 +378,7 @@ class Groups:
     def _poll_queue(self, now: float) -> None:
         """The probe's queue; after a restart it goes on with those who are in no group."""
         placed = {rank for group in self._wanted for rank in group}
-        waiting = [rank for rank in self._members.live() if rank not in placed]
+        waiting = [rank for rank in self._members.workers.live() if rank not in placed]
         if self._queue is None:
             if not waiting:
                 self.decide(Grouping([]), "each worker is in a group", placed=True)
@@ -414,7 +414,7 @@ class Groups:
 
     def _place_newcomers(self, now: float) -> None:
         placed = {rank for group in self._wanted for rank in group} | self._told
-        for rank in self._members.live():
+        for rank in self._members.workers.live():
             measured = self._desk is None or not self._desk.wants(rank)
             if rank not in placed and rank in self._paces and measured:
                 self._told.add(rank)
@@ -429,7 +429,7 @@ class Groups:
         self._take_decision(decided)
 
     def _take_decision(self, decided: Decided) -> None:
-        live = self._members.live()
+        live = self._members.workers.live()
         groups = [rest for group in decided.groups if (rest := [rank for rank in group if rank in live])]
         moved = {rank for group in groups for rank in group}
         rests = ([rank for rank in group if rank not in moved] for group in self._wanted)
@@ -450,7 +450,7 @@ class Groups:
                 self._decisions.add("groups", f"workers {show(Grouping(outcome.groups))}", outcome.reason)
                 self._reasons[outcome.grouping] = outcome.reason
                 self._reasons.pop(outcome.grouping - _REASONS, None)
-                for incarnation in self._members.live().values():
+                for incarnation in self._members.workers.live().values():
                     self._rings.tell(incarnation)
             elif isinstance(outcome, formation.Formed):
                 self._form(outcome)
@@ -468,7 +468,7 @@ class Groups:
 
     def _form(self, formed: formation.Formed) -> None:
         """A group has come together: its ring, its leases, and the answers to its members."""
-        live = self._members.live()
+        live = self._members.workers.live()
         number = self._rings.form_group({live[rank]: rank for rank in formed.workers})
         for rank in formed.workers:
             old = self._formation.contributors_of(rank)[0]
@@ -556,4 +556,4 @@ class Groups:
         self._planner.sites, self._reasons = found.sites, found.reasons
         if self._desk is not None:
             self._desk.known, self._desk.hosts = found.links, found.hosts
-            self._desk.handle_live(self._members.live())
+            self._desk.handle_live(self._members.workers.live())

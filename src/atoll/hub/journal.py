@@ -24,7 +24,7 @@ from atoll.store.frames import Kind, encode_frame, frames, is_damaged, is_other_
 FILE = "hub.journal"  # in the hub's directory
 SHARD_FILE = "shard.json"  # in a shard's
 _FORSAKEN = f"{FILE}.incomplete"  # its name while records are missing at its end
-KIND = Kind(b"ATH2", 2**30)
+KIND = Kind(b"ATH3", 2**30)
 _COMPACT_BYTES = 2**20  # of records since the last compact state, and at least as much as that
 
 

@@ -27,8 +27,9 @@ from atoll.hub.records import Began
 from atoll.hub.service import LIMIT, Hub
 from atoll.net.endpoint import Server
 from atoll.net.keys import read_keys
-from atoll.store.members import FLOOR_SECONDS, RANKS
 from atoll.store.replicas import REPLICAS
+from atoll.store.roll import FLOOR_SECONDS
+from atoll.store.workers import RANKS
 
 ADDRESS_FILE = "hub.address"  # in the run's directory: where the hub listens
 DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
@@ -144,7 +145,7 @@ def serve(
             grouping=grouping,
         )
         stack.callback(hub.close)
-        if book.over and not book.members.incarnations():
+        if book.over and not book.members.roll.known:
             raise UserError(f"{where}: the run {run!r} there is over; give another --directory")
         decisions.add(
             "hub",
@@ -179,10 +180,10 @@ def _pairs(sites: Mapping[str, int] | None) -> list[tuple[str, int]]:
 
 def _there(book: Book) -> str:
     """Who is there, in a few words."""
-    workers, shards = len(book.members.live()), len(book.members.live_shards())
+    workers, shards = len(book.members.workers.live()), len(book.members.shards.live())
     words = [_count(workers, "worker"), _count(shards, "shard")]
-    if book.members.sites:
-        words.append(_count(len(book.members.live_sites()), "site"))
+    if book.members.sites.workers:
+        words.append(_count(len(book.members.sites.members), "site"))
     return ", ".join(words)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
 from atoll.hub.records import AnyRecord, Came, Paired, Promoted
-from atoll.store.members import suspect_seconds
 from atoll.store.replicas import Half, Pair
+from atoll.store.roll import suspect_seconds
 from atoll.wire.messages import AnyMessage, Duty, Hello, InSync, LostTouch, Serves
 
 _MOST_RIVALS = 4096
@@ -55,7 +55,7 @@ class Pairs:
 
     @property
     def _pairs(self) -> dict[int, Pair]:
-        return self._members.pairs
+        return self._members.shards.pairs
 
     # -- who comes ----------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class Pairs:
             life=hello.life,
             since=hello.since,
         )
-        there = self._members.incarnations()
+        there = self._members.roll.known
         admission = self._book.come(came)
         if admission.waits and may_wait and len(self._rivals) < _MOST_RIVALS:
             self._rivals = [each for each in self._rivals if each.hello.life != hello.life]
@@ -106,7 +106,7 @@ class Pairs:
 
     def handle(self, message: Serves | InSync | LostTouch) -> None:
         """A word of a process that is there, on its own connection."""
-        shard = self._members.pair_of(message.incarnation)
+        shard = self._members.shards.pair_of(message.incarnation)
         if shard is None:
             return
         if isinstance(message, LostTouch):
@@ -116,7 +116,7 @@ class Pairs:
         paired = Paired(at=self._hub.now(), shard=shard, primary=message.incarnation, standby=standby)
         if self._book.pair(paired):
             self._hub.keep(paired)
-            where = self._members.half_at(standby or message.incarnation)
+            where = self._members.shards.half_at(standby or message.incarnation)
             if standby:
                 reason = f"it holds all that is acknowledged: {where}"
                 self._decisions.add(f"shard {shard}", "its standby is in sync", reason)
@@ -128,7 +128,7 @@ class Pairs:
         if self._hub.is_gone(partner.incarnation):
             self._hub.bury(partner.incarnation, "its connections are gone, to the hub and to its partner")
         else:
-            self._members.handle_suspect(self._hub.now(), partner.incarnation)
+            self._members.roll.suspect(self._hub.now(), partner.incarnation)
 
     # -- what time brings about ---------------------------------------------------------------------------
 
@@ -148,13 +148,13 @@ class Pairs:
         half = pair.promotable()
         if half is None or self._book.over:
             return
-        silence = self._members.silence_of(self._hub.now(), half.incarnation)
-        if silence is None or silence >= suspect_seconds(self._members.heartbeat):
+        silence = self._members.roll.silence_of(self._hub.now(), half.incarnation)
+        if silence is None or silence >= suspect_seconds(self._members.roll.heartbeat):
             return  # it may be dead too: whoever of the two comes back goes on
         promoted = Promoted(at=self._hub.now(), shard=shard)
         self._book.apply(promoted)
         self._hub.keep(promoted)
-        where = self._members.half_at(half.incarnation)
+        where = self._members.shards.half_at(half.incarnation)
         self._decisions.add(f"shard {shard}", f"its standby at {where} goes on", "its primary is gone")
 
     def has_primary(self, shard: int) -> bool:
@@ -189,11 +189,11 @@ class Pairs:
     def _lives(self, half: Half, since: float) -> bool:
         """Whether it was heard after that; else its patience ends, or it will be."""
         now = self._hub.now()
-        silence = self._members.silence_of(now, half.incarnation)
+        silence = self._members.roll.silence_of(now, half.incarnation)
         return silence is not None and silence < now - since
 
     def _tell(self, peer: bytes, incarnation: int) -> None:
-        shard = self._members.pair_of(incarnation)
+        shard = self._members.shards.pair_of(incarnation)
         if shard is None:
             return
         pair = self._pairs[shard]
@@ -202,7 +202,7 @@ class Pairs:
             term=pair.term,
             primary=pair.primary is not None and pair.primary.incarnation == incarnation,
             partner=partner.incarnation if partner is not None else 0,
-            address=self._members.half_at(partner.incarnation) if partner is not None else "",
+            address=self._members.shards.half_at(partner.incarnation) if partner is not None else "",
             synced=pair.synced,
             serves=pair.serves,
         )

@@ -79,7 +79,7 @@ class Rings:
         self._clock, self._send, self._refuse, self._give_up = now, send, refuse, give_up
         self._keep = keep
         self._replayed_at: float | None = None  # while words from before a restart are taken again
-        self._rendezvous = Rendezvous(members.workers)
+        self._rendezvous = Rendezvous(members.workers.count)
         self._regroup = Regroup(self._rendezvous.form, at_least)  # the run's ring
         self._of_groups: dict[int, Regroup] = {}  # by the incarnation of each member
         self._told: dict[Regroup, tuple[int, bool, int]] = {}  # how each stood when its members were told
@@ -94,7 +94,7 @@ class Rings:
 
     def handle(self, peer: bytes, message: Gather | StoreCall | Reform | Enter) -> None:
         """A worker's wish to form a ring, the next ring or to enter one, or its call of the ring's store."""
-        rank = self._members.rank_of(message.incarnation)
+        rank = self._members.workers.rank_of(message.incarnation)
         asker = _Asker(peer, message.number)
         try:
             if rank is None:
@@ -122,10 +122,10 @@ class Rings:
         before = self._rendezvous.formed
         self._answer(self._rendezvous.handle_gather(self._now(), asker, rank, gather))
         if self._rendezvous.formed != before:
-            ranks = self._members.ranks
+            ranks = self._members.workers.ranks
             members = {each: ranks[each] for each in self._rendezvous.members() if each in ranks}
             self._regroup.handle_formed(self._rendezvous.formed, members)
-            self._members.open = True
+            self._members.workers.open = True
             self._decisions.add(
                 "ring",
                 f"ring {self._rendezvous.formed} of {len(members)} workers",
@@ -137,7 +137,7 @@ class Rings:
         if self.grouping_of is not None and regroup is self._regroup:
             raise UserError(f"incarnation {reform.incarnation} is in no group, and so in no ring")
         quiet = not regroup.broken
-        self._regrouped(regroup, regroup.handle_reform(asker, reform, self._members.ranks))
+        self._regrouped(regroup, regroup.handle_reform(asker, reform, self._members.workers.ranks))
         if regroup.broken and quiet:
             self._decisions.add(
                 "ring broken", f"ring {reform.group}", f"worker {rank} lost touch with another member"
@@ -166,7 +166,7 @@ class Rings:
             return
         ring = answers[0][1]
         if regroup is self._regroup:
-            self._members.open = regroup.under_way
+            self._members.workers.open = regroup.under_way
         came = ring.workers[len(ring.workers) - ring.newcomers :]
         told = ((ring.lost, "died"), (ring.left, "left"), (came, "entered"))
         changes = [f"worker {rank} {how}" for ranks, how in told for rank in ranks[:_NAMED]]
@@ -234,7 +234,7 @@ class Rings:
         """A worker said goodbye or died; `finished`: at the end of its session."""
         self._beats.pop(incarnation, None)
         self._leave(incarnation, said_goodbye=said_goodbye, finished=finished)
-        self._members.open = self._regroup.under_way
+        self._members.workers.open = self._regroup.under_way
 
     def _leave(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
         """A worker is in its ring no longer."""
@@ -273,7 +273,7 @@ class Rings:
             regroup = Regroup(self._rendezvous.form, of_group=True)
             regroup.restore(state_of_it, _NOBODY)
             self._of_groups |= dict.fromkeys(regroup.members, regroup)
-        self._members.open = self._regroup.under_way
+        self._members.workers.open = self._regroup.under_way
 
     def poll(self) -> None:
         """Answer those whose time is over, and give up whom the others have lost."""
@@ -295,11 +295,11 @@ class Rings:
         for member in regroup.awaited:
             if not regroup.awaits(member):
                 break  # with the one given up before, the next ring was formed
-            if self._members.handle_suspect(now, member):
+            if self._members.roll.suspect(now, member):
                 heard_until = self._heard_until(now)
-                if not self._members.handle_suspect(heard_until, member):
+                if not self._members.roll.suspect(heard_until, member):
                     continue  # what it said may be unread yet
-                silence = self._members.silence(heard_until, member)
+                silence = self._members.roll.silence_of(heard_until, member) or 0.0
                 self._give_up(member, f"the others lost touch with it, and it was silent for {silence:.1f} s")
 
     def soon(self, seconds: float) -> float:

@@ -43,7 +43,7 @@ from atoll.hub.sites import Sites
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
 from atoll.peers.views import describe
-from atoll.store.members import Admission
+from atoll.store.admission import Admission
 from atoll.wire import messages
 from atoll.wire.messages import (
     VERSION,
@@ -164,7 +164,7 @@ class Hub:
     ) -> None:
         self._until_done = until_done
         self._server, self._book, self._members, self._decisions = server, book, book.members, decisions
-        self._run, self._heartbeat = run, book.members.heartbeat
+        self._run, self._heartbeat = run, book.members.roll.heartbeat
         self._journal = journal
         self._new: list[AnyRecord] = []  # records of this turn
         self._outgoing: list[tuple[bytes, AnyMessage]] = []  # this turn's answers
@@ -183,7 +183,7 @@ class Hub:
         )
         self._hearing = Hearing(server.address, keys, lambda choice, why: decisions.add("hub", choice, why))
         self._broken = BrokenLinks(self._members, server, self._ask_log)
-        self._sites = Sites(list(self._members.sites), lambda site: self._link_to(site, keys))
+        self._sites = Sites(list(self._members.sites.workers), lambda site: self._link_to(site, keys))
         self._replayed_at: float | None = None  # while what is in the journal is gone through
         self._clock = Clock(2 * _LOOK_SECONDS)
         self._rings = Rings(
@@ -247,7 +247,7 @@ class Hub:
 
     def _ask_log(self, rank: int, incarnation: int) -> None:
         """Ask the log that knows a worker for its connection."""
-        site = self._book.site_of(incarnation) if self._members.sites else ""
+        site = self._book.site_of(incarnation) if self._members.sites.workers else ""
         link = self._sites.link(site) if site else self._log
         key = (rank, incarnation) if self._groups is None else self._groups.looked_for(rank)
         if link is not None and key is not None:
@@ -326,8 +326,8 @@ class Hub:
     def _let_more_come(self) -> None:
         """Where there are very many workers, wait a few milliseconds, so that a turn is not for one heartbeat
         alone: many share what it costs beside its messages."""
-        if self._read_few and self._members.live_count >= _MANY:
-            time.sleep(min(_MORE_SECONDS, _MORE_FOR_EACH * self._members.live_count))
+        if self._read_few and len(self._members.workers.members) >= _MANY:
+            time.sleep(min(_MORE_SECONDS, _MORE_FOR_EACH * len(self._members.workers.members)))
 
     def _read(self) -> None:
         """Handle what is there, for a while."""
@@ -384,9 +384,9 @@ class Hub:
         # The clock goes on where it was, so that deadlines stay what they are.
         self._clock = Clock(2 * _LOOK_SECONDS, start=self._replayed_at or 0.0)
         self._replayed_at = None
-        self._members.handle_return(self._clock.now())
-        for site in self._members.live_sites():
-            self._reach_site(site, self._members.site_address(site))
+        self._members.roll.hear_all(self._clock.now())
+        for site in list(self._members.sites.members):
+            self._reach_site(site, self._members.sites.address(site))
 
     def _new_record(self, record: AnyRecord) -> None:
         self._new.append(record)
@@ -497,13 +497,13 @@ class Hub:
             if len(self._nodes) > _NODES:
                 del self._nodes[next(iter(self._nodes))]
             return
-        if hello.role == "shard" and self._members.pairs:
+        if hello.role == "shard" and self._members.shards.pairs:
             self._pairs.handle_hello(peer, hello)
             return
-        known = self._members.rank_of(hello.incarnation) if hello.incarnation else None
-        there = self._members.worker_of(hello.token) if hello.role == "worker" else None
+        known = self._members.workers.rank_of(hello.incarnation) if hello.incarnation else None
+        there = self._members.workers.called(hello.token) if hello.role == "worker" else None
         if known is not None:  # its connection was lost, and is a new one
-            self._members.handle_heartbeat(self._clock.now(), hello.incarnation)
+            self._members.roll.hear(self._clock.now(), hello.incarnation)
             self._own(hello.incarnation, peer)
             self._welcome(peer, "worker", hello.site, known, hello.incarnation)
         elif hello.incarnation and hello.role != "shard":
@@ -511,9 +511,9 @@ class Hub:
         elif there is not None:  # our answer was lost
             self._own(there.incarnation, peer)
             self._welcome(peer, "worker", hello.site, there.worker, there.incarnation)
-        elif hello.role == "worker" and self._members.must_wait(hello.worker):
+        elif hello.role == "worker" and self._members.workers.must_wait(hello.worker):
             self._park(peer, hello)
-        elif hello.role == "shard" and self._members.elsewhere(hello.shard, hello.address) is not None:
+        elif hello.role == "shard" and self._members.shards.elsewhere(hello.shard, hello.address) is not None:
             self._challenge(peer, hello)
         else:
             self._admit(peer, hello)
@@ -546,7 +546,7 @@ class Hub:
             before=hello.incarnation if hello.role == "shard" else 0,
             launcher=hello.launcher if hello.role == "worker" else "",
         )
-        newest, site_before = self._members.newest, self._members.site_address(hello.site)
+        newest, site_before = self._members.roll.newest, self._members.sites.address(hello.site)
         admission = self._book.come(came)
         if admission.refused:
             self._refuse(peer, admission.refused, "Hello")
@@ -569,7 +569,7 @@ class Hub:
             self._decisions.add(f"{hello.role} came back", self._name(hello, admission), reason)
 
     def _welcome(self, peer: bytes, role: str, site: str, worker: int, incarnation: int) -> None:
-        sites, workers = self._members.sites, self._members.workers
+        sites, workers = self._members.sites.workers, self._members.workers.count
         if sites and role != "worker":  # of the log that this shard follows or keeps
             workers = sites[site] if role == "site" else len(sites)
         welcome = Welcome(
@@ -577,11 +577,11 @@ class Hub:
             worker=worker,
             incarnation=incarnation,
             workers=workers,
-            shards=self._members.shards,
+            shards=self._members.shards.count,
             heartbeat=self._heartbeat,
-            patience=self._members.patience,
+            patience=self._members.roll.patience,
             sites=list(sites),
-            replicas=self._members.replicas,
+            replicas=self._members.shards.replicas,
             links=self._groups is not None and self._groups.measures_links,
         )
         self._send(peer, welcome)
@@ -593,22 +593,22 @@ class Hub:
             self._refuse(peer, "too many workers wait for a rank", "Hello")
             return
         # A little longer than a death takes to be noticed, counted from now.
-        until = self._clock.now() + self._members.patience + self._heartbeat
+        until = self._clock.now() + self._members.roll.patience + self._heartbeat
         self._parked[name] = _Parked(peer, hello, until)
 
     def _poll_parked(self) -> None:
-        now, vacancies = self._clock.now(), self._members.vacancies
+        now, vacancies = self._clock.now(), self._members.workers.vacancies
         is_over = bool(self._parked) and now >= next(iter(self._parked.values())).until
         if vacancies == self._vacancies and not is_over:
             return
         self._vacancies = vacancies
         for name, parked in list(self._parked.items()):
-            if now >= parked.until or not self._members.must_wait(parked.hello.worker):
+            if now >= parked.until or not self._members.workers.must_wait(parked.hello.worker):
                 del self._parked[name]
                 self._admit(parked.peer, parked.hello)
 
     def _handle_heartbeat(self, peer: bytes, beat: Heartbeat) -> None:
-        if not self._members.handle_heartbeat(self._clock.now(), beat.incarnation, beat.iteration):
+        if not self._members.roll.hear(self._clock.now(), beat.incarnation, beat.iteration):
             self._refuse(peer, self._given_up(beat.incarnation), "Heartbeat")
         elif self._book.over:  # nobody but shards is left
             self._send(peer, messages.Over())
@@ -624,12 +624,15 @@ class Hub:
         now, unknown = self._clock.now(), []
         for beat in message.beats:
             incarnation = beat.incarnation
-            silence = self._members.silence_of(now, incarnation)
-            if silence is None or not message.launcher == self._members.launcher_of(incarnation) != "":
+            silence = self._members.roll.silence_of(now, incarnation)
+            if (
+                silence is None
+                or not message.launcher == self._members.roll.known[incarnation].launcher != ""
+            ):
                 unknown.append(incarnation)
                 self._tell_of_stranger(incarnation)
             elif beat.age <= silence:  # else the worker was heard directly since
-                self._members.handle_heartbeat(now, incarnation, beat.iteration, beat.age)
+                self._members.roll.hear(now, incarnation, beat.iteration, beat.age)
                 self._broken.hear(incarnation)
                 self._note_pace(beat)
                 self._rings.hear(incarnation)
@@ -637,7 +640,7 @@ class Hub:
 
     def _tell_of_stranger(self, incarnation: int) -> None:
         """Say once that a launcher speaks for who came from elsewhere."""
-        if self._stranger_said or not self._members.is_there(incarnation):
+        if self._stranger_said or not self._members.roll.is_there(incarnation):
             return
         self._stranger_said = True
         reason = f"a launcher passed on a heartbeat of incarnation {incarnation}, which it has not started"
@@ -645,7 +648,7 @@ class Hub:
 
     def _note_pace(self, beat: Heartbeat | Beat) -> None:
         """A heartbeat says how fast its worker is."""
-        rank = self._members.rank_of(beat.incarnation)
+        rank = self._members.workers.rank_of(beat.incarnation)
         if self._groups is not None and rank is not None:
             self._groups.beat(rank, beat)
         elif beat.pace and not self._ungrouped_said:
@@ -662,7 +665,7 @@ class Hub:
     def _owns(self, peer: bytes, incarnation: int) -> bool:
         """Whether this connection is the member's: after a restart, of a member that is there, the first that
         names it."""
-        if incarnation not in self._owners and self._members.is_there(incarnation):
+        if incarnation not in self._owners and self._members.roll.is_there(incarnation):
             self._own(incarnation, peer)
         return self._owners.get(incarnation) == peer
 
@@ -704,18 +707,18 @@ class Hub:
     # -- shards -------------------------------------------------------------------------------------------
 
     def _handle_where(self, peer: bytes) -> None:
-        if not self._members.shards:
+        if not self._members.shards.count:
             self._refuse(peer, "this run has no shards: its workers are a ring", "WhereAreShards")
             return
         if len(self._asking) >= _WAITING:
             self._refuse(peer, "too many wait for the shards", "WhereAreShards")
             return
         incarnation = self._owned.get(peer, 0)
-        if self._members.sites and not incarnation:  # where its shard is depends on who it is
+        if self._members.sites.workers and not incarnation:  # where its shard is depends on who it is
             self._refuse(peer, "say Hello first", "WhereAreShards")
             return
         site = self._book.site_of(incarnation)
-        if self._members.has_ended(site):
+        if site in self._members.sites.ended:
             self._refuse(peer, f"site {site!r} has ended, and does not come back", "WhereAreShards")
             return
         self._asking[peer] = site
@@ -727,11 +730,11 @@ class Hub:
             self._decisions.add(f"log of site {site!r}", "not reached", str(error))
 
     def _poll_shards(self) -> None:
-        for peer, site in list(self._asking.items()) if self._members.sites else ():
-            if site and (address := self._members.site_address(site)):
+        for peer, site in list(self._asking.items()) if self._members.sites.workers else ():
+            if site and (address := self._members.sites.address(site)):
                 self._send(peer, Shards(addresses=[address]))
                 del self._asking[peer]
-        addresses = self._members.shard_addresses()
+        addresses = self._members.shards.addresses()
         if not addresses:
             self._say_who_is_missing()
             return
@@ -743,7 +746,7 @@ class Hub:
                 self._log.connect(addresses[0])
             except UserError as error:  # such an address cannot be used from here
                 self._decisions.add("log", "not reached", str(error))
-            for incarnation in self._members.shard_incarnations():  # one that they know may have moved
+            for incarnation in self._members.shards.incarnations():  # one that they know may have moved
                 self._send(self._owners.get(incarnation, b""), Shards(addresses=addresses))
         for peer in [peer for peer, site in self._asking.items() if not site]:
             self._send(peer, Shards(addresses=addresses))
@@ -755,7 +758,7 @@ class Hub:
         self._missing_since = min(self._missing_since, now)
         if self._book.over or now - self._missing_since < _MISSING_SECONDS:
             return
-        words = "; ".join(self._members.missing_shards())
+        words = "; ".join(self._members.shards.missing())
         if words and words != self._missing_said:
             self._missing_said = words
             self._decisions.add("shards", "waited for", words)
@@ -772,8 +775,8 @@ class Hub:
         """One that is gone itself by now would hold the place for as long as its silence is borne."""
         now = self._clock.now()
         for rival in list(self._rivals):
-            before = self._members.elsewhere(rival.hello.shard, rival.hello.address)
-            silence = None if before is None else self._members.silence_of(now, before)
+            before = self._members.shards.elsewhere(rival.hello.shard, rival.hello.address)
+            silence = None if before is None else self._members.roll.silence_of(now, before)
             death = self._death_of(before, rival.hello) if before is not None else ""
             if silence is not None and not death and silence >= now - rival.since:
                 continue  # not heard since: it shows that it lives, or its patience ends
@@ -787,7 +790,7 @@ class Hub:
     def _death_of(self, before: int, hello: Hello) -> str:
         """How it shows, now that another shard comes, that this incarnation is dead; empty where it may
         live."""
-        if before == hello.incarnation or hello.token == self._members.token_of(before) != "":
+        if before == hello.incarnation or hello.token == self._members.roll.known[before].token != "":
             return "it was started again elsewhere, and goes on from its directory"
         return "its connection is gone, and another came in its place" if self._is_gone(before) else ""
 
@@ -807,11 +810,11 @@ class Hub:
     def _is_done(self) -> bool:
         """With `until_done`: whether workers and shards have ended. The latter hear at their next heartbeat
         that the run is over. Sites' shards end by themselves; one that does not, hears so after a while."""
-        if not self._until_done or not self._book.begun or self._members.live_count or self._parked:
+        if not self._until_done or not self._book.begun or len(self._members.workers.members) or self._parked:
             self._manned = self._clock.now()
             return False
-        shards, sites = self._members.live_shards(), self._members.live_sites()
-        lingering = bool(sites) and self._clock.now() - self._manned < self._members.patience
+        shards, sites = self._members.shards.live(), list(self._members.sites.members)
+        lingering = bool(sites) and self._clock.now() - self._manned < self._members.roll.patience
         if not self._book.over and not lingering and (not self._book.fences[GLOBAL] or not shards):
             over = Over(at=self._clock.now())
             self._book.apply(over)
@@ -824,16 +827,16 @@ class Hub:
 
     def _poll_deaths(self) -> None:
         now, hearing = self._clock.now(), self._hearing
-        if hearing.waits or self._members.poll_deaths(now):
+        if hearing.waits or self._members.roll.poll_deaths(now):
             hearing.ask(now)
         if hearing.until > self._judged:
             self._judged = hearing.until
-            for incarnation, reason in self._members.poll_deaths(self._judged):
+            for incarnation, reason in self._members.roll.poll_deaths(self._judged):
                 self._bury(incarnation, reason)
 
     def _give_up(self, incarnation: int, reason: str) -> None:
         """A worker is dead, by what the others of its ring say."""
-        if self._members.is_there(incarnation):
+        if self._members.roll.is_there(incarnation):
             self._bury(incarnation, reason)
 
     def _bury(self, incarnation: int, reason: str) -> None:
@@ -874,7 +877,7 @@ class Hub:
             self._tell_fenced(log, fenced, word)
 
     def _tell_fenced(self, log: str, fenced: Fenced, word: Word) -> None:
-        sites = list(self._members.sites)
+        sites = list(self._members.sites.workers)
         of_site = log == GLOBAL and bool(sites)
         name = self._groups.name if self._groups is not None else _worker
         who = f"site {sites[fenced.worker]!r}" if of_site else name(fenced.worker, fenced.incarnation)
@@ -884,7 +887,7 @@ class Hub:
     # -- leases -------------------------------------------------------------------------------------------
 
     def _handle_lease(self, peer: bytes, lease: Lease) -> None:
-        rank = self._members.rank_of(lease.incarnation)
+        rank = self._members.workers.rank_of(lease.incarnation)
         if rank is None or not self._owns(peer, lease.incarnation):
             self._refuse(peer, self._given_up(lease.incarnation), "Lease", lease.number)
             return

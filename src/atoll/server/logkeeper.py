@@ -12,10 +12,10 @@ from typing import TypeAlias
 import msgspec
 
 from atoll.core.points import reach
-from atoll.server.entrance import Entrance, Wanted
+from atoll.server.entrance import Above, Entrance, Life, Want
 from atoll.server.peers import Peers
 from atoll.store.entries import Entry, encode_entry
-from atoll.store.log import CommitLog, LogState
+from atoll.store.log import CommitLog
 from atoll.store.outcomes import Meeting, Outcome
 from atoll.store.waits import deadlock
 from atoll.wire import messages
@@ -39,87 +39,60 @@ class LastMeeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnations: list[Count]
 
 
-class KeeperState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a LogKeeper remembers. Of the payloads only which there are: by handle, and whether some."""
+class KeeperState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """All that a LogKeeper remembers, but for payloads. `loose`: the next log's, as in CommitLog. `joined`
+    has each worker's latest incarnation, `used_before` what the commits of earlier generations used, and
+    `handles` how many payloads were brought to meetings. `follows` has the generation that each shard
+    follows, and `ahead` the words of shards that are set up before this one. `mismatch` says who stands
+    where, since the workers' scripts were found to differ: the run ends."""
 
-    meetings: LogState
-    log: LogState | None
-    loose: bool
-    generation: Count
-    joined: dict[int, Count]
-    fenced: dict[int, Count]
-    used_before: dict[tuple[int, int], list[messages.Used]]
-    parts: dict[int, bool]
-    handles: Count
-    follows: dict[int, Count]
-    ahead: list[tuple[Count, messages.AnyMessage]]
-    last: LastMeeting | None
-    wants: list[Wanted]
+    meetings: CommitLog
+    log: CommitLog | None = None
+    loose: bool = False
+    generation: Count = 0
+    joined: dict[int, Count] = {}
+    fenced: dict[int, Count] = {}
+    used_before: dict[Life, list[messages.Used]] = {}
+    handles: Count = 0
+    follows: dict[int, Count] = {}
+    ahead: list[tuple[Count, messages.AnyMessage]] = []
+    last: LastMeeting | None = None
+    wants: dict[Life, Want] = {}
     mismatch: str = ""
 
 
 class LogKeeper:
-    """`apply(sequence, entry)` takes each new line for this shard; the run begins with `workers` workers."""
+    """`apply(sequence, entry)` takes each new line for this shard; the run begins with `workers` workers.
 
-    def __init__(self, workers: int, peers: Peers, apply: Outgoing) -> None:
-        self._peers, self._apply = peers, apply
-        # Workers meet before they say what they train. Asynchronous: who comes takes part at once.
-        self._meetings = CommitLog("asp", 0, workers, 1)
-        self._log: CommitLog | None = None
-        self.loose = False  # the next set_up's log: as in CommitLog
-        self._generation = 0
-        self._joined: dict[int, int] = {}  # worker -> its latest incarnation
-        self._fenced: dict[int, int] = {}
-        self._used_before: dict[tuple[int, int], list[messages.Used]] = {}  # by earlier generations' commits
-        self._parts: dict[int, memoryview | None] = {}  # what was brought to meetings, by handle
-        self._handles = 0
-        self._follows: dict[int, int] = {}  # shard -> the generation that it follows
+    For a journal there are its `state`, the `payloads` of meetings under way by handle, and the
+    `last_payload`, of the meeting that ended last. `above` is the global log, where this is a site's.
+    """
+
+    def __init__(self, workers: int, peers: Peers, apply: Outgoing, above: Above | None = None) -> None:
+        self._peers, self._apply, self._above = peers, apply, above
         self.takes_latecomers = True
-        self._entrance = Entrance(peers)
-        self._ahead: list[tuple[int, messages.AnyMessage]] = []  # by shards that are set up before this one
-        self._last: LastMeeting | None = None
-        self._last_payload: bytes | None = None
-        self._mismatch = ""  # who stands where, since the workers' scripts were found to differ: the run ends
+        # Workers meet before they say what they train. Asynchronous: who comes takes part at once.
+        self.restore(KeeperState(meetings=CommitLog.begin("asp", 0, workers, 1)), {}, None)
 
-    def state(self) -> tuple[KeeperState, dict[int, memoryview], bytes | None]:
-        """For a journal: what it remembers, the payloads of meetings under way by handle, and of the last."""
-        state = KeeperState(
-            meetings=self._meetings.state(),
-            log=self._log.state() if self._log is not None else None,
-            loose=self.loose,
-            generation=self._generation,
-            joined=dict(self._joined),
-            fenced=dict(self._fenced),
-            used_before={key: list(used) for key, used in self._used_before.items()},
-            parts={handle: part is not None for handle, part in self._parts.items()},
-            handles=self._handles,
-            follows=dict(self._follows),
-            ahead=list(self._ahead),
-            last=self._last,
-            wants=self._entrance.state(),
-            mismatch=self._mismatch,
-        )
-        parts = {handle: part for handle, part in self._parts.items() if part is not None}
-        return state, parts, self._last_payload
+    def restore(self, state: KeeperState, payloads: dict[int, memoryview], last: bytes | None) -> None:
+        """Go on from what another one has left."""
+        self.state, self.payloads, self.last_payload = state, payloads, last
+        self._entrance = Entrance(self._peers, state.wants, self._above)
 
-    def restore(self, state: KeeperState, parts: dict[int, memoryview], last_payload: bytes | None) -> None:
-        """Be what `state` gave."""
-        self._meetings = CommitLog.restored(state.meetings)
-        self._log = CommitLog.restored(state.log) if state.log is not None else None
-        self.loose, self._generation, self._handles = state.loose, state.generation, state.handles
-        self._joined, self._fenced = dict(state.joined), dict(state.fenced)
-        self._used_before = {key: list(used) for key, used in state.used_before.items()}
-        self._parts = {handle: parts[handle] if some else None for handle, some in state.parts.items()}
-        self._follows, self._ahead = dict(state.follows), list(state.ahead)
-        self._last, self._last_payload, self._mismatch = state.last, last_payload, state.mismatch
-        self._entrance.restore(state.wants)
+    @property
+    def _meetings(self) -> CommitLog:
+        return self.state.meetings
+
+    @property
+    def _log(self) -> CommitLog | None:
+        return self.state.log
 
     def greet_hub(self) -> None:
         """The hub is there, perhaps anew: what it was told may have got lost."""
         if self._log is not None:
-            self._log.tell_all_used()
-        for (worker, incarnation), used in self._used_before.items():
-            if used and self._joined.get(worker) == incarnation:
+            self._log.used.tell_all(self._log.live)
+        for (worker, incarnation), used in self.state.used_before.items():
+            if used and self.state.joined.get(worker) == incarnation:
                 news = messages.Fenced(
                     worker=worker, incarnation=incarnation, iteration=0, used=used, news=True
                 )
@@ -128,19 +101,19 @@ class LogKeeper:
     def greet_shard(self, shard: int) -> None:
         """A shard is there, perhaps anew: it says from which line on it follows. A line that was written
         before that would come ahead of those that it lacks."""
-        self._follows.pop(shard, None)
+        self.state.follows.pop(shard, None)
 
     def set_up(self, setup: Setup, holders: Collection[int]) -> None:
         """Begin the log anew; `holders` are the shards that hold trainable chunks."""
         if self._log is not None:
-            for worker, incarnation in {**self._joined, **self._fenced}.items():
-                self._used_before[worker, incarnation] = self._log.fenced(worker, incarnation).used + (
-                    self._used_before.get((worker, incarnation), [])
+            for worker, incarnation in {**self.state.joined, **self.state.fenced}.items():
+                self.state.used_before[worker, incarnation] = self._log.used.of(worker, incarnation).used + (
+                    self.state.used_before.get((worker, incarnation), [])
                 )
-        self._generation += 1
+        self.state.generation += 1
         # Where the run has begun, as the meetings tell it, the dead are not waited for: those who live go on.
-        workers = len(self._meetings.live()) or setup.workers
-        self._log = CommitLog(
+        workers = len(self._meetings.live) or setup.workers
+        log = self.state.log = CommitLog.begin(
             setup.consistency,
             setup.slack,
             workers,
@@ -148,15 +121,15 @@ class LogKeeper:
             setup.steps,
             holders,
             IN_FLIGHT,
-            self.loose,
+            self.state.loose,
             setup.staleness,
         )
-        for worker, incarnation in sorted(self._fenced.items()):
-            self._act(self._log.handle_fence(worker, incarnation))
-        for worker, incarnation in sorted(self._joined.items()):
-            if not self._log.refusal(worker, incarnation):
-                self._act(self._log.handle_join(worker, incarnation))
-        ahead, self._ahead = self._ahead, []
+        for worker, incarnation in sorted(self.state.fenced.items()):
+            self._act(log.handle_fence(worker, incarnation))
+        for worker, incarnation in sorted(self.state.joined.items()):
+            if not log.refusal(worker, incarnation):
+                self._act(log.handle_join(worker, incarnation))
+        ahead, self.state.ahead = self.state.ahead, []
         for shard, message in ahead:
             self.handle_shard(shard, message)
 
@@ -179,7 +152,7 @@ class LogKeeper:
         outcome = self._meetings.handle_join(worker, incarnation)
         if outcome.refused:
             return outcome.refused
-        self._joined[worker] = incarnation
+        self.state.joined[worker] = incarnation
         self._act(outcome, entries=False)
         if meeting >= 0:
             self._meetings.handle_entered(worker, incarnation, meeting)
@@ -194,15 +167,15 @@ class LogKeeper:
     def handle_fence(self, fence: messages.Fence) -> None:
         """The hub gives a worker up, or it has left."""
         worker, incarnation = fence.worker, fence.incarnation
-        self._fenced[worker] = max(incarnation, self._fenced.get(worker, 0))
+        self.state.fenced[worker] = max(incarnation, self.state.fenced.get(worker, 0))
         self._act(self._meetings.handle_fence(worker, incarnation), entries=False)
         answer = messages.Fenced(worker=worker, incarnation=incarnation, iteration=0, used=[])
         if self._log is not None:
             self._act(self._log.handle_fence(worker, incarnation))
-            answer = self._log.fenced(worker, incarnation)
+            answer = self._log.used.of(worker, incarnation)
         self._see_to_entrance()
         self._look_for_deadlock()
-        before = self._used_before.get((worker, incarnation), [])
+        before = self.state.used_before.get((worker, incarnation), [])
         self._peers.send(self._peers.hub, msgspec.structs.replace(answer, used=before + answer.used))
 
     def handle_want(self, worker: int, incarnation: int, want: messages.WantState) -> None:
@@ -218,8 +191,8 @@ class LogKeeper:
 
     def _see_to_entrance(self) -> None:
         """Have somebody who lives give what is wanted."""
-        live = self._log.live() if self._log is not None else {}
-        self._entrance.look(live, self._meetings.next_meeting)
+        live = self._log.live if self._log is not None else {}
+        self._entrance.look(live, self._meetings.meetings.next)
 
     def handle_worker(self, worker: int, message: messages.Commit | messages.Step) -> str:
         """A worker's word on its contribution; returns why it is refused."""
@@ -241,12 +214,12 @@ class LogKeeper:
 
     def handle_mismatch(self, line: str) -> None:
         """Handle a report, from a site or a group, that its workers' scripts differ."""
-        if not self._mismatch:
+        if not self.state.mismatch:
             self._end_all(line)
 
     def _look_for_deadlock(self) -> None:
         """End the run if some workers wait in a meeting and all others in an iteration."""
-        if self._log is not None and not self._mismatch:
+        if self._log is not None and not self.state.mismatch:
             meeting = self._meetings.meeting_waits()
             if meeting.stands and (line := deadlock(meeting, self._log.iteration_waits())):
                 self._end_all(line)
@@ -255,32 +228,35 @@ class LogKeeper:
         """Send all workers the line that names inconsistent places. Disconnected workers get it when they
         return.
         """
-        self._mismatch = line[:_LONGEST_LINE]
+        self.state.mismatch = line[:_LONGEST_LINE]
         for peer in self._peers.workers():
-            self._peers.send(peer, messages.Mismatch(line=self._mismatch, of_contributors=of_contributors))
+            self._peers.send(
+                peer, messages.Mismatch(line=self.state.mismatch, of_contributors=of_contributors)
+            )
 
     def _has_ended(self, worker: int, incarnation: int) -> bool:
         """True where the run has ended for all; also sends the worker the final line, perhaps again."""
-        if self._mismatch:
+        if self.state.mismatch:
             peer = self._peers.worker(worker, incarnation)
-            self._peers.send(peer, messages.Mismatch(line=self._mismatch))
-        return bool(self._mismatch)
+            self._peers.send(peer, messages.Mismatch(line=self.state.mismatch))
+        return bool(self.state.mismatch)
 
     def handle_meet(self, worker: int, meet: messages.Meet, payload: memoryview | None) -> str:
         """A worker comes to a meeting; returns why it is refused."""
         if self._has_ended(worker, meet.incarnation):
             return ""
         if self._met_before(worker, meet):
-            assert self._last is not None
+            assert self.state.last is not None
             peer = self._peers.worker(worker, meet.incarnation)
-            self._peers.send(peer, self._last.met, self._last_payload)
+            self._peers.send(peer, self.state.last.met, self.last_payload)
             return ""
-        self._handles += 1
-        self._parts[self._handles] = payload
+        self.state.handles += 1
+        if payload is not None:
+            self.payloads[self.state.handles] = payload
         self._set_idle(worker, meet.incarnation, True)  # before the meeting, which may end at once
         refused = self._act(
             self._meetings.handle_meet(
-                worker, meet.incarnation, meet.number, meet.what, self._handles, meet.stand
+                worker, meet.incarnation, meet.number, meet.what, self.state.handles, meet.stand
             ),
             entries=False,
         )
@@ -292,7 +268,7 @@ class LogKeeper:
     def _met_before(self, worker: int, meet: messages.Meet) -> bool:
         """Whether it was at this meeting, which is over: the answer has not reached it. A group that is new
         was there as its members were, by themselves or in other groups."""
-        last = self._last
+        last = self.state.last
         if last is None or last.met.number != meet.number or self._meetings.refusal(worker, meet.incarnation):
             return False
         there = (worker, meet.incarnation) in zip(last.met.workers, last.incarnations, strict=True)
@@ -306,22 +282,22 @@ class LogKeeper:
         """Another shard follows the log, or has staged a contribution."""
         if isinstance(message, messages.Follow):
             generation, after = divmod(message.after, _GENERATION)
-            if generation > self._generation:
+            if generation > self.state.generation:
                 self._hold(shard, message)
                 return ""
-            self._follows[shard] = generation
-            return self._send_from(shard, after) if generation == self._generation else ""
+            self.state.follows[shard] = generation
+            return self._send_from(shard, after) if generation == self.state.generation else ""
         assert isinstance(message, messages.Staged)
-        if any(held == shard for held, _ in self._ahead):
+        if any(held == shard for held, _ in self.state.ahead):
             self._hold(shard, message)
             return ""
-        if self._follows.get(shard) != self._generation:
+        if self.state.follows.get(shard) != self.state.generation:
             return ""  # of what was there before the latest Setup
         return self.handle_staged(shard, message.worker, message.incarnation, message.iteration)
 
     def _hold(self, shard: int, message: messages.AnyMessage) -> None:
-        if len(self._ahead) < _KEPT:
-            self._ahead.append((shard, message))
+        if len(self.state.ahead) < _KEPT:
+            self.state.ahead.append((shard, message))
 
     def handle_staged(self, shard: int, worker: int, incarnation: int, iteration: int) -> str:
         """A shard, this one too, has a whole contribution."""
@@ -333,13 +309,13 @@ class LogKeeper:
         if self._log is None:
             return
         if self._peers.takes(self._peers.hub):  # else the log keeps them together
-            for news in self._log.poll_used():
+            for news in self._log.used.take_news():
                 self._peers.send(self._peers.hub, news)
         self._forget_old_lines()
 
     def _forget_old_lines(self) -> None:
-        if self._log is not None and len(self._log.entries) >= 2 * _KEPT:
-            self._log.forget(self._log.next_sequence - _KEPT)
+        if self._log is not None and len(self._log.lines.entries) >= 2 * _KEPT:
+            self._log.lines.forget(self._log.lines.next_sequence - _KEPT)
 
     def waiting_for(self) -> list[str]:
         """Who is waited for and on what, in words."""
@@ -348,7 +324,7 @@ class LogKeeper:
     def _send_from(self, shard: int, after: int) -> str:
         assert self._log is not None
         try:
-            lines = self._log.entries_from(after)
+            lines = self._log.lines.after(after)
         except ValueError as error:
             return str(error)
         for index, entry in lines:
@@ -357,7 +333,7 @@ class LogKeeper:
 
     def _send_line(self, shard: int, index: int, entry: Entry) -> None:
         line = messages.Entry(
-            sequence=sequence_of(self._generation, index), entry=msgspec.Raw(encode_entry(entry))
+            sequence=sequence_of(self.state.generation, index), entry=msgspec.Raw(encode_entry(entry))
         )
         self._peers.send(self._peers.shard(shard), line)
 
@@ -367,26 +343,26 @@ class LogKeeper:
             self._peers.send(self._peers.worker(reply.worker, reply.incarnation), reply.message)
         if entries and outcome.entries:
             assert self._log is not None
-            first = self._log.next_sequence - len(outcome.entries)
+            first = self._log.lines.next_sequence - len(outcome.entries)
             for index, entry in enumerate(outcome.entries, start=first):
-                for shard, generation in self._follows.items():
-                    if generation == self._generation:
+                for shard, generation in self.state.follows.items():
+                    if generation == self.state.generation:
                         self._send_line(shard, index, entry)
-                self._apply(sequence_of(self._generation, index), entry)
+                self._apply(sequence_of(self.state.generation, index), entry)
         for meeting in outcome.met:
             self._end_meeting(meeting)
         for handle in outcome.released:
-            del self._parts[handle]
+            self.payloads.pop(handle, None)
         if outcome.mismatch:
             self._end_all(outcome.mismatch, of_contributors=entries)
         return outcome.refused
 
     def _end_meeting(self, meeting: Meeting) -> None:
-        parts = [self._parts.pop(handle) for handle in meeting.handles]
+        parts = [self.payloads.pop(handle, None) for handle in meeting.handles]
         sizes = [0 if part is None else part.nbytes for part in parts]
         whole = b"".join(part for part in parts if part is not None)
         met = messages.Met(number=meeting.number, workers=meeting.workers, sizes=sizes)
-        self._last, self._last_payload = LastMeeting(met, meeting.incarnations), whole or None
+        self.state.last, self.last_payload = LastMeeting(met, meeting.incarnations), whole or None
         reach("shard.met")
         for worker, incarnation in zip(meeting.workers, meeting.incarnations, strict=True):
             self._set_idle(worker, incarnation, False)

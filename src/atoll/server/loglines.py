@@ -143,7 +143,7 @@ class LogLines:
         self._link.follow(self._next_line)
         model = self._model()
         if model is not None:
-            for staged in model.state.staged():
+            for staged in model.state.whole():
                 self.tell_staged(*staged)
 
     def tell_staged(self, worker: int, incarnation: int, iteration: int) -> None:

@@ -24,7 +24,8 @@ from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Relea
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
 from atoll.store.losses import absent
-from atoll.store.shard import AnyPull, HeldState, ShardState
+from atoll.store.pulls import AnyPull, Pulls
+from atoll.store.shard import ShardState
 from atoll.store.streams import SCALED
 from atoll.tensors.compensation import Origins, compensated
 from atoll.tensors.finite import is_finite
@@ -79,7 +80,7 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     setup: Setup
     iterations: Count
-    held: HeldState
+    held: ShardState
     mean: MeanState | None
     replaced: list[tuple[Count, Count, Count]]
     payloads: list[Count]
@@ -117,9 +118,10 @@ class Model:
         placed = _check(setup, layout, shard)
         self.holders = sorted(set(placed))
         self.optimizer = self._hold(layout)
-        self.state = ShardState(
+        self.state = ShardState.begin(
             setup.chunks, setup.consistency, setup.slack, IN_FLIGHT, setup.steps, setup.consumed
         )
+        self.pulls = Pulls(self.state)
         self.mean: MeanOf | None = None
         self.complete = False
         self.awaited: set[int] = (
@@ -195,7 +197,7 @@ class Model:
         state = ModelState(
             setup=self.setup,
             iterations=self.iterations,
-            held=self.state.state(),
+            held=self.state,
             mean=None
             if mean is None
             else MeanState(
@@ -217,7 +219,8 @@ class Model:
         self, state: ModelState, payloads: Mapping[int, memoryview], mean: Mapping[int, memoryview]
     ) -> None:
         """Be what `remembered` gave, once the chunks and their optimizer are as they were then."""
-        self.state = ShardState.restored(state.held)
+        self.state = state.held
+        self.pulls = Pulls(self.state)
         self.iterations, self._handles = state.iterations, state.handles
         self._replaced = set(state.replaced)
         self._payloads = {handle: payloads[handle] for handle in state.payloads}

@@ -48,8 +48,8 @@ from atoll.server.setups import SetUps
 from atoll.server.snapshot import Heading, Snapshots, restore
 from atoll.server.stepper import Stepper
 from atoll.store.entries import Fenced, decode_entry_untrusted
+from atoll.store.pulls import AnyPull, Asked
 from atoll.store.records import Part, Told
-from atoll.store.shard import AnyPull, Asked
 from atoll.wire import messages
 from atoll.wire.lost import ZERO
 from atoll.wire.messages import AnyMessage, Hello, Refused, WireError, decode_untrusted
@@ -567,7 +567,8 @@ class Shard:
         """All that the shard remembers between two messages, beside what a snapshot has."""
         assert self._model is not None
         model, contributions, mean = self._model.remembered()
-        keeper, meeting, last = self._log.state() if self._log is not None else (None, {}, None)
+        log = self._log
+        meeting, last = (log.payloads, log.last_payload) if log is not None else ({}, None)
         image = ShardImage(
             generation=self._lines.generation,
             next_entry=self._lines.next_entry,
@@ -575,7 +576,7 @@ class Shard:
             bases=dict(self._setups.bases),
             readies=dict(self._setups.readies),
             model=model,
-            log=keeper,
+            log=log.state if log is not None else None,
         )
         found = {CONTRIBUTION: contributions, MEAN: mean, MEETING: meeting}
         parts = [(Part(kind, key), each) for kind, held in found.items() for key, each in held.items()]

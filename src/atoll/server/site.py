@@ -22,6 +22,7 @@ from atoll.exchange.link import LOG, Link, ignored
 from atoll.exchange.linksseen import LinksSeen
 from atoll.net.endpoint import Endpoint, Server, poll
 from atoll.net.keys import Keys
+from atoll.server.entrance import Above
 from atoll.server.gathered import merge_untrusted, pack
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink
@@ -30,14 +31,13 @@ from atoll.server.payloads import payload_of
 from atoll.server.peers import Peers
 from atoll.server.recovery import CONTRIBUTION, LAST_MEETING, MEETING
 from atoll.server.shard import Shard
-from atoll.server.siteentrance import SiteEntrance
 from atoll.server.sitemodel import SiteModel
 from atoll.server.siteplace import Place, in_sites
 from atoll.server.siterecovery import HELD, FoundSite, SiteImage, encode_site_image
-from atoll.store.members import RETURN_PATIENCES
 from atoll.store.outcomes import Meeting
+from atoll.store.places import RETURN_PATIENCES
+from atoll.store.pulls import AnyPull
 from atoll.store.records import Part, Told
-from atoll.store.shard import AnyPull
 from atoll.tensors.payload import tensor_of
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Hello, WorkerStand, decode_untrusted
@@ -73,7 +73,7 @@ class SiteLog(LogKeeper):
 
     Meetings of the site are parts of meetings of all sites. `pass_up(number, what, part)` sends up a complete
     part with one worker's place. `end` is called when all sites have come. `tell_above` sends up the line for
-    all sites where scripts differ in this site. `ask_above` and `give_above` are those of SiteEntrance.
+    all sites where scripts differ in this site. `above` is the global log.
     """
 
     def __init__(
@@ -81,13 +81,11 @@ class SiteLog(LogKeeper):
         workers: int,
         peers: Peers,
         apply: Outgoing,
+        above: Above,
         pass_up: Callable[[int, str, bytes, WorkerStand | None], None],
-        ask_above: Callable[[int], None],
-        give_above: Callable[[messages.GiveState, memoryview | None], None],
         tell_above: Callable[[str], None] = lambda _line: None,
     ) -> None:
-        super().__init__(workers, peers, apply)
-        self._entrance: SiteEntrance = SiteEntrance(peers, ask_above, give_above)
+        super().__init__(workers, peers, apply, above)
         self._pass_up, self._tell_above = pass_up, tell_above
         self.last: WorkerStand | None = None  # where the worker stood that was the last to end
         self._complete: dict[int, Meeting] = {}  # meetings that the other sites are waited for in
@@ -105,14 +103,14 @@ class SiteLog(LogKeeper):
 
     def handle_want_from_above(self, want: messages.WantState) -> None:
         """Another site asks for the state of a living worker."""
-        self._entrance.want_from_above(want)
+        self._entrance.want(want.worker, want.life, want.iteration, outside=True)
         self._see_to_entrance()
 
     def handle_given_from_above(self, give: messages.GiveState, payload: memoryview | None) -> None:
         """Another site's worker gives its state to those who come late here."""
-        for given in self._entrance.given_from_above(give, payload, self._meetings.next_meeting):
+        for given in self._entrance.given_from_above(give, payload, self._meetings.meetings.next):
             if given.members and not given.refused:
-                self._meetings.skip_meetings(given.meeting)
+                self._meetings.meetings.skip_to(given.meeting)
                 self._meetings.handle_entered(given.worker, given.life, given.meeting, True)
 
     @property
@@ -127,11 +125,11 @@ class SiteLog(LogKeeper):
 
     def incarnation(self, worker: int) -> int:
         """The incarnation of a worker of this site that takes part; 0 for any other."""
-        return self._meetings.live().get(worker, 0)
+        return self._meetings.live.get(worker, 0)
 
     def used(self) -> list[messages.Used]:
         """The samples that contributions have used since this was asked last."""
-        news = self._log.poll_used() if self._log is not None else []
+        news = self._log.used.take_news() if self._log is not None else []
         return [used for each in news for used in each.used]
 
     def poll(self) -> None:
@@ -139,7 +137,7 @@ class SiteLog(LogKeeper):
         self._forget_old_lines()
 
     def _end_meeting(self, meeting: Meeting) -> None:
-        parts = [self._parts.pop(handle) for handle in meeting.handles]
+        parts = [self.payloads.pop(handle, None) for handle in meeting.handles]
         self._complete[meeting.number] = meeting
         self._pass_up(meeting.number, meeting.what, pack(meeting.workers, parts), meeting.stand)
 
@@ -154,7 +152,7 @@ class SiteLog(LogKeeper):
 
     def handle_mismatch_from_above(self, line: str) -> None:
         """End this site's workers: scripts differ between the sites."""
-        if not self._mismatch:
+        if not self.state.mismatch:
             super()._end_all(line)
 
     def _end_all(self, line: str, *, of_contributors: bool = False) -> None:  # noqa: ARG002
@@ -179,8 +177,8 @@ class SiteLog(LogKeeper):
         )
         whole = b"".join(part for _, part in merged)
         own = dict(zip(meeting.workers, meeting.incarnations, strict=True))
-        self._last = LastMeeting(met, [own.get(worker, 0) for worker in met.workers])
-        self._last_payload = whole or None
+        self.state.last = LastMeeting(met, [own.get(worker, 0) for worker in met.workers])
+        self.last_payload = whole or None
         for worker, incarnation in zip(meeting.workers, meeting.incarnations, strict=True):
             self._peers.send(self._peers.worker(worker, incarnation), met, whole or None)
 
@@ -237,9 +235,8 @@ class SiteShard(Shard):
             workers,
             self._peers,
             self._lines.queue,
+            self,
             self._meet,
-            self._want_above,
-            self._give_above,
             self._tell_above,
         )
         return self._site_log
@@ -405,11 +402,13 @@ class SiteShard(Shard):
 
     # -- who comes late where nobody lives ----------------------------------------------------------------
 
-    def _want_above(self, iteration: int) -> None:
+    def ask(self, iteration: int) -> None:
+        """Ask the global log for the state of another site's worker."""
         if self._upstream is not None:  # else who comes late asks again
             self._upstream.send(LOG, messages.WantState(iteration=iteration), until=_ENTERING)
 
-    def _give_above(self, give: messages.GiveState, payload: memoryview | None) -> None:
+    def give(self, give: messages.GiveState, payload: memoryview | None) -> None:
+        """Pass up what this site's worker gives to another site."""
         if self._upstream is not None:
             self._upstream.send(LOG, give, payload)
 
@@ -441,7 +440,7 @@ class SiteShard(Shard):
         except Exception as error:  # the sender's mistake, not the shard's
             return (str(error) or type(error).__name__).splitlines()[0]
         bringer = self._site_log.incarnation(setup.first)
-        self._site_log.loose = setup.consistency != "bsp"
+        self._site_log.state.loose = setup.consistency != "bsp"
         self._begin(model, (setup.first, bringer))
         if bringer:
             model.describe()

@@ -11,7 +11,7 @@ from atoll.server.model import Model
 from atoll.server.payloads import payload_of
 from atoll.server.peers import Peers
 from atoll.store.entries import Entry
-from atoll.store.shard import Asked
+from atoll.store.pulls import Asked
 from atoll.wire import messages
 
 
@@ -46,7 +46,7 @@ class Stepper:
         if not self._kept.replaying:
             reach("shard.logged", getattr(entry, "iteration", -1))
         actions = model.state.handle_entry(entry)
-        self._active = model.state.poll_pulls()
+        self._active = model.pulls.take_ready()
         done = self._done = []
         for action in actions:
             model.act(action, self._kept.before_change, self._chunk_is_done)
@@ -77,10 +77,7 @@ class Stepper:
 
     def is_ready(self, asked: Asked) -> bool:
         """Whether what is asked for is there; if not, it is remembered who asks."""
-        state, pull = self._model.state, asked.pull
-        if isinstance(pull, messages.Pull):
-            return state.handle_pull(asked.worker, pull, asked.member)
-        return state.handle_pull_mean(asked.worker, pull, asked.member)
+        return self._model.pulls.ask(asked)
 
     def _answer(self, asked: Asked, chunk: int) -> None:
         """Send one chunk, or the share of it that is asked for, to one who waits for it."""

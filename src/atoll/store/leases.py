@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from atoll.core.errors import UserError
 from atoll.store.ranges import Ranges
@@ -22,34 +24,23 @@ class Progress:
     free: int
 
 
-@dataclass
-class EpochState:
-    """An epoch as plain data, for the hub's journal; ranges as (start, stop)."""
+class Epoch(msgspec.Struct, forbid_unknown_fields=True):
+    """The positions of an epoch's order. `waiting` are those who asked last in vain."""
 
     length: int
-    free: list[tuple[int, int]]
-    used: list[tuple[int, int]]
-    leased: dict[Key, list[tuple[int, int]]]
-    waiting: list[Key]
+    free: Ranges = msgspec.field(default_factory=Ranges)
+    used: Ranges = msgspec.field(default_factory=Ranges)
+    leased: dict[Key, Ranges] = {}
+    waiting: set[Key] = set()
 
 
-@dataclass
-class LeasesState:
-    """What `Leases` knows, as plain data: by sampler and epoch; fenced incarnations and latest answers by
-    worker and by incarnation."""
+class LeasesState(msgspec.Struct, forbid_unknown_fields=True):
+    """What `Leases` knows: epochs by sampler and number, and fenced incarnations and the latest answers to
+    numbered requests by worker and by incarnation."""
 
-    epochs: dict[tuple[int, int], EpochState]
-    fenced: dict[int, int]
-    answered: dict[int, Leased]
-
-
-@dataclass
-class _Epoch:
-    length: int
-    free: Ranges
-    used: Ranges = field(default_factory=Ranges)
-    leased: dict[Key, Ranges] = field(default_factory=dict)
-    waiting: set[Key] = field(default_factory=set)  # those who asked last in vain
+    epochs: dict[tuple[int, int], Epoch] = {}
+    fenced: dict[int, int] = {}
+    answered: dict[int, Leased] = {}
 
 
 class Leases:
@@ -60,12 +51,8 @@ class Leases:
     """
 
     def __init__(self) -> None:
-        self._epochs: dict[tuple[int, int], _Epoch] = {}
-        self._fenced: dict[int, int] = {}
-        self._answered: dict[int, Leased] = {}  # by incarnation: the latest of its numbered requests
-        self.changes = (
-            0  # grows with each epoch, lease or wait that is new: what a journal would have to know
-        )
+        self.state = LeasesState()
+        self.changes = 0  # grows with each epoch, lease or wait that is new: what a journal has to know
 
     def handle_lease(self, worker: int, incarnation: int, lease: Lease, patient: bool = True) -> Leased:
         """Up to `lease.count` free positions in one run, or none.
@@ -77,19 +64,19 @@ class Leases:
         latest one is answered as that was. Raises UserError for another length than an earlier worker's, and
         for a fenced worker.
         """
-        if incarnation <= self._fenced.get(worker, 0):
+        if incarnation <= self.state.fenced.get(worker, 0):
             raise UserError(f"worker {worker} of incarnation {incarnation} is fenced, and gets no samples")
-        epoch = self._epochs.get((lease.sampler, lease.epoch))
+        epoch = self.state.epochs.get((lease.sampler, lease.epoch))
         if epoch is None:
-            epoch = _Epoch(lease.length, Ranges((0, lease.length)))
-            self._epochs[lease.sampler, lease.epoch] = epoch
+            epoch = self.state.epochs[lease.sampler, lease.epoch] = Epoch(lease.length)
+            epoch.free.add(0, lease.length)
             self.changes += 1
         if epoch.length != lease.length:
             raise UserError(
                 f"worker {worker} has {lease.length} samples in epoch {lease.epoch}, others have "
                 f"{epoch.length}: all workers need the same data set"
             )
-        latest = self._answered.get(incarnation)
+        latest = self.state.answered.get(incarnation)
         if lease.number and latest is not None and latest.number == lease.number:
             return latest
         waited = (worker, incarnation) in epoch.waiting
@@ -97,10 +84,10 @@ class Leases:
         if leased.start < leased.stop or waited != ((worker, incarnation) in epoch.waiting):
             self.changes += 1
         if lease.number and leased.start < leased.stop:  # what gave nothing may be asked again as well
-            self._answered[incarnation] = leased
+            self.state.answered[incarnation] = leased
         return leased
 
-    def _lease(self, epoch: _Epoch, key: Key, lease: Lease, patient: bool) -> Leased:
+    def _lease(self, epoch: Epoch, key: Key, lease: Lease, patient: bool) -> Leased:
         epoch.waiting.discard(key)
         if epoch.free:
             start, stop = epoch.free.take_first(lease.count)
@@ -116,7 +103,7 @@ class Leases:
     def handle_used(self, worker: int, incarnation: int, used: Iterable[Used]) -> None:
         """The log counts commits that used these. May be said again, in parts or in all."""
         for part in used:
-            epoch = self._epochs.get((part.sampler, part.epoch))
+            epoch = self.state.epochs.get((part.sampler, part.epoch))
             held = epoch.leased.get((worker, incarnation)) if epoch is not None else None
             if epoch is None or held is None:
                 continue
@@ -128,7 +115,7 @@ class Leases:
         """What `old` has leased of these is `new`'s from now on: its worker has been given it, and has not
         used it. What is not leased to `old` is left aside."""
         for part in held:
-            epoch = self._epochs.get((part.sampler, part.epoch))
+            epoch = self.state.epochs.get((part.sampler, part.epoch))
             there = epoch.leased.get(old) if epoch is not None else None
             if epoch is None or there is None:
                 continue
@@ -146,10 +133,10 @@ class Leases:
         used = list(used)
         if final:
             self.handle_used(worker, incarnation, used)
-        self._fenced[worker] = max(incarnation, self._fenced.get(worker, 0))
-        self._answered.pop(incarnation, None)
+        self.state.fenced[worker] = max(incarnation, self.state.fenced.get(worker, 0))
+        self.state.answered.pop(incarnation, None)
         returned = 0
-        for (sampler, number), epoch in self._epochs.items():
+        for (sampler, number), epoch in self.state.epochs.items():
             epoch.waiting.discard((worker, incarnation))
             held = epoch.leased.pop((worker, incarnation), Ranges())
             kept = Ranges()
@@ -169,41 +156,11 @@ class Leases:
 
     def progress(self, sampler: int, epoch: int) -> Progress:
         """Where an epoch stands; all zero where nobody has asked for it."""
-        state = self._epochs.get((sampler, epoch))
+        state = self.state.epochs.get((sampler, epoch))
         if state is None:
             return Progress(0, 0, 0)
         leased = sum(len(held) for held in state.leased.values())
         return Progress(len(state.used), leased, len(state.free))
-
-    # -- as plain data ------------------------------------------------------------------------------------
-
-    def state(self) -> LeasesState:
-        """All of it, for `restore`."""
-        epochs = {
-            key: EpochState(
-                epoch.length,
-                list(epoch.free),
-                list(epoch.used),
-                {holder: list(held) for holder, held in sorted(epoch.leased.items()) if held},
-                sorted(epoch.waiting),
-            )
-            for key, epoch in self._epochs.items()
-        }
-        return LeasesState(epochs, dict(self._fenced), dict(self._answered))
-
-    def restore(self, state: LeasesState) -> None:
-        """Be as `state` says."""
-        self._epochs = {
-            key: _Epoch(
-                epoch.length,
-                Ranges(*epoch.free),
-                Ranges(*epoch.used),
-                {holder: Ranges(*held) for holder, held in epoch.leased.items()},
-                set(epoch.waiting),
-            )
-            for key, epoch in state.epochs.items()
-        }
-        self._fenced, self._answered = dict(state.fenced), dict(state.answered)
 
 
 def _leased(lease: Lease, start: int, stop: int, over: bool = False) -> Leased:

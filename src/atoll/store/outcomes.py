@@ -60,10 +60,9 @@ class Outcome:
 
 @dataclass
 class Draft:
-    """An outcome while it is put together: entries with their reasons, and the commits that now count."""
+    """An outcome while it is put together, and the commits that now count."""
 
     entries: list[Entry] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
     counted: list[tuple[int, Commit]] = field(default_factory=list)
     refused: str = ""
@@ -71,10 +70,9 @@ class Draft:
     released: list[int] = field(default_factory=list)
     mismatch: str = ""
 
-    def write(self, entry: Entry, reason: str) -> None:
-        """Put a line into the log; `reason` is one plain sentence."""
+    def write(self, entry: Entry) -> None:
+        """Put a line into the log."""
         self.entries.append(entry)
-        self.reasons.append(reason)
 
     def reply(self, worker: int, incarnation: int, message: AnyMessage) -> None:
         """Answer a worker."""

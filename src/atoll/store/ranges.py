@@ -5,57 +5,57 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
+import msgspec
 
-class Ranges:
-    """A set of integers, kept as the fewest ranges (start, stop); small where the set has few gaps."""
 
-    def __init__(self, *ranges: tuple[int, int]) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        for start, stop in ranges:
-            self.add(start, stop)
+class Ranges(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
+    """A set of integers, kept as the fewest ranges from `starts[i]` up to, not including, `stops[i]`; small
+    where the set has few gaps."""
+
+    starts: list[int] = []
+    stops: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(list(zip(self._starts, self._stops, strict=True)))
+        return iter(list(zip(self.starts, self.stops, strict=True)))
 
     def __len__(self) -> int:
         """How many integers are in it."""
-        return sum(self._stops) - sum(self._starts)
+        return sum(self.stops) - sum(self.starts)
 
     def __bool__(self) -> bool:
-        return bool(self._starts)
+        return bool(self.starts)
 
     def add(self, start: int, stop: int) -> None:
         """Put in start, ..., stop - 1; those that are in it already are no matter."""
         if start >= stop:
             return
-        first = bisect_left(self._stops, start)  # the first range that touches [start, stop)
-        last = bisect_right(self._starts, stop)
+        first = bisect_left(self.stops, start)  # the first range that touches [start, stop)
+        last = bisect_right(self.starts, stop)
         if first < last:
-            start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
-        self._starts[first:last] = [start]
-        self._stops[first:last] = [stop]
+            start, stop = min(start, self.starts[first]), max(stop, self.stops[last - 1])
+        self.starts[first:last] = [start]
+        self.stops[first:last] = [stop]
 
     def remove(self, start: int, stop: int) -> None:
         """Take out start, ..., stop - 1, where they are in it."""
-        first = bisect_right(self._stops, start)
-        last = bisect_left(self._starts, stop)
+        first = bisect_right(self.stops, start)
+        last = bisect_left(self.starts, stop)
         if start >= stop or first >= last:
             return
-        left, right = self._starts[first], self._stops[last - 1]
+        left, right = self.starts[first], self.stops[last - 1]
         rest = [(left, start)] * (left < start) + [(stop, right)] * (stop < right)
-        self._starts[first:last] = [part[0] for part in rest]
-        self._stops[first:last] = [part[1] for part in rest]
+        self.starts[first:last] = [part[0] for part in rest]
+        self.stops[first:last] = [part[1] for part in rest]
 
     def overlap(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The parts of [start, stop) that are in it."""
-        first, last = bisect_right(self._stops, start), bisect_left(self._starts, stop)
-        pairs = zip(self._starts[first:last], self._stops[first:last], strict=True)
+        first, last = bisect_right(self.stops, start), bisect_left(self.starts, stop)
+        pairs = zip(self.starts[first:last], self.stops[first:last], strict=True)
         return [(max(start, left), min(stop, right)) for left, right in pairs]
 
     def take_first(self, count: int) -> tuple[int, int]:
         """Take out the first run of up to `count` integers; raises IndexError where it is empty."""
-        start = self._starts[0]
-        stop = min(self._stops[0], start + count)
+        start = self.starts[0]
+        stop = min(self.stops[0], start + count)
         self.remove(start, stop)
         return start, stop

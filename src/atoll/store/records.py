@@ -18,7 +18,7 @@ from atoll.store.frames import Buffer, Kind, encode_frame
 from atoll.store.outcomes import StoreError
 from atoll.wire.messages import HEADER_BYTES, Count, Name
 
-SHARD = Kind(b"ATJ2", HEADER_BYTES + 2**16)
+SHARD = Kind(b"ATJ3", HEADER_BYTES + 2**16)
 _HALF = 2**32
 
 

@@ -7,16 +7,16 @@ acknowledged (who was given up, or began anew) is a standby at most, and takes t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 REPLICAS = 2  # the most processes of a shard
 
 Role = Literal["primary", "standby", "third"]
 
 
-@dataclass(frozen=True)
-class Half:
+class Half(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One of a shard's two processes. `life` is a name of the process alone, `token` its directory's ("": it
     has none)."""
 
@@ -25,9 +25,13 @@ class Half:
     token: str = ""
 
 
-@dataclass
-class PairState:
-    """A `Pair`, as plain data."""
+class Pair(msgspec.Struct, forbid_unknown_fields=True):
+    """A shard's primary and standby.
+
+    `synced`: the standby holds all that the primary acknowledges. `serves`: the primary knows that it is one.
+    `whole`: there was a standby in sync, and so the run may begin. `term` counts what was decided. While
+    there is no primary, `keepers` are those who were there last and held all that was acknowledged.
+    """
 
     primary: Half | None = None
     standby: Half | None = None
@@ -36,40 +40,7 @@ class PairState:
     begun: bool = False
     whole: bool = False
     term: int = 0
-    keepers: list[Half] = field(default_factory=list)
-
-
-class Pair:
-    """A shard's primary and standby.
-
-    `synced`: the standby holds all that the primary acknowledges. `serves`: the primary knows that it is one.
-    `whole`: there was a standby in sync, and so the run may begin. `term` counts what was decided. While
-    there is no primary, `keepers` are those who were there last and held all that was acknowledged.
-    """
-
-    def __init__(self, state: PairState | None = None) -> None:
-        state = state or PairState()
-        self.primary, self.standby = state.primary, state.standby
-        self.synced, self.serves, self.begun, self.whole = (
-            state.synced,
-            state.serves,
-            state.begun,
-            state.whole,
-        )
-        self.term, self.keepers = state.term, list(state.keepers)
-
-    def state(self) -> PairState:
-        """All of it, for the next one."""
-        return PairState(
-            self.primary,
-            self.standby,
-            self.synced,
-            self.serves,
-            self.begun,
-            self.whole,
-            self.term,
-            list(self.keepers),
-        )
+    keepers: list[Half] = []
 
     def known(self, life: str) -> Half | None:
         """The half of this life, where it is there."""

@@ -9,50 +9,23 @@ import msgspec
 from atoll.wire.messages import Count
 
 
-class RosterState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a Roster remembers."""
-
-    workers: Count
-    begun: bool
-    live: dict[int, Count]
-    waiting: dict[int, Count]
-    fenced: dict[int, Count]
-
-
-class Roster:
-    """`live` and `waiting` are worker -> incarnation; a worker stands in one of them at most.
+class Roster(msgspec.Struct, forbid_unknown_fields=True):
+    """`live` and `waiting` are worker -> incarnation; a worker stands in one of them at most. `fenced` has
+    the highest incarnation of each worker that is fenced.
 
     The run begins when `workers` are there at the same time. One that was fenced before is not: it may be
     started again, and is waited for. Once the run has begun, nobody is.
     """
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self.begun = False
-        self.live: dict[int, int] = {}
-        self.waiting: dict[int, int] = {}
-        self._fenced: dict[int, int] = {}  # worker -> the highest incarnation that is fenced
-
-    def state(self) -> RosterState:
-        """For a journal; `restored` makes the same roster of it."""
-        return RosterState(
-            workers=self.workers,
-            begun=self.begun,
-            live=dict(self.live),
-            waiting=dict(self.waiting),
-            fenced=dict(self._fenced),
-        )
-
-    @classmethod
-    def restored(cls, state: RosterState) -> Roster:
-        roster = cls(state.workers)
-        roster.begun, roster._fenced = state.begun, dict(state.fenced)
-        roster.live, roster.waiting = dict(state.live), dict(state.waiting)
-        return roster
+    workers: Count
+    begun: bool = False
+    live: dict[int, Count] = {}
+    waiting: dict[int, Count] = {}
+    fenced: dict[int, Count] = {}
 
     def refusal(self, worker: int, incarnation: int) -> str:
         """Why nothing is taken from this incarnation; empty where it may speak."""
-        if incarnation <= self._fenced.get(worker, 0):
+        if incarnation <= self.fenced.get(worker, 0):
             return f"worker {worker} of incarnation {incarnation} is fenced: it was given up, or it has left"
         return ""
 
@@ -94,7 +67,7 @@ class Roster:
         """Take nothing from it any more; False where that was so before."""
         if self.refusal(worker, incarnation):
             return False
-        self._fenced[worker] = incarnation
+        self.fenced[worker] = incarnation
         for group in (self.live, self.waiting):
             if group.get(worker, incarnation + 1) <= incarnation:
                 del group[worker]
@@ -105,7 +78,7 @@ class Roster:
         if self.is_quorate():
             return ""
         line = f"{self.workers - len(self.waiting)} of {self.workers} workers, to join"
-        gone = sorted(set(self._fenced) - set(self.waiting))
+        gone = sorted(set(self.fenced) - set(self.waiting))
         if gone:
             who = f"worker{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
             line += f" (of those who came, {who} died or left before the run began)"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, TypeVar, Union
+from typing import TypeAlias
 
 import msgspec
 
@@ -16,30 +15,7 @@ from atoll.store.outcomes import StoreError
 from atoll.wire import messages
 from atoll.wire.messages import Count, LostBlocks
 
-__all__ = [
-    "Action",
-    "AnyPull",
-    "ApplyChunks",
-    "Asked",
-    "CombineChunks",
-    "PushOutcome",
-    "Release",
-    "ShardState",
-    "StepChunks",
-]
-
 Key: TypeAlias = tuple[int, int]  # worker, incarnation
-Waiting: TypeAlias = tuple[int, int, int]  # worker, incarnation, member
-AnyPull: TypeAlias = Union[messages.Pull, messages.PullMean]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A pull, and who waits for it: `member` tells the members of a group apart."""
-
-    worker: int
-    pull: AnyPull
-    member: int = 0
 
 
 class Runs(msgspec.Struct, forbid_unknown_fields=True):
@@ -62,13 +38,6 @@ class Contribution(msgspec.Struct, forbid_unknown_fields=True):
     def is_whole(self) -> bool:
         return len(self.parts) == self.expected
 
-    def copy(self) -> Contribution:
-        runs = {
-            chunk: Runs(each.shares, each.present, dict(each.handles), dict(each.lost))
-            for chunk, each in self.runs.items()
-        }
-        return Contribution(self.expected, dict(self.parts), runs, dict(self.losses))
-
     def handles(self) -> list[int]:
         """Of all that is here."""
         runs = [handle for each in self.runs.values() for handle in each.handles.values()]
@@ -84,102 +53,61 @@ class Member(msgspec.Struct, forbid_unknown_fields=True):
     idle: bool = False  # waits in a meeting for all others
 
 
-class HeldState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a ShardState remembers, but for the pulls that wait: they are asked again."""
+class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The state of a shard, which a journal keeps as it is. A shard without chunks only follows the log.
+
+    `versions` are those of its trainable chunks. `limit` is the number of iterations that a worker may have
+    staged and not applied. `steps` are the iterations stepped here (BSP), and `applied` the entries of the
+    log. `combined` is the iteration whose mean is there and not yet stepped (-1: none), of the workers
+    `mean_of`; `replaced` is what they have put in its place. `losses` are what was lost of the latest `limit`
+    contributions that count, by iteration and chunk. `consumed` is the number of samples that the log has
+    counted.
+    """
 
     versions: dict[int, Count]
     consistency: str
     slack: Count
-    limit: Count
-    steps: Count
-    applied: Count
-    members: dict[int, Member]
-    fenced: dict[int, Count]
-    staged: dict[Key, dict[int, Contribution]]
-    combined: int
-    mean_of: list[Count]
-    replaced: dict[int, Parts]
-    losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
+    limit: Count = 2
+    steps: Count = 0
     consumed: float = 0.0
+    applied: Count = 0
+    members: dict[int, Member] = {}
+    fenced: dict[int, Count] = {}
+    staged: dict[Key, dict[int, Contribution]] = {}
+    combined: int = -1
+    mean_of: frozenset[Count] = frozenset()
+    replaced: dict[int, Parts] = {}
+    losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
 
-
-class ShardState:
-    """The state of a shard. `chunks` are its trainable chunks; a shard without chunks only follows the log.
-
-    `limit` is the number of iterations that a worker may have staged and not applied. `steps` is that of
-    wire's Setup. `consumed` is the initial number of samples, to which each contribution counted by the log
-    adds.
-    """
-
-    def __init__(
-        self,
+    @classmethod
+    def begin(
+        cls,
         chunks: Sequence[int],
         consistency: str,
         slack: int,
         limit: int = 2,
         steps: int = 0,
         consumed: float = 0.0,
-    ) -> None:
-        self.consumed = consumed
-        self.versions = dict.fromkeys(chunks, 0)
-        self.consistency = consistency
-        self.slack = slack
-        self.limit = limit
-        self.steps = steps  # BSP: iterations stepped here
-        self.applied = 0  # entries of the log
-        self._members: dict[int, Member] = {}
-        self._fenced: dict[int, int] = {}
-        self._staged: dict[Key, dict[int, Contribution]] = {}
-        self._combined = -1  # the iteration whose mean is there, not yet stepped
-        self._mean_of: frozenset[int] = frozenset()
-        self._replaced: dict[int, Parts] = {}  # by worker, for the iteration that is combined
-        # What was lost of the latest `limit` contributions that count: by iteration and chunk.
-        self._losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
-        self._pulls: dict[Waiting, messages.Pull] = {}
-        self._mean_pulls: dict[Waiting, messages.PullMean] = {}
-
-    def state(self) -> HeldState:
-        """For a journal; `restored` makes the same of it."""
-        return HeldState(
-            versions=dict(self.versions),
-            consistency=self.consistency,
-            slack=self.slack,
-            limit=self.limit,
-            steps=self.steps,
-            applied=self.applied,
-            members={
-                worker: Member(each.incarnation, each.clock, each.staleness, each.idle)
-                for worker, each in self._members.items()
-            },
-            fenced=dict(self._fenced),
-            staged={
-                key: {iteration: each.copy() for iteration, each in staged.items()}
-                for key, staged in self._staged.items()
-            },
-            combined=self._combined,
-            mean_of=sorted(self._mean_of),
-            replaced={worker: dict(parts) for worker, parts in self._replaced.items()},
-            losses={key: dict(iterations) for key, iterations in self._losses.items()},
-            consumed=self.consumed,
+    ) -> ShardState:
+        """Begin with these trainable chunks; `steps` as wire's Setup."""
+        return cls(
+            versions=dict.fromkeys(chunks, 0),
+            consistency=consistency,
+            slack=slack,
+            limit=limit,
+            steps=steps,
+            consumed=consumed,
         )
-
-    @classmethod
-    def restored(cls, state: HeldState) -> ShardState:
-        """What `state` is of; its structures are then this one's."""
-        shard = cls((), state.consistency, state.slack, state.limit, state.steps, state.consumed)
-        shard.versions, shard.applied = dict(state.versions), state.applied
-        shard._members, shard._fenced = dict(state.members), dict(state.fenced)
-        shard._staged = {key: dict(staged) for key, staged in state.staged.items()}
-        shard._combined, shard._mean_of = state.combined, frozenset(state.mean_of)
-        shard._replaced = {worker: dict(parts) for worker, parts in state.replaced.items()}
-        shard._losses = {key: dict(iterations) for key, iterations in state.losses.items()}
-        return shard
 
     def refusal(self, worker: int, incarnation: int) -> str:
         """Why nothing is taken from this incarnation; empty where it may speak."""
-        if incarnation <= self._fenced.get(worker, 0):
+        if incarnation <= self.fenced.get(worker, 0):
             return f"worker {worker} of incarnation {incarnation} is fenced: it was given up, or it has left"
         return ""
+
+    def awaits_mean(self, iteration: int) -> bool:
+        """Whether the mean of this iteration is not there yet."""
+        return iteration >= self.steps and iteration > self.combined
 
     # -- what workers send --------------------------------------------------------------------------------
 
@@ -193,7 +121,7 @@ class ShardState:
         clock = self._next_iteration(worker, push.incarnation)
         if clock is not None and push.iteration < clock:
             return PushOutcome()
-        staged = self._staged.get((worker, push.incarnation), {})
+        staged = self.staged.get((worker, push.incarnation), {})
         contribution = staged.get(push.iteration)
         if contribution is None:
             too_far = clock is not None and push.iteration >= clock + self.limit
@@ -213,12 +141,12 @@ class ShardState:
             )
         outcome = _add(contribution, worker, push, handle)
         if outcome.keep:
-            self._staged.setdefault((worker, push.incarnation), {})[push.iteration] = contribution
+            self.staged.setdefault((worker, push.incarnation), {})[push.iteration] = contribution
         return outcome
 
     def _next_iteration(self, worker: int, incarnation: int) -> int | None:
         """The first iteration that is not in the log here; None while its Joined is on its way."""
-        member = self._members.get(worker)
+        member = self.members.get(worker)
         return member.clock if member is not None and member.incarnation == incarnation else None
 
     def handle_replace(self, worker: int, replace: messages.Replace, handle: int) -> PushOutcome:
@@ -230,79 +158,13 @@ class ShardState:
             return PushOutcome(refused=f"this shard does not hold chunk {replace.chunk}")
         if replace.iteration < self.steps:
             return PushOutcome()
-        if replace.iteration != self._combined or worker not in self._mean_of:
+        if replace.iteration != self.combined or worker not in self.mean_of:
             return PushOutcome(refused=f"worker {worker} has no mean of iteration {replace.iteration} here")
-        parts = self._replaced.setdefault(worker, {})
+        parts = self.replaced.setdefault(worker, {})
         if replace.chunk in parts:
             return PushOutcome()
         parts[replace.chunk] = (handle, replace.present)
         return PushOutcome(keep=True)
-
-    def handle_pull_mean(self, worker: int, pull: messages.PullMean, member: int = 0) -> bool:
-        """Whether to answer now; if not, `poll_pulls` gives it later. `refusal` says if it never will."""
-        key = (worker, pull.incarnation, member)
-        if self._has_mean(worker, pull):
-            self._mean_pulls.pop(key, None)
-            return True
-        is_due = pull.iteration >= self.steps and pull.iteration > self._combined
-        if is_due and not self.refusal(worker, pull.incarnation):
-            waiting = self._mean_pulls.get(key)
-            same = waiting is not None and waiting.iteration == pull.iteration
-            self._mean_pulls[key] = _both(waiting, pull) if waiting is not None and same else pull
-        return False
-
-    def _has_mean(self, worker: int, pull: messages.PullMean) -> bool:
-        member = self._members.get(worker)
-        return (
-            member is not None
-            and member.incarnation == pull.incarnation
-            and worker in self._mean_of
-            and pull.iteration == self._combined
-        )
-
-    def handle_pull(self, worker: int, pull: messages.Pull, member: int = 0) -> bool:
-        """Whether to answer now; if not, `poll_pulls` gives it later. `refusal` says if it never will.
-
-        One who has just joined asks with clock 0, and is answered when it takes part; `clock_of` is then the
-        iteration that it begins with.
-        """
-        key = (worker, pull.incarnation, member)
-        waiting = self._pulls.get(key)
-        newest = (
-            waiting is None or waiting.clock <= pull.clock
-        )  # else a late duplicate, which displaces nothing
-        if self._may_begin(worker, pull):
-            if newest:
-                self._pulls.pop(key, None)
-            return True
-        if newest and not self.refusal(worker, pull.incarnation):
-            same = waiting is not None and waiting.clock == pull.clock
-            self._pulls[key] = _both(waiting, pull) if waiting is not None and same else pull
-        return False
-
-    def _may_begin(self, worker: int, pull: messages.Pull) -> bool:
-        member = self._members.get(worker)
-        if member is None or member.incarnation != pull.incarnation:
-            return False
-        if self.consistency == "bsp":
-            return self.steps >= pull.clock
-        if member.clock < pull.clock:
-            return False
-        # Judged by the clock that the answer tells, which is past that of a late duplicate.
-        return self.consistency == "asp" or all(
-            each.idle or each.clock >= member.clock - self.slack for each in self._members.values()
-        )
-
-    def poll_pulls(self) -> list[Asked]:
-        """The pulls that waited and may be answered now: ask after each entry."""
-        ready: list[Asked] = []
-        for (worker, _, member), mean in list(self._mean_pulls.items()):
-            if self.handle_pull_mean(worker, mean, member):
-                ready.append(Asked(worker, mean, member))
-        for (worker, _, member), pull in list(self._pulls.items()):
-            if self.handle_pull(worker, pull, member):
-                ready.append(Asked(worker, pull, member))
-        return ready
 
     # -- what the log says --------------------------------------------------------------------------------
 
@@ -310,7 +172,7 @@ class ShardState:
         """What to do, in this order. Raises StoreError where the log counts what is not here."""
         self.applied += 1
         if isinstance(entry, Joined):
-            self._members[entry.worker] = Member(entry.incarnation, entry.clock)
+            self.members[entry.worker] = Member(entry.incarnation, entry.clock)
             if self.consistency == "bsp":
                 self.steps = entry.clock
             return []
@@ -321,13 +183,13 @@ class ShardState:
         if isinstance(entry, Apply):
             return self._apply(entry)
         if isinstance(entry, Idle):
-            self._members[entry.worker].idle = entry.idle
+            self.members[entry.worker].idle = entry.idle
             return []
         return self._fence(entry)
 
     def _take(self, worker: int, incarnation: int, iteration: int) -> Contribution:
         """A contribution that the log counts. Its parts are the action's, then to be released."""
-        member = self._members.get(worker)
+        member = self.members.get(worker)
         if member is None or member.incarnation != incarnation or member.clock != iteration:
             raise StoreError(
                 f"the log counts iteration {iteration} of worker {worker}, which is not its next"
@@ -335,7 +197,7 @@ class ShardState:
         member.clock = iteration + 1
         if not self.versions:
             return Contribution(0)
-        contribution = self._staged.get((worker, incarnation), {}).pop(iteration, None)
+        contribution = self.staged.get((worker, incarnation), {}).pop(iteration, None)
         if contribution is None or not contribution.is_whole():
             raise StoreError(
                 f"the log counts iteration {iteration} of worker {worker}, whose chunks are not staged here"
@@ -345,18 +207,18 @@ class ShardState:
 
     def _note_losses(self, key: Key, iteration: int, losses: dict[int, ChunkLoss]) -> None:
         """Remember what was lost of a contribution as long as it may be asked for."""
-        held = {at: each for at, each in self._losses.pop(key, {}).items() if at > iteration - self.limit}
+        held = {at: each for at, each in self.losses.pop(key, {}).items() if at > iteration - self.limit}
         if losses:
             held[iteration] = losses
         if held:
-            self._losses[key] = held
+            self.losses[key] = held
 
     def _combine(self, entry: Combine) -> list[Action]:
         members = [self._take(member.worker, member.incarnation, entry.iteration) for member in entry.members]
         taken = [(each.weight, found.parts) for each, found in zip(entry.members, members, strict=True)]
         losses = [found.losses for found in members] if any(found.losses for found in members) else []
-        self._combined = entry.iteration
-        self._mean_of = frozenset(member.worker for member in entry.members)
+        self.combined = entry.iteration
+        self.mean_of = frozenset(member.worker for member in entry.members)
         weight = sum(each.weight if each.counted < 0 else each.counted for each in entry.members)
         samples = sum(member.samples for member in entry.members)
         self.consumed += samples
@@ -366,9 +228,9 @@ class ShardState:
         return [combine, *_release(*(parts for _, parts in taken))]
 
     def _step(self, entry: Step) -> list[Action]:
-        if entry.iteration != self._combined:
+        if entry.iteration != self.combined:
             raise StoreError(f"the log steps iteration {entry.iteration}, of which no mean is here")
-        replaced = self._replaced.get(entry.editor, {})
+        replaced = self.replaced.get(entry.editor, {})
         edited: Parts = {}
         for chunk in entry.edited:
             if chunk not in self.versions or not entry.accepted:
@@ -384,14 +246,14 @@ class ShardState:
                 entry.iteration, entry.scale, entry.hyperparameters, edited, entry.accepted, entry.nobody
             )
         ]
-        actions += _release(*self._replaced.values())
-        self.steps, self._combined, self._mean_of = entry.iteration + 1, -1, frozenset()
-        self._replaced = {}
+        actions += _release(*self.replaced.values())
+        self.steps, self.combined, self.mean_of = entry.iteration + 1, -1, frozenset()
+        self.replaced = {}
         return actions
 
     def _apply(self, entry: Apply) -> list[Action]:
         parts = self._take(entry.worker, entry.incarnation, entry.iteration).parts
-        self._members[entry.worker].staleness = entry.staleness
+        self.members[entry.worker].staleness = entry.staleness
         self.consumed += entry.samples
         for chunk in parts:
             self.versions[chunk] += 1
@@ -411,18 +273,15 @@ class ShardState:
 
     def _fence(self, entry: Fenced) -> list[Action]:
         """What it had staged goes; what it made of the mean stays, for its word may be the step's."""
-        self._fenced[entry.worker] = max(entry.incarnation, self._fenced.get(entry.worker, 0))
-        member = self._members.get(entry.worker)
+        self.fenced[entry.worker] = max(entry.incarnation, self.fenced.get(entry.worker, 0))
+        member = self.members.get(entry.worker)
         if member is not None and member.incarnation <= entry.incarnation:
-            del self._members[entry.worker]
-        for waiting in (self._pulls, self._mean_pulls):
-            for asking in [each for each in waiting if self.refusal(*each[:2])]:
-                del waiting[asking]
-        for key in [key for key in self._losses if self.refusal(*key)]:
-            del self._losses[key]
+            del self.members[entry.worker]
+        for key in [key for key in self.losses if self.refusal(*key)]:
+            del self.losses[key]
         gone: list[int] = []
-        for key in [key for key in self._staged if self.refusal(*key)]:
-            for contribution in self._staged.pop(key).values():
+        for key in [key for key in self.staged if self.refusal(*key)]:
+            for contribution in self.staged.pop(key).values():
                 gone += contribution.handles()
         return [Release(gone)] if gone else []
 
@@ -430,50 +289,34 @@ class ShardState:
 
     def clock_of(self, worker: int) -> int:
         """The iteration that a live worker is to begin, by what is applied here: for wire's Parameters."""
-        member = self._members[worker]
+        member = self.members[worker]
         return self.steps if self.consistency == "bsp" else member.clock
 
     def note_staleness(self, staleness: float) -> None:
         """At a site, whose members contribute as one: what the global shards have measured of it."""
-        for member in self._members.values():
+        for member in self.members.values():
             member.staleness = staleness
 
     def staleness_of(self, worker: int) -> float:
         """How stale a live worker's last contribution was, in global iterations."""
-        return self._members[worker].staleness
+        return self.members[worker].staleness
 
     def lost_of(
-        self, worker: int, asked: AnyPull, iteration: int, chunk: int, extent: int
+        self, worker: int, asked: messages.Pull | messages.PullMean, iteration: int, chunk: int, extent: int
     ) -> LostBlocks | None:
         """What was lost of the asker's own contribution to an iteration, of the share that is asked for of a
         chunk of `extent` elements. None: nothing, or it is none of the latest `limit` that count."""
-        loss = self._losses.get((worker, asked.incarnation), {}).get(iteration, {}).get(chunk)
+        loss = self.losses.get((worker, asked.incarnation), {}).get(iteration, {}).get(chunk)
         return told_of(loss, extent, asked.share, asked.shares) if loss is not None else None
 
-    def staged(self) -> list[tuple[int, int, int]]:
+    def whole(self) -> list[tuple[int, int, int]]:
         """(worker, incarnation, iteration) of all that is whole here and not yet in the log."""
         return [
             (worker, incarnation, iteration)
-            for (worker, incarnation), staged in self._staged.items()
+            for (worker, incarnation), staged in self.staged.items()
             for iteration, contribution in staged.items()
             if contribution.is_whole()
         ]
-
-    def waiting_pulls(self) -> list[Asked]:
-        """The pulls that are not answered yet."""
-        means = [Asked(worker, pull, member) for (worker, _, member), pull in self._mean_pulls.items()]
-        return means + [Asked(worker, pull, member) for (worker, _, member), pull in self._pulls.items()]
-
-
-_Pull = TypeVar("_Pull", messages.Pull, messages.PullMean)
-
-
-def _both(waiting: _Pull, pull: _Pull) -> _Pull:
-    """What is asked for by a pull of the same as one that waits: the chunks of either."""
-    if (waiting.share, waiting.shares) != (pull.share, pull.shares):
-        return pull
-    named = [*dict.fromkeys([*waiting.chunks, *pull.chunks])]
-    return msgspec.structs.replace(pull, chunks=named if waiting.chunks and pull.chunks else [])
 
 
 def _add(contribution: Contribution, worker: int, push: messages.Push, handle: int) -> PushOutcome:

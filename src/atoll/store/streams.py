@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 
 from atoll.core.hyperparameters import difference_line, unscheduled_difference
-from atoll.core.weighing import KNOWN, Usual, are_certain, excess_line, told_unlike, weight_of
+from atoll.core.weighing import KNOWN, are_certain, excess_line, told_unlike, weight_of
+from atoll.store.contributors import Contributors
 from atoll.store.entries import Apply, Joined
 from atoll.store.outcomes import Draft
-from atoll.store.roster import Roster
-from atoll.store.stages import Stages
 from atoll.wire import messages
 from atoll.wire.messages import Count
 
@@ -33,22 +32,7 @@ class Stream(msgspec.Struct, forbid_unknown_fields=True):
     alike: float = 1.0
 
 
-class StreamsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="streams"):
-    """All that Streams remember, beside roster and stages."""
-
-    limit: Count
-    streams: dict[int, Stream]
-    applied: Count
-    in_step: Count
-    step_weight: float
-    step_settings: messages.Hyperparameters
-    start: Count
-    scaled: str = "weight"
-    settings: dict[int, messages.Hyperparameters] = {}
-    step_alike: float = 0.0
-
-
-class Streams:
+class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
     """Apply each contribution as soon as it is committed and staged on all shards.
 
     A step is made at once, with the mean of the contributions so far, and made again with each later
@@ -57,64 +41,31 @@ class Streams:
 
     Contributions weigh by samples while the latest contribution of every live worker is certain
     (core/weighing.py). From the first uncertain one on all workers count alike.
+
+    One who joins while nobody lives begins at `start`. A worker may have `limit` commits in flight. `scaled`
+    is what of a stale contribution is divided by its staleness: one of SCALED. `applied` contributions are in
+    the log, `in_step` of them in the open step (0: none is open), with weight `step_weight` (`step_alike` by
+    workers) and mean hyperparameters `step_settings`. `settings` are those of each live worker's latest one.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        stages: Stages,
-        steps: int,
-        limit: int,
-        scaled: str = "weight",
-        usual: Usual | None = None,
-    ) -> None:
-        """`scaled` is what of a stale contribution is divided by its staleness: one of SCALED. `usual` is
-        told by the log what counts."""
-        self._usual = Usual() if usual is None else usual
-        self._roster = roster
-        self._stages = stages
-        self._limit = limit
-        self._scaled = scaled
-        self._streams: dict[int, Stream] = {}
-        self._applied = 0
-        self._in_step = 0  # contributions to the open step; 0 where none is open
-        self._step_weight = 0.0  # theirs, damped
-        self._step_alike = 0.0  # the same of the workers that they are of
-        self._step_settings: messages.Hyperparameters = []  # the mean of theirs
-        self._settings: dict[int, messages.Hyperparameters] = {}  # of each live worker's latest contribution
-        self._start = steps  # where one begins who joins while nobody lives
-
-    def state(self) -> StreamsState:
-        """For a journal; `restored` makes the same of it."""
-        return StreamsState(
-            limit=self._limit,
-            streams=_copies(self._streams),
-            applied=self._applied,
-            in_step=self._in_step,
-            step_weight=self._step_weight,
-            step_alike=self._step_alike,
-            step_settings=self._step_settings,
-            start=self._start,
-            scaled=self._scaled,
-            settings=dict(self._settings),
-        )
-
-    @classmethod
-    def restored(cls, state: StreamsState, roster: Roster, stages: Stages, usual: Usual) -> Streams:
-        streams = cls(roster, stages, state.start, state.limit, state.scaled, usual)
-        streams._streams, streams._applied = _copies(state.streams), state.applied
-        streams._in_step, streams._step_weight = state.in_step, state.step_weight
-        streams._step_settings, streams._step_alike = state.step_settings, state.step_alike
-        streams._settings = dict(state.settings)
-        return streams
+    start: Count
+    limit: Count
+    scaled: str = "weight"
+    streams: dict[int, Stream] = {}
+    applied: Count = 0
+    in_step: Count = 0
+    step_weight: float = 0.0
+    step_alike: float = 0.0
+    step_settings: messages.Hyperparameters = []
+    settings: dict[int, messages.Hyperparameters] = {}
 
     def committed(self, worker: int) -> int:
         """How many iterations are in the log, for a live worker."""
-        return self._streams[worker].clock
+        return self.streams[worker].clock
 
-    def commit(self, worker: int, commit: messages.Commit, draft: Draft) -> None:
+    def commit(self, worker: int, commit: messages.Commit, draft: Draft, these: Contributors) -> None:
         """A live worker commits its contribution; `draft.refused` says if it may not."""
-        stream = self._streams[worker]
+        stream = self.streams[worker]
         if commit.iteration < stream.clock:
             told = stream.told
             if told is None or told.iteration != commit.iteration:
@@ -127,9 +78,9 @@ class Streams:
                 f"worker {worker} commits iteration {commit.iteration}, "
                 f"while its next is {stream.clock + len(stream.pending)}"
             )
-        elif len(stream.pending) >= self._limit:
-            draft.refused = f"worker {worker} has {self._limit} iterations in flight, which is the most"
-        elif excess := self._usual.excess(commit):
+        elif len(stream.pending) >= self.limit:
+            draft.refused = f"worker {worker} has {self.limit} iterations in flight, which is the most"
+        elif excess := these.usual.excess(commit):
             draft.refused = excess_line(worker, commit.iteration, excess)
         else:
             stream.pending[commit.iteration] = commit
@@ -138,36 +89,33 @@ class Streams:
         """Only synchronous workers step by the log."""
         draft.refused = f"worker {worker} says Step, which asynchronous training has not"
 
-    def leave(self, worker: int, incarnation: int) -> None:
+    def leave(self, worker: int, incarnation: int, _these: Contributors) -> None:
         """A worker is fenced."""
-        stream = self._streams.get(worker)
+        stream = self.streams.get(worker)
         if stream is not None and stream.incarnation <= incarnation:
-            self._start = min(each.clock for each in self._streams.values())
-            del self._streams[worker]
-            self._settings.pop(worker, None)
+            self.start = min(each.clock for each in self.streams.values())
+            del self.streams[worker]
+            self.settings.pop(worker, None)
 
-    def advance(self, draft: Draft) -> None:
+    def advance(self, draft: Draft, these: Contributors) -> None:
         """Write all that can be written now."""
-        if self._roster.is_quorate():
-            start = min((stream.clock for stream in self._streams.values()), default=self._start)
-            for worker, incarnation in self._roster.enter():
-                self._streams[worker] = Stream(incarnation, start, self._applied, seen_before=self._applied)
-                draft.write(
-                    Joined(worker=worker, incarnation=incarnation, clock=start),
-                    f"worker {worker} joins at iteration {start}, where the slowest live worker is",
-                )
-        for worker in sorted(self._streams):
-            while self._try_apply(worker, draft):
+        if these.roster.is_quorate():
+            start = min((stream.clock for stream in self.streams.values()), default=self.start)
+            for worker, incarnation in these.roster.enter():
+                self.streams[worker] = Stream(incarnation, start, self.applied, seen_before=self.applied)
+                draft.write(Joined(worker=worker, incarnation=incarnation, clock=start))
+        for worker in sorted(self.streams):
+            while self._try_apply(worker, draft, these):
                 pass
 
-    def _try_apply(self, worker: int, draft: Draft) -> bool:
-        stream = self._streams[worker]
+    def _try_apply(self, worker: int, draft: Draft, these: Contributors) -> bool:
+        stream = self.streams[worker]
         commit = stream.pending.get(stream.clock)
-        if commit is None or self._stages.missing(worker, stream.incarnation, stream.clock):
+        if commit is None or these.stages.missing(worker, stream.incarnation, stream.clock):
             return False
         staleness = self._staleness(stream, commit.behind)
         stream.weight, stream.basis, stream.alike = commit.weight, commit.basis, commit.alike
-        certain = are_certain(self._streams.values())
+        certain = are_certain(self.streams.values())
         number, part, enough = self._add(commit, staleness, certain)
         draft.write(
             Apply(
@@ -180,38 +128,36 @@ class Streams:
                 opens=number == 1,
                 closes=enough,
                 staleness=staleness,
-                hyperparameters=self._step_settings,
+                hyperparameters=self.step_settings,
                 behind=commit.behind,
-            ),
-            f"iteration {stream.clock} of worker {worker} is whole, and contribution {number} of "
-            f"{len(self._streams)} to a step; its part so far is {part:.3g}, its staleness {staleness:.3g}",
+            )
         )
         draft.counted.append((worker, commit))
         stream.told = messages.Committed(
             iteration=stream.clock,
-            workers=sorted(self._streams),
+            workers=sorted(self.streams),
             grouping=commit.grouping,
             unlike=self._unlike(worker, commit),
             alike=not certain,
-            counts=told_unlike(f"iteration {stream.clock} of worker {worker}", self._streams),
+            counts=told_unlike(f"iteration {stream.clock} of worker {worker}", self.streams),
         )
         draft.reply(worker, stream.incarnation, stream.told)
-        self._stages.forget_through(worker, stream.incarnation, stream.clock)
+        these.stages.forget_through(worker, stream.incarnation, stream.clock)
         del stream.pending[stream.clock]
-        self._applied += 1
+        self.applied += 1
         stream.clock += 1
-        stream.seen_before, stream.seen = stream.seen, self._applied
+        stream.seen_before, stream.seen = stream.seen, self.applied
         return True
 
     def _unlike(self, worker: int, commit: messages.Commit) -> str:
         """Name another worker with a different hyperparameter that no schedule explains, in one line; empty:
         none.
         """
-        before, own = self._settings.get(worker), commit.hyperparameters
-        self._settings[worker] = own
+        before, own = self.settings.get(worker), commit.hyperparameters
+        self.settings[worker] = own
         if own == before:
             return ""  # the other one hears it, or has
-        for other, theirs in sorted(self._settings.items()):
+        for other, theirs in sorted(self.settings.items()):
             found = unscheduled_difference(theirs, own) if other != worker else None
             if found is not None:
                 return difference_line(f"worker {other}", f"worker {worker}", commit.iteration, found)
@@ -220,10 +166,10 @@ class Streams:
     def _staleness(self, stream: Stream, behind: int) -> float:
         """By how many global iterations more than usual the parameters have moved on since those that its
         next contribution was computed at, which lacked `behind` of its own."""
-        others = self._applied - (stream.seen_before if behind else stream.seen) - behind
-        if len(self._streams) == 1:
+        others = self.applied - (stream.seen_before if behind else stream.seen) - behind
+        if len(self.streams) == 1:
             return max(float(behind), others - 1.0)
-        return max(0.0, others / (len(self._streams) - 1) - 1.0)
+        return max(0.0, others / (len(self.streams) - 1) - 1.0)
 
     def _add(self, commit: messages.Commit, staleness: float, certain: bool) -> tuple[int, float, bool]:
         """Add a contribution to the open step, or to a new one.
@@ -231,58 +177,39 @@ class Streams:
         Returns the contribution's number in the step, its share of the weight so far, and whether the step is
         complete. The share is by samples where all contributions are `certain`.
         """
-        if self._in_step >= len(self._streams):  # those whom it waited for are gone
-            self._in_step = 0
+        if self.in_step >= len(self.streams):  # those whom it waited for are gone
+            self.in_step = 0
         # Up to 1 it is chance, and what is in flight all have: all would count for less.
         divisor = max(1.0, staleness - commit.behind)
-        damped = divisor if self._scaled == "weight" else 1.0
+        damped = divisor if self.scaled == "weight" else 1.0
         weight, alike = commit.weight / damped, weight_of(commit, certain=False) / damped
         settings = commit.hyperparameters
-        if self._scaled == "rate":
+        if self.scaled == "rate":
             settings = [_slower(group, divisor) for group in settings]
-        if self._in_step == 0:
-            self._step_weight, self._step_alike, self._step_settings = 0.0, 0.0, settings
-        self._step_weight += weight
-        self._step_alike += alike
-        own, total = (weight, self._step_weight) if certain else (alike, self._step_alike)
+        if self.in_step == 0:
+            self.step_weight, self.step_alike, self.step_settings = 0.0, 0.0, settings
+        self.step_weight += weight
+        self.step_alike += alike
+        own, total = (weight, self.step_weight) if certain else (alike, self.step_alike)
         part = own / total if total > 0 else 0.0
-        self._step_settings = _moved(self._step_settings, settings, part)
-        number = self._in_step + 1
-        enough = number >= len(self._streams)
-        self._in_step = 0 if enough else number
+        self.step_settings = _moved(self.step_settings, settings, part)
+        number = self.in_step + 1
+        enough = number >= len(self.streams)
+        self.in_step = 0 if enough else number
         return number, part, enough
 
-    def waiting_for(self) -> list[str]:
+    def waiting_for(self, these: Contributors) -> list[str]:
         """Who is waited for and on what, in words: the slowest, whom SSP waits for, come first."""
-        missing = self._roster.missing()
+        missing = these.roster.missing()
         if missing:
             return [missing]
-        lines = []
-        for worker, stream in sorted(self._streams.items(), key=lambda item: (item[1].clock, item[0])):
-            if not stream.pending:
-                lines.append(f"worker {worker}, to commit iteration {stream.clock}")
-                continue
-            shards = self._stages.missing(worker, stream.incarnation, stream.clock)
-            on = ", ".join(map(str, shards))
-            lines.append(f"worker {worker}'s chunks of iteration {stream.clock}, on shard {on}")
-        return lines
-
-
-def _copies(streams: dict[int, Stream]) -> dict[int, Stream]:
-    return {
-        worker: Stream(
-            stream.incarnation,
-            stream.clock,
-            stream.seen,
-            dict(stream.pending),
-            stream.told,
-            stream.seen_before,
-            stream.weight,
-            stream.basis,
-            stream.alike,
-        )
-        for worker, stream in streams.items()
-    }
+        in_order = sorted(self.streams.items(), key=lambda item: (item[1].clock, item[0]))
+        return [
+            these.staged_line(worker, stream.incarnation, stream.clock)
+            if stream.pending
+            else f"worker {worker}, to commit iteration {stream.clock}"
+            for worker, stream in in_order
+        ]
 
 
 def _slower(group: dict[str, Any], divisor: float) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+"""When a pull may be answered: the pulls that wait at a shard for a line of the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias, Union
+
+import msgspec
+
+from atoll.store.shard import ShardState
+from atoll.wire import messages
+
+AnyPull: TypeAlias = Union[messages.Pull, messages.PullMean]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A pull, and who waits for it: `member` tells the members of a group apart."""
+
+    worker: int
+    pull: AnyPull
+    member: int = 0
+
+    @property
+    def at(self) -> int:
+        """The iteration whose mean is asked for, or how many iterations the parameters are to have."""
+        return self.pull.clock if isinstance(self.pull, messages.Pull) else self.pull.iteration
+
+
+class Pulls:
+    """The pulls that wait for `state`, the latest of each kind of each asker. They are no part of the state:
+    after a restart they are asked again."""
+
+    def __init__(self, state: ShardState) -> None:
+        self._state = state
+        self._waiting: dict[tuple[type, int, int, int], Asked] = {}
+
+    def ask(self, asked: Asked) -> bool:
+        """Whether to answer now; if not, `take_ready` gives it later. `ShardState.refusal` says if it never
+        will.
+
+        One who has just joined asks with clock 0, and is answered when it takes part; `clock_of` is then the
+        iteration that it begins with. A late duplicate of an earlier pull displaces nothing.
+        """
+        pull = asked.pull
+        key = (type(pull), asked.worker, pull.incarnation, asked.member)
+        waiting = self._waiting.get(key)
+        newest = waiting is None or waiting.at <= asked.at
+        if self._is_ready(asked):
+            if newest:
+                self._waiting.pop(key, None)
+            return True
+        if newest and self._may_come(asked):
+            same = waiting is not None and waiting.at == asked.at
+            self._waiting[key] = _both(waiting, asked) if waiting is not None and same else asked
+        return False
+
+    def _may_come(self, asked: Asked) -> bool:
+        """Whether what is asked for may be there later."""
+        state, pull = self._state, asked.pull
+        if isinstance(pull, messages.PullMean) and not state.awaits_mean(pull.iteration):
+            return False
+        return not state.refusal(asked.worker, pull.incarnation)
+
+    def _is_ready(self, asked: Asked) -> bool:
+        state, pull = self._state, asked.pull
+        member = state.members.get(asked.worker)
+        if member is None or member.incarnation != pull.incarnation:
+            return False
+        if isinstance(pull, messages.PullMean):
+            return asked.worker in state.mean_of and pull.iteration == state.combined
+        if state.consistency == "bsp":
+            return state.steps >= pull.clock
+        if member.clock < pull.clock:
+            return False
+        # Judged by the clock that the answer tells, which is past that of a late duplicate.
+        return state.consistency == "asp" or all(
+            each.idle or each.clock >= member.clock - state.slack for each in state.members.values()
+        )
+
+    def take_ready(self) -> list[Asked]:
+        """The pulls that waited and may be answered now: ask after each entry. Those of fenced workers go."""
+        for key in [key for key in self._waiting if self._state.refusal(*key[1:3])]:
+            del self._waiting[key]
+        return [asked for asked in list(self._waiting.values()) if self.ask(asked)]
+
+    def waiting(self) -> list[Asked]:
+        """The pulls that are not answered yet."""
+        return list(self._waiting.values())
+
+
+def _both(waiting: Asked, asked: Asked) -> Asked:
+    """What is asked for by a pull of the same as one that waits: the chunks of either."""
+    one, other = waiting.pull, asked.pull
+    if (one.share, one.shares) != (other.share, other.shares):
+        return asked
+    named = [*dict.fromkeys([*one.chunks, *other.chunks])]
+    return replace(
+        asked, pull=msgspec.structs.replace(other, chunks=named if one.chunks and other.chunks else [])
+    )
