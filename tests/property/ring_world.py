@@ -596,7 +596,7 @@ class Member:
         )
         calls = Calls(_nothing, lambda _has: Contribution(1.0, 1.0), self._committed, _nothing)
         self.reducer = RingReducer(bind_model(chunks, parameters), self.ring, message_bytes=1, calls=calls)
-        assert len(self.reducer.order) == 3
+        assert len(self.reducer.sum.carrier.ids) == 3
         self.own = torch.zeros(MOST)
         self.own[self.incarnation] = 1.0
 

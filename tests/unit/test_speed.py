@@ -18,7 +18,7 @@ from atoll.observe.journal import JournalReader
 from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
 from atoll.train.api.speed import Stretch, speed_from
-from atoll.train.gradients.ring import RingReducer
+from atoll.train.gradients.ring import RingBuckets
 
 
 class Clock:
@@ -172,13 +172,13 @@ def slow_job(place: Place, folder: str) -> tuple[list[str], float]:
         os.environ[SPEED_VARIABLE] = "0.1"
     os.environ[LAB_JOURNALS_VARIABLE] = f"{folder}/{place.rank}"
     order: list[str] = []
-    settle, send = Stretch.settle, RingReducer._send
+    settle, send = Stretch.settle, RingBuckets._send
     Stretch.settle = lambda self: (order.append("settle"), settle(self))[1]  # type: ignore[method-assign]
-    RingReducer._send = lambda self, *a: (order.append("send"), send(self, *a))[1]  # type: ignore[method-assign]
+    RingBuckets._send = lambda self, *a: (order.append("send"), send(self, *a))[1]  # type: ignore[method-assign]
     try:
         train(0.01 if place.rank == 1 else 0.0, 4, place=place)
     finally:
-        Stretch.settle, RingReducer._send = settle, send  # type: ignore[method-assign]
+        Stretch.settle, RingBuckets._send = settle, send  # type: ignore[method-assign]
         os.environ.pop(SPEED_VARIABLE, None)
         del os.environ[LAB_JOURNALS_VARIABLE]
     steps = [

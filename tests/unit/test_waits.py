@@ -301,7 +301,7 @@ REVIEWED: dict[str, str] = {
     "ThreadPoolExecutor(self.size, 'atoll-chunks', initializer=_stay_alone)": (
         "its threads step chunks, and wait for nobody"
     ),
-    "train/gradients/ring.py: RingReducer._wait: "
+    "train/gradients/ring.py: RingBuckets._wait: "
     "torch.accelerator.current_stream(messages[0].memory.device).synchronize()": _OWN_DEVICE,
     "memory/bandwidth.py: settle: torch.accelerator.synchronize(device)": _OWN_DEVICE,
     "train/api/meter.py: Meter._seconds_on_device: torch.accelerator.synchronize(self._device)": _OWN_DEVICE,

@@ -23,8 +23,9 @@ from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import ParameterOptimizer
 from atoll.train.gradients.clipping import ExchangedNorms, GradientNorm, Norms, ResidentNorms, SharedNorms
-from atoll.train.gradients.reducer import Calls, Reducer, ReducingAtEnd
+from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.ring import refuse_beyond, take_beside, tell_beside
+from atoll.train.gradients.sums import AtEnd
 from atoll.train.group.members import WorkerMembers
 from atoll.train.group.rounds import Ring
 from atoll.train.sync.servedtiers import ServedInTiers, staging_bytes
@@ -200,18 +201,18 @@ class MembersInTiers(Alone):
         return reducer, _TieredOptimizer(training.optimizer, training.hooks)
 
 
-class MembersReducer(ReducingAtEnd):
+class MembersReducer(Reducer):
     """Sums gradients that lie in chunks to the members that hold those, when a backward has ended.
 
     `fit` takes each gradient into its chunk before the hooks of this see that it has come.
     """
 
     def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, tiers: Tiers) -> None:
-        super().__init__(chunks, calls)
+        super().__init__(chunks, calls, AtEnd)
         self._tiers, self._buffers, self._counts_told = tiers, calls.buffers, False
 
     def reduce(self) -> None:
-        own, shared, ring = self._contribute(), self._tiers.shared, self._tiers.ring
+        own, shared, ring = self.contribute(), self._tiers.shared, self._tiers.ring
         assert shared is not None
         assert ring is not None
         self._calls.leaving()

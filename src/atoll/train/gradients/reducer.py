@@ -1,32 +1,27 @@
 """From backward to `p.grad`: what becomes of gradients as autograd hands them over.
 
-`Reducer` is the way of a worker that is alone, and what all ways have in common. `SendingReducer` brings
-gradients into messages and sends those that are complete while backward goes on: over a ring
-(`train/gradients/ring.py`) or to the shards of a parameter server (`train/sync/exchange.py`). Source:
+`Reducer` has a `Sum` (`train/gradients/sums.py`) over the worker's group: over nobody, or over a ring
+(`train/gradients/ring.py`). What goes on to others from there is a reducer of its own: an exchange with the
+shards of a parameter server (`train/sync`), or with a node's CPU side (`train/node`). Source:
 docs/architecture.md, "The gradient".
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
-from atoll.core.errors import RunError
 from atoll.core.stands import UNKNOWN, Epoch
 from atoll.exchange.feedback import Feedback
 from atoll.memory.proxies import edits_of
-from atoll.tensors.binding import BoundChunk, check_usable
-from atoll.tensors.finite import is_finite
-from atoll.tensors.gradienthooks import after_gradient
-from atoll.tensors.torch_compat import forget_clipping, will_run
+from atoll.tensors.binding import BoundChunk
+from atoll.tensors.torch_compat import forget_clipping
 from atoll.train.checkpoint.buffers import ModelBuffers
-from atoll.train.gradients.messages import ChunkGradients, Message, lay_messages
 from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.sums import MakeSum, Own
 
 _READABLE = frozenset({"cpu"})  # types of device whose memory may be read without a wait
 
@@ -78,7 +73,7 @@ class Clipping:
 
 
 class Reducer:
-    """The gradients of one model's trainable chunks, on a worker without others to reduce with.
+    """The gradients of one model's trainable chunks: summed over the worker's group, and stepped here.
 
     `consumed` counts the samples of all workers in the run so far, as far as this worker knows.
     """
@@ -88,7 +83,8 @@ class Reducer:
     acts_before_state_dict = False  # and before the model's state_dict
     sums_samples = True  # each iteration's samples are those of all; else `consumed` is told in another way
 
-    def __init__(self, chunks: Sequence[BoundChunk], calls: Calls) -> None:
+    def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, make_sum: MakeSum = Own) -> None:
+        """Reduce the chunks' gradients; `make_sum` makes their sum over the worker's group."""
         self._chunks, self._calls = list(chunks), calls
         self._own: Contribution | None = None  # fixed when the first message leaves
         self.count_alike = False  # all workers, in the latest iteration: whatever they have counted
@@ -103,7 +99,7 @@ class Reducer:
         self.steps = 0
         self.bytes_sent = 0
         self.consumed = 0.0
-        self._accumulators = [get_gradient_edge(p).node for bound in chunks for p in bound.parameters]
+        self.sum = make_sum(self, chunks)
 
     @property
     def is_within(self) -> bool:
@@ -117,9 +113,9 @@ class Reducer:
 
     def close(self) -> None:
         """Let go of the model: its parameters stay where they are, but nothing is reduced any more."""
+        self.sum.close()
         self._zeros.clear()
         self._chunks.clear()
-        self._accumulators.clear()
 
     @property
     def losses(self) -> Feedback | None:
@@ -131,7 +127,7 @@ class Reducer:
         """True where every worker's `p.grad` is the mean over all, and each worker steps its own copy with
         the mean.
         """
-        return False
+        return self.sum.shows_mean and self._reduced and not self.unsent
 
     def check_bound(self, closely: bool = True) -> None:
         """Raise BindingError where a parameter's dtype or device differs from its chunk's.
@@ -147,38 +143,45 @@ class Reducer:
     def accumulates(self) -> bool:
         """Within a backward: whether it will leave gradients in these parameters, as torch.autograd.grad
         does not."""
-        try:
-            return any(will_run(node) for node in self._accumulators)
-        except RuntimeError:  # raised for a parameter that torch.autograd.grad was asked about
-            return False
+        return self.sum.accumulates()
+
+    def came(self) -> None:
+        """Autograd has delivered a gradient."""
+        self._calls.arm()
+        self.unsent = True
 
     def drop_kept(self) -> None:
         """A new backward begins: the last iteration's own gradients are not needed any more."""
+        self.sum.drop_kept()
 
     def abandon(self) -> None:
         """Forget a backward that raised; raises RunError if chunks had left for the other workers."""
+        self.sum.abandon()
         self.begin()
 
     def admit(self) -> bool:
         """Let newcomers in where a new iteration begins with this model; whether any have come in."""
-        return False
+        return self.sum.admit()
 
     def reduce(self) -> None:
         """A backward has ended: do what makes its iteration whole."""
-        for bound in self._chunks:
-            for name, parameter in zip(bound.names, bound.parameters, strict=True):
-                gradient = parameter.grad
-                if gradient is not None and gradient.is_sparse:
-                    check_usable(name, gradient)
-        own = self._contribute()
-        self._done(own, own.samples)
+        self.sum.admit()
+        own = self.contribute()
+        self._is_whole(own, self.sum.reduce(own))
 
-    def _contribute(self) -> Contribution:
+    def _is_whole(self, own: Contribution, of_group: Contribution) -> None:
+        """`p.grad` shows the group's mean."""
+        self._done(own, of_group.samples)
+
+    def contribute(self) -> Contribution:
+        """This iteration's contribution, which the first call fixes."""
         if self._own is None:
+            self.sum.opens()
             # Where the script's hooks have dropped all gradients, zeros take part in the mean.
             # A worker without a batch may have zeros left, from zero_grad(set_to_none=False).
             has_gradient = self.unsent or self._has_values()
             self._own = self._calls.contribution(has_gradient)
+            self.sum.weighs(self._own)
         return self._own
 
     def _has_gradients(self) -> bool:
@@ -233,6 +236,7 @@ class Reducer:
     def begin(self) -> None:
         """Make ready for the next backward."""
         self._own = None
+        self.sum.begin()
 
     def settle(self) -> None:
         """Wait until what this worker has sent by itself counts."""
@@ -245,6 +249,7 @@ class Reducer:
         if self.unsent or not self._reduced:
             self.look_for_edits()
             self._calls.reduce(self)
+        self.sum.before_step()
 
     def _is_left_out(self) -> bool:
         """True where the script has zeroed the latest gradients without a step, as after a GradScaler's skip.
@@ -292,35 +297,37 @@ class Reducer:
         self._zeros.clear()
         self.steps += 1
         self.drop_kept()
+        self.sum.stepped(self.steps - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on, to the bit, as this one would."""
-        return {"steps": self.steps}
+        return {"steps": self.steps, **self.sum.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = state["steps"]
+        self.sum.load_state_dict(state)
 
     def member_state(self) -> dict[str, Any]:
         """What a worker needs that enters between two iterations, to do the next as the others do."""
-        return self.state_dict()
+        return {**self.state_dict(), **self.sum.member_state()}
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError or KeyError where `load_member_state` could not take it."""
+        self._check_steps(state)
+        self.sum.check_member_state(state)
+
+    def _check_steps(self, state: Mapping[str, Any]) -> None:
         if type(state["steps"]) is not int or state["steps"] < 0:
             raise ValueError(f"a reducer's steps are {state['steps']!r}")
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         """Take another member's `member_state`."""
         self.load_state_dict(state)
+        self.sum.load_member_state(state)
 
     def own_nonfinite(self) -> list[str]:
         """The parameters for which this worker's own gradient holds NaN or infinity."""
-        return [
-            name
-            for bound in self._chunks
-            for name, gradient in zip(bound.names, self._own_gradients(bound), strict=True)
-            if gradient is not None and not is_finite(gradient)
-        ]
+        return self.sum.own_nonfinite()
 
     def blamed(self, rank: int, culprit: str) -> list[str]:
         """Whose gradients are not finite, in words, where others make steps without this worker, which is
@@ -340,152 +347,9 @@ class Reducer:
 
     def clipped(self, max_norm: float, norm_type: float) -> None:
         """The script has clipped this iteration's gradients."""
+        self.sum.clipped(max_norm, norm_type)
 
     def confirm(self, what: str) -> None:
         """Hear of all members that they made the same of the iterations so far; UserError where they did not.
         A collective of theirs."""
-
-    def _own_gradients(self, bound: BoundChunk) -> list[Tensor | None]:
-        return [parameter.grad for parameter in bound.parameters]
-
-
-class ReducingAtEnd(Reducer):
-    """Gradients that something else keeps as they come: nothing leaves before their backward has ended."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._hooks = [after_gradient(node, self._came) for node in self._accumulators]
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        super().close()
-
-    def _came(self) -> None:
-        self._calls.arm()
-        self.unsent = True
-
-
-class SendingReducer(Reducer):
-    """Gradients on their way to others: brought into messages as they come, and sent when complete.
-
-    Chunks travel in messages of at least `message_bytes`, as far as they have so many neighbours. The last
-    `held_back` messages of an iteration wait for the end of backward.
-    """
-
-    held_back = 0
-
-    def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, message_bytes: int) -> None:
-        super().__init__(chunks, calls)
-        # The order in which messages leave, the same on every worker:
-        self._order = self._lay(chunks, message_bytes)
-        self._gradients = {c.bound.chunk.id: c for message in self._order for c in message.chunks}
-        self._arrivals: list[int] = []  # ids of messages as they filled in this backward
-        self._next = 0  # the first of `_order` that has not left
-        hooks = [
-            self._hook(message, chunk, index)
-            for message in self._order
-            for chunk in message.chunks
-            for index in range(len(chunk.bound.parameters))
-        ]
-        self._handles = [
-            after_gradient(node, hook) for node, hook in zip(self._accumulators, hooks, strict=True)
-        ]
-
-    def _lay(self, chunks: Sequence[BoundChunk], message_bytes: int) -> list[Message]:
-        return lay_messages(chunks, message_bytes)
-
-    @property
-    def order(self) -> list[int]:
-        """The ids of the chunks in the order in which they leave."""
-        return [chunk.bound.chunk.id for message in self._order for chunk in message.chunks]
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._order.clear()
-        self._gradients.clear()
-        super().close()
-
-    def _leave(self, message: Message) -> None:
-        self._calls.leaving()
-        message.sent = True
-        self._send(message)
-
-    @abstractmethod
-    def _send(self, message: Message) -> None:
-        """Begin to send a message whose gradients have come, or stay away."""
-
-    @abstractmethod
-    def _scale(self) -> float:
-        """What this worker's gradients are multiplied by; fixed when an iteration's first one comes."""
-
-    def drop_kept(self) -> None:
-        """A new backward begins: the last iteration's own gradients are not needed any more."""
-        super().drop_kept()
-        for chunk in self._gradients.values():
-            chunk.kept = []
-
-    def abandon(self) -> None:
-        """Forget a backward that raised; raises RunError if chunks had left for the other workers."""
-        if self._next:
-            raise RunError(
-                f"iteration {self.steps}: a backward raised after {self._next} of {len(self._order)} "
-                "messages had left for the other workers, so the iteration cannot be completed; let its "
-                "error end the script"
-            )
-        self.begin()
-
-    def _hook(self, message: Message, chunk: ChunkGradients, index: int) -> Callable[[], None]:
-        name, parameter = chunk.bound.names[index], chunk.bound.parameters[index]
-
-        def on_gradient() -> None:
-            gradient = parameter.grad  # None where a hook of the script's has dropped it
-            view = chunk.published.views[index]
-            if gradient is not None and gradient is not view:
-                if gradient.dtype != view.dtype:
-                    chunk.bound.check()
-                check_usable(name, gradient)
-            self._calls.arm()
-            self.unsent = True
-            if chunk.fired[index]:
-                chunk.again()
-                message.dirty = message.sent
-                return
-            chunk.fired[index] = True
-            chunk.missing -= 1
-            if self.synchronous and not chunk.late:
-                chunk.take(index, gradient, self._scale())
-                chunk.taken += 1
-            if chunk.missing == 0:
-                self._chunk_arrived(message)
-
-        return on_gradient
-
-    def _chunk_arrived(self, message: Message) -> None:
-        """All gradients of a chunk have come; send what may leave now."""
-        if any(chunk.missing for chunk in message.chunks):
-            return
-        self._arrivals.append(message.id)
-        if self.synchronous and self.sends_early:
-            # In the one order of collectives that all workers keep; the last ones may have to wait.
-            last = len(self._order) - self.held_back
-            while self._next < last and self._order[self._next].ready:
-                self._leave(self._order[self._next])
-                self._next += 1
-
-    def begin(self) -> None:
-        """Make ready for the next backward."""
-        super().begin()
-        for message in self._order:
-            message.begin()
-        self._next = 0
-        self._arrivals.clear()
-
-    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
-        """The memory of a chunk's published gradients, and which slots have one."""
-        chunk = self._gradients[bound.chunk.id]
-        return chunk.published.flat, chunk.collect()
-
-    def _own_gradients(self, bound: BoundChunk) -> list[Tensor | None]:
-        return self._gradients[bound.chunk.id].own()
+        self.sum.confirm(what)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import msgspec
 import torch
@@ -40,9 +41,11 @@ from atoll.tensors.settings import Settings
 from atoll.tensors.torch_compat import version_of
 from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.gradients.alike import SAID, Treatments, Word, are_alike, refuse_unlike
+from atoll.train.gradients.buckets import Buckets
 from atoll.train.gradients.messages import HEAD, ChunkGradients, Message, lay_messages
-from atoll.train.gradients.reducer import Calls, SendingReducer
+from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.sums import MakeSum, Owner, Sum
 from atoll.train.group.channel import BrokenRingError
 from atoll.train.group.ringbytes import gather_bytes
 from atoll.train.group.rounds import Ring
@@ -64,31 +67,98 @@ class Boundary:
     reached: bool = False  # and model 0 has stepped since
 
 
-class RingReducer(SendingReducer):
-    """Reduces one model's trainable chunks over a ring."""
+class Carrier(Protocol):
+    """What a ring sums of one model: where the gradients lie, and how they travel."""
 
-    fills_up = False  # an iteration in which nobody has samples is none to complain of: it weighs nothing
-    steps_here = True  # each member steps its own copy of the model
+    chunks: dict[int, ChunkGradients]  # those in the device's memory, by id
+
+    @property
+    def bounds(self) -> list[BoundChunk]:
+        """The chunks, in the order in which members say which of their gradients are there."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The messages, in the order in which they leave."""
+
+    def dirty(self) -> list[float]:
+        """For each message 1 where a gradient changed after it had left; empty: none can."""
+
+    def anew(self) -> None:
+        """The ring in which messages had left is no more; it may still write into their memory."""
+
+    def carry(self, scale: float, said: Sequence[float]) -> list[float] | None:
+        """Sum what has not been summed yet, of gradients times `scale`. The sums of what members have `said`,
+        where those rode along; else None."""
+
+    def carry_again(self, scale: float, dirty: Sequence[bool] | None) -> None:
+        """Sum again the messages that are `dirty`; None: all of them, by another scale."""
+
+    def publish(self, factor: float, present: Sequence[Sequence[bool]], *, apart: bool) -> None:
+        """Multiply the sums by `factor`, and let `p.grad` show them where any member has a gradient. `apart`:
+        this member's own gradients stay where they are."""
+
+    def measured(self) -> list[int]:
+        """The ids of messages as they filled in this backward."""
+
+    def leave_in(self, order: Sequence[int]) -> None:
+        """Messages leave in this order of their ids from now on; empty: in that in which they were laid."""
+
+    def begin(self) -> None: ...
+
+    def drop_kept(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def own(self, bound: BoundChunk) -> list[Tensor | None]: ...
+
+    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
+        """A chunk's gradients as the script has left them, (extent,), and which slots have one."""
+
+    def own_nonfinite(self) -> list[str] | None:
+        """The parameters whose own gradients were found not to be finite as they were read; None: they are
+        here to be looked at."""
+
+    def close(self) -> None: ...
+
+
+# Makes a Carrier, given the sum, its owner, the chunks, and the nodes that accumulate their gradients.
+MakeCarrier: TypeAlias = Callable[["RingSum", Owner, Sequence[BoundChunk], Sequence[Any]], Carrier]
+
+
+class RingSum(Sum):
+    """Sums one model's trainable chunks over a ring.
+
+    Each member steps its own copy of the model where `steps_here`. With `fills_up` an iteration in which
+    nobody has samples is none to complain of: it weighs nothing.
+    """
 
     def __init__(
         self,
+        owner: Owner,
         chunks: Sequence[BoundChunk],
-        ring: Ring,
         *,
-        message_bytes: int,
+        ring: Ring,
         calls: Calls,
+        carry: MakeCarrier,
         number: int = 0,
         boundary: Boundary | None = None,
         settings: Callable[[], Settings] = list,
+        fills_up: bool = False,
+        steps_here: bool = True,
+        within: Callable[[], None] = lambda: None,
     ) -> None:
-        """Reduce over `ring` for model `number` of the session; all models share a `boundary`.
+        """Sum over `ring` for model `number` of the session; all models share a `boundary`.
 
-        `settings()` returns the optimizer's hyperparameters, which must be equal on all members.
+        Args:
+            carry: makes what carries the gradients.
+            settings: returns the optimizer's hyperparameters, which must be equal on all members.
+            within: called in each round once its sums are there, for collectives of the caller's own.
         """
-        self._buffers = calls.buffers
-        super().__init__(chunks, calls, message_bytes)
-        self._ring, self._number = ring, number
+        super().__init__(owner, chunks)
+        self.ring, self._calls, self._number = ring, calls, number
+        self.buffers = calls.buffers
         self._boundary = boundary or Boundary()
+        self._fills_up, self._steps_here, self._within = fills_up, steps_here, within
         self._order_is_measured = False
         self._generation = ring.generation  # of the ring that this iteration's messages leave in
         self._reference = 1.0  # the last iteration's sum of weights, or number of workers if they count alike
@@ -99,121 +169,148 @@ class RingReducer(SendingReducer):
         self._treatments = Treatments(settings)
         self._epochs = ComparedEpochs(calls.epochs_mixed)
         self._means_seen: list[tuple[Tensor | None, int]] = []  # the means, and at which versions
-        self._agreement_rides = _agreement_rides(self._order)
-        self.held_back = int(self._agreement_rides)  # with what is said at the end of backward
+        self.carrier = carry(self, owner, chunks, self._accumulators)
 
     @property
-    def shows_mean(self) -> bool:
-        return self.steps_here and self._reduced and not self.unsent
+    def shows_mean(self) -> bool:  # type: ignore[override]
+        return self._steps_here
 
-    def _lay(self, chunks: Sequence[BoundChunk], message_bytes: int) -> list[Message]:
-        return lay_messages(chunks, message_bytes, 0 if self._buffers is None else len(self._buffers))
+    @property
+    def steps(self) -> int:
+        """The iteration under way."""
+        return self._owner.steps
 
-    def _scale(self) -> float:
+    def scale(self) -> float:
         """What this worker's gradients are multiplied by before the sum; fixed when the first one comes."""
-        return self._scale_of(self._contribute())
+        return self._scale_of(self._owner.contribute())
+
+    def leaving(self) -> None:
+        """Gradients are about to leave."""
+        self._calls.leaving()
+
+    def count_sent(self, sent: int) -> None:
+        """So many bytes leave this worker."""
+        self._owner.bytes_sent += sent
 
     def _scale_of(self, own: Contribution) -> float:
         return (own.counts_alike if self._scaled_alike else own.weight) / self._scaled_by
 
-    def _contribute(self) -> Contribution:
-        begins = self._own is None
-        if begins and self.sends_early and not self.admit():
-            self._ring.meet()  # before the first message leaves: all members' channels carry the same
-        own = super()._contribute()
-        if begins:
-            self._generation = self._ring.generation
-            self._scale_as_before(own)
-        return own
+    # -- an iteration --------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self.carrier.begin()
+
+    def drop_kept(self) -> None:
+        self.carrier.drop_kept()
+
+    def abandon(self) -> None:
+        self.carrier.abandon()
+
+    def close(self) -> None:
+        self.carrier.close()
+        super().close()
+
+    def own(self, bound: BoundChunk) -> list[Tensor | None]:
+        return self.carrier.own(bound)
+
+    def own_nonfinite(self) -> list[str]:
+        found = self.carrier.own_nonfinite()
+        return super().own_nonfinite() if found is None else found
+
+    def opens(self) -> None:
+        if self._owner.sends_early and not self.admit():
+            self.ring.meet()  # before the first message leaves: all members' channels carry the same
+
+    def weighs(self, own: Contribution) -> None:
+        self._generation = self.ring.generation
+        self._scale_as_before(own)
 
     def admit(self) -> bool:
         boundary = self._boundary
         if not boundary.reached or boundary.begins_with != self._number:
             return False
         boundary.reached = False
-        self._ring.admit()
+        self.ring.admit()
         return True
 
     def _scale_as_before(self, own: Contribution) -> None:
         """Scale gradients by the factor that was right in the last iteration."""
-        if self._ring.world == 1 and own.weight > 0:  # a mean over one is what it was, to the bit
-            self._reference = own.counts_alike if self.count_alike else own.weight
-        self._scaled_alike, self._scaled_by = self.count_alike, self._reference
-
-    def _send(self, message: Message, said: Sequence[float] = ()) -> None:
-        """Begin to reduce a message, with what this worker says for the agreement if it rides along."""
-        scale = self._scale()
-        for chunk in message.chunks:
-            chunk.settle(scale)
-        if said:
-            message.write_tail(said)
-        flat = message.memory[: message.gradients.numel() + len(said)]
-        try:
-            message.work = self._ring.data.sum(flat)
-        except BrokenRingError:  # within backward nothing can be done about it; `reduce` finds no work
-            message.work = None
-        self.bytes_sent += self._ring.data.sends(flat.numel() * flat.element_size())
-        points.reach("ring.sent", self.steps)
+        alike = self._owner.count_alike
+        if self.ring.world == 1 and own.weight > 0:  # a mean over one is what it was, to the bit
+            self._reference = own.counts_alike if alike else own.weight
+        self._scaled_alike, self._scaled_by = alike, self._reference
 
     @torch.no_grad()
-    def reduce(self) -> None:
+    def reduce(self, own: Contribution) -> Contribution:
         """Send what has not left, wait for all of it, agree, and publish."""
-        self.admit()
-        own = self._contribute()
         if self._boundary.begins_with < 0:
             self._boundary.begins_with = self._number
-        what = f"iteration {self.steps}"
-        agreed, order = self._ring.round(what, lambda: self._reduce(own), self.steps, self._where)
+        agreed, order = self._round(own, self.where)
         if self._number == 0:
             self._boundary.awaited = agreed.newcomers
         self._treatments.latest = None  # all know
-        self._publish(agreed)
-        self._take_over(agreed)
+        self._take(agreed, order)
         self._look()
-        self._leave_in(order)
         points.reach("ring.published", self.steps)
-        self._ring_is_whole(own, agreed)
+        return agreed.contribution
 
-    def _where(self) -> Stand:
+    def assist(self, wanted: Callable[[], bool]) -> Contribution | None:
+        """Take part in an iteration of the others with nothing, while this member's own gradients stay as
+        they are; the group's contribution. None where it is not `wanted` once its round is over."""
+        own = Contribution(0.0, 0.0)
+        self.weighs(own)
+        agreed, order = self._round(own)
+        if not wanted():
+            return None
+        self._take(agreed, order, apart=True)
+        return agreed.contribution
+
+    def made_apart(self) -> None:
+        """What the others made of the mean of that iteration is theirs."""
+        self._treatments.latest = None
+
+    def begin_in_group(self) -> None:
+        """This member is in another group: what was measured alone is not what the others have measured."""
+        self.carrier.leave_in([])
+        self._order_is_measured, self._reference = False, 1.0
+        self._owner.count_alike = self._counts_told = False
+        self._treatments.latest = None
+
+    def _round(
+        self, own: Contribution, where: Callable[[], Stand | None] | None = None
+    ) -> tuple[Agreement, list[int]]:
+        return self.ring.round(f"iteration {self.steps}", partial(self._reduce, own), self.steps, where)
+
+    def _take(self, agreed: Agreement, order: Sequence[int], *, apart: bool = False) -> None:
+        self._publish(agreed, apart)
+        self._take_over(agreed)
+        self._leave_in(order)
+
+    def where(self) -> Stand:
         """Return this worker's place in its script while it reduces."""
-        model = "" if self.sends_early else f"model {self._number + 1}"  # of several
+        model = "" if self._owner.sends_early else f"model {self._number + 1}"  # of several
         return gradients(self.steps, waiting_line(), model=model)
-
-    def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
-        """`p.grad` shows the mean over the ring."""
-        self._done(own, agreed.samples)
 
     def _reduce(self, own: Contribution) -> tuple[Agreement, list[int]]:
         """All messages, the agreement, and, once, the order in which messages leave from now on: what makes
         an iteration whole. Called again in the next ring, it begins from this worker's own gradients."""
-        if self._generation != self._ring.generation:
-            self._begin_anew(own)
+        if self._generation != self.ring.generation:
+            self.carrier.anew()
+            self.weighs(own)
         said = self._said(own)
-        for message in self._order[self._next :]:
-            last = message is self._order[-1]
-            message.sent = True
-            self._send(message, said if last and self._agreement_rides else ())
-        points.reach("ring.all_sent", self.steps)
-        self._wait(self._order)
-        agreed = self._agree(own, self._order[-1].read_tail(len(said)) if self._agreement_rides else None)
-        refuse_beyond(self._ring, own, agreed.certainty, self.steps)
+        agreed = self._agree(own, self.carrier.carry(self._scale_of(own), said))
+        refuse_beyond(self.ring, own, agreed.certainty, self.steps)
         while agreed.dirty or self._is_scaled_wrongly(agreed):
-            if self._is_scaled_wrongly(agreed):
-                again = self._order
+            dirty = None if self._is_scaled_wrongly(agreed) else agreed.dirty_messages
+            if dirty is None:
                 self._scale_as(agreed)
-                for message in again:
-                    message.take_anew()
-            else:
-                again = [m for m, dirty in zip(self._order, agreed.dirty_messages, strict=True) if dirty]
-                for message in again:
-                    message.again()
-            for message in again:
-                self._send(message)
-            self._wait(again)
+            self.carrier.carry_again(self._scale_of(own), dirty)
             agreed = self._agree(own)
         self._tell_beside(own, agreed)
         points.reach("ring.agreed", self.steps)
-        return agreed, self._measured_order()
+        order = self._measured_order()
+        self._within()
+        return agreed, order
 
     def _is_scaled_wrongly(self, agreed: Agreement) -> bool:
         """True where gradients were scaled for another mean than the right one, or where float16 may not hold
@@ -232,10 +329,10 @@ class RingReducer(SendingReducer):
 
     def _tell_beside(self, own: Contribution, agreed: Agreement) -> None:
         agreed.beside = tell_beside(
-            self._ring,
+            self.ring,
             own,
             agreed.certainty,
-            self._buffers,
+            self.buffers,
             agreed.buffers,
             steps=self.steps,
             tells=not self._counts_told,
@@ -243,21 +340,28 @@ class RingReducer(SendingReducer):
 
     def _take_over(self, agreed: Agreement) -> None:
         """Apply the data that came with the iteration besides gradients."""
-        self.count_alike = not agreed.certainty.certain
-        told = take_beside(agreed.beside, self._buffers, self.steps, self._calls.counts_unlike)
+        self._owner.count_alike = not agreed.certainty.certain
+        told = take_beside(agreed.beside, self.buffers, self.steps, self._calls.counts_unlike)
         self._counts_told = self._counts_told or told
 
-    def _begin_anew(self, own: Contribution) -> None:
-        """The ring in which messages had left is no more."""
-        for message in self._order:
-            message.move()
-            message.dirty = False
-        self._next = 0
-        self._generation = self._ring.generation
-        self._scale_as_before(own)
+    def _publish(self, agreed: Agreement, apart: bool) -> None:
+        """Let every `p.grad` show the mean, by the weights that turned out to be this iteration's."""
+        if agreed.weight <= 0 and not self._fills_up and agreed.with_gradients:
+            raise UserError(
+                f"iteration {self.steps}: the workers' weights sum to {agreed.weight:g}; "
+                "session.weight must be above 0 on a worker that has gradients"
+            )
+        if agreed.weight <= 0:
+            self.carrier.publish(1.0, [[False] * len(row) for row in agreed.present], apart=apart)
+            return
+        # Where all weights are equal both means are the same, and gradients may be scaled for either:
+        factor = self._scaled_by / agreed.workers_or_weight(self._scaled_alike)
+        self.carrier.publish(factor, agreed.present, apart=apart)
+        self._reference = agreed.total
+
+    # -- what the script makes of the mean -----------------------------------------------------------------
 
     def before_step(self) -> None:
-        super().before_step()
         self._treatments.steps()
         now = [each.grad for bound in self._chunks for each in bound.parameters] if self._means_seen else []
         self._treatments.edited |= any(
@@ -271,86 +375,52 @@ class RingReducer(SendingReducer):
 
     def _look(self) -> None:
         """See the means as they are, to notice what the script changes where members must do alike."""
-        if self.steps_here:
+        if self._steps_here:
             gradients = [each.grad for bound in self._chunks for each in bound.parameters]
             self._means_seen = [(each, 0 if each is None else version_of(each)) for each in gradients]
 
     def confirm(self, what: str) -> None:
-        ring = self._ring
-        if not self.steps_here or ring.outside or ring.world == 1:
+        ring = self.ring
+        if not self._steps_here or ring.outside or ring.world == 1:
             return
         if not are_alike(ring.sum(self._treatments.said(), what)):
             ring.round(what, lambda: self._refuse_unlike(what))
         self._treatments.latest = None
 
     def _refuse_unlike(self, what: str, stand: Stand | None = None) -> str:
-        return refuse_unlike_members(self._ring, Word(self._treatments.latest, stand), what)
+        return refuse_unlike_members(self.ring, Word(self._treatments.latest, stand), what)
 
-    def after_step(self) -> None:
-        self._treatments.stepped(self.steps)
+    def stepped(self, step: int) -> None:
+        self._treatments.stepped(step)
         self._means_seen = []
-        super().after_step()
         if self._number == 0:
             self._boundary.reached, self._boundary.awaited = self._boundary.awaited, False
-        points.reach("ring.stepped", self.steps - 1)
+        points.reach("ring.stepped", step)
 
-    def _publish(self, agreed: Agreement) -> None:
-        """Let every `p.grad` show the mean, by the weights that turned out to be this iteration's."""
-        if agreed.weight <= 0 and self.fills_up:
-            for chunk in self._gradients.values():
-                chunk.publish([False] * len(chunk.bound.parameters))
-            return
-        if agreed.weight <= 0 and agreed.with_gradients:
-            raise UserError(
-                f"iteration {self.steps}: the workers' weights sum to {agreed.weight:g}; "
-                "session.weight must be above 0 on a worker that has gradients"
-            )
-        # Where all weights are equal both means are the same, and gradients may be scaled for either:
-        total = agreed.workers_or_weight(self._scaled_alike)
-        factor = self._scaled_by / total if agreed.weight > 0 else 1.0
-        for message in self._order:
-            if factor != 1.0:
-                message.gradients.mul_(factor)
-        for chunk, here in zip(self._gradients_in_order(), agreed.present, strict=True):
-            chunk.publish(here)
-        if agreed.weight > 0:
-            self._reference = agreed.total
-
-    def _gradients_in_order(self) -> list[ChunkGradients]:
-        return [chunk for message in self._order for chunk in message.chunks]
-
-    def _wait(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            if message.work is None:
-                raise BrokenRingError(f"{message} could not be sent")
-            self._ring.data.wait(message.work, f"{message} in iteration {self.steps}")
-        if messages and messages[0].memory.device.type != "cpu":
-            # NCCL's wait orders streams only; the agreement below speaks of finished chunks.
-            torch.accelerator.current_stream(messages[0].memory.device).synchronize()
+    # -- what members say of an iteration ------------------------------------------------------------------
 
     def _said(self, own: Contribution) -> list[float]:
         """What this worker says about this iteration; the workers' sum is an Agreement."""
-        rows = [[p.grad is not None for p in c.bound.parameters] for c in self._gradients_in_order()]
+        rows = [[p.grad is not None for p in bound.parameters] for bound in self.carrier.bounds]
         present = [here and own.weight > 0 for row in rows for here in row]
-        awaited = self._number == 0 and self._ring.is_awaited
+        awaited = self._number == 0 and self.ring.is_awaited
         has_gradient, epoch = any(any(row) for row in rows), self._epochs.compared(self._calls.epoch())
         head = head_of(own, self.steps, has_gradient, awaited, self._treatments, epoch)
-        buffers = [] if self._buffers is None else self._buffers.said()
-        dirty = [float(message.dirty) for message in self._order]
-        return [*head, *dirty, *map(float, present), *buffers]
+        buffers = [] if self.buffers is None else self.buffers.said()
+        return [*head, *self.carrier.dirty(), *map(float, present), *buffers]
 
     def _agree(self, own: Contribution, summed: list[float] | None = None) -> Agreement:
         """What all workers say about this iteration; that all have said it makes it whole. `summed` if it
         rode along with the last message; else it is summed now."""
-        ring = self._ring
+        ring = self.ring
         if summed is None:
             vector = torch.tensor(self._said(own), dtype=torch.float64)
             work = ring.agreement.sum(vector)
             ring.agreement.wait(work, f"the agreement on iteration {self.steps}")
-            self.bytes_sent += ring.agreement.sends(vector.numel() * 8)
+            self.count_sent(ring.agreement.sends(vector.numel() * 8))
             summed = vector.tolist()
-        slots = [len(chunk.bound.parameters) for chunk in self._gradients_in_order()]
-        agreement = Agreement(summed, len(self._order), slots)
+        slots = [len(bound.parameters) for bound in self.carrier.bounds]
+        agreement = Agreement(summed, len(self.carrier.dirty()), slots)
         off = agreement.steps / ring.world - self.steps % _STEPS
         if off:
             self._refuse_other_steps()
@@ -362,7 +432,7 @@ class RingReducer(SendingReducer):
 
     def _refuse_other_steps(self) -> NoReturn:
         """Raise the error for workers whose gradients are of different steps, with each worker's place."""
-        ring, own = self._ring, encode_stand(self._where())
+        ring, own = self.ring, encode_stand(self.where())
         said = gather_bytes(ring.agreement, own, "the places of all workers")
         stands = {ring.place.name_of(rank): decode_stand(raw) for rank, raw in enumerate(said)}
         raise MismatchError(describe_mismatch(stands))
@@ -370,33 +440,49 @@ class RingReducer(SendingReducer):
     def _measured_order(self) -> list[int]:
         """Once worker 0 has seen chunks arrive: the ids of messages in its order of arrival, in which they
         leave from then on. Else none."""
-        if self._order_is_measured or not self._order:
+        ids = self.carrier.ids
+        if self._order_is_measured or not ids:
             return []
-        ids = [message.id for message in self._order]
-        never = [each for each in ids if each not in self._arrivals]
-        order = torch.tensor([len(self._arrivals), *self._arrivals, *never], dtype=torch.int64)
-        agreement = self._ring.agreement
+        arrived = self.carrier.measured()
+        never = [each for each in ids if each not in arrived]
+        order = torch.tensor([len(arrived), *arrived, *never], dtype=torch.int64)
+        agreement = self.ring.agreement
         agreement.wait(agreement.broadcast(order), "worker 0's order of messages")
-        arrived, *ids = order.tolist()
-        return ids if arrived else []
+        count, *ids = order.tolist()
+        return ids if count else []
+
+    def _leave_in(self, order: Sequence[int]) -> None:
+        """Messages leave in this order of their ids from now on; empty: as before."""
+        if order:
+            self._order_is_measured = True
+            self.carrier.leave_in(order)
+
+    # -- what a checkpoint has of it, and what a newcomer takes ---------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to scale its sums, to the bit, as this one would."""
-        return {**super().state_dict(), "reference": self._reference, "count_alike": self.count_alike}
+        return {"reference": self._reference, "count_alike": self._owner.count_alike}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._reference = state.get("reference", 1.0)
+        self._owner.count_alike = bool(state.get("count_alike", False))
+        self._treatments.latest = None
 
     def member_state(self) -> dict[str, Any]:
-        """Add the measured order of messages, whether the loop begins with this model, and whether counts
-        were reported.
+        """The measured order of messages, whether the loop begins with this model, and whether counts were
+        reported.
         """
-        order = [message.id for message in self._order] if self._order_is_measured else []
+        order = self.carrier.ids if self._order_is_measured else []
         begins = self._boundary.begins_with == self._number
-        told, looks = self._counts_told, self._epochs.looks
-        state = super().member_state()
-        return {**state, "order": order, "begins": begins, "counts_told": told, "looks": looks}
+        return {
+            "order": order,
+            "begins": begins,
+            "counts_told": self._counts_told,
+            "looks": self._epochs.looks,
+        }
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
-        super().check_member_state(state)
-        if state["order"] and sorted(state["order"]) != sorted(message.id for message in self._order):
+        if state["order"] and sorted(state["order"]) != sorted(self.carrier.ids):
             raise ValueError(f"messages leave in the order {state['order']!r}, which are not this model's")
         if type(state["counts_told"]) is not bool:
             raise ValueError(f"whether people were told of counts is {state['counts_told']!r}")
@@ -406,24 +492,138 @@ class RingReducer(SendingReducer):
             raise ValueError(f"whether the loop begins with this model is {state['begins']!r}")
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
-        super().load_member_state(state)
         self._leave_in(state["order"])
         self._counts_told, self._epochs.looks = state["counts_told"], state["looks"]
         if state["begins"]:
             self._boundary.begins_with = self._number
 
-    def _leave_in(self, order: Sequence[int]) -> None:
-        """Messages leave in this order of their ids from now on; empty: as before."""
-        if order:
-            self._order_is_measured = True
-            by_id = {message.id: message for message in self._order}
-            self._order = [by_id[each] for each in order]
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._reference = state.get("reference", 1.0)
-        self.count_alike = bool(state.get("count_alike", False))
-        self._treatments.latest = None
+class RingBuckets(Buckets):
+    """Gradients in messages of at least `least` bytes, as far as chunks have so many neighbours, which leave
+    while backward goes on."""
+
+    def __init__(
+        self, ring_sum: RingSum, owner: Owner, chunks: Sequence[BoundChunk], nodes: Sequence[Any], least: int
+    ) -> None:
+        buffers = ring_sum.buffers
+        super().__init__(owner, lay_messages(chunks, least, 0 if buffers is None else len(buffers)), nodes)
+        self._sum, self._ring = ring_sum, ring_sum.ring
+        self._agreement_rides = _agreement_rides(self.order)
+        self._held_back = int(self._agreement_rides)  # with what is said at the end of backward
+
+    @property
+    def bounds(self) -> list[BoundChunk]:
+        return [chunk.bound for chunk in self.in_order]
+
+    @property
+    def ids(self) -> list[int]:
+        return [message.id for message in self.order]
+
+    def dirty(self) -> list[float]:
+        return [float(message.dirty) for message in self.order]
+
+    def own_nonfinite(self) -> list[str] | None:
+        return None
+
+    def measured(self) -> list[int]:
+        return self._arrivals
+
+    def leave_in(self, order: Sequence[int]) -> None:
+        if not order:
+            self.order.sort(key=lambda message: message.number)
+            return
+        by_id = {message.id: message for message in self.order}
+        self.order = [by_id[each] for each in order]
+
+    def anew(self) -> None:
+        for message in self.order:
+            message.move()
+            message.dirty = False
+        self._left = 0
+
+    def carry(self, scale: float, said: Sequence[float]) -> list[float] | None:
+        for message in self.rest:
+            last = message is self.order[-1]
+            message.sent = True
+            self._send(message, scale, said if last and self._agreement_rides else ())
+        points.reach("ring.all_sent", self._owner.steps)
+        self._wait(self.order)
+        return self.order[-1].read_tail(len(said)) if self._agreement_rides else None
+
+    def carry_again(self, scale: float, dirty: Sequence[bool] | None) -> None:
+        again = self.order
+        if dirty is None:
+            for message in again:
+                message.take_anew()
+        else:
+            again = [message for message, wrong in zip(self.order, dirty, strict=True) if wrong]
+            for message in again:
+                message.again()
+        for message in again:
+            self._send(message, scale)
+        self._wait(again)
+
+    def publish(self, factor: float, present: Sequence[Sequence[bool]], *, apart: bool) -> None:
+        del apart  # they are kept in the tensors that autograd made
+        for message in self.order:
+            if factor != 1.0:
+                message.gradients.mul_(factor)
+        for chunk, here in zip(self.in_order, present, strict=True):
+            chunk.publish(here)
+
+    def _scale(self) -> float:
+        return self._sum.scale()
+
+    def _leave(self, message: Message) -> None:
+        self._sum.leaving()
+        message.sent = True
+        self._send(message, self._sum.scale())
+
+    def _send(self, message: Message, scale: float, said: Sequence[float] = ()) -> None:
+        """Begin to reduce a message, with what this worker says for the agreement if it rides along."""
+        for chunk in message.chunks:
+            chunk.settle(scale)
+        if said:
+            message.write_tail(said)
+        flat = message.memory[: message.gradients.numel() + len(said)]
+        try:
+            message.work = self._ring.data.sum(flat)
+        except BrokenRingError:  # within backward nothing can be done about it; `carry` finds no work
+            message.work = None
+        self._owner.bytes_sent += self._ring.data.sends(flat.numel() * flat.element_size())
+        points.reach("ring.sent", self._owner.steps)
+
+    def _wait(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if message.work is None:
+                raise BrokenRingError(f"{message} could not be sent")
+            self._ring.data.wait(message.work, f"{message} in iteration {self._owner.steps}")
+        if messages and messages[0].memory.device.type != "cpu":
+            # NCCL's wait orders streams only; the agreement below speaks of finished chunks.
+            torch.accelerator.current_stream(messages[0].memory.device).synchronize()
+
+
+class RingReducer(Reducer):
+    """Reduces one model's trainable chunks over a ring; each worker steps its own copy of the model."""
+
+    sum: RingSum
+
+    def __init__(
+        self, chunks: Sequence[BoundChunk], ring: Ring, *, calls: Calls, message_bytes: int, **options: Any
+    ) -> None:
+        """Reduce in messages of at least `message_bytes`; `options` are those of RingSum."""
+        super().__init__(chunks, calls, over_ring(ring, calls, message_bytes, **options))
+
+    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
+        """The memory of a chunk's means, (extent,), and which slots have one."""
+        return self.sum.carrier.flat_gradients(bound)
+
+
+def over_ring(ring: Ring, calls: Calls, message_bytes: int, **options: Any) -> MakeSum:
+    """Return what sums gradients over a ring from the device's memory; `options` are those of RingSum."""
+    return partial(
+        RingSum, ring=ring, calls=calls, carry=partial(RingBuckets, least=message_bytes), **options
+    )
 
 
 def refuse_unlike_members(ring: Ring, own: Word, what: str) -> str:

@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +32,9 @@ from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.tensors.changed import ChangedParameters
 from atoll.tensors.payload import tensor_of
 from atoll.tensors.torch_compat import version_of
+from atoll.train.gradients.early import EarlySum
 from atoll.train.gradients.messages import ChunkGradients, Message
-from atoll.train.gradients.reducer import Calls, Clipping, Reducer, SendingReducer
+from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.samples import Contribution
 from atoll.wire.messages import (
     AnyMessage,
@@ -379,6 +381,7 @@ class Exchange(Reducer):
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         """Which iteration this worker makes next is the shards' to say."""
+        self.sum.load_member_state(state)
 
     @abstractmethod
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
@@ -621,24 +624,25 @@ class WorkerMean(MeanSteps):
         self.parameters.discard()
 
 
-class MeanExchange(SendingReducer, WorkerMean):
+class MeanExchange(WorkerMean):
     """bsp: after backward `p.grad` is the mean over workers, as the shards made it."""
+
+    sum: EarlySum
 
     def __init__(
         self, chunks: Sequence[BoundChunk], connection: Connection, calls: Calls, lazy: bool
     ) -> None:
-        super().__init__(chunks, calls, message_bytes=0)
+        super().__init__(chunks, calls, partial(EarlySum, leave=self._leave))
+        self._gradients = self.sum.chunks
         self._connect(connection, lazy)
         self._first = True  # nothing leaves early: some parameters may get their gradients more than once
 
-    def _scale(self) -> float:
-        self._contribute()
-        return 1.0  # the shards weigh
-
-    def _send(self, message: Message) -> None:
+    def _leave(self, message: Message) -> None:
+        self._calls.leaving()
+        message.sent = True
         (chunk,) = message.chunks
-        chunk.settle(self._scale())
-        own = self._contribute()
+        own = self.contribute()
+        chunk.settle(1.0)  # the shards weigh
         present = [p.grad is not None and own.weight > 0 for p in chunk.bound.parameters]
         if own.weight == 0:
             chunk.published.flat.zero_()
@@ -649,15 +653,15 @@ class MeanExchange(SendingReducer, WorkerMean):
         """Send what has not left, commit, and wait for the mean."""
         self._check_forward()
         self.connection.members.boundary(self.steps)
-        if any(message.dirty for message in self._order):
+        if any(message.dirty for message in self.sum.order):
             raise RunError(
                 f"iteration {self.steps}: a gradient changed after its chunk had left for the shards (a "
                 "parameter in a reentrant checkpoint, only now and then?); use use_reentrant=False"
             )
-        own = self._contribute()
+        own = self.contribute()
         self._committed = self.steps
         self._means.clear()
-        for message in self._order[self._next :]:
+        for message in self.sum.rest:
             self._leave(message)
         self._commit(own, [], stand=self._stand())
         self._await_mean()
@@ -749,7 +753,7 @@ class AsyncExchange(Exchange):
             self._check_forward()
         self.connection.members.boundary(self.steps)
         self.connection.members.over()
-        self._weighed = self._contribute()
+        self._weighed = self.contribute()
         super().reduce()
 
     @torch.no_grad()

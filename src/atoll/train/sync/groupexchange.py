@@ -14,6 +14,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import torch
@@ -25,8 +26,9 @@ from atoll.core.stands import gradients, gradients_in
 from atoll.exchange.link import LOG, Link
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
+from atoll.train.gradients.messages import ChunkGradients
 from atoll.train.gradients.reducer import Calls
-from atoll.train.gradients.ring import Agreement, RingReducer
+from atoll.train.gradients.ring import MakeCarrier, RingSum
 from atoll.train.gradients.samples import Contribution
 from atoll.train.group.ringbytes import gather_bytes
 from atoll.train.group.rounds import Ring
@@ -87,11 +89,11 @@ class Outgoing:
     sent_in: int = -1  # likewise, in which this member sent its part
 
 
-class GroupReducer(RingReducer, Exchange):
+class GroupReducer(Exchange):
     """What both kinds of groups' exchange have: the ring, the uplink, and the data that all members used."""
 
-    fills_up = True  # where batches were only filled up, nothing is contributed
-    steps_here = False
+    sum: RingSum
+    _gradients: dict[int, ChunkGradients]  # by chunk, in the device's memory
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class GroupReducer(RingReducer, Exchange):
         calls: Calls,
         *,
         uplink: Wanted,
-        message_bytes: int,
+        carry: MakeCarrier,
         hyperparameters: Callable[[], Hyperparameters],
         grouping: Callable[[], int],
         told: Callable[[int], None],
@@ -111,6 +113,7 @@ class GroupReducer(RingReducer, Exchange):
         """Connect a group's exchange.
 
         Args:
+            carry: makes what carries gradients over the ring.
             grouping: returns the hub's latest grouping that this worker knows.
             told: called with a grouping after a step that was told to move to it.
             uplink: the configuration's sync.uplink.
@@ -118,7 +121,19 @@ class GroupReducer(RingReducer, Exchange):
             hyperparameters: returns the optimizer's hyperparameters.
             settings: returns the hyperparameters that must be equal on all members.
         """
-        super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls, settings=settings)
+        over_ring = partial(
+            RingSum,
+            ring=ring,
+            calls=calls,
+            carry=carry,
+            settings=settings,
+            fills_up=True,  # where batches were only filled up, nothing is contributed
+            steps_here=False,
+            within=self._tell_used,
+        )
+        super().__init__(chunks, calls, over_ring)
+        self._ring, self._gradients = ring, self.sum.carrier.chunks
+        self._bounds = {bound.chunk.id: bound for bound in chunks}
         self._connect(connection, lazy=False)
         self.parameters.told_lost = self.feedback.answered
         self.parameters.told_consumed = lambda _: None  # all members hear it at once
@@ -130,6 +145,7 @@ class GroupReducer(RingReducer, Exchange):
         self._heard = 0  # the latest that this group was told of: every word repeats it
         self.contributors: list[int] = []  # that live, as the log last said: groups, and workers alone
         self._used: list[Used] = []  # by all members, in this iteration
+        self._everyones: list[Used] = []
         self._own_used: list[Used] = []
         self._waits = False  # this member waits in a meeting for others of its group
         self._able: list[int] = []  # the members, by name, who did not, in the latest iteration
@@ -147,10 +163,9 @@ class GroupReducer(RingReducer, Exchange):
         self._own_used = self.connection.used()
         super().reduce()
 
-    def _reduce(self, own: Contribution) -> tuple[Agreement, list[int]]:
-        """With what all members have used, so that whoever is left can say it of those who are lost; and with
-        who of them only waits."""
-        result = super()._reduce(own)
+    def _tell_used(self) -> None:
+        """Hear what all members have used, so that whoever is left can say it of those who are lost; and who
+        of them only waits. A part of the round in which they sum."""
         parts = gather_bytes(
             self._ring.agreement,
             msgspec.msgpack.encode((self._own_used, self._waits)),
@@ -160,11 +175,10 @@ class GroupReducer(RingReducer, Exchange):
         self._everyones = [used for each, _ in said for used in each]
         place = self._ring.place
         self._able = [place.name_of(rank) for rank, (_, waits) in enumerate(said) if not waits]
-        return result
 
-    def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
+    def _is_whole(self, own: Contribution, of_group: Contribution) -> None:
         self._used += self._everyones
-        self._of_group = agreed.contribution
+        self._of_group = of_group
         self._group_is_whole(own)
 
     def _group_is_whole(self, own: Contribution) -> None:
@@ -213,11 +227,7 @@ class GroupReducer(RingReducer, Exchange):
         self.steps, self._counted = clock, None
         # Members may have moved by unlike decisions, and must all do the same after the same words.
         self._told = self._heard = 0
-        # What was measured alone is not what the others have measured.
-        self._order.sort(key=lambda message: message.number)
-        self._order_is_measured, self._reference = False, 1.0
-        self.count_alike = self._counts_told = False
-        self._treatments.latest = None
+        self.sum.begin_in_group()
 
     def _is_again(self, outgoing: Outgoing) -> bool:
         """Whether members, who may be gone by now, may have sent this contribution in a ring before this one,
@@ -436,15 +446,10 @@ class GroupExchange(GroupReducer):
         gradients = [None if gradient is view else gradient for gradient, view in shown]  # to be written over
         self._set_gradients([None] * len(gradients))
         self._waits, self._own_used = True, []
-        self._own, self._generation = Contribution(0.0, 0.0), self._ring.generation
         try:
-            what = f"iteration {self.steps}"
-            agreed, order = self._ring.round(what, lambda: self._reduce(Contribution(0.0, 0.0)), self.steps)
-            if self._able:
-                self._publish(agreed)
-                self._take_over(agreed)
-                self._leave_in(order)
-                self._of_group = agreed.contribution
+            of_group = self.sum.assist(lambda: bool(self._able))
+            if of_group is not None:
+                self._of_group = of_group
                 self._used += self._everyones
         finally:
             self._waits = False
@@ -459,7 +464,7 @@ class GroupExchange(GroupReducer):
         self._set_gradients(gradients)
         if self._able:
             self.after_step()
-            self._treatments.latest = None  # what the others made of their mean is theirs
+            self.sum.made_apart()
         return bool(self._able)
 
     def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -473,7 +478,7 @@ class GroupExchange(GroupReducer):
         own = self._of_group if accepted else Contribution(0.0, self._of_group.samples)
         flats, present = {}, {}
         for bound in self._chunks:
-            flat, here = self.flat_gradients(bound)
+            flat, here = self.sum.carrier.flat_gradients(bound)
             present[bound.chunk.id] = [each and own.weight > 0 for each in here]
             if own.weight == 0:
                 flats[bound.chunk.id] = torch.zeros_like(flat)
@@ -577,8 +582,8 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
             return None
         shard_of = self.connection.shard_of
         self.connection.shards.wait(
-            lambda: len(self._means) == len(self._gradients),
-            lambda: sorted({shard_of[chunk] for chunk in self._gradients if chunk not in self._means}),
+            lambda: len(self._means) == len(self._bounds),
+            lambda: sorted({shard_of[chunk] for chunk in self._bounds if chunk not in self._means}),
             self._what,
         )
         return self._mean_runs
@@ -608,27 +613,27 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
             return self._fetch(role, self.steps + 1, what)
 
         with self._timed():
-            values = self._ring.round(what, act, self.steps, self._where)
+            values = self._ring.round(what, act, self.steps, self.sum.where)
         self.feedback.settle(self.steps, counted=accepted)
         self._scale_at_step = 1.0
         return values
 
     def _what(self) -> str:
-        missing = chunks_named(chunk for chunk in self._gradients if chunk not in self._means)
+        missing = chunks_named(chunk for chunk in self._bounds if chunk not in self._means)
         return f"the mean of {missing} in iteration {self.steps}"
 
     def _handle_mean(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, Mean)
-        chunk = self._gradients.get(message.chunk)
-        if message.iteration != self.steps or chunk is None:
+        bound = self._bounds.get(message.chunk)
+        if message.iteration != self.steps or bound is None:
             return
         if (message.share, message.shares) != self._mean_share:
             return  # what this member asked for before another was lost
-        check_mean(self.connection.shard_of, shard, message, chunk.bound)
+        check_mean(self.connection.shard_of, shard, message, bound)
         if not any(self.connection.shard_of[chunk_id] == shard for chunk_id in self._means):
             self._shard_answers(shard)
         self.feedback.answered(message.iteration, message.chunk, message.lost)
-        self._mean_runs[message.chunk] = values_of(payload, chunk.bound, shard, self._mean_share).clone()
+        self._mean_runs[message.chunk] = values_of(payload, bound, shard, self._mean_share).clone()
         self._means[message.chunk] = message
 
     def _shard_answers(self, shard: int) -> None:

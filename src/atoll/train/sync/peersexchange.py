@@ -189,7 +189,7 @@ class PeerExchange(Reducer):
     def reduce(self) -> None:
         """A backward has ended: nothing leaves the node before `step`."""
         self._come()
-        self._weigh(self._contribute())
+        self._weigh(self.contribute())
         if self._weighed.weight <= 0:  # no number, perhaps: as on a ring, it is shown nowhere
             for bound in self._chunks:
                 for parameter in bound.parameters:

@@ -36,9 +36,10 @@ from atoll.tensors.binding import BoundChunk, carve, specs_of
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
 from atoll.train.gradients.alike import Treatments, Word
 from atoll.train.gradients.memory import Tiers
-from atoll.train.gradients.reducer import Calls, ReducingAtEnd
+from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.ring import Agreement, head_of, refuse_unlike_members, take_beside, tell_beside
 from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.sums import AtEnd
 from atoll.train.group.rounds import Ring
 from atoll.train.sync.peers import PeerModel, Peers
 from atoll.train.sync.peersdevices import one_node_in_trouble
@@ -344,12 +345,12 @@ class LentExchange(PeerExchange):
         return [] if self.fitted is None else self.fitted.changed()
 
 
-class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
+class LentNodeExchange(OfDevices, LentExchange):
     """Of a node of several devices: each has gradients of its own in host memory, and when a backward has
     ended they become the node's mean, chunk by chunk, on the devices' ring. The leader's lie in the slot."""
 
     def __init__(self, chunks: list[BoundChunk], calls: Calls, ring: Ring) -> None:
-        super().__init__(chunks, calls)
+        super().__init__(chunks, calls, AtEnd)
         self._ring, self._buffers = ring, calls.buffers
         self._reference = 1.0  # the last iteration's sum of weights, or number of devices if they count alike
         self._counts_told = False
@@ -370,7 +371,7 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
 
     def reduce(self) -> None:
         self._come()
-        own = self._contribute()
+        own = self.contribute()
         with one_node_in_trouble(), torch.no_grad():
             agreed = self._agree(own)
             certainty = agreed.certainty

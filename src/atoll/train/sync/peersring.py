@@ -17,7 +17,7 @@ import torch
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.settings import Settings
 from atoll.train.gradients.reducer import Calls, Reducer
-from atoll.train.gradients.ring import Agreement, RingReducer
+from atoll.train.gradients.ring import RingSum, over_ring
 from atoll.train.gradients.samples import Contribution
 from atoll.train.group.rounds import Ring
 from atoll.train.sync.peersdevices import one_node_in_trouble
@@ -45,12 +45,11 @@ class OfDevices(PeerExchange):
         return max(seconds) / self._weighed.samples if self._weighed.samples > 0 else 0.0
 
 
-class NodeReducer(RingReducer, OfDevices):
+class NodeReducer(OfDevices):
     """`p.grad` shows the node's mean after backward, and edits act on the node's contribution; all devices
     make the same ones."""
 
-    fills_up = True  # a node of which nobody has samples weighs nothing
-    steps_here = False
+    sum: RingSum
 
     def __init__(
         self,
@@ -61,18 +60,21 @@ class NodeReducer(RingReducer, OfDevices):
         message_bytes: int,
         settings: Callable[[], Settings],
     ) -> None:
-        super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls, settings=settings)
+        # A node of which nobody has samples weighs nothing:
+        options = {"settings": settings, "fills_up": True, "steps_here": False}
+        super().__init__(chunks, calls, over_ring(ring, calls, message_bytes, **options))
+        self._ring = ring
         self.use(parts)
 
     def reduce(self) -> None:
         self._come()
         with one_node_in_trouble():
-            super().reduce()
+            Reducer.reduce(self)
 
-    def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
-        self._weigh(agreed.contribution)
+    def _is_whole(self, own: Contribution, of_group: Contribution) -> None:
+        self._weigh(of_group)
         self._seconds = self.pace() * own.samples
-        super()._ring_is_whole(own, agreed)
+        super()._is_whole(own, of_group)
 
     def blamed(self, rank: int, culprit: str) -> list[str]:  # noqa: ARG002  # what all have, once summed
         """The devices say whose gradients were not finite before they were summed."""
@@ -86,11 +88,10 @@ class NodeReducer(RingReducer, OfDevices):
     # its own.
 
     def member_state(self) -> dict[str, Any]:
-        return Reducer.member_state(self)
+        return self.state_dict()
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
-        Reducer.check_member_state(self, state)
+        self._check_steps(state)
 
-    def load_member_state(self, state: Mapping[str, Any]) -> None:
-        PeerExchange.load_member_state(self, state)
-        self._treatments.latest = None
+    def load_member_state(self, state: Mapping[str, Any]) -> None:  # noqa: ARG002
+        self.sum.made_apart()

@@ -25,7 +25,7 @@ from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
 from atoll.tensors.settings import settings_of
 from atoll.train.gradients.reducer import Calls, Reducer
-from atoll.train.gradients.ring import Boundary, RingReducer
+from atoll.train.gradients.ring import Boundary, RingBuckets, RingReducer
 from atoll.train.group.rounds import Ring
 from atoll.train.members.regrouping import Regrouping
 from atoll.train.members.served_workers import ServedWorkers
@@ -129,8 +129,8 @@ class OverRing:
         reducer = RingReducer(
             training.chunks,
             self._ring,
-            message_bytes=message_bytes_for(training.chunk_map),
             calls=training.calls,
+            message_bytes=message_bytes_for(training.chunk_map),
             number=self._models,
             boundary=self._boundary,
             settings=partial(settings_of, training.optimizer),
@@ -250,7 +250,8 @@ class Grouped(Served):
 
     def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
         kind = GroupMeanExchange if training.config.sync.consistency == "bsp" else GroupExchange
-        return self._make_group_exchange(kind, training, connection)
+        carry = partial(RingBuckets, least=message_bytes_for(training.chunk_map))
+        return self._make_group_exchange(partial(kind, carry=carry), training, connection)
 
     def make_exchange_in_tiers(self, training: Training, connection: Connection, held: Holder) -> Exchange:
         kind = TieredGroupMean if training.config.sync.consistency == "bsp" else TieredGroup
@@ -267,7 +268,6 @@ class Grouped(Served):
             connection,
             training.calls,
             uplink=sync.uplink,
-            message_bytes=message_bytes_for(training.chunk_map),
             grouping=lambda: self._regrouping().known(),
             told=lambda grouping: self._regrouping().move(grouping),
             hyperparameters=lambda: sent_groups(training.optimizer),

@@ -21,8 +21,9 @@ from atoll.memory.exchanged import Exchanged
 from atoll.net.returning import MOST_UNDER_WAY, Made, Payload
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.finite import is_finite
-from atoll.train.gradients.reducer import Calls, Clipping, ReducingAtEnd
+from atoll.train.gradients.reducer import Calls, Clipping
 from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.sums import AtEnd
 from atoll.train.sync.exchange import (
     CONTRIBUTION,
     AsyncExchange,
@@ -228,11 +229,7 @@ class _Tiered(Exchange):
     def _gradient(self, bound: BoundChunk, present: Sequence[bool]) -> memoryview:
         """This worker's own gradient of a chunk, as it leaves; zeros where there is none."""
         flat = gradient_from(self._held(), bound, present)
-        if not is_finite(flat):
-            for name, slot in zip(bound.names, bound.chunk.slots, strict=True):
-                run = flat[slot.offset : slot.offset + slot.numel]
-                if name not in self._nonfinite and not is_finite(run):
-                    self._nonfinite.append(name)
+        note_nonfinite(bound, flat, self._nonfinite)
         return bytes_of(flat)
 
 
@@ -280,13 +277,13 @@ class TieredMeanSteps(MeanSteps):
         return Made(lambda: bytes_of(self._made_of_mean(chunk_id)[1]))
 
 
-class TieredMean(ReducingAtEnd, _Tiered, TieredMeanSteps, WorkerMean):
+class TieredMean(_Tiered, TieredMeanSteps, WorkerMean):
     """bsp: after backward `p.grad` is the mean over workers, in the tiers where this worker's own was."""
 
     def __init__(
         self, chunks: Sequence[BoundChunk], connection: Connection, calls: Calls, held: Holder
     ) -> None:
-        super().__init__(chunks, calls)
+        super().__init__(chunks, calls, AtEnd)
         self._held, self._nonfinite = held, []
         self._bounds = {bound.chunk.id: bound for bound in self._chunks}
         self._connect(connection, lazy=False)
@@ -301,7 +298,7 @@ class TieredMean(ReducingAtEnd, _Tiered, TieredMeanSteps, WorkerMean):
         """Push, commit, and take the mean chunk by chunk."""
         self.connection.members.boundary(self.steps)
         self._calls.leaving()
-        own = self._contribute()
+        own = self.contribute()
         self._committed, self._all_edited = self.steps, False
         self._means.clear()
         self._push_all(own)
@@ -363,6 +360,15 @@ class Stepping:
 
     def __exit__(self, *_error: object) -> None:
         self._parameters.steps = False
+
+
+def note_nonfinite(bound: BoundChunk, flat: Tensor, names: list[str]) -> None:
+    """Add to `names` the parameters of a chunk whose gradients, in `flat`, (extent,), are not finite."""
+    if is_finite(flat):
+        return
+    for name, slot in zip(bound.names, bound.chunk.slots, strict=True):
+        if name not in names and not is_finite(flat[slot.offset : slot.offset + slot.numel]):
+            names.append(name)
 
 
 def gradient_from(held: Exchanged, bound: BoundChunk, present: Sequence[bool]) -> Tensor:

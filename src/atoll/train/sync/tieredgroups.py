@@ -9,7 +9,8 @@ chunk by chunk, and goes into all members' tiers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from atoll.core import points
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.finite import is_finite
-from atoll.train.gradients.messages import ChunkGradients, Message
-from atoll.train.gradients.ring import Agreement, RingReducer
+from atoll.tensors.gradienthooks import after_gradient
+from atoll.train.gradients.messages import ChunkGradients
+from atoll.train.gradients.ring import RingSum
 from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.sums import Owner
 from atoll.train.sync.exchange import (
     CONTRIBUTION,
     Connection,
@@ -38,49 +40,10 @@ from atoll.train.sync.tieredexchange import (
     TieredParameters,
     gradient_from,
     in_turn,
+    note_nonfinite,
 )
 from atoll.train.sync.uplink import Role
 from atoll.wire.messages import AnyMessage, Hyperparameters, Mean, Parameters, PullMean
-
-
-class _Likes:
-    """What a hook asks of the place where a gradient would be reduced: dtypes alone."""
-
-    def __init__(self, bound: BoundChunk) -> None:
-        self.views = [torch.empty(0, dtype=parameter.dtype) for parameter in bound.parameters]
-
-
-class StagedChunk(ChunkGradients):
-    """A chunk whose gradients lie in tiers: it has no memory of its own, and leaves after backward."""
-
-    def __init__(self, bound: BoundChunk) -> None:
-        self.bound = bound
-        self.published: Any = _Likes(bound)
-        self.kept: list[Tensor | None] = []
-        self.fired = [False] * len(bound.parameters)
-        self.missing = len(bound.parameters)
-        self.taken = 0
-        self.late = True
-
-    def again(self) -> None:
-        """It is read once, when all have come."""
-
-    def slots(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(())  # what the script has stays where it is
-
-
-class StagedMessage(Message):
-    """One chunk, which is put together when it is summed."""
-
-    def __init__(self, bound: BoundChunk, number: int) -> None:
-        self.number = number
-        self.memory = self.gradients = torch.empty(0, dtype=bound.dtype)
-        self.chunks: list[ChunkGradients] = [StagedChunk(bound)]
-        self.dirty = self.sent = False
-        self.work = None
-
-    def move(self) -> None:
-        """There is no memory that a former ring may still write into."""
 
 
 class GroupParameters(TieredParameters):
@@ -143,46 +106,84 @@ class GroupParameters(TieredParameters):
         self._arrived[message.chunk] = values_of(payload, bound, shard, self._share).clone()
 
 
-class TieredRing(RingReducer):
-    """Sums gradients over a ring from tiers and into tiers, a chunk at a time."""
+class TierCarrier:
+    """Gradients that lie in tiers: they are summed from tiers and into tiers, a chunk at a time, when all
+    have come."""
 
-    _held: Holder
-    _nonfinite: list[str]
-    _waits: bool
-    _present_of: dict[int, list[bool]]  # of the sums, by chunk, where they count
-    _sums_stay = False  # whether they are never put in the place of this member's own gradients
-    _sums_count = False  # the sums are the group's, and this member's own gradients stay as they are
+    def __init__(
+        self,
+        ring_sum: RingSum,
+        owner: Owner,
+        chunks: Sequence[BoundChunk],
+        nodes: Sequence[Any],
+        *,
+        held: Holder,
+        stays: bool,
+    ) -> None:
+        """`stays`: the sums are never put in the place of this member's own gradients."""
+        self._sum, self._owner, self.bounds = ring_sum, owner, list(chunks)
+        self._held, self._stays = held, stays
+        self._nonfinite: list[str] = []
+        self.ids: list[int] = []  # in no message
+        self.chunks: dict[int, ChunkGradients] = {}
+        self.are_apart = False  # the sums are the group's, and this member's own gradients stay as they are
+        self.present: dict[int, list[bool]] = {}  # of the sums, by chunk, where they are apart
+        self._hooks = [after_gradient(node, owner.came) for node in nodes]
 
-    def _lay(self, chunks: Sequence[BoundChunk], _message_bytes: int) -> list[Message]:
-        return [StagedMessage(bound, number) for number, bound in enumerate(chunks)]
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.bounds.clear()
 
-    def _reduce(self, own: Contribution) -> tuple[Agreement, list[int]]:
-        self._generation = self._ring.generation
-        self._scale_as_before(own)
-        self._nonfinite = []
-        self._sum_all(self._scale_of(own))
-        points.reach("ring.all_sent", self.steps)
-        agreed = self._agree(own)
-        while self._is_scaled_wrongly(agreed):
-            self._scale_as(agreed)
-            self._sum_all(self._scale_of(own))
-            agreed = self._agree(own)
-        self._tell_beside(own, agreed)
-        points.reach("ring.agreed", self.steps)
-        return agreed, []
+    def begin(self) -> None:
+        """Nothing is kept of a backward."""
 
-    def _sum_all(self, scale: float) -> None:
+    def drop_kept(self) -> None:
+        """They are where they are."""
+
+    def abandon(self) -> None:
+        """Nothing leaves before the end of backward."""
+
+    def own(self, bound: BoundChunk) -> list[Tensor | None]:
+        return [parameter.grad for parameter in bound.parameters]
+
+    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
+        present = self._held().present(bound.parameters)
+        return gradient_from(self._held(), bound, present), tuple(present)
+
+    def own_nonfinite(self) -> list[str]:
+        return list(self._nonfinite)
+
+    def dirty(self) -> list[float]:
+        return []
+
+    def measured(self) -> list[int]:
+        return []
+
+    def leave_in(self, order: Sequence[int]) -> None:
+        """They leave as they were laid."""
+
+    def anew(self) -> None:
+        """There is no memory that a former ring may still write into."""
+
+    def carry(self, scale: float, said: Sequence[float]) -> None:
         """Sum all chunks over the members. This member's own gradients stay unchanged."""
-        held = self._held()
-        channel = self._ring.agreement  # in host memory, where the tiers are, whatever the device
-        for message in self._order:
-            bound = message.chunks[0].bound
+        del said  # it goes by itself
+        self._nonfinite = []
+        self.carry_again(scale, None)
+        points.reach("ring.all_sent", self._owner.steps)
+
+    def carry_again(self, scale: float, dirty: Sequence[bool] | None) -> None:
+        del dirty
+        channel = self._sum.ring.agreement  # in host memory, where the tiers are, whatever the device
+        for bound in self.bounds:
             flat = self._own_of(bound, scale)
             work = channel.sum(flat)
-            points.reach("ring.sent", self.steps)
-            channel.wait(work, f"{message} in iteration {self.steps}")
-            self.bytes_sent += channel.sends(flat.numel() * flat.element_size())
-            held.put_sums(bound.chunk, bound.parameters, flat)
+            points.reach("ring.sent", self._owner.steps)
+            named = f"chunk {bound.chunk.id} (with {bound.names[0]!r})"
+            channel.wait(work, f"{named} in iteration {self._owner.steps}")
+            self._owner.bytes_sent += channel.sends(flat.numel() * flat.element_size())
+            self._held().put_sums(bound.chunk, bound.parameters, flat)
 
     def _own_of(self, bound: BoundChunk, scale: float) -> Tensor:
         """This member's gradient of a chunk, scaled, (extent,)."""
@@ -190,54 +191,47 @@ class TieredRing(RingReducer):
             return torch.zeros(bound.chunk.extent, dtype=bound.dtype)
         held = self._held()
         flat = gradient_from(held, bound, held.present(bound.parameters))
-        if not is_finite(flat):
-            for name, slot in zip(bound.names, bound.chunk.slots, strict=True):
-                known = name in self._nonfinite
-                if not known and not is_finite(flat[slot.offset : slot.offset + slot.numel]):
-                    self._nonfinite.append(name)
+        note_nonfinite(bound, flat, self._nonfinite)
         return flat.mul_(scale) if scale != 1.0 else flat
 
-    def _publish(self, agreed: Agreement) -> None:
-        held, nothing = self._held(), agreed.weight <= 0
-        factor = 1.0 if nothing else self._scaled_by / agreed.workers_or_weight(self._scaled_alike)
-        self._sums_count = self._waits or self._sums_stay
-        for message, here in zip(self._order, agreed.present, strict=True):
-            bound = message.chunks[0].bound
-            present = [not nothing and each for each in here]
+    def publish(self, factor: float, present: Sequence[Sequence[bool]], *, apart: bool) -> None:
+        held = self._held()
+        self.are_apart = apart or self._stays
+        for bound, here in zip(self.bounds, present, strict=True):
             flat = held.read_sums(bound.chunk, bound.parameters)
             if factor != 1.0:
                 flat.mul_(factor)
-            if self._sums_count:
+            if self.are_apart:
                 held.put_sums(bound.chunk, bound.parameters, flat)
-                self._present_of[bound.chunk.id] = present
+                self.present[bound.chunk.id] = list(here)
             else:
-                held.put_gradients(bound.chunk, bound.parameters, present, flat)
-        if not nothing:
-            self._reference = agreed.total
-
-    def own_nonfinite(self) -> list[str]:
-        return list(self._nonfinite)
+                held.put_gradients(bound.chunk, bound.parameters, here, flat)
 
 
-class _InTiers(GroupReducer, TieredRing):
+class _InTiers(GroupReducer):
     """What both kinds of exchange have: what goes to the shards is read as it leaves, and what comes is
     handed on to all members a chunk at a time."""
 
     parameters: GroupParameters
+    _sums_stay = False  # whether they are never put in the place of this member's own gradients
 
     def __init__(self, chunks: Sequence[BoundChunk], *arguments: Any, held: Holder, **more: Any) -> None:
-        self._held, self._nonfinite, self._waits = held, [], False
-        self._present_of = {}
-        self._bounds = {bound.chunk.id: bound for bound in chunks}
-        super().__init__(chunks, *arguments, **more)
-        self._agreement_rides, self.held_back = False, 0
+        self._held = held
+        carry = partial(TierCarrier, held=held, stays=self._sums_stay)
+        super().__init__(chunks, *arguments, carry=carry, **more)
+
+    @property
+    def tiers(self) -> TierCarrier:
+        """Where the group's sums are."""
+        assert isinstance(self.sum.carrier, TierCarrier)
+        return self.sum.carrier
 
     def _new_parameters(self, connection: Connection) -> NewParameters:
         return GroupParameters(self._chunks, connection, self._held)
 
     def _push(self, outgoing: Outgoing, role: Role, _along: Mapping[int, Tensor] | None) -> None:
         self.connection.shards.answered(CONTRIBUTION)  # of a ring before this one
-        sums, present = self._sums_count, outgoing.present
+        sums, present = self.tiers.are_apart, outgoing.present
 
         def make(bound: BoundChunk, start: int, stop: int) -> memoryview:
             return self._mean_of(bound, present[bound.chunk.id], sums, start, stop)
@@ -297,7 +291,8 @@ class TieredGroup(_InTiers, GroupExchange):
         own = self._of_group if accepted else Contribution(0.0, self._of_group.samples)
         held, present = self._held(), {}
         for bound in self._chunks:
-            here = self._present_of[bound.chunk.id] if self._sums_count else held.present(bound.parameters)
+            apart = self.tiers.are_apart
+            here = self.tiers.present[bound.chunk.id] if apart else held.present(bound.parameters)
             present[bound.chunk.id] = [each and own.weight > 0 for each in here]
         used, self._used = self._used, []
         return Outgoing(self.steps, {}, present, own, used, list(self._able), hyperparameters)
@@ -325,7 +320,7 @@ class TieredGroupMean(_InTiers, TieredMeanSteps, GroupMeanExchange):
 
     @property
     def _present(self) -> dict[int, list[bool]]:
-        return dict(self._present_of)
+        return dict(self.tiers.present)
 
     def _collect_mean(self, role: Role, what: str) -> None:
         held, self._all_edited = self._held(), False

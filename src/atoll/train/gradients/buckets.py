@@ -1,0 +1,129 @@
+"""Buckets of gradients that leave while backward goes on: over a ring, or to the shards of a parameter
+server."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from atoll.core.errors import RunError
+from atoll.tensors.binding import BoundChunk, check_usable
+from atoll.tensors.gradienthooks import after_gradient
+from atoll.train.gradients.messages import ChunkGradients, Message
+from atoll.train.gradients.sums import Owner
+
+
+class Buckets(ABC):
+    """Gradients on their way to others: brought into messages as they come, which leave when complete.
+
+    `order` is that in which messages leave, the same on every worker. The last `_held_back` messages of an
+    iteration wait for the end of backward. `nodes` accumulate the gradients, in the order of the chunks.
+    """
+
+    def __init__(self, owner: Owner, order: list[Message], nodes: Sequence[Any]) -> None:
+        self._owner, self.order = owner, order
+        self.chunks = {c.bound.chunk.id: c for message in order for c in message.chunks}
+        self._held_back = 0
+        self._arrivals: list[int] = []  # ids of messages as they filled in this backward
+        self._left = 0  # messages of `order` that have left
+        hooks = [
+            self._hook(message, chunk, index)
+            for message in order
+            for chunk in message.chunks
+            for index in range(len(chunk.bound.parameters))
+        ]
+        self._handles = [after_gradient(node, hook) for node, hook in zip(nodes, hooks, strict=True)]
+
+    @abstractmethod
+    def _scale(self) -> float:
+        """What this worker's gradients are multiplied by; fixed when an iteration's first one comes."""
+
+    @abstractmethod
+    def _leave(self, message: Message) -> None:
+        """Begin to send a message whose gradients have come, or stay away."""
+
+    @property
+    def rest(self) -> list[Message]:
+        """The messages that have yet to leave."""
+        return self.order[self._left :]
+
+    @property
+    def in_order(self) -> list[ChunkGradients]:
+        """The chunks in the order in which they leave."""
+        return [chunk for message in self.order for chunk in message.chunks]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.order.clear()
+        self.chunks.clear()
+
+    def begin(self) -> None:
+        """Make ready for the next backward."""
+        for message in self.order:
+            message.begin()
+        self._left = 0
+        self._arrivals.clear()
+
+    def drop_kept(self) -> None:
+        """A new backward begins: the last iteration's own gradients are not needed any more."""
+        for chunk in self.chunks.values():
+            chunk.kept = []
+
+    def abandon(self) -> None:
+        """A backward raised; raises RunError if chunks had left for the other workers."""
+        if self._left:
+            raise RunError(
+                f"iteration {self._owner.steps}: a backward raised after {self._left} of {len(self.order)} "
+                "messages had left for the other workers, so the iteration cannot be completed; let its "
+                "error end the script"
+            )
+
+    def own(self, bound: BoundChunk) -> list[Tensor | None]:
+        """This worker's own gradients of the iteration."""
+        return self.chunks[bound.chunk.id].own()
+
+    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
+        """The memory of a chunk's published gradients, and which slots have one."""
+        chunk = self.chunks[bound.chunk.id]
+        return chunk.published.flat, chunk.collect()
+
+    def _hook(self, message: Message, chunk: ChunkGradients, index: int) -> Callable[[], None]:
+        name, parameter = chunk.bound.names[index], chunk.bound.parameters[index]
+
+        def on_gradient() -> None:
+            gradient = parameter.grad  # None where a hook of the script's has dropped it
+            view = chunk.published.views[index]
+            if gradient is not None and gradient is not view:
+                if gradient.dtype != view.dtype:
+                    chunk.bound.check()
+                check_usable(name, gradient)
+            self._owner.came()
+            if chunk.fired[index]:
+                chunk.again()
+                message.dirty = message.sent
+                return
+            chunk.fired[index] = True
+            chunk.missing -= 1
+            if self._owner.synchronous and not chunk.late:
+                chunk.take(index, gradient, self._scale())
+                chunk.taken += 1
+            if chunk.missing == 0:
+                self._chunk_arrived(message)
+
+        return on_gradient
+
+    def _chunk_arrived(self, message: Message) -> None:
+        """All gradients of a chunk have come; send what may leave now."""
+        if any(chunk.missing for chunk in message.chunks):
+            return
+        self._arrivals.append(message.id)
+        if self._owner.synchronous and self._owner.sends_early:
+            # In the one order of collectives that all workers keep; the last ones may have to wait.
+            last = len(self.order) - self._held_back
+            while self._left < last and self.order[self._left].ready:
+                self._leave(self.order[self._left])
+                self._left += 1
