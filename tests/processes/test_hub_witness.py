@@ -13,7 +13,8 @@ import pytest
 from hub_parts import DEADLINE, HubProcess, Service, hub_of, wait_for
 
 from atoll.net.endpoint import Client
-from atoll.peers.views import Change, Settings, Wish, first_view
+from atoll.peers.change import Change
+from atoll.peers.views import Settings, Wish, first_view
 from atoll.testing.faults import Fault
 from atoll.wire.messages import (
     VERSION,

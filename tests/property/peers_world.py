@@ -456,7 +456,7 @@ class World:
     def _next_meeting(self, process: Process) -> int:
         """Whether the meeting at this beginning has been: the next one's number."""
         k = process.node.iteration
-        return process.node.met if process.node._has_met else meetings_before(k)
+        return process.node.met if process.node.has_met else meetings_before(k)
 
     def _granted(self, process: Process, grant: outputs.Grant) -> None:
         if not process.waits or grant.applied > process.node.applied:
@@ -651,8 +651,8 @@ class World:
             lines.append(
                 f"{node.life} alive {each.alive} member {node.is_member} view {node.view.number} "
                 f"{[m.life for m in node.view.members]} k {node.iteration} W {node.applied} met {node.met} "
-                f"waits {each.waits} meets {each.meets} computes {each.computes}: {node.waiting_for()} "
-                f"{node.rounds.state} {node.timers()}"
+                f"waits {each.waits} meets {each.meets} computes {each.computes}: {node.waits.lines()} "
+                f"{node.sync.rounds.state} {node.timers()}"
             )
         return "\n".join(lines)
 

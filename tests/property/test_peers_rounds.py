@@ -41,7 +41,7 @@ def asking(node: Node) -> dict[int, Message]:
     """It has made iteration 0, and wants what comes of it, for longer than that takes: its requests."""
     node.handle_contributed(0.1, 0)
     assert not sent(node.handle_wanted(0.1, 1, 1), AskRound)
-    return sent(node.poll(node.rounds.until), AskRound)
+    return sent(node.poll(node.sync.rounds.until), AskRound)
 
 
 # -- the table ----------------------------------------------------------------------------------------------
@@ -100,11 +100,11 @@ def test_when_its_timer_runs_out_the_flag_is_false_again() -> None:
     first, _, third = nodes(3)
     request = asking(first)[2]
     third.handle_message(1.0, 0, request)  # type: ignore[arg-type]
-    until = third.rounds.flag_until
+    until = third.sync.rounds.flag_until
     third.poll(until - 0.001)
-    assert third.rounds.flag is not None
+    assert third.sync.rounds.flag is not None
     third.poll(until)
-    assert third.rounds.flag is None
+    assert third.sync.rounds.flag is None
 
 
 # -- rounds -------------------------------------------------------------------------------------------------
@@ -114,10 +114,10 @@ def test_no_round_is_started_before_w_has_had_its_usual_time_to_rise() -> None:
     (node, *_) = nodes(3)
     node.handle_contributed(0.1, 0)
     done = node.handle_wanted(0.1, 1, 1)
-    assert node.rounds.state == "waiting"
+    assert node.sync.rounds.state == "waiting"
     assert not sent(done, AskRound)
-    assert not sent(node.poll(node.rounds.until - 0.001), AskRound)
-    assert set(sent(node.poll(node.rounds.until), AskRound)) == {1, 2}
+    assert not sent(node.poll(node.sync.rounds.until - 0.001), AskRound)
+    assert set(sent(node.poll(node.sync.rounds.until), AskRound)) == {1, 2}
 
 
 def test_of_two_starters_that_meet_the_lower_wins_and_the_other_joins() -> None:
@@ -125,11 +125,11 @@ def test_of_two_starters_that_meet_the_lower_wins_and_the_other_joins() -> None:
     of_first, of_second = asking(first), asking(second)
     done = first.handle_message(1.0, 1, of_second[0])  # type: ignore[arg-type]
     assert set(sent(done, RefuseRound)) == {1}
-    assert first.rounds.state == "asking"
+    assert first.sync.rounds.state == "asking"
     done = second.handle_message(1.0, 0, of_first[1])  # type: ignore[arg-type]
     assert set(sent(done, AbortRound)) == {0, 2}
     assert set(sent(done, AnswerRound)) == {0}
-    assert second.rounds.state == "turned"
+    assert second.sync.rounds.state == "turned"
 
 
 def test_who_takes_part_in_another_s_refuses_and_the_starter_backs_off_with_jitter() -> None:
@@ -139,20 +139,20 @@ def test_who_takes_part_in_another_s_refuses_and_the_starter_backs_off_with_jitt
     refusal = sent(done, RefuseRound)[0]
     done = first.handle_message(2.0, 2, refusal)  # type: ignore[arg-type]
     assert set(sent(done, AbortRound)) == {1, 2}
-    assert first.rounds.state == "backing"
+    assert first.sync.rounds.state == "backing"
     low, high = settings_for(0).backoff
-    assert 2.0 + low / 2 <= first.rounds.until <= 2.0 + 1.5 * high
-    assert not sent(first.poll(first.rounds.until - 0.001), AskRound)
-    assert set(sent(first.poll(first.rounds.until), AskRound)) == {1, 2}
+    assert 2.0 + low / 2 <= first.sync.rounds.until <= 2.0 + 1.5 * high
+    assert not sent(first.poll(first.sync.rounds.until - 0.001), AskRound)
+    assert set(sent(first.poll(first.sync.rounds.until), AskRound)) == {1, 2}
 
 
 def test_a_round_whose_answers_do_not_all_come_is_given_up_at_its_deadline() -> None:
     first, second, _ = nodes(3)
     answer = sent(second.handle_message(1.0, 0, asking(first)[1]), AnswerRound)[0]  # type: ignore[arg-type]
     first.handle_message(1.0, 1, answer)  # type: ignore[arg-type]
-    done = first.poll(first.rounds.until)
+    done = first.poll(first.sync.rounds.until)
     assert set(sent(done, AbortRound)) == {1, 2}
-    assert first.rounds.state == "backing"
+    assert first.sync.rounds.state == "backing"
     assert any(isinstance(each, outputs.Note) and "[2]" in each.reason for each in done)
 
 
@@ -179,7 +179,7 @@ def test_with_all_answers_in_everyone_is_told_the_least_iteration_and_who_holds_
     assert end.iteration == 1
     done = third.handle_message(0.9, 0, end)
     assert [each.iteration for each in done if isinstance(each, outputs.Apply)] == [0]
-    assert third.rounds.flag is None
+    assert third.sync.rounds.flag is None
 
 
 def test_a_round_of_an_older_view_changes_nothing_and_is_answered_by_the_newest() -> None:
@@ -189,7 +189,7 @@ def test_a_round_of_an_older_view_changes_nothing_and_is_answered_by_the_newest(
     view = View(old.founding, old.number + 1, old.members, (), old.last)
     second.handle_message(0.9, 2, ViewDecided(view=view))
     done = second.handle_message(1.0, 0, request)  # type: ignore[arg-type]
-    assert second.rounds.flag is None
+    assert second.sync.rounds.flag is None
     assert set(sent(done, ViewDecided)) == {0}
 
 

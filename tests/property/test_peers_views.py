@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from views_world import FAULTS_END, Fault, World
 
+from atoll.peers.change import Change
 from atoll.peers.views import (
-    Change,
     Fetch,
     Joiner,
     Settings,

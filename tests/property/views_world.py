@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from atoll.peers.views import Change, Joiner, Settings, Step, Wish, first_view, majority
+from atoll.peers.change import Change
+from atoll.peers.views import Joiner, Settings, Step, Wish, first_view, majority
 from atoll.peers.witness import Witness
 from atoll.wire.peers import WITNESS
 from atoll.wire.peerviews import (

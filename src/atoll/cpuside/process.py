@@ -212,7 +212,7 @@ class CpuSideProcess:
             self._see_to_set_up(self._setup_since)
         if now > self._waiting_at + _WAITING_EACH and self._node_ is not None:
             # Whatever the worker waits for then, that is why it waits in vain: it is told again and again.
-            lost = bool(self._node_.lost_majority())
+            lost = bool(self._node_.waits.lost_majority())
             if lost:
                 self._see_whether_all_have_finished(self._node_)
             if self._wanted is not None or self._wants_state or lost:
@@ -535,8 +535,8 @@ class CpuSideProcess:
 
     def _see_whether_all_have_finished(self, node: Node) -> None:
         """Raise where the worker waits for what only those could give who have come to the run's end."""
-        waits = self._wanted is not None or self._wants_state or node.is_meeting
-        if waits and (gone := node.without()) and self._finished.issuperset(gone):
+        waits = self._wanted is not None or self._wants_state or node.waits.is_meeting
+        if waits and (gone := node.waits.without()) and self._finished.issuperset(gone):
             raise GivenUpError(f"node {node.life.node} is behind: {_have_finished(gone)}")
 
     def _enter(self, entering: Entering) -> None:
@@ -928,7 +928,7 @@ class CpuSideProcess:
 
     def _tell_waiting(self, *, again: bool) -> None:
         self._waiting_at = time.monotonic()
-        lines = self._node.waiting_for()
+        lines = self._node.waits.lines()
         if self._calculating.busy or self._jobs:
             lines = [*lines, "the optimizer's step"]
         told = "; ".join(lines[:4])[:4000]

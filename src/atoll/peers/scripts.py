@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from atoll.core.stands import describe_mismatch
-from atoll.wire.peers import ScriptWaits
+from atoll.wire.peers import NodeReport, ScriptWaits
 from atoll.wire.peerviews import Life
 
 
@@ -52,3 +52,38 @@ def _in_vain(one: Script, other: Script) -> bool:
         return False
     is_party = other.first <= meeting.at
     return is_party and other.met <= meeting.meeting and wants > one.iteration
+
+
+class Scripts:
+    """The other members' scripts, as each last reported; None: it computes."""
+
+    def __init__(self) -> None:
+        self._scripts: dict[Life, Script | None] = {}
+
+    def keep(self, others: Collection[Life]) -> None:
+        """Forget all but these members."""
+        self._scripts = {life: script for life, script in self._scripts.items() if life in others}
+
+    def note(self, life: Life, message: NodeReport, first: int) -> bool:
+        """Store a member's report; whether its script has begun or ceased to wait. `first` is the member's
+        first iteration."""
+        before, script = self._scripts.get(life), _script_of(message, first)
+        self._scripts[life] = script
+        return (before is None) != (script is None)
+
+    def in_meetings(self) -> set[Life]:
+        """Whose scripts wait in a meeting."""
+        return {life for life, script in self._scripts.items() if script and script.waits.meeting is not None}
+
+    def mismatch(
+        self, others: Collection[Life], own: NodeReport, first: int, newcomers: Collection[Life]
+    ) -> str:
+        """`mismatch` of all `others` and this node, whose report is `own`."""
+        scripts = {life: self._scripts.get(life) for life in others}
+        scripts[own.report.life] = _script_of(own, first)
+        return mismatch(scripts, newcomers)
+
+
+def _script_of(message: NodeReport, first: int) -> Script | None:
+    report, waits = message.report, message.waits
+    return None if waits is None else Script(report.iteration, report.met, waits, first)

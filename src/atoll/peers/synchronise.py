@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from atoll.peers.outputs import Note, Output, Send
+from atoll.peers.contributions import Contributions
+from atoll.peers.outbox import Outbox
 from atoll.peers.pace import Limit
 from atoll.peers.rounds import Event, Rounds
 from atoll.peers.settings import Settings
 from atoll.wire.messages import Message
 from atoll.wire.peers import AbortRound, AnswerRound, AskRound, EndRound, RefuseRound, RoundId
-from atoll.wire.peerviews import Life, Report
 
 
 class Synchronisation:
-    """What it hands out goes to `out`; `report` and `others` give where this node is now, and who else is in
-    the view. `answer`, `backoff` and `rest` are its limits, which others may go by too."""
+    """`rounds` has this node's own round, and its flag V_i. `answer`, `backoff` and `rest` are its limits,
+    which others may go by too."""
 
     def __init__(
         self,
         node: int,
         settings: Settings,
         rng: np.random.Generator,
-        out: Callable[[Output], None],
-        report: Callable[[], Report],
-        others: Callable[[], list[Life]],
+        contributions: Contributions,
+        out: Outbox,
     ) -> None:
         start = settings.heartbeat
         self.answer = Limit("a round's answers", *settings.round, start=start)
@@ -34,9 +31,9 @@ class Synchronisation:
         self.rest = Limit("W's rise", *settings.rest, start=start)
         self.rounds = Rounds(node)
         self._node, self._rng = node, rng
-        self._out, self._report, self._others = out, report, others
+        self._contributions, self._out = contributions, out
 
-    def reset(self) -> None:
+    def install(self, _now: float, /) -> None:
         """The view has changed: no round goes on."""
         self.rounds.go("reset")
         self.rounds.stop()
@@ -56,7 +53,9 @@ class Synchronisation:
         if now >= rounds.until:
             if rounds.state == "asking":
                 self.answer.note(self.answer.seconds, self._node)
-                missing = [life.node for life in self._others() if life.node not in rounds.answers]
+                missing = [
+                    life.node for life in self._contributions.others() if life.node not in rounds.answers
+                ]
                 self._give_up(now, "late", f"no answer from nodes {missing}")
             else:
                 rounds.go("due")
@@ -67,7 +66,7 @@ class Synchronisation:
 
     def _seek(self, now: float) -> None:
         """a2: the node needs a round."""
-        rounds, report = self.rounds, self._report()
+        rounds, report = self.rounds, self._contributions.report()
         if rounds.flag is not None:
             rounds.go("taken")
             return
@@ -79,20 +78,20 @@ class Synchronisation:
 
     def handle_ask(self, now: float, sender: int, asked: RoundId) -> None:
         """a1, a4: another's request."""
-        rounds, report = self.rounds, self._report()
+        rounds, report = self.rounds, self._contributions.report()
         if asked.node != sender:
             return
         if rounds.state == "asking" and rounds.round is not None:
             if rounds.round < asked:
-                self._out(Send(sender, RefuseRound(report=report, round=asked)))
+                self._out.send(sender, RefuseRound(report=report, round=asked))
                 return
             own = rounds.round
             self._abort()
             self._note("round given up", own, rounds.go("lower"))
         if rounds.take_part(asked, now + 2 * self.answer.seconds):
-            self._out(Send(sender, AnswerRound(report=report, round=asked)))
+            self._out.send(sender, AnswerRound(report=report, round=asked))
         elif rounds.flag is not None:
-            self._out(Send(sender, RefuseRound(report=report, round=asked)))
+            self._out.send(sender, RefuseRound(report=report, round=asked))
 
     def handle_answer(self, now: float, message: AnswerRound) -> None:
         if self.rounds.state == "asking" and message.round == self.rounds.round:
@@ -112,9 +111,9 @@ class Synchronisation:
     def _look_at_answers(self, now: float) -> None:
         """a6: with all answers in, the least iteration among them is the new global one."""
         rounds = self.rounds
-        if any(life.node not in rounds.answers for life in self._others()):
+        if any(life.node not in rounds.answers for life in self._contributions.others()):
             return
-        own, reports, ended = self._report(), list(rounds.answers.values()), rounds.stop()
+        own, reports, ended = self._contributions.report(), list(rounds.answers.values()), rounds.stop()
         assert ended is not None
         least = min(report.iteration for report in [own, *reports])
         self.answer.note(now - rounds.began, self._node)
@@ -134,12 +133,11 @@ class Synchronisation:
     def _abort(self) -> None:
         stopped = self.rounds.stop()
         if stopped is not None:
-            self._to_all(AbortRound(report=self._report(), round=stopped))
+            self._to_all(AbortRound(report=self._contributions.report(), round=stopped))
 
     def _to_all(self, message: Message) -> None:
-        for life in self._others():
-            self._out(Send(life.node, message))
+        self._out.send_all([life.node for life in self._contributions.others()], message)
 
     def _note(self, what: str, round: RoundId, why: str) -> None:
         about = f"round {round.number} of node {round.node} at iteration {round.iteration}"
-        self._out(Note(what, about, why))
+        self._out.note(what, about, why)

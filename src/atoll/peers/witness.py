@@ -3,7 +3,7 @@
 It remembers what it has promised and accepted for what follows the newest view that it was asked about. Who
 asks of an older view is told that one: it would be no view if what is asked had not been decided.
 
-Source: docs/peers.md, "When an iteration may be applied"; `views.py` says why two halves never both decide.
+Source: docs/peers.md, "When an iteration may be applied"; `change.py` says why two halves never both decide.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the nodes of strategy `peers`, and the hub as their witness, say to one another about views.
 
-A view is a numbered list of members; the next one is decided by consensus (`peers/views.py`). All numbers of
+A view is a numbered list of members; the next one is decided by consensus (`peers/change.py`). All numbers of
 contributions are counts: below 7 are 0 to 6. Source: docs/peers.md, "When an iteration
 may be applied".
 """
