@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.axes.cells import CELLS, Cell, choices_in, config_of, refusal_of
+from atoll.axes.cells import CELLS, Cell, CodecKind, choices_in, config_of, refusal_of
 from atoll.core.config import Config
 from atoll.core.errors import DeadlineError, UserError
 from atoll.core.memory import Memory
@@ -31,13 +31,15 @@ from atoll.train.api.place import Place
 
 pytestmark = pytest.mark.check  # sessions of six steps and more, one after another
 
-STEPS, SAMPLES, TOLERANCE = 6, 4, 1e-10
+STEPS, SAMPLES = 6, 4
+TOLERANCE = {"float32": 1e-10, "bfloat16": 5e-3}  # in float64, which travels as it is; in float32
+LEAST = 1e-6  # by which values differ where gradients went as bfloat16
 BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # the model takes more
 
 
 def choices(cell: Cell) -> tuple[object, ...]:
     """One choice an axis. What a store with budgets is called follows from the other axes."""
-    return cell.budgets, cell.group, cell.sync, cell.link
+    return cell.budgets, cell.group, cell.sync, cell.link, cell.codec
 
 
 def pairs(cell: Cell) -> set[tuple[object, ...]]:
@@ -78,9 +80,15 @@ def configured(cell: Cell) -> Config:
     return config
 
 
+def model_of(codec: CodecKind) -> nn.Module:
+    """A codec writes float32 alone."""
+    return model() if codec == "float32" else model().float()
+
+
 def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     batch = torch.randn(SAMPLES, 32, generator=generator, dtype=torch.float64)
+    batch = batch.to(next(module.parameters()).dtype)
     return module(batch).square().mean()
 
 
@@ -96,9 +104,9 @@ def contributes_alone(session: atoll.Session, members: int) -> bool:
     return session.group.size == members and contributors == [session._regrouping.contributor]
 
 
-def train(session: atoll.Session, together: int) -> tuple[list[float], list[torch.Tensor]]:
+def train(session: atoll.Session, together: int, codec: CodecKind) -> tuple[list[float], list[torch.Tensor]]:
     """Six steps, made once this worker's group has `together` members; the losses, and the values after."""
-    module = model()
+    module = model_of(codec)
     module, optimizer = session.prepare(module, optimizer_of(module))
     rank, deadline = session.rank, time.monotonic() + 60
 
@@ -121,9 +129,9 @@ def train(session: atoll.Session, together: int) -> tuple[list[float], list[torc
     return losses, [value.detach().clone() for value in module.state_dict().values()]
 
 
-def train_plain(world: int) -> tuple[list[list[float]], list[torch.Tensor]]:
+def train_plain(world: int, codec: CodecKind) -> tuple[list[list[float]], list[torch.Tensor]]:
     """The same in one process, each step with all workers' batches; the losses of each worker's batch."""
-    module = model()
+    module = model_of(codec)
     optimizer = optimizer_of(module)
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(STEPS):
@@ -152,6 +160,7 @@ def run(pool: WorkerPool, cell: Cell) -> list[tuple[list[float], list[torch.Tens
         configured(cell),
         train,
         world if grouped else 1,
+        cell.codec,
         world=world,
         shards=2 if cell.served else None,
         grouping=grouping if grouped else None,
@@ -177,11 +186,14 @@ def test_a_cell_trains_as_one_process_or_is_refused_in_one_sentence(pool: Worker
         assert issubclass(need.error, UserError)
         return
     found = run(pool, cell)
-    losses, expected = train_plain(len(found))
+    (losses, expected), tolerance = train_plain(len(found), cell.codec), TOLERANCE[cell.codec]
+    apart = 0.0
     for rank, (own, values) in enumerate(found):
-        assert own == pytest.approx(losses[rank], rel=TOLERANCE), f"worker {rank}"
+        assert own == pytest.approx(losses[rank], rel=tolerance), f"worker {rank}"
         for value, other in zip(values, expected, strict=True):
-            assert float((value - other).abs().max()) < TOLERANCE, f"worker {rank}"
+            apart = max(apart, float((value - other).abs().max()))
+    assert apart < tolerance
+    assert cell.codec == "float32" or apart > LEAST, "gradients went as they are"
 
 
 def test_any_two_choices_meet_in_a_quick_cell() -> None:

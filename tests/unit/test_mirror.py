@@ -80,7 +80,7 @@ def test_what_a_link_has_lost_is_told_to_the_standby_and_the_journal() -> None:
     lost = msgspec.structs.replace(push, lost=LostBlocks(2, b"\1", "borne"))
     hello = Hello(version=VERSION, run="r", role="worker", worker=0, incarnation=1)
     received = Received(b"peer", encode(push), memoryview(bytes(8)), lost.lost)
-    Durability(note, note, None).note_message(hello, lost, received)
+    Durability(note, note, None).note_message(hello, lost, received.header, received.payload)
     assert [decode_untrusted(header) for header in kept] == [lost, lost]
 
 

@@ -93,6 +93,22 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "link.fill 'last' puts an old value where one is lost",
         "set link.fill to zero, or link.feedback to false",
     ),
+    "codec-ring": (
+        chosen(["sync.codec=bfloat16"]),
+        "sync.codec 'bfloat16' is how gradients are written for shards and other nodes, and strategy 'ring' "
+        "has none",
+        "set run.strategy to server, ps-hra or peers, or sync.codec to float32",
+    ),
+    "codec-peers": (
+        chosen(["run.strategy=peers", "sync.codec=bfloat16"]),
+        "sync.codec 'bfloat16' is not for strategy 'peers' yet",
+        "leave it out",
+    ),
+    "codec-fill": (
+        chosen([*LTP, "sync.codec=bfloat16", "link.fill=rescale", "link.feedback=false"]),
+        "link.fill 'rescale' puts other numbers where some are lost, and sync.codec 'bfloat16' writes none",
+        "set link.fill to zero, or sync.codec to float32",
+    ),
     "restarts-ring": (
         chosen(["run.restarts=2"]),
         "run.restarts: 2 restarts of a worker go with run.elastic = true",
@@ -240,6 +256,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         under_budgets("server", ["link.transport=ltp"]),
         "under strategy 'server' with budgets of memory: link.transport 'ltp' holds back what is lost",
         "leave it 'tcp', or leave out [memory]",
+    ),
+    "tiered-codec": (
+        under_budgets("server", ["sync.codec=bfloat16"]),
+        "under strategy 'server' with budgets of memory: sync.codec 'bfloat16' holds back what it drops",
+        "leave it 'float32', or leave out [memory]",
     ),
     "tiered-site": (
         under_budgets("server", site="paris"),
@@ -419,11 +440,9 @@ def test_each_condition_of_a_cell_counts(need: Need) -> None:
 def test_a_cell_trains_or_is_refused_in_one_sentence(cell: Cell) -> None:
     need = refusal_of(cell)
     lossy = cell.link == "ltp"
-    no_way = cell.sync == "local" and cell.link != "tcp"
-    refused = (
-        no_way or (cell.sync == "peers" and lossy) or (cell.served and cell.budgets and cell.link != "tcp")
-    )
-    assert (need is not None) == refused
+    own = cell.link != "tcp" or cell.codec != "float32"  # something of its own on the way
+    refused = (cell.sync == "local" or (cell.served and cell.budgets)) and own
+    assert (need is not None) == (refused or (cell.sync == "peers" and (lossy or cell.codec != "float32")))
     if need is not None:
         sentence = choices_in(cell, config_of(cell)).fill(need.reason)
         assert "\n" not in sentence

@@ -5,13 +5,14 @@ Every cell of `CELLS` either trains, or a row of the table of needs says why not
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from atoll.axes.choices import NO_FACTS, Choices, choices_of
 from atoll.axes.needs import Moment, Need, refusal
-from atoll.core.config import Config, Run, Strategy
+from atoll.core.config import PLAIN_CODEC, Config, Run, Strategy
 from atoll.core.memory import Memory
 
 # Where a model lies: as a whole on the device; in tiers of memory under budgets; so, and shared among the
@@ -24,6 +25,10 @@ SyncKind: TypeAlias = Literal["local", "bsp", "ssp", "asp", "peers"]
 # What carries chunks between contributors: TCP; datagrams that may lose parts; datagrams that may not.
 LinkKind: TypeAlias = Literal["tcp", "ltp", "ltp reliable"]
 
+# How gradients are written for the way: each dtype as it is; float32 as bfloat16. To the table a codec of
+# another package is as bfloat16.
+CodecKind: TypeAlias = Literal["float32", "bfloat16"]
+
 # Through what a group meets others: nothing; the shards of a server; peers.
 Others: TypeAlias = Literal["local", "shards", "peers"]
 
@@ -32,12 +37,13 @@ _BUDGET = "64KiB"  # of a cell's configuration; any will do
 
 @dataclass(frozen=True)
 class Cell:
-    """One choice along each axis. There is one codec so far: values travel in their own dtype."""
+    """One choice along each axis."""
 
     store: StoreKind
     group: GroupKind
     sync: SyncKind
     link: LinkKind
+    codec: CodecKind
 
     @property
     def served(self) -> bool:
@@ -50,7 +56,7 @@ class Cell:
         return self.store != "resident"
 
     def __str__(self) -> str:
-        return f"{self.store} x {self.group} x {self.sync} over {self.link}"
+        return f"{self.store} x {self.group} x {self.sync} over {self.link} by {self.codec}"
 
 
 def cell_of(config: Config, others: Others, group: GroupKind, *, budgets: bool = False) -> Cell:
@@ -66,7 +72,8 @@ def cell_of(config: Config, others: Others, group: GroupKind, *, budgets: bool =
     link: LinkKind = "tcp"
     if config.link.transport == "ltp":
         link = "ltp reliable" if config.link.reliable else "ltp"
-    return Cell(_store(group, sync, budgets=budgets), group, sync, link)
+    codec: CodecKind = "float32" if config.sync.codec == PLAIN_CODEC else "bfloat16"
+    return Cell(_store(group, sync, budgets=budgets), group, sync, link, codec)
 
 
 def _store(group: GroupKind, sync: SyncKind, *, budgets: bool) -> StoreKind:
@@ -81,8 +88,8 @@ def _cells() -> Iterator[Cell]:
     for sync in get_args(SyncKind):
         for group in get_args(GroupKind):
             for budgets in (False, True):
-                for link in get_args(LinkKind):
-                    yield Cell(_store(group, sync, budgets=budgets), group, sync, link)
+                for codec, link in itertools.product(get_args(CodecKind), get_args(LinkKind)):
+                    yield Cell(_store(group, sync, budgets=budgets), group, sync, link, codec)
 
 
 CELLS: tuple[Cell, ...] = tuple(_cells())
@@ -103,6 +110,7 @@ def config_of(cell: Cell) -> Config:
         config = config.having(sync={"consistency": cell.sync})
     if cell.link != "tcp":
         config = config.having(link={"transport": "ltp", "reliable": cell.link == "ltp reliable"})
+    config = config.having(sync={"codec": cell.codec})
     if cell.budgets:
         config = config.having(memory={"device": _BUDGET})
     return config

@@ -1,4 +1,4 @@
-"""The protocol of a codec: how a run of numbers is written for the way."""
+"""The protocol of a codec: how a run of gradients is written for the way (docs/codecs.md)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ if TYPE_CHECKING:
 
 
 class Codec(Protocol):
-    """Writes runs as bytes and reads them back; pure functions, which keep nothing.
+    """Writes runs of float32 values as bytes and reads them back; pure functions, which keep nothing.
 
-    What a codec drops is kept by one `Feedback`, never by the codec. NaN stays NaN, so that whoever steps
-    can refuse it.
+    What a codec drops is kept by one `Feedback`, never by the codec. A run is written in blocks, one after
+    the other; each block can be read without the others, since a link may lose parts of a run. Zeros stay
+    zeros: they stand where a parameter has no gradient. A block with NaN or infinity is read as one with NaN
+    or infinity, so that whoever steps can refuse it.
     """
 
     name: str
     lossless: bool  # True where `decode` gives back every bit
-    block: int  # elements that are written together; a block never leaves its run
+    block: int  # values that are written together; the last block of a run may be shorter
 
     def size(self, elements: int) -> int:
-        """The bytes of so many elements."""
+        """The bytes of a run of so many values: the sum of its blocks' bytes."""
 
     def encode(self, values: Tensor, into: memoryview, seed: int) -> None:
-        """Write `values`, (elements,), on the host, into `size(elements)` bytes. The same values and seed
-        give the same bytes."""
+        """Write `values`, (elements,), float32, on the CPU, into `size(elements)` bytes. The same values and
+        seed give the same bytes. The seed rises by one with each contribution of a run: a codec may take
+        turns by it."""
 
     def decode(self, encoded: memoryview, into: Tensor) -> None:
-        """Read back into `into`, (elements,). Sizes are checked first. Raises WireError for bytes that are no
-        such run: they may come from outside."""
+        """Read `encoded`, which has `size(elements)` bytes, into `into`, (elements,), float32, on the CPU.
+        The bytes may come from outside: raises WireError for what `encode` never writes."""

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from atoll.axes.choices import Choices, choices_of
 from atoll.axes.conditions import Above, Changed, Condition, Given, Is, IsNot, Missing, NoDivisor
-from atoll.core.config import GROUPED, SERVED, Config
+from atoll.core.config import GROUPED, PLAIN_CODEC, SERVED, Config
 from atoll.core.errors import ConfigError, PrepareError, UserError
 
 # When a row is checked: as a configuration is read; before `atoll run` starts anything; as `atoll hub`
@@ -118,6 +118,27 @@ def _of_links() -> Iterator[Need]:
         {"link.transport": Is("ltp"), "run.strategy": IsNot(*SERVED, "peers")},
         "link.transport 'ltp' is the way to the shards of a parameter server, which strategy "
         f"{{run.strategy!r}} has not: set run.strategy to {' or '.join(SERVED)}, or link.transport to tcp",
+    )
+    yield Need(
+        "codec-ring",
+        configuration,
+        {"sync.codec": IsNot(PLAIN_CODEC), "run.strategy": Is("ring", "hierarchical")},
+        "sync.codec {sync.codec!r} is how gradients are written for shards and other nodes, and strategy "
+        "{run.strategy!r} has none: a ring sums gradients on their way, in their own dtype; set run.strategy "
+        f"to server, ps-hra or peers, or sync.codec to {PLAIN_CODEC}",
+    )
+    yield Need(
+        "codec-peers",
+        configuration,
+        {"sync.codec": IsNot(PLAIN_CODEC), "run.strategy": Is("peers")},
+        "sync.codec {sync.codec!r} is not for strategy 'peers' yet: leave it out",
+    )
+    yield Need(
+        "codec-fill",
+        configuration,
+        {"sync.codec": IsNot(PLAIN_CODEC), "link.lossy": Is(True), "link.fill": IsNot("zero")},
+        "link.fill {link.fill!r} puts other numbers where some are lost, and sync.codec {sync.codec!r} "
+        f"writes none that the link knows: set link.fill to zero, or sync.codec to {PLAIN_CODEC}",
     )
     yield Need(
         "target-above-fill",
@@ -340,6 +361,12 @@ def _of_budgets() -> Iterator[Need]:
             "link.transport",
             IsNot("tcp"),
             "link.transport {link.transport!r} holds back what is lost; leave it 'tcp'",
+        ),
+        (
+            "sync.codec",
+            IsNot(PLAIN_CODEC),
+            "sync.codec {sync.codec!r} holds back what it drops, which takes as much memory as the gradient; "
+            f"leave it {PLAIN_CODEC!r}",
         ),
         (
             "site",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from atoll.axes.cells import CELLS, Cell, LinkKind, refusal_of, strategy_of
+from atoll.axes.cells import CELLS, Cell, CodecKind, LinkKind, refusal_of, strategy_of
 from atoll.axes.needs import TABLE, Moment, Need
 
 _WIDTH = 100
@@ -58,6 +58,7 @@ _STORES = {
     "sharded": "in tiers, shared by the ring",
     "lent": "in tiers, lent by the CPU side",
 }
+_FIRST = (get_args(LinkKind)[0], get_args(CodecKind)[0])  # of a line
 _SYNCS = {"local": "nothing", "peers": "peers"}
 
 
@@ -77,7 +78,8 @@ def _lines() -> Iterator[str]:
     yield ""
     yield from _wrapped(
         "A way of training is one choice along each axis: where the model lies, who sums first, what happens "
-        "between those who contribute, and what carries the chunks. Values travel in their own dtype."
+        "between those who contribute, what carries the chunks, and by what codec gradients are written "
+        "(`sync.codec`; parameters and means always travel in their own dtype)."
     )
     yield ""
     yield "## Which cells train"
@@ -89,10 +91,11 @@ def _lines() -> Iterator[str]:
     )
     yield ""
     links = get_args(LinkKind)
-    yield f"| strategy | who sums first | between contributors | the model lies | {' | '.join(links)} |"
-    yield f"|{' --- |' * (4 + len(links))}"
-    for first in [cell for cell in CELLS if cell.link == links[0]]:
-        row = [cell for cell in CELLS if _but_link(cell) == _but_link(first)]
+    answers = [*links, "another codec"]
+    yield f"| strategy | who sums first | between contributors | the model lies | {' | '.join(answers)} |"
+    yield f"|{' --- |' * (4 + len(answers))}"
+    for first in [cell for cell in CELLS if (cell.link, cell.codec) == _FIRST]:
+        row = [cell for cell in CELLS if _one_choice(cell, first)]
         between = _SYNCS.get(first.sync, f"shards, `{first.sync}`")
         alone = " (one worker)" if first.sync == "local" and first.group == "solo" else ""
         cells = [f"`{strategy_of(first)}`{alone}", f"`{first.group}`", between, _STORES[first.store]]
@@ -100,7 +103,8 @@ def _lines() -> Iterator[str]:
     yield ""
     yield from _wrapped(
         "`hierarchical` is a ring's cell: its groups are a way of summing over the same ring. With "
-        "`run.sites` each site is one contributor."
+        "`run.sites` each site is one contributor. The last column is of a codec other than `float32` over "
+        "`tcp`; over the other links such a cell trains where both columns say so."
     )
     yield ""
     yield "## Words for what is no key"
@@ -121,8 +125,10 @@ def _lines() -> Iterator[str]:
                 yield f'| <a id="{need.name}"></a>{need.name} | {_cell(need)} | {_sentence(need)} |'
 
 
-def _but_link(cell: Cell) -> tuple[str, str, str]:
-    return cell.store, cell.group, cell.sync
+def _one_choice(cell: Cell, first: Cell) -> bool:
+    """Whether a cell is the first one of its line, or has another link or another codec."""
+    alike = (cell.store, cell.group, cell.sync) == (first.store, first.group, first.sync)
+    return alike and (cell.link == first.link or cell.codec == first.codec)
 
 
 def _answer(cell: Cell) -> str:

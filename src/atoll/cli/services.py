@@ -199,6 +199,9 @@ def server(
     optimizer: Annotated[
         str, typer.Option(metavar="MODULE:CLASS", help="An optimizer that is not torch.optim's, by its path.")
     ] = "",
+    codec: Annotated[
+        str, typer.Option(metavar="NAME", help="A codec of another package that gradients may be written by.")
+    ] = "",
     snapshot_seconds: Annotated[float, typer.Option(metavar="S", help="Between snapshots.")] = 60.0,
     journal: Annotated[
         str,
@@ -281,6 +284,7 @@ def server(
                 timeout=deadline,
                 sync=sync,
                 link=link,
+                codec=codec,
                 goes_on=lambda line: print(line, flush=True),
                 ready=lambda address: print(
                     f"the shard of site {site} of {run} listens at {address}, and reaches the others over "
@@ -298,6 +302,7 @@ def server(
             run=run,
             folder=directory,
             optimizer=optimizer,
+            codec=codec,
             snapshot_seconds=snapshot_seconds,
             timeout=deadline,
             sync=sync,

@@ -59,6 +59,7 @@ JournalNeed = Literal["optional", "required"]
 Transport = Literal["tcp", "ltp"]
 Fill = Literal["zero", "last", "rescale"]
 Overlay = Literal["all", "own", "none"]
+PLAIN_CODEC = "float32"  # writes each dtype as it is
 MOST_STALE = 1024  # iterations: each keeps a gradient in memory
 MOST_STRIPES = 8  # UDP flows of one connection, as its datagrams can number them
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -144,6 +145,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pipeline: Under `ssp` and `asp`. `1`: `step()` sends its contribution and returns with the parameters
             of the exchange before, so that an exchange goes on while the next step computes; each gradient is
             then one step late. Not together with `sync.lazy`, nor with `run.sites`.
+        codec: How gradients are written on their way to shards ([codecs.md](codecs.md)). `float32`:
+            each dtype as it is. `bfloat16`: float32 in half the bytes; what that drops is added to the next
+            gradient. Or a codec of another package, by its name.
         stale_max: Strategy `peers`: how many iterations a node may be ahead of the global one that its
             parameters stand at. `0`: synchronous. Each costs the memory of a gradient.
         overlay: Strategy `peers`: which contributions that are not applied yet local parameters show: `all`,
@@ -164,6 +168,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staleness: Scaled = "weight"
     compensation: Annotated[float, msgspec.Meta(ge=0, lt=1e30)] = 0.0
     pipeline: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    codec: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] = PLAIN_CODEC
     stale_max: Annotated[int, msgspec.Meta(ge=0, le=MOST_STALE)] = 4
     overlay: Overlay = "all"
     round_timeout: SpanText = "auto"

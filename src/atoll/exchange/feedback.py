@@ -20,6 +20,7 @@ from atoll.axes.needs import check
 from atoll.chunks import Chunk
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError
+from atoll.exchange.coding import CODED_DTYPE, PLAIN, Coding, bytes_of, seed_of
 from atoll.net.lossychunks import Priorities
 from atoll.net.returning import elements_in_block
 from atoll.net.tunnel import Lossy
@@ -37,6 +38,16 @@ class Losses:
     held: float = 0.0
 
 
+@dataclass(frozen=True)
+class Written:
+    """A run of a contribution on its way: its payload, its values as they are read at the other end, and
+    which blocks of the payload must arrive (None: all of it)."""
+
+    payload: memoryview
+    values: Tensor
+    lossy: Lossy | None
+
+
 class Feedback:
     """Of one model's trained chunks, over one link. Contributions are known by their exchange's number.
 
@@ -49,6 +60,7 @@ class Feedback:
         chunks: Sequence[Chunk],
         shard_of: Mapping[int, int],
         link: LinkOptions,
+        coding: Coding = PLAIN,
         *,
         named: Callable[[Chunk], str] = lambda chunk: f"a parameter in chunk {chunk.id}",
         block_elements: Callable[[str], int] | None = None,
@@ -58,7 +70,8 @@ class Feedback:
         Args:
             chunks: those that are trained.
             shard_of: the shard of each, by the chunk's id.
-            link: how contributions travel. Where it loses nothing, they pass as they are.
+            link: how contributions travel.
+            coding: how they are written. Where neither loses anything, they pass as they are.
             named: the parameter to be named where a chunk cannot be sent.
             block_elements: the elements of a dtype in a block on the link; None: as the link has it.
 
@@ -68,23 +81,31 @@ class Feedback:
         for chunk in chunks:
             facts = {"dtype": chunk.dtype, "parameter": named(chunk)}
             check("prepare", Choices({**facts, "link.lossy": link.lossy, "link.fill": link.fill}))
-        self._link, self._shard_of = link, dict(shard_of)
-        self._block_elements = block_elements or partial(elements_in_block, link)
+        self._link, self._coding, self._shard_of = link, coding, dict(shard_of)
+        self._elements_on_link = block_elements or partial(elements_in_block, link)
         self._dtypes = {chunk.id: chunk.dtype for chunk in chunks}
-        self._residuals = {chunk.id: _Residual(chunk) for chunk in chunks if link.holds_back}
+        self._residuals = {
+            chunk.id: _Residual(chunk) for chunk in chunks if link.holds_back or coding.loses(chunk.dtype)
+        }
         self._priorities = Priorities(link.high)
         self._flights: dict[int, dict[int, _Flight]] = {}  # by exchange and chunk, until they are settled
         self._lost: dict[tuple[int, bool], int] = {}  # blocks by shard, and whether they were borne
 
     @property
     def loses(self) -> bool:
-        """Whether the link may lose anything."""
-        return self._link.lossy
+        """Whether link or codec may lose anything."""
+        return self._link.lossy or self.keeps
 
     @property
     def holds_back(self) -> bool:
-        """Whether what is lost of a contribution goes along with a later one."""
+        """Whether what the link loses of a contribution goes along with a later one."""
         return self._link.holds_back
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything of a contribution may go along with a later one: what the link loses, or what the
+        codec drops."""
+        return bool(self._residuals)
 
     @property
     def dropped(self) -> int:
@@ -96,6 +117,27 @@ class Feedback:
         return list(self._flights)
 
     # -- a contribution's way -----------------------------------------------------------------------------
+
+    def write(
+        self,
+        exchange: int,
+        chunk: int,
+        values: Tensor,
+        present: Sequence[bool | int],
+        weight: float,
+        *,
+        start: int = 0,
+        along: Mapping[int, Tensor] | None = None,
+    ) -> Written:
+        """Write a run of a contribution, with what is held back of it. Arguments as `add` has them; what is
+        written again has the same bytes."""
+        added = self.add(exchange, chunk, values, present, weight, start=start, along=along)
+        if not self._coding.writes(self._dtypes[chunk]):
+            return Written(bytes_of(added), added, self.sent(exchange, chunk, added))
+        payload = self._coding.encode(added.detach().to("cpu"), seed_of(exchange, chunk))
+        lossless = not self._coding.loses(self._dtypes[chunk])
+        read = added if lossless else self._coding.decode(payload, added.numel())
+        return Written(payload, read, self.sent(exchange, chunk, read))
 
     def add(
         self,
@@ -125,7 +167,8 @@ class Feedback:
             (elements,), on the CPU: new memory, or the values themselves where nothing goes along. It must
             stay as it is until `answered`.
         """
-        if not self._link.lossy or weight <= 0 or not any(present) or not values.numel():
+        drops = self._link.lossy or chunk in self._residuals
+        if not drops or weight <= 0 or not any(present) or not values.numel():
             return values
         values = values.detach().to("cpu")  # where it is sent from
         stop = start + values.numel()
@@ -151,11 +194,22 @@ class Feedback:
         added, flight.added = flight.added, None
         if decoded is not added and chunk in self._residuals:
             flight.error = added - decoded
+        if not self._link.lossy:
+            return None
         flight.decoded = decoded
-        dtype = self._dtypes[chunk]
+        dtype, block = self._dtypes[chunk], self._block_elements(chunk)
         numbers = (decoded.float() if decoded.dtype == torch.bfloat16 else decoded).numpy()
-        high = self._priorities.high(chunk, numbers, self._block_elements(dtype), flight.start)
-        return Lossy(chunk=chunk, iteration=exchange, dtype=dtype, high=high)
+        # Where the link's blocks end within the codec's, none is more important than another.
+        high = self._priorities.high(chunk, numbers, block, flight.start) if block else None
+        coded = CODED_DTYPE if self._coding.writes(dtype) else dtype
+        return Lossy(chunk=chunk, iteration=exchange, dtype=coded, high=high)
+
+    def _block_elements(self, chunk: int) -> int:
+        """Elements of a chunk in a block on the link; 0: its blocks end within the codec's."""
+        dtype = self._dtypes[chunk]
+        if not self._coding.writes(dtype):
+            return self._elements_on_link(dtype)
+        return self._coding.elements_in(self._elements_on_link(CODED_DTYPE))
 
     def again(self, exchange: int) -> dict[int, Tensor]:
         """This contribution is to be sent again, by whomever: returns what went along with it of what is held
@@ -180,10 +234,10 @@ class Feedback:
         if wrong := flaw(lost, elements):
             raise RunError(f"shard {shard}, of chunk {chunk} of iteration {exchange}: {wrong}")
         missing = missing_of(lost, elements)
-        size = max(1, self._block_elements(self._dtypes[chunk]) // lost.block)
-        key = shard, chunk in self._residuals or lost.how == BORNE
+        size = max(1, self._block_elements(chunk) // lost.block)
+        key = shard, self.holds_back or lost.how == BORNE
         self._lost[key] = self._lost.get(key, 0) + -(-int(missing.sum()) // size)
-        if chunk in self._residuals and missing.any():
+        if self.holds_back and missing.any():
             flight.lost = _Lost.of(decoded, missing, lost.block, flight.start)
 
     def settle(self, exchange: int, chunk: int | None = None, *, counted: bool = True) -> None:

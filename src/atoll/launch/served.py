@@ -200,12 +200,14 @@ class ServedLaunch:
             arguments += ["--journal", self._config.server.journal]
             if self._config.server.optimizer:
                 arguments += ["--optimizer", self._config.server.optimizer]
+            arguments += ["--codec", self._config.sync.codec]
             self._serve(f"server-{shard}", arguments)
             if replicas > 1:
                 self._serve(f"second-{shard}", [*arguments, "--second"])
         for site in self._workers_of():
             arguments = ["--hub", address, "--site", site, *self._common(), "--link", self._link()]
             arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
+            arguments += ["--codec", self._config.sync.codec]
             self._serve(f"site-{site}", [*arguments, "--timeout", f"{self._config.timeout_seconds:g}"])
         self._forward_heartbeats()
         for rank in range(len(self._sites)):

@@ -136,6 +136,7 @@ def _server(arguments: list[str]) -> None:
     parser.add_argument("--shard", type=int, required=True)
     parser.add_argument("--snapshot-seconds", type=float, required=True)
     parser.add_argument("--optimizer", default="")
+    parser.add_argument("--codec", default="")
     parser.add_argument("--journal", default="optional")
     parser.add_argument("--link-rate", type=float, default=0.0)  # bytes per second; 0: not shared out
     parser.add_argument("--second", action="store_true")  # of a shard that is held twice
@@ -148,6 +149,7 @@ def _server(arguments: list[str]) -> None:
         run=args.run,
         folder=args.directory / f"shard-{args.shard}{'-second' if args.second else ''}",
         optimizer=args.optimizer,
+        codec=args.codec,
         snapshot_seconds=args.snapshot_seconds,
         journal_required=args.journal == "required",
         link_rate=args.link_rate,
@@ -163,6 +165,7 @@ def _site(arguments: list[str]) -> None:
     parser.add_argument("--timeout", type=float, required=True)
     parser.add_argument("--snapshot-seconds", type=float, required=True)
     parser.add_argument("--link", required=True)  # a LinkOptions, as JSON
+    parser.add_argument("--codec", default="")
     args = parser.parse_args(arguments)
     serve_site(
         args.site,
@@ -174,6 +177,7 @@ def _site(arguments: list[str]) -> None:
         snapshot_seconds=args.snapshot_seconds,
         timeout=args.timeout,
         link=msgspec.json.decode(args.link, type=LinkOptions),
+        codec=args.codec,
     )
 
 

@@ -30,7 +30,8 @@ from atoll.wire.tunnel import BATCHES, PAYLOADS, decode_batch_untrusted, encode_
 
 UNDERWAY = 16  # transfers that the other end has not closed; what waits meanwhile goes in one batch
 IDLE_SECONDS = 60.0  # of silence, after which the session is over
-_WIRE_DTYPES = {"float32": "f4", "float64": "f8", "float16": "f2", "bfloat16": "u2"}  # numpy has no bfloat16
+# numpy has no bfloat16; uint8: what a codec has written.
+_WIRE_DTYPES = {"float32": "f4", "float64": "f8", "float16": "f2", "bfloat16": "u2", "uint8": "u1"}
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ class Lossy:
 
     chunk: int
     iteration: int
-    dtype: str  # "float32", "float64", "float16", "bfloat16"
+    dtype: str  # "float32", "float64", "float16", "bfloat16", "uint8"
     high: npt.NDArray[np.bool_] | None = None
 
 

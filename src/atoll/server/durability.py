@@ -12,7 +12,6 @@ from typing import Protocol
 
 import msgspec
 
-from atoll.net.endpoint import Received
 from atoll.server.journal import Journal
 from atoll.server.mirror import Mirror
 from atoll.server.mirror import Source as Mirrored
@@ -84,14 +83,16 @@ class Durability:
 
     # -- what is noted, and what waits for it -------------------------------------------------------------
 
-    def note_message(self, hello: Hello, message: AnyMessage, received: Received) -> None:
-        """Note a message that is about to be handled, if it changes the shard."""
+    def note_message(
+        self, hello: Hello, message: AnyMessage, header: bytes, payload: memoryview | None
+    ) -> None:
+        """Note a message that is about to be handled, if it changes the shard; it came as this header."""
         if isinstance(message, messages.GiveState):
-            self.note(hello, received.header)  # its payload is only passed on
+            self.note(hello, header)  # its payload is only passed on
         elif isinstance(message, messages.Push) and message.lost is not None:
-            self.note(hello, messages.encode(message), received.payload)  # with what the header does not say
+            self.note(hello, messages.encode(message), payload)  # with what the header does not say
         elif isinstance(message, _JOURNALLED):
-            self.note(hello, received.header, received.payload)
+            self.note(hello, header, payload)
 
     def note(self, hello: Hello, header: bytes, payload: memoryview | None = None) -> None:
         """Write into the journal what is about to be handled, and tell the standby."""

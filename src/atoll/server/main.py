@@ -47,6 +47,7 @@ def serve(
     run: str = "atoll",
     folder: str | os.PathLike[str] | None = None,
     optimizer: str = "",
+    codec: str = "",
     fused: bool = False,
     snapshot_seconds: float = 60.0,
     timeout: float = 600.0,
@@ -67,7 +68,8 @@ def serve(
     what. With `sync` the journal is on the disk before anybody is answered, and survives the machine. Where
     the journal cannot be written, the shard serves on without one until a snapshot is whole; where it is
     `journal_required`, or the shard has a standby, it ends with JournalError.
-    `optimizer` is the operator's own ("package.module:Class"). The hub's welcome is waited for for `timeout`
+    `optimizer` is the operator's own ("package.module:Class"), and `codec` the one codec that the shard may
+    load beside Atoll's own. The hub's welcome is waited for for `timeout`
     seconds. What comes through tunnels is shared out so that it does not pass `link_rate`, bytes per second
     (0: it is not), and comes to UDP ports from `udp_port` on (0: any free ones). `ready(address)` is called
     once workers can reach it; `stop` ends it too.
@@ -128,6 +130,7 @@ def serve(
                 keys=keys,
                 hub=hub,
                 configured=optimizer,
+                codec=codec,
                 fused=fused,
                 snapshots=snapshots,
                 journal=journal,
@@ -210,6 +213,7 @@ def serve_site(
     timeout: float = 600.0,
     sync: bool = False,
     link: LinkOptions | None = None,
+    codec: str = "",
     link_rate: float = 0.0,
     udp_port: int = 0,
     ready: Callable[[str], None] = lambda _address: None,
@@ -220,7 +224,8 @@ def serve_site(
 
     `folder` gets its journal, which begins anew every `snapshot_seconds`; it keeps no snapshots, since the
     parameters are the global shards'. `timeout` in seconds is the deadline of each wait for the hub's welcome
-    and for the global shards. `link` is how it reaches those; `link_rate` and `udp_port` are as there.
+    and for the global shards. `link` is how it reaches those; `codec`,
+    `link_rate` and `udp_port` are as there.
     """
     torch.set_num_threads(1)
     keep_freed_memory(messages=True)
@@ -250,6 +255,7 @@ def serve_site(
             journal=journal,
             image_seconds=snapshot_seconds,
             link=link,
+            codec=codec,
             emit=emit,
         )
         stack.callback(shard.close)

@@ -17,6 +17,8 @@ from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
 from atoll.core.texts import one_line
 from atoll.core.weighing import KNOWN
+from atoll.exchange.codecs import codec_named
+from atoll.exchange.coding import Coding, bytes_of
 from atoll.server.logkeeper import IN_FLIGHT
 from atoll.server.payloads import Lent, payload_of, weighted_mean
 from atoll.server.snapshot import Heading, OpenRecord
@@ -112,8 +114,11 @@ class Holder(Protocol):
 class Model:
     """A Setup put into effect. Raises UserError where it makes no sense or cannot be run here."""
 
-    def __init__(self, setup: Setup, shard: int, *, configured: str = "", fused: bool = False) -> None:
+    def __init__(
+        self, setup: Setup, shard: int, *, configured: str = "", fused: bool = False, codec: str = ""
+    ) -> None:
         self.setup, self._configured, self._fused = setup, configured, fused
+        self.coding = Coding(codec_named(setup.codec, allowed=codec))
         layout = self._layout = _layout_untrusted(setup)
         placed = _check(setup, layout, shard)
         self.holders = sorted(set(placed))
@@ -323,6 +328,18 @@ class Model:
         self.awaited.discard(chunk)
 
     # -- contributions ------------------------------------------------------------------------------------
+
+    def decoded(self, push: Push, payload: memoryview | None) -> tuple[Push, memoryview | None]:
+        """A Push as it was before the run's codec wrote it, and before its link lost some of it. Raises
+        WireError where the payload is no such run."""
+        held = push.chunk in self.chunks and push.share < push.shares
+        if not held or not self.coding.writes(self._layout.chunks[push.chunk].dtype):
+            return push, payload
+        start, stop = run_of(self.extent(push.chunk), push.share, push.shares)
+        if push.lost is None:
+            return push, bytes_of(self.coding.decode(payload, stop - start))
+        values, lost = self.coding.decode_lossy(payload, stop - start, push.lost)
+        return msgspec.structs.replace(push, lost=lost), bytes_of(values)
 
     def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
         """Stage a chunk of a contribution; returns why not, and whether the contribution is now whole."""

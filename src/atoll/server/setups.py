@@ -52,9 +52,20 @@ class SetUps:
             if ready.digest == model.setup.digest:
                 self._peers.send(peer, ready)
             elif peer is not None:
-                self._refuse(
-                    peer,
-                    f"worker {who[0]} has another model, layout or optimizer than worker {self.setter[0]} "
-                    "has described; start the same script with the same settings everywhere",
-                    "Ready",
-                )
+                self._refuse(peer, self._differs(who[0], ready, model), "Ready")
+
+    def _differs(self, worker: int, ready: Ready, model: Model) -> str:
+        if ready.codec != model.setup.codec:
+            return unlike_codecs(worker, ready.codec, self.setter[0], model.setup.codec)
+        return (
+            f"worker {worker} has another model, layout or optimizer than worker {self.setter[0]} has "
+            "described; start the same script with the same settings everywhere"
+        )
+
+
+def unlike_codecs(worker: int, own: str, other: int, others: str) -> str:
+    """The line for two workers that write gradients by unlike codecs."""
+    return (
+        f"worker {worker} has sync.codec {own!r}, and worker {other} has {others!r}: a run's gradients are "
+        "written by one codec; set sync.codec to the same on all"
+    )

@@ -44,7 +44,7 @@ from atoll.server.recovery import (
     Parts,
     ShardImage,
 )
-from atoll.server.setups import SetUps
+from atoll.server.setups import SetUps, unlike_codecs
 from atoll.server.snapshot import Heading, Snapshots, restore
 from atoll.server.stepper import Stepper
 from atoll.store.entries import Fenced, decode_entry_untrusted
@@ -67,10 +67,11 @@ class Shard:
     """Shard `index` of `run`, which begins with `workers` workers; shard 0 keeps the log.
 
     `server` is where workers come in. `hub` is the link to the hub, without which `log_address` says where
-    shard 0 is. `configured` is the operator's own optimizer ("package.module:Class"); `fused` as in
-    ShardOptimizer. `emit` takes core's events, of worker -1. With a `journal` nothing leaves before what it
-    may tell of is written there, and `recover` has a shard go on where the one before it was killed. With a
-    `mirror` a standby holds it too; a standby's own shard is driven by `server/standby.py` until it `serves`.
+    shard 0 is. `configured` is the operator's own optimizer ("package.module:Class"), and `codec` the one
+    codec that it may load beside Atoll's own; `fused` as in ShardOptimizer. `emit` takes core's events, of
+    worker -1. With a `journal` nothing leaves before what it may tell of is written there, and `recover` has
+    a shard go on where the one before it was killed. With a `mirror` a standby holds it too; a standby's own
+    shard is driven by `server/standby.py` until it `serves`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Shard:
         hub: HubLink | None = None,
         log_address: str = "",
         configured: str = "",
+        codec: str = "",
         fused: bool = False,
         snapshots: Snapshots | None = None,
         journal: Journal | None = None,
@@ -94,7 +96,7 @@ class Shard:
         self.name = f"shard {index}"  # as its workers know it
         self.site = ""  # whose shard it is: no site's
         self._hub, self._emit = hub, emit
-        self._configured, self._fused = configured, fused
+        self._configured, self._codec, self._fused = configured, codec, fused
         self.kept = Durability(journal, mirror, snapshots, self._journal_broke)
         self._peers = Peers(server, run)
         self._peers.when_kept = self.kept.when_kept
@@ -264,10 +266,21 @@ class Shard:
             ):
                 reason = f"this connection is of incarnation {hello.incarnation}"
             else:
-                self.kept.note_message(hello, message, received)
-                reason = handler(received.peer, hello, message, received.payload)
+                reason = self._do(handler, hello, message, received)
         if reason:
             self._refuse(received.peer, reason, name)
+
+    def _do(self, handler: Handler, hello: Hello, message: AnyMessage, received: Received) -> str:
+        """Note a message, and handle it; returns why not. What is noted of a Push are its values: whoever
+        hears it again, from the journal or as the standby, has the same bits, whatever the codec."""
+        payload = received.payload
+        if isinstance(message, messages.Push) and self._model is not None:
+            try:
+                message, payload = self._model.decoded(message, payload)
+            except WireError as error:
+                return f"chunk {message.chunk} of iteration {message.iteration}: {error}"
+        self.kept.note_message(hello, message, received.header, payload)
+        return handler(received.peer, hello, message, payload)
 
     def _refuse(self, peer: bytes, reason: str, request: str) -> None:
         if self.kept.replaying:
@@ -388,6 +401,8 @@ class Shard:
             return "a worker brings the Setup"
         model, wanted = self._model, self._setups.next_of(who, setup.number)
         if model is not None and model.complete and who != self._setups.setter:
+            if setup.codec != model.setup.codec:
+                return unlike_codecs(hello.worker, setup.codec, self._setups.setter[0], model.setup.codec)
             if setup.digest != model.setup.digest:
                 return self._trains_another()
             if wanted <= self._lines.generation:
@@ -396,7 +411,7 @@ class Shard:
             self._setups.setter_member = hello.member
             return ""  # it comes again
         try:
-            model = Model(setup, self.index, configured=self._configured, fused=self._fused)
+            model = self._model_of(setup)
         except (
             Exception
         ) as error:  # a layout that no memory holds, say: the sender's mistake, not the shard's
@@ -616,7 +631,10 @@ class Shard:
     def make_model(self, image: ShardImage) -> Model:
         """The model that a primary's state describes, without its chunks. Raises UserError for one that this
         shard cannot hold."""
-        return Model(image.model.setup, self.index, configured=self._configured, fused=self._fused)
+        return self._model_of(image.model.setup)
+
+    def _model_of(self, setup: messages.Setup) -> Model:
+        return Model(setup, self.index, configured=self._configured, fused=self._fused, codec=self._codec)
 
     def stand_as(self, model: Model, image: ShardImage, parts: KeptParts) -> None:
         """Be as `image` says, with a model whose chunks are as they were then, or are awaited."""

@@ -202,6 +202,7 @@ class SiteShard(Shard):
         journal: Journal | None = None,
         image_seconds: float = 60.0,
         link: LinkOptions | None = None,
+        codec: str = "",
         emit: Callable[[AnyEvent], None] = lambda _event: None,
     ) -> None:
         welcome, self._link = hub.welcome, link or LinkOptions()
@@ -209,7 +210,15 @@ class SiteShard(Shard):
         self._link_up, self._timeout = hub, timeout
         self._site_log: SiteLog
         super().__init__(
-            0, server, run=run, workers=welcome.workers, keys=keys, hub=hub, journal=journal, emit=emit
+            0,
+            server,
+            run=run,
+            workers=welcome.workers,
+            keys=keys,
+            hub=hub,
+            codec=codec,
+            journal=journal,
+            emit=emit,
         )
         self.site = self._place.name
         self.name, self.in_box = f"the shard of site {self._place.name!r}", _IN_BOX
@@ -462,6 +471,7 @@ class SiteShard(Shard):
             settle=self._settle,
             note=lambda answer: self.kept.note(_ABOVE, messages.encode(answer)),
             link=self._link,
+            codec=self._codec,
         )
 
     def _handle_ready(self, peer: bytes, hello: Hello, message: messages.Ready, _: memoryview | None) -> str:

@@ -26,11 +26,9 @@ from atoll.chunks import ChunkMap
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
-from atoll.exchange.feedback import Feedback
+from atoll.exchange.feedback import Feedback, Written
 from atoll.exchange.link import LOG, Link
-from atoll.net.tunnel import Lossy
 from atoll.server.model import Done, Holder, MeanOf, Model
-from atoll.server.payloads import payload_of
 from atoll.server.siteplace import Place
 from atoll.store.actions import CombineChunks, StepChunks
 from atoll.store.balance import balance
@@ -121,9 +119,10 @@ class SiteModel(Model):
         settle: Callable[[], None] = lambda: None,
         note: Callable[[AnyMessage], None] = lambda _message: None,
         link: LinkOptions | None = None,
+        codec: str = "",
     ) -> None:
         inside = msgspec.structs.replace(setup, consistency="bsp", slack=0, workers=workers, shards=1)
-        super().__init__(inside, 0)
+        super().__init__(inside, 0, codec=codec)
         self.between, self._place, self._shards, self._number = setup, place, shards, number
         self._above, self._used, self._alive, self._settle = upstream, used, alive, settle
         self._note, self._stand = note, stand
@@ -131,7 +130,9 @@ class SiteModel(Model):
         sizes = {chunk.id: chunk.nbytes for chunk in self.optimizer.layout.trainable}
         places = balance(list(sizes.values()), shards)
         self._shard_of = dict(zip(sizes, places, strict=True))
-        self.feedback = Feedback(self.optimizer.layout.trainable, self._shard_of, link or LinkOptions())
+        self.feedback = Feedback(
+            self.optimizer.layout.trainable, self._shard_of, link or LinkOptions(), self.coding
+        )
         self.clock = setup.steps  # iterations of the site that count globally
         self._lacking: set[int] = set()  # chunks that are waited for
         self._consumed = setup.consumed  # by all sites, as the global shards have told
@@ -211,7 +212,7 @@ class SiteModel(Model):
                 ready.add(shard)
 
         upstream.on(messages.Ready, take)
-        asked = messages.Ready(digest=self.setup.digest, number=self._number)
+        asked = messages.Ready(digest=self.setup.digest, number=self._number, codec=self.setup.codec)
         what = f"the description of the model by worker {self.between.first}"
         upstream.ask(range(self._shards), asked, SET_UP, ready, what)
         self.refresh()
@@ -369,12 +370,9 @@ class SiteModel(Model):
             else:
                 yield chunk, values if action.scale == 1 else values * action.scale, present
 
-    def _outgoing(
-        self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int
-    ) -> tuple[Tensor, Lossy | None]:
+    def _outgoing(self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int) -> Written:
         """What is sent of a chunk's gradients, (extent,), with what was held back; and how."""
-        sent = self.feedback.add(clock, chunk, values, present, weight)
-        return sent, self.feedback.sent(clock, chunk, sent)
+        return self.feedback.write(clock, chunk, values, present, weight)
 
     def _settle_losses(self, counted: bool = True) -> None:
         """The contribution that is under way, if one is, is over."""
@@ -385,7 +383,7 @@ class SiteModel(Model):
         self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int, until: str
     ) -> None:
         shard, upstream = self._shard_of[chunk], self._upstream
-        sent, how = self._outgoing(chunk, values, present, weight, clock)
+        written = self._outgoing(chunk, values, present, weight, clock)
         push = messages.Push(
             incarnation=self._incarnation,
             iteration=clock,
@@ -394,7 +392,7 @@ class SiteModel(Model):
             present=present,
             late=self.feedback.holds_back,
         )
-        upstream.send(shard, push, payload_of(sent), until, how)
+        upstream.send(shard, push, written.payload, until, written.lossy)
 
     def _commit(
         self,

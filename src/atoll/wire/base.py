@@ -13,7 +13,7 @@ from msgspec import Meta
 from atoll.core.errors import AtollError
 from atoll.core.texts import one_line
 
-VERSION = 14  # of the protocol; both sides must have the same
+VERSION = 15  # of the protocol; both sides must have the same
 MOST_AHEAD = 2**20  # how far an incarnation may be beyond the highest that is known: they are counted
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
 

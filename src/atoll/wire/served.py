@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from atoll.core.config import PLAIN_CODEC
 from atoll.core.weighing import KNOWN
 from atoll.wire.base import Count, Hyperparameters, Message, Name, Text, Used, Weight
 from atoll.wire.lost import LostBlocks
@@ -22,7 +23,8 @@ class Setup(Message, frozen=True):
     every worker sends a Setup, and `first` is the worker that brings the values, of this site or another.
     `number` counts this worker's set-ups, from 1: messages sent again belong to that set-up (0: to the next).
     `consumed` counts the samples of all workers that are in the values. `finite`: workers look for NaN and
-    infinity before they push (`sync.nonfinite` is not "allow"), so that the shard refuses them.
+    infinity before they push (`sync.nonfinite` is not "allow"), so that the shard refuses them. `codec`: how
+    the payloads of Push are written (`sync.codec`).
     """
 
     digest: Name
@@ -42,6 +44,7 @@ class Setup(Message, frozen=True):
     pipeline: Count = 0  # the most iterations of a worker's own that are in flight while it computes the next
     consumed: Weight = 0.0
     finite: bool = False
+    codec: Name = PLAIN_CODEC
 
 
 class SetChunk(Message, frozen=True):
@@ -55,15 +58,17 @@ class SetChunk(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """A worker asks a shard whether it is set up as `digest` says. Answered by Ready, when it is. `number` as
-    the Setup's."""
+    """A worker asks a shard whether it is set up as `digest` says. Answered by Ready, when it is. `number`
+    and `codec` as the Setup's."""
 
     digest: Name
     number: Count = 0
+    codec: Name = PLAIN_CODEC
 
 
 class Push(Message, frozen=True):
-    """A chunk of this worker's contribution to `iteration`. Payload: gradients, applied by the commit alone.
+    """A chunk of this worker's contribution to `iteration`. Payload: gradients, by the run's codec,
+    applied by the commit alone.
 
     `present[i]` says whether slot i has a gradient; zeros stand where not. `chunks_in_all` is how many chunks
     of this iteration the worker sends to this shard. `pull`: answer, too, with what comes of the iteration,

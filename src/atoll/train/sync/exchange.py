@@ -25,6 +25,7 @@ from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import gradients_in
+from atoll.exchange.coding import PLAIN, Coding, bytes_of
 from atoll.exchange.feedback import Feedback
 from atoll.exchange.link import LOG, Link
 from atoll.net.returning import Payload
@@ -75,7 +76,7 @@ class Members(Protocol):
 @dataclass(frozen=True)
 class Connection:
     """The shards, which of them holds each chunk (by id), the data that an iteration has used up, this
-    worker's number in the run, and how gradients go there."""
+    worker's number in the run, and how gradients go there and are written."""
 
     shards: Link
     shard_of: dict[int, int]
@@ -84,6 +85,7 @@ class Connection:
     members: Members
     worker: int
     link: LinkOptions = field(default_factory=LinkOptions)
+    coding: Coding = PLAIN
 
 
 class NewParameters:
@@ -308,6 +310,7 @@ class Exchange(Reducer):
             [bound.chunk for bound in self._chunks],
             connection.shard_of,
             connection.link,
+            connection.coding,
             named=lambda chunk: f"parameter {names[chunk.id]!r}",
         )
         self._held_by = Counter(connection.shard_of.values())  # shard -> chunks
@@ -401,11 +404,10 @@ class Exchange(Reducer):
         """
         chunk_id, shards = bound.chunk.id, self.connection.shards
         shard = self.connection.shard_of[chunk_id]
-        sent = self.feedback.add(self.steps, chunk_id, flat, present, weight)
-        lossy = self.feedback.sent(self.steps, chunk_id, sent)
+        written = self.feedback.write(self.steps, chunk_id, flat, present, weight)
         message = self._push_of(chunk_id, present, pull)
-        shards.send(shard, message, bytes_of(sent), until=self._contribution, lossy=lossy)
-        self.bytes_sent += flat.numel() * flat.element_size()
+        shards.send(shard, message, written.payload, until=self._contribution, lossy=written.lossy)
+        self.bytes_sent += written.payload.nbytes
 
     def _push_of(self, chunk_id: int, present: Sequence[bool], pull: bool) -> Push:
         """The message with which a chunk of this iteration's contribution goes."""
@@ -842,12 +844,6 @@ def chunks_named(chunks: Iterable[int]) -> str:
     named, more = ids[:3], len(ids) - 3
     last = f"{more} more" if more > 0 else str(named.pop()) if named else "none"
     return f"chunks {', '.join(map(str, named))} and {last}"
-
-
-def bytes_of(flat: Tensor) -> memoryview:
-    """The memory of a 1-D tensor on the CPU, as it is (a copy of it, where it is elsewhere)."""
-    host = flat.detach().to("cpu")
-    return memoryview(host.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def check_holder(shard_of: Mapping[int, int], shard: int, chunk: int) -> None:

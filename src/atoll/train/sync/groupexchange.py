@@ -241,7 +241,7 @@ class GroupReducer(Exchange):
         it of what those who live hold back, by chunk, (extent,), summed up. So all hold again what is sent,
         to the bit. None where nobody has. A collective of the ring.
         """
-        if not self.connection.link.holds_back:
+        if not self.feedback.keeps:
             return None
         channel = self._ring.agreement
         said, work = channel.all_gather(torch.tensor([int(self._is_again(outgoing))]))

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import UserError
+from atoll.exchange.coding import bytes_of
 from atoll.memory.exchanged import Exchanged
 from atoll.net.returning import Made, Payload
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import LazyTensor
 from atoll.train.gradients.reducer import Reducer
-from atoll.train.sync.exchange import Connection, Exchange, bytes_of
+from atoll.train.sync.exchange import Connection, Exchange
 from atoll.train.sync.strategies import Served, ServedModel, Stepper, Training, numbers_of
 from atoll.train.sync.tieredexchange import UNDER_WAY, values_from
 from atoll.wire.messages import AnyMessage, PullState, State

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap
 from atoll.core.config import Config
 from atoll.core.errors import RunError
+from atoll.exchange.codecs import codec_named
+from atoll.exchange.coding import Coding, bytes_of
 from atoll.exchange.sentgroups import sent_groups
 from atoll.net.returning import Payload
 from atoll.store.balance import balance
@@ -35,7 +37,6 @@ from atoll.train.sync.exchange import (
     Exchange,
     MeanExchange,
     Members,
-    bytes_of,
     values_of,
 )
 from atoll.train.sync.groupexchange import GroupExchange, GroupMeanExchange, GroupReducer
@@ -308,6 +309,7 @@ class ServedModel:
             service.measured_staleness,
             members,
             worker=service.welcome.worker,
+            coding=Coding(codec_named(training.config.sync.codec)),
             link=shards.options,
         )
         self.exchange = make_exchange(training, connection)
@@ -348,7 +350,7 @@ class ServedModel:
     def _await_ready(self, digest: str, what: str) -> None:
         shards = self._service.shards
         self._ready.clear()
-        asked = Ready(digest=digest, number=self._number)
+        asked = Ready(digest=digest, number=self._number, codec=self._training.config.sync.codec)
         shards.ask(range(len(shards)), asked, SET_UP, self._ready, what)
 
     def fetch_parameters(self) -> None:
@@ -390,6 +392,7 @@ class ServedModel:
             pipeline=sync.pipeline,
             consumed=self.exchange.consumed,
             finite=training.config.sync.nonfinite != "allow",
+            codec=sync.codec,
         )
 
     def _digest(self) -> str:
@@ -397,7 +400,7 @@ class ServedModel:
         sync, layout = self._training.config.sync, self._training.chunk_map
         stale = (sync.staleness, sync.compensation, sync.pipeline)
         finite = sync.nonfinite != "allow"
-        told = (layout, self._kind.__qualname__, sync.consistency, sync.slack, *stale, finite)
+        told = (layout, self._kind.__qualname__, sync.consistency, sync.slack, *stale, finite, sync.codec)
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
 
     def _bring(self, bound: BoundChunk) -> None:

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from atoll.exchange.coding import bytes_of
 from atoll.memory.exchanged import Exchanged
 from atoll.net.returning import MOST_UNDER_WAY, Made, Payload
 from atoll.tensors.binding import BoundChunk
@@ -32,7 +33,6 @@ from atoll.train.sync.exchange import (
     MeanSteps,
     NewParameters,
     WorkerMean,
-    bytes_of,
     check_mean,
     values_of,
 )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from atoll.core import points
+from atoll.exchange.coding import bytes_of
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.gradienthooks import after_gradient
 from atoll.train.gradients.messages import ChunkGradients
@@ -27,7 +28,6 @@ from atoll.train.sync.exchange import (
     CONTRIBUTION,
     Connection,
     NewParameters,
-    bytes_of,
     check_holder,
     values_of,
 )

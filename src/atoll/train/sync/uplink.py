@@ -24,7 +24,7 @@ from atoll.net.returning import Made
 from atoll.tensors.binding import BoundChunk
 from atoll.train.group.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.group.rounds import Ring
-from atoll.train.sync.exchange import CONTRIBUTION, Connection, bytes_of
+from atoll.train.sync.exchange import CONTRIBUTION, Connection
 from atoll.wire.messages import PullMean, Push, run_of
 
 Kind = Literal["leader", "members"]
@@ -108,10 +108,9 @@ class Uplink:
         for bound, start, stop, message in self._pushes(role, iteration, present, pull=True):
             chunk_id = bound.chunk.id
             flat, here = flats[chunk_id][start:stop], present[chunk_id]
-            run = self._feedback.add(iteration, chunk_id, flat, here, weight, start=start, along=along)
-            lossy = self._feedback.sent(iteration, chunk_id, run)
-            shards.send(shard_of[chunk_id], message, bytes_of(run), until=CONTRIBUTION, lossy=lossy)
-            self.bytes_sent += run.numel() * run.element_size()
+            run = self._feedback.write(iteration, chunk_id, flat, here, weight, start=start, along=along)
+            shards.send(shard_of[chunk_id], message, run.payload, until=CONTRIBUTION, lossy=run.lossy)
+            self.bytes_sent += run.payload.nbytes
 
     def push_made(
         self,

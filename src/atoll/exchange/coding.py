@@ -1,0 +1,114 @@
+"""How a run of gradients becomes a payload, and a payload a run: the codec's seam, the same at all ends.
+
+A codec writes float32. Runs of other dtypes go as they lie, and so do all where the codec is `float32`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll.axes.codec import Codec
+from atoll.chunks.specs import itemsize
+from atoll.core.config import PLAIN_CODEC
+from atoll.core.errors import RunError
+from atoll.core.texts import one_line
+from atoll.exchange.codecs import Float32
+from atoll.wire.base import WireError
+from atoll.wire.lost import LostBlocks, flaw, missing_of, spans_of
+
+CODED_DTYPE = "uint8"  # of a coded payload, as a lossy link takes it
+
+
+class Coding:
+    """The run's codec, by dtype."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self._plain = codec.name == PLAIN_CODEC
+
+    @property
+    def name(self) -> str:
+        return self.codec.name
+
+    def writes(self, dtype: str) -> bool:
+        """Whether runs of a dtype ("float32") go otherwise than as they lie."""
+        return dtype == "float32" and not self._plain
+
+    def loses(self, dtype: str) -> bool:
+        """Whether runs of a dtype may come back with other bits."""
+        return self.writes(dtype) and not self.codec.lossless
+
+    def size(self, elements: int, dtype: str) -> int:
+        """The bytes of a run's payload."""
+        return self.codec.size(elements) if self.writes(dtype) else elements * itemsize(dtype)
+
+    def encode(self, values: Tensor, seed: int) -> memoryview:
+        """A run's payload, in memory of its own. `values`: (elements,), on the CPU, of a dtype that is
+        written."""
+        memory = np.empty(self.codec.size(values.numel()), np.uint8)
+        if values.numel():
+            try:
+                self.codec.encode(values, memory.data, seed)
+            except Exception as error:  # a codec may be anybody's code
+                raise RunError(f"sync.codec {self.name!r} cannot write a gradient: {_line(error)}") from error
+        return memory.data
+
+    def decode(self, payload: memoryview | None, elements: int) -> Tensor:
+        """The run, (elements,), float32, in new memory, of a payload of a dtype that is written. Raises
+        WireError for bytes that are none."""
+        size, got = self.codec.size(elements), 0 if payload is None else payload.nbytes
+        if got != size:
+            raise WireError(f"{got} bytes, and {elements} elements take {size} by sync.codec {self.name!r}")
+        values = torch.empty(elements)
+        if payload is not None and elements:
+            try:
+                self.codec.decode(payload, values)
+            except Exception as error:  # the bytes are from outside, and the codec may be anybody's code
+                raise WireError(f"no run by sync.codec {self.name!r}: {_line(error)}") from error
+        return values
+
+    def decode_lossy(
+        self, payload: memoryview | None, elements: int, lost: LostBlocks
+    ) -> tuple[Tensor, LostBlocks]:
+        """As `decode`, of a payload of which the link has lost blocks of bytes: zeros stand in every block of
+        the codec that one of them is part of, and these are what is lost, in blocks of elements."""
+        wrong = flaw(lost, 0 if payload is None else payload.nbytes)
+        if wrong:
+            raise WireError(wrong)
+        values = self.decode(payload, elements)
+        size, block = self.codec.size(self.codec.block), self.codec.block
+        if lost.block % size == 0:
+            block *= lost.block // size
+            found = LostBlocks(block, lost.missing, lost.how)
+        else:
+            missing = np.zeros(-(-elements // block), np.bool_)
+            for start, stop in spans_of(lost, payload.nbytes if payload is not None else 0):
+                missing[start // size : -(-stop // size)] = True
+            found = LostBlocks(block, np.packbits(missing, bitorder="little").tobytes(), lost.how)
+        gaps = np.repeat(missing_of(found, elements), block)[:elements]
+        return values.masked_fill_(torch.from_numpy(gaps), 0), found
+
+    def elements_in(self, payload_bytes: int) -> int:
+        """Elements of a coded run in so many bytes, a link's block; 0: these end within a codec's block."""
+        size = self.codec.size(self.codec.block)
+        return 0 if payload_bytes % size else payload_bytes // size * self.codec.block
+
+
+PLAIN = Coding(Float32())
+
+
+def seed_of(exchange: int, chunk: int) -> int:
+    """The seed of a chunk's code in an exchange: it rises by one with each."""
+    return exchange + chunk
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a 1-D tensor on the CPU, as it is (a copy of it, where it is elsewhere)."""
+    host = flat.detach().to("cpu")
+    return memoryview(host.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _line(error: Exception) -> str:
+    return one_line(f"{type(error).__name__}: {error}", 300)
