@@ -20,7 +20,7 @@ from fake_nodes import DEADLINE, FakeNode, FakeRun, Kill, plain
 
 from atoll.core.errors import DeadlineError, GivenUpError, MismatchError, RunError, UserError
 from atoll.core.points import POINTS
-from atoll.cpuside import entering, process
+from atoll.cpuside import entering, giving, others, stage
 from atoll.exchange.globalparameters import GlobalParameters
 from atoll.exchange.hostmemory import make_file
 from atoll.net.keys import make_keys
@@ -177,14 +177,14 @@ def test_a_worker_that_gives_what_no_step_takes_is_told_in_a_line() -> None:
 
 def gives_damaged_states() -> None:
     """In a CPU side: a bit of each state that it gives is another."""
-    pack = process.pack_globals
+    pack = giving.pack_globals
 
     def damaged(parameters: GlobalParameters) -> memoryview:
         raw = pack(parameters)
         raw[-1] ^= 1
         return raw
 
-    process.pack_globals = damaged
+    giving.pack_globals = damaged
 
 
 def test_a_damaged_state_is_refused_and_another_node_is_asked() -> None:
@@ -360,7 +360,7 @@ def test_who_waits_for_those_that_have_ended_says_so() -> None:
 
 
 def waits_shortly() -> None:
-    process._NOBODY_SECONDS = 0.3  # type: ignore[assignment]
+    others._NOBODY_SECONDS = 0.3  # type: ignore[assignment]
 
 
 def test_where_nobody_listens_who_was_known_before_it_says_what_to_do() -> None:
@@ -405,7 +405,7 @@ def test_a_node_comes_late() -> None:
 
 
 def allows_no_scripts() -> None:
-    entering.most_script = process.most_script = lambda _state: 10  # type: ignore[assignment]
+    entering.most_script = stage.most_script = lambda _state: 10  # type: ignore[assignment]
 
 
 def test_a_script_that_takes_too_much_is_not_given_and_the_members_say_so() -> None:

@@ -56,7 +56,9 @@ class HostileNode:
         self.server = FedServer("node 0")
         begin = d.Begin(run=RUN, node=0, incarnation=0, stale_max=STALE, nodes=STRANGER + 1, timeout=60.0)
         self.say(begin)
-        network = self.network = self.process._network
+        assert self.process.service is not None
+        self.service = self.process.service
+        network = self.network = self.service.others.network
         network._server.close()
         network._server = self.server
         places = [d.NodeAt(node, 0, f"tcp://127.0.0.1:{node + 1}") for node in range(count)]
@@ -94,7 +96,7 @@ class HostileNode:
         self.turn()
 
     def turn(self) -> None:
-        self.process._turn()
+        self.process.turn()
         while (got := self.worker.receive()) is not None:
             self._take(got[0])
 
@@ -138,7 +140,7 @@ class HostileNode:
 
     def _plausible(self, message: Any, node: int) -> Any:
         """The same, as the node in its life would say it of the view that there is."""
-        view = self.process._view
+        view = self.service.stage.view
         number = view.number if view is not None else 0
         changes: dict[str, Any] = {}
         if getattr(message, "report", None) is not None:
@@ -186,7 +188,7 @@ def test_who_is_no_member_ends_nothing_and_changes_nothing(monkeypatch: pytest.M
     with node(monkeypatch, drawing(0)) as hostile:
         hostile.lie([STRANGER], 400)
         hostile.lives()
-        assert hostile.process._node.is_member
+        assert hostile.service.stage.introduced.is_member
 
 
 @pytest.mark.parametrize("runs", [4, pytest.param(40, marks=pytest.mark.soak)])

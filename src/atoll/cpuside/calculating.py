@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -51,10 +52,10 @@ class Calculating:
         """Whether a job is under way, or its end not collected."""
         return self._job is not None
 
-    def start(self, work: Callable[[], _Result], done: Callable[[_Result], None]) -> None:
-        """Have `work` done on the thread; `collect` calls `done` with what it gives, or raises its error."""
+    def start(self, job: _Job[Any]) -> None:
+        """Have a job done on the thread; `collect` sees to its end."""
         assert self._job is None
-        self._job = _Job(work, done)
+        self._job = job
         self._given.set()
 
     def collect(self) -> None:
@@ -84,3 +85,53 @@ class Calculating:
             assert self._job is not None
             self._job.run()
             os.write(self._write, b"\0")
+
+
+class Work:
+    """What is to be computed, one thing after the other. What the worker asks for goes first, then what the
+    decisions of the node's present life say."""
+
+    def __init__(self) -> None:
+        self._calculating = Calculating()
+        self._asked: deque[_Job[Any]] = deque()
+        self._jobs: deque[_Job[Any]] = deque()
+
+    def fileno(self) -> int:
+        """What can be read from when `collect` has something to do."""
+        return self._calculating.fileno()
+
+    @property
+    def is_at_it(self) -> bool:
+        """Whether something is computed, or the decisions' next is."""
+        return self._calculating.busy or bool(self._jobs)
+
+    def answer(self, work: Callable[[], _Result], done: Callable[[_Result], None]) -> None:
+        """Have `work` done for the worker; `collect` calls `done` with what it gives, or raises its error."""
+        self._asked.append(_Job(work, done))
+
+    def do(self, work: Callable[[], _Result], done: Callable[[_Result], None]) -> None:
+        """As `answer`, for the decisions."""
+        self._jobs.append(_Job(work, done))
+
+    def forget(self) -> None:
+        """The decisions' life is over."""
+        self._jobs.clear()
+
+    def start_next(self) -> bool:
+        """Have the next thing computed; False where nothing is."""
+        if not self._calculating.busy:
+            if not self._asked and not self._jobs:
+                return False
+            self._calculating.start(self._asked.popleft() if self._asked else self._jobs.popleft())
+        return True
+
+    def start(self, work: Callable[[], _Result], done: Callable[[_Result], None]) -> None:
+        """Have `work` done at once, where nothing else is (`start_next`)."""
+        self._calculating.start(_Job(work, done))
+
+    def collect(self) -> None:
+        """See to what has ended."""
+        self._calculating.collect()
+
+    def close(self) -> None:
+        self._calculating.close()

@@ -15,11 +15,11 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import NamedTuple
 
 from atoll.core.errors import RunError, UserError
 from atoll.core.texts import one_line
+from atoll.cpuside.guests import CHUNKS, WORDS, Guests, Places
 from atoll.net.endpoint import (
     NOTHING_LISTENS,
     SOON,
@@ -28,14 +28,12 @@ from atoll.net.endpoint import (
     Endpoint,
     Received,
     Server,
-    check_reach,
-    host_and_port,
     poll,
 )
 from atoll.net.keys import Keys
 from atoll.net.socketfolder import remove_if_empty
 from atoll.net.tunnel import TunnelClient, TunnelServer, Wish
-from atoll.wire.base import MOST_AHEAD, VERSION, WireError
+from atoll.wire.base import VERSION, WireError
 from atoll.wire.device import Begin, NodeAt
 from atoll.wire.messages import Ping, Refused
 from atoll.wire.nodes import (
@@ -54,7 +52,6 @@ LARGEST_FRAME = 2**31 - 1  # bytes
 _AT_ONCE = 64  # messages taken before everything else has its turn
 _REFUSED_STRANGERS = 1000  # beyond, those who did not greet get no answer
 _LOOK_SECONDS = 0.05  # between looks at connections on which nothing comes: each look costs
-_WORDS, _CHUNKS = 0, 1
 _OTHER_MODEL = (
     "trains another model, or with another optimizer, configuration or kind of processor: "
     "give every node the same"
@@ -125,12 +122,12 @@ class Network:
         self.life = secrets.token_hex(8)
         self._digest, self._number = "", 0
         self._links: dict[int, _Link] = {}
-        self._guests: dict[bytes, Greet] = {}  # who has greeted on which connection
-        self._lives: dict[int, tuple[int, str]] = {}  # the incarnation and life that each node last had
         self._met: list[Met] = []
         self.has_answered = False  # any node
         self._server = self._open()
         self.address = begin.address or self._server.address
+        self._places = Places(begin.nodes, self.keys, self._server.address)
+        self._guests = Guests(begin.run, begin.node, self.address, self._places)
 
     def _open(self) -> Server:
         begin = self._begin
@@ -167,7 +164,7 @@ class Network:
     def is_deaf(self, node: int) -> bool:
         """Whether nothing listens where a node was said to be."""
         link = self._links.get(node)
-        return link is not None and bool(link.ways) and link.ways[_WORDS].client.trouble == NOTHING_LISTENS
+        return link is not None and bool(link.ways) and link.ways[WORDS].client.trouble == NOTHING_LISTENS
 
     def link_to(self, at: NodeAt) -> None:
         """Have connections to this node, in place of any to an earlier incarnation or another address. To an
@@ -177,7 +174,7 @@ class Network:
         link = self._links.get(at.node)
         if link is not None and link.at == at:
             return
-        reason = self._cannot_be(at.node) or self._cannot_be_at(at.node, at.address)
+        reason = self._places.refusal(at.node, at.address)
         if link is None and len(self._links) >= NODES:
             self._tell("link", "", f"{self.name} has no connection to node {at.node}: {NODES} is the most")
             return
@@ -187,32 +184,13 @@ class Network:
             self._refused_by(link, reason)
             return
         try:
-            for which in (_WORDS, _CHUNKS):
+            for which in (WORDS, CHUNKS):
                 link.ways.append(self._way(link, which))
         except UserError as error:
             for way in link.ways:
                 way.client.abandon()
             link.ways = []
             self._refused_by(link, str(error))
-
-    def _cannot_be(self, node: int) -> str:
-        """Why the run has no node of this number."""
-        count = min(self._begin.nodes or NODES, NODES)
-        return (
-            "" if node < count else f"this run has {count} nodes, from 0 to {count - 1}, and no node {node}"
-        )
-
-    def _cannot_be_at(self, node: int, address: str) -> str:
-        """Why node `node` cannot be at `address`. Without keys anybody of this machine may have named it."""
-        try:
-            check_reach(address, self.keys, f"node {node}")
-        except UserError as error:
-            return str(error)
-        own = self._server.address
-        if host_and_port(address) is not None:
-            return ""
-        is_beside = own.startswith("ipc://") and PurePath(own).parent == PurePath(address).parent
-        return "" if is_beside else f"node {node}: {address!r} is no path beside this node's"
 
     def disconnect(self, node: int) -> None:
         """Drop the connections to a node, and whatever is not sent."""
@@ -223,7 +201,7 @@ class Network:
     def drop_unsent(self, node: int) -> None:
         """Drop the chunks that wait to be sent to a node, which is no member any more."""
         if node in self._links and self._links[node].ways:
-            self._reopen(self._links[node], _CHUNKS)
+            self._reopen(self._links[node], CHUNKS)
 
     def set_up(self, digest: str, number: int) -> None:
         """This node trains what `digest` names, from its `number`-th set-up on: all others are told."""
@@ -233,7 +211,7 @@ class Network:
 
     def _way(self, link: _Link, which: int) -> _Way:
         name = f"node {link.at.node}"
-        if which == _CHUNKS and self._begin.transport == "ltp":
+        if which == CHUNKS and self._begin.transport == "ltp":
             wish = Wish(who=self.name)
             client: Client = TunnelClient(
                 link.at.address, self.keys, limit=LARGEST_FRAME, name=name, wish=wish
@@ -265,12 +243,12 @@ class Network:
 
     def send(self, node: int, message: NodeMessage) -> None:
         """Send on the connection for words, or drop it where there is none."""
-        self._send(node, _WORDS, message, None)
+        self._send(node, WORDS, message, None)
 
     def send_chunk(self, node: int, message: NodeMessage, payload: Buffer | None = None) -> None:
         """Send on the connection for chunks, or drop it where there is none. The payload is not copied: it
         must stay unchanged while its memory is held."""
-        self._send(node, _CHUNKS, message, payload)
+        self._send(node, CHUNKS, message, payload)
 
     def _send(self, node: int, which: int, message: NodeMessage, payload: Buffer | None) -> None:
         link = self._links.get(node)
@@ -334,11 +312,11 @@ class Network:
             if reason:
                 self._refuse(received.peer, reason, "Greet")
             return None
-        guest = self._guests.get(received.peer)
+        guest = self._guests.who(received.peer)
         if guest is None:
             self._refuse(received.peer, "say Greet first", type(message).__name__)
             return None
-        if self._lives[guest.node] != (guest.incarnation, guest.life):
+        if not self._guests.is_alive(guest):
             return None  # of a life that is over
         if isinstance(message, Trains):
             self._note_trains(guest.node, message.digest, message.number)
@@ -347,47 +325,16 @@ class Network:
 
     def _greet(self, peer: bytes, greet: Greet) -> str:
         """Let a node in; or why not."""
-        begin = self._begin
-        if greet.version != VERSION:
-            return f"protocol version {greet.version}, and this is version {VERSION}: install the same Atoll"
-        if greet.run != begin.run:
-            return f"this is run {begin.run!r}, not {greet.run!r}"
-        if greet.to != begin.node:
-            return f"this is node {begin.node}, not node {greet.to}"
-        if greet.node == begin.node:
-            return f"two nodes with the name {begin.node}: the other one is at {self.address}"
-        wrong = self._cannot_be(greet.node) or self._cannot_be_at(greet.node, greet.address)
-        if wrong or greet.way not in (_WORDS, _CHUNKS):
-            return wrong or f"a connection is for words, {_WORDS}, or for chunks, {_CHUNKS}, not {greet.way}"
-        incarnation, life = self._lives.get(greet.node, (-1, ""))
-        if greet.incarnation < incarnation:
-            return f"incarnation {greet.incarnation} of node {greet.node} is over: {incarnation} is here"
-        if 0 <= incarnation < greet.incarnation - MOST_AHEAD:
-            return (
-                f"node {greet.node} says that it is incarnation {greet.incarnation}, and {incarnation} is "
-                "here: they are counted, so nobody has given it that number"
-            )
-        if greet.incarnation == incarnation and greet.life != life and self.is_up(greet.node):
-            place = self._links[greet.node].at.address
-            return f"two nodes with the name {greet.node}: the other one is at {place}"
-        if self._other_model(greet.digest):
-            return f"it {_OTHER_MODEL}"
-        if len(self._lives) >= NODES and greet.node not in self._lives:
-            return f"{NODES} nodes, which is the most"
-        new = (greet.incarnation, greet.life) != (incarnation, life)
-        self._lives[greet.node] = greet.incarnation, greet.life
-        self._guests = {
-            each: who
-            for each, who in self._guests.items()
-            if self._lives[who.node] == (who.incarnation, who.life)
-            and (who.node, who.way) != (greet.node, greet.way)
-        }
-        self._guests[peer] = greet
+        link = self._links.get(greet.node)
+        reason = self._guests.refusal(greet, link.at.address if link is not None and link.is_up else "")
+        if reason or self._other_model(greet.digest):
+            return reason or f"it {_OTHER_MODEL}"
+        new = self._guests.admit(peer, greet)
         self._server.send(
             peer,
             encode(
                 Greeted(
-                    node=begin.node, incarnation=self.incarnation, digest=self._digest, number=self._number
+                    node=self.node, incarnation=self.incarnation, digest=self._digest, number=self._number
                 )
             ),
         )
@@ -441,7 +388,7 @@ class Network:
             way.greeted, link.refusal, self.has_answered = True, "", True
             self._note_trains(link.at.node, message.digest, message.number)
             if (
-                link.ways and way is link.ways[_WORDS] and self._digest
+                link.ways and way is link.ways[WORDS] and self._digest
             ):  # set up, maybe, since this greeting was sent
                 self.send(link.at.node, Trains(digest=self._digest, number=self._number))
         elif isinstance(message, Refused) and message.request == "Greet":

@@ -1,0 +1,69 @@
+"""What a member gives to nodes that come in: the state of what is trained, and its script's."""
+
+from __future__ import annotations
+
+from atoll.core.points import reach
+from atoll.cpuside.calculating import Work
+from atoll.cpuside.entering import Newcomers, Scripted
+from atoll.cpuside.history import History
+from atoll.cpuside.network import Network
+from atoll.cpuside.stage import Stage
+from atoll.cpuside.takeover import Giver, give
+from atoll.exchange.globalstate import pack_globals
+from atoll.wire.nodes import Lacks
+from atoll.wire.peerviews import View
+
+
+class Giving:
+    """Whom this node has to give something. `newcomers` get its script's state."""
+
+    def __init__(self, stage: Stage, network: Network, history: History, work: Work) -> None:
+        self._stage, self._network, self._history, self._work = stage, network, history, work
+        self.newcomers, self._giver = Newcomers(), Giver()
+
+    def clear(self) -> None:
+        """A new life has nobody to give anything."""
+        self.newcomers, self._giver = Newcomers(), Giver()
+
+    def see(self, old: View | None, view: View) -> list[int]:
+        """A view holds: the iterations, as the worker counts, at whose beginning its script is captured."""
+        stage = self._stage
+        if stage.entering is not None:
+            return []
+        return [each + stage.shift for each in self.newcomers.view(old, view, stage.introduced.life)]
+
+    def captured(self, script: Scripted) -> None:
+        """The script has come to an iteration that somebody begins with."""
+        self.newcomers.captured(script, self._network)
+
+    def up(self, node: int) -> None:
+        """A node can be reached anew: what was on its way to it is lost."""
+        self.newcomers.up(node, self._network)
+
+    def handle_lacks(self, sender: int, message: Lacks) -> None:
+        """A newcomer asks for the state."""
+        self._giver.handle(sender, message)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Have the state packed for those who may have it now."""
+        stage = self._stage
+        node, model = stage.node, stage.trained
+        if node is None or model is None or stage.entering is not None or stage.view is None:
+            return
+        lives = {each.life for each in stage.view.members}
+        for life in self._giver.due(node.applied, lives.__contains__):
+
+            def send(raw: memoryview, to: int = life.node) -> None:
+                reach("node.gives", model.globals.iteration)
+                give(
+                    self._network,
+                    to,
+                    raw,
+                    model.globals.iteration,
+                    model.shift,
+                    self._history.latest,
+                    self._history.consumed,
+                )
+
+            self._work.do(lambda: pack_globals(model.globals), send)

@@ -1,0 +1,97 @@
+"""Which other nodes a node lets in, and where a node can be."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from atoll.core.errors import UserError
+from atoll.net.endpoint import check_reach, host_and_port
+from atoll.net.keys import Keys
+from atoll.wire.base import MOST_AHEAD, VERSION
+from atoll.wire.nodes import Greet
+from atoll.wire.peerviews import NODES
+
+WORDS, CHUNKS = 0, 1  # the two connections to a node, for words and for chunks
+
+
+class Places:
+    """Where the nodes of a run can be: `nodes` of them (0: unknown), seen from one that listens at `own`."""
+
+    def __init__(self, nodes: int, keys: Keys | None, own: str) -> None:
+        self._count, self._keys, self._own = min(nodes or NODES, NODES), keys, own
+
+    def refusal(self, node: int, address: str) -> str:
+        """Why no node `node` can be at `address`; empty where it can. Without keys anybody of this machine
+        may have named it."""
+        if node >= self._count:
+            return f"this run has {self._count} nodes, from 0 to {self._count - 1}, and no node {node}"
+        try:
+            check_reach(address, self._keys, f"node {node}")
+        except UserError as error:
+            return str(error)
+        if host_and_port(address) is not None:
+            return ""
+        is_beside = self._own.startswith("ipc://") and PurePath(self._own).parent == PurePath(address).parent
+        return "" if is_beside else f"node {node}: {address!r} is no path beside this node's"
+
+
+class Guests:
+    """The nodes that have greeted node `node` of `run`, which others reach at `address`."""
+
+    def __init__(self, run: str, node: int, address: str, places: Places) -> None:
+        self._run, self._node, self._address, self._places = run, node, address, places
+        self._guests: dict[bytes, Greet] = {}  # by connection
+        self._lives: dict[int, tuple[int, str]] = {}  # the incarnation and life that each node last had
+
+    def who(self, peer: bytes) -> Greet | None:
+        """Who has greeted on a connection."""
+        return self._guests.get(peer)
+
+    def is_alive(self, guest: Greet) -> bool:
+        """Whether no later life of that node has greeted."""
+        return self._lives[guest.node] == (guest.incarnation, guest.life)
+
+    def refusal(self, greet: Greet, reached_at: str) -> str:
+        """Why a node is not let in; empty where it is. `reached_at`: where a node of that name is connected
+        now, empty: nowhere."""
+        if greet.version != VERSION:
+            return f"protocol version {greet.version}, and this is version {VERSION}: install the same Atoll"
+        if greet.run != self._run:
+            return f"this is run {self._run!r}, not {greet.run!r}"
+        if greet.to != self._node:
+            return f"this is node {self._node}, not node {greet.to}"
+        if greet.node == self._node:
+            return f"two nodes with the name {self._node}: the other one is at {self._address}"
+        if wrong := self._places.refusal(greet.node, greet.address):
+            return wrong
+        if greet.way not in (WORDS, CHUNKS):
+            return f"a connection is for words, {WORDS}, or for chunks, {CHUNKS}, not {greet.way}"
+        incarnation, life = self._lives.get(greet.node, (-1, ""))
+        if greet.incarnation < incarnation:
+            return f"incarnation {greet.incarnation} of node {greet.node} is over: {incarnation} is here"
+        if 0 <= incarnation < greet.incarnation - MOST_AHEAD:
+            return (
+                f"node {greet.node} says that it is incarnation {greet.incarnation}, and {incarnation} is "
+                "here: they are counted, so nobody has given it that number"
+            )
+        if greet.incarnation == incarnation and greet.life != life and reached_at:
+            return f"two nodes with the name {greet.node}: the other one is at {reached_at}"
+        if len(self._lives) >= NODES and greet.node not in self._lives:
+            return f"{NODES} nodes, which is the most"
+        return ""
+
+    def admit(self, peer: bytes, greet: Greet) -> bool:
+        """Let a node in on a connection; whether this is a new life of it."""
+        new = self._lives.get(greet.node) != (greet.incarnation, greet.life)
+        self._lives[greet.node] = greet.incarnation, greet.life
+        self._guests = {
+            each: who
+            for each, who in self._guests.items()
+            if self.is_alive(who) and (who.node, who.way) != (greet.node, greet.way)
+        }
+        self._guests[peer] = greet
+        return new
+
+    def __len__(self) -> int:
+        """How many connections are let in."""
+        return len(self._guests)

@@ -1,0 +1,81 @@
+"""Who wants the optimizer's state, at a script's call on any device of the node."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+
+from atoll.cpuside.acting import Acting
+from atoll.cpuside.calculating import Work
+from atoll.cpuside.door import Asked, Door
+from atoll.cpuside.stage import Stage
+from atoll.cpuside.trained import Trained
+from atoll.exchange.globalstate import pack_globals_into
+from atoll.peers.node import Node
+from atoll.wire import device as d
+
+
+class OptimizerStates:
+    """Gives the state once the iteration that is asked for is applied. `asked` are those who wait. `epoll`
+    says when somebody asks at the door, which a node of several devices has."""
+
+    def __init__(self, stage: Stage, acting: Acting, work: Work, epoll: select.epoll) -> None:
+        self._stage, self._acting, self._work, self._epoll = stage, acting, work, epoll
+        self.asked: list[Asked] = []
+        self._door: Door | None = None
+        # The decisions of a life that were told of a global iteration to wait for, and of which.
+        self._told: tuple[Node | None, int] = None, 0
+
+    def open_door(self) -> None:
+        """The node has several devices, which ask there."""
+        if self._door is None:
+            self._door = Door()
+            self._epoll.register(self._door.fileno(), select.EPOLLIN)
+
+    @property
+    def door(self) -> str:
+        """The door's name; empty: there is none."""
+        return self._door.name if self._door is not None else ""
+
+    def take(self) -> None:
+        """Hear who asks at the door."""
+        if self._door is not None:
+            self.asked += self._door.take()
+
+    def go_on(self) -> None:
+        """Have the state packed for those who wait for an iteration that is applied; for all where the others
+        went on without this node: it comes back once its script goes on, which waits."""
+        stage = self._stage
+        model = stage.trained
+        if not self.asked or model is None:
+            return
+        applied = model.globals.iteration + model.shift
+        due = [each for each in self.asked if each.least <= applied or stage.is_over]
+        for asked in due:
+            self.asked.remove(asked)
+            self._work.answer(*_packing(model, asked))
+        least = max((each.least for each in self.asked), default=0) - model.shift
+        told = self._told[1] if self._told[0] is stage.node else 0
+        if stage.node is None or stage.is_over or not told < least <= stage.node.iteration:
+            return
+        self._told = stage.node, least
+        self._acting.do(stage.node.handle_wanted(time.monotonic(), least, least))
+
+    def close(self) -> None:
+        if self._door is not None:
+            self._door.close()
+
+
+def _packing(model: Trained, asked: Asked) -> tuple[Callable[[], int], Callable[[int], None]]:
+    def pack() -> int:
+        try:
+            return pack_globals_into(model.globals, asked.file)
+        finally:
+            os.close(asked.file)
+
+    def tell(packed: int) -> None:
+        asked.answer(d.State(iteration=model.globals.iteration + model.shift, packed=packed))
+
+    return pack, tell
