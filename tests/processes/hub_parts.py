@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from atoll.core.errors import PeerLostError
 from atoll.hub.decisions import Decision, read_decisions
 from atoll.hub.main import ADDRESS_FILE, serve
+from atoll.hub.options import HubOptions
 from atoll.launch.processes import PARENT_VARIABLE
 from atoll.net.endpoint import Client, Server
 from atoll.net.requests import ask
@@ -61,7 +64,13 @@ class Service:
         self._stop = threading.Event()
         self._address: list[str] = []
         self.error: list[BaseException] = []
-        options = {"listen": "tcp://127.0.0.1:0", "patience": PATIENCE, "heartbeat": HEARTBEAT, **options}
+        options = {
+            "workers": 1,
+            "listen": "tcp://127.0.0.1:0",
+            "patience": PATIENCE,
+            "heartbeat": HEARTBEAT,
+            **options,
+        }
         self._thread = threading.Thread(target=self._serve, kwargs=options, daemon=True)
         self._thread.start()
         wait_for(lambda: self._address or self.error, "the hub's start")
@@ -71,7 +80,13 @@ class Service:
 
     def _serve(self, **options: Any) -> None:
         try:
-            serve(folder=self.folder, until=self._stop.is_set, ready=self._address.append, **options)
+            grouping = options.pop("grouping", None)
+            serve(
+                HubOptions(directory=str(self.folder or ""), **options),
+                grouping,
+                until=self._stop.is_set,
+                ready=self._address.append,
+            )
         except BaseException as error:
             self.error.append(error)
 
@@ -289,9 +304,11 @@ class HubProcess:
     a plan for it."""
 
     def __init__(
-        self, folder: Path, *options: str, plan: Sequence[faults.Fault] = (), pause: float = 0.0
+        self, folder: Path, *, plan: Sequence[faults.Fault] = (), pause: float = 0.0, **options: Any
     ) -> None:
-        self.folder, self._options, self._pause = folder, options, pause
+        self.folder, self._pause = folder, pause
+        at = "tcp://127.0.0.1:0"
+        self._options = HubOptions(run="r", listen=at, directory=str(folder), group_links=0.0, **options)
         folder.mkdir(parents=True, exist_ok=True)
         self.plan = faults.write(folder.parent / "plan.json", plan)
         self.starts = 0
@@ -308,7 +325,7 @@ class HubProcess:
         place = {PARENT_VARIABLE: str(os.getpid()), faults.WHO_VARIABLE: "hub", "OMP_NUM_THREADS": "1"}
         with (self.folder.parent / "hub.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, *command, "--run", "r", "--directory", str(self.folder), *self._options],
+                [sys.executable, *command, msgspec.json.encode(self._options).decode()],
                 env={**os.environ, **place},
                 stdout=log,
                 stderr=log,

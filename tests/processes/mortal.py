@@ -27,6 +27,7 @@ from atoll.core import points
 from atoll.core.config import Chunks, Config, Link, Run, Sync
 from atoll.core.memory import Memory
 from atoll.hub import main as hub
+from atoll.hub.options import HubOptions
 from atoll.testing.pool import FORKSERVER, WorkerPool
 from atoll.testing.served import RUN, served_worker
 from atoll.train.api.place import Place
@@ -122,17 +123,19 @@ class Mortal(ABC, Generic[K]):
 
         self._start(
             lambda: hub.serve(
-                "tcp://127.0.0.1:0",
-                None,
-                RUN,
-                self._workers,
-                self._shards,
-                self.folder / "hub",
-                self._patience,
-                0.25,
+                HubOptions(
+                    listen="tcp://127.0.0.1:0",
+                    run=RUN,
+                    workers=self._workers,
+                    shards=self._shards,
+                    directory=str(self.folder / "hub"),
+                    patience=self._patience,
+                    heartbeat=0.25,
+                    **{key: value for key, value in self._of_hub.items() if key != "grouping"},
+                ),
+                self._of_hub.get("grouping"),
                 until=self._stop.is_set,
                 ready=ready,
-                **self._of_hub,
             )
         )
         assert listening.wait(DEADLINE), self.failures

@@ -20,6 +20,7 @@ from atoll.core import points
 from atoll.core.errors import GivenUpError
 from atoll.hub.planner import GroupingSettings
 from atoll.server import main as server
+from atoll.server.options import ServerOptions
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN
 
@@ -57,13 +58,15 @@ def _live(
         server.TunnelServer = partial(LosingServer, options.pop("loses"))  # type: ignore[misc, assignment]
     try:
         server.serve(
-            shard,
-            address,
-            run=RUN,
-            folder=folder / who if options.pop("keeps", True) else None,
-            timeout=DEADLINE,
+            ServerOptions(
+                hub=address,
+                shard=shard,
+                run=RUN,
+                directory=str(folder / who) if options.pop("keeps", True) else "",
+                timeout=DEADLINE,
+                **options,
+            ),
             goes_on=lambda line: print(line, flush=True),
-            **options,
         )
     except GivenUpError as error:
         print(f"atoll: {error}", flush=True)

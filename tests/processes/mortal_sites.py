@@ -17,6 +17,7 @@ from transports import site_link
 
 from atoll.core.config import LinkOptions
 from atoll.server import main as server
+from atoll.server.options import ServerOptions
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN
 
@@ -37,19 +38,20 @@ def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: 
     begin_life(who, folder, kills)
     options: dict[str, Any] = {
         "run": RUN,
-        "folder": folder / who,
+        "directory": str(folder / who),
         "timeout": DEADLINE,
         "snapshot_seconds": seconds,
-        "goes_on": lambda line: print(line, flush=True),
     }
+    goes_on = partial(print, flush=True)
     if who in NAMES:
         # The transport itself loses nothing for good; what it is said to have lost is the same in every run.
         link = LinkOptions(transport="ltp", usable=1.0) if loses else site_link()
-        server.serve_site(who, address, link=link, **options)
+        server.serve_site(ServerOptions(hub=address, site=who, link=link, **options), goes_on=goes_on)
     else:
         if loses:  # this process is of this shard alone
             server.TunnelServer = partial(LosingServer, lost_by_content)  # type: ignore[misc, assignment]
-        server.serve(int(who.removeprefix("shard ")), address, **options)
+        shard = int(who.removeprefix("shard "))
+        server.serve(ServerOptions(hub=address, shard=shard, **options), goes_on=goes_on)
 
 
 class MortalSites(Mortal[Kill]):

@@ -439,7 +439,7 @@ def test_a_hub_that_stood_still_buries_nobody() -> None:
         ({"patience": 0.1}, "more than two heartbeats"),
         ({"listen": "somewhere"}, "no address"),
         ({"listen": "tcp://0.0.0.0:0"}, "a key file is needed"),
-        ({"keys_file": "/no/such/file"}, "cannot read the keys"),
+        ({"key_file": "/no/such/file"}, "cannot read the keys"),
     ],
 )
 def test_a_hub_that_cannot_be(folder: Path, options: dict[str, Any], said: str) -> None:

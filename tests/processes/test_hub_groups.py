@@ -406,8 +406,7 @@ def test_groups_form_and_each_sample_counts_once_while_the_hub_is_killed(
     folder: Path, at: tuple[int, ...]
 ) -> None:
     plan = [Fault(point, iteration=write) for point in POINTS for write in at]
-    options = ["--workers", "4", "--shards", "1", "--patience", "5", "--groups", "2", "--group-by", "speed"]
-    with HubProcess(folder, *options, plan=plan) as hub:
+    with HubProcess(folder, workers=4, patience=5.0, groups=2, group_by="speed", plan=plan) as hub:
         log = FakeLog(hub.address)
         members = [Member(hub, log, rank, pace) for rank, pace in enumerate((0.004, 0.02, 0.004, 0.02))]
         for member in members:

@@ -56,7 +56,7 @@ def test_a_hub_that_is_late_buries_nobody_who_lives(
     if sealed:
         keys = make_keys()
         write_keys(tmp_path / "run.key", keys)
-        options["keys_file"] = tmp_path / "run.key"
+        options["key_file"] = str(tmp_path / "run.key")
     handled: list[int] = []
     slow = threading.Event()
     handle = Hub._handle_heartbeat

@@ -111,7 +111,7 @@ def test_a_hub_that_is_killed_at_a_vote_does_not_vote_twice(folder: Path, point:
     """Before or after a vote is written down: at the first one, and again at a later one (the first
     record of a new journal is its own)."""
     plan = [Fault(point, iteration=2, times=2)]
-    with HubProcess(folder, "--workers", "2", "--shards", "0", "--patience", "10", plan=plan) as hub:
+    with HubProcess(folder, workers=2, shards=0, plan=plan) as hub:
         assert isinstance(ask(hub, prepare(0, 1)), Promised)
         assert isinstance(ask(hub, accept(0, 1)), Accepted)
         assert isinstance(ask(hub, prepare(1, 0)), Outbid)
@@ -161,7 +161,7 @@ def report_of(node: int) -> Report:
 
 def test_of_two_halves_that_lost_each_other_one_decides_while_the_hub_is_killed(folder: Path) -> None:
     """Each wants the other out, neither hears the other, and both ask one hub, which is killed meanwhile."""
-    with HubProcess(folder, "--workers", "2", "--shards", "0", "--patience", "10") as hub:
+    with HubProcess(folder, workers=2, shards=0) as hub:
         nodes = [Node(hub.address, node) for node in range(2)]
         rng = np.random.default_rng(3)
         changes = [Change(node, TWO, Settings(0.2, 0.1), rng) for node in range(2)]

@@ -39,6 +39,7 @@ import atoll
 from atoll.core.errors import AtollError, UserError
 from atoll.net.keys import make_keys, write_keys
 from atoll.server.main import serve_site
+from atoll.server.options import ServerOptions
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN, ServedRun, served_worker
 from atoll.train.api.place import Place
@@ -512,10 +513,10 @@ def test_shards_of_wrong_sites_are_refused_with_one_line(tmp_path: Path) -> None
             ("rome", "there is no site 'rome': the run has paris, berlin"),
         ):
             with pytest.raises(UserError) as caught:
-                serve_site(site, run.address, run=RUN, timeout=10.0)
+                serve_site(ServerOptions(hub=run.address, site=site, run=RUN, timeout=10.0))
             assert f"hub at {run.address} refused: {said}" in one_line(str(caught.value))
     with ServedRun(1) as alone, pytest.raises(UserError, match="the run has no sites") as caught:
-        serve_site("paris", alone.address, run=RUN, timeout=10.0)
+        serve_site(ServerOptions(hub=alone.address, site="paris", run=RUN, timeout=10.0))
     one_line(str(caught.value))
 
 

@@ -29,8 +29,9 @@ from atoll.ltp.order import Extent
 from atoll.ltp.settings import Settings
 from atoll.net import linkserver, linktester, ltpflows, tcpflows
 from atoll.net.keys import make_keys, write_keys
+from atoll.net.linkoptions import LinkTestOptions
 from atoll.net.linkserver import LinkServer
-from atoll.net.linktester import LinkTester, Wish
+from atoll.net.linktester import LinkTester
 from atoll.net.ltpflows import LtpFlows, LtpTransport
 from atoll.net.ltplink import LtpLink
 from atoll.net.tcpflows import TcpFlows, TcpSender
@@ -239,7 +240,7 @@ def test_several_ports_and_no_seal_are_what_the_server_says() -> None:
     ("arguments", "line"),
     [
         (["--high", "1.5"], "--high 1.5: a share is between 0 and 1"),
-        (["--bytes", "much"], "--bytes 'much' is not a size; write it like 2GiB"),
+        (["--bytes", "much"], "--bytes: 'much' is not a size; write it like 2GiB"),
         (["--key-file", "/nowhere"], "/nowhere: cannot read the keys"),
     ],
 )
@@ -403,7 +404,7 @@ def test_a_transfer_that_is_late_stops_its_transport(server: Served, keys: tuple
 def test_a_slow_transport_makes_its_transfers_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here each is slow as soon as it has made one."""
     monkeypatch.setattr(linktester, "_SLOW_SECONDS", -1.0)
-    asked = Wish(["tcp", "tcp:reno"], 1000, count=3, warm=1, timeout=DEADLINE)
+    asked = LinkTestOptions(["tcp", "tcp:reno"], 1000, count=3, warm=1, timeout=DEADLINE)
     said: list[str] = []
     with serving() as server, LinkTester(server.address, None, asked) as client:
         report = client.measure(said.append)
@@ -421,7 +422,7 @@ def test_a_budget_ends_a_transport_early(server: Served, keys: tuple[Path, Path]
 
 @pytest.mark.parametrize("warm", [0, 5])
 def test_transfers_to_warm_up_are_part_of_the_budget(warm: int) -> None:
-    asked = Wish(["tcp"], 10**6, count=20, warm=warm, timeout=DEADLINE, budget=1e-9)
+    asked = LinkTestOptions(["tcp"], 10**6, count=20, warm=warm, timeout=DEADLINE, budget=1e-9)
     with serving() as server, LinkTester(server.address, None, asked) as client:
         (outcome,) = client.measure().outcomes
         assert (len(outcome.turns), outcome.packets.sent > 0) == (1, True)
@@ -431,7 +432,7 @@ def test_transfers_to_warm_up_are_part_of_the_budget(warm: int) -> None:
 def test_a_transport_that_is_lost_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose first transfer is of another chunk than the server knows, and is refused."""
     monkeypatch.setattr(ltpflows, "CHUNK", 77)
-    asked = Wish(["ltp", "tcp"], 10_000, count=3, warm=0, timeout=DEADLINE)
+    asked = LinkTestOptions(["ltp", "tcp"], 10_000, count=3, warm=0, timeout=DEADLINE)
     with serving() as server, LinkTester(server.address, None, asked) as client:
         assert isinstance(server.ltp, LtpFlows)
         taking = server.ltp._link
@@ -466,8 +467,8 @@ def serving(make_ltp: Any = LtpFlows) -> Iterator[LinkServer]:
             assert not thread.is_alive()
 
 
-def wish(size: int = 1000, **others: Any) -> Wish:
-    return Wish(["tcp"], size, count=1, warm=0, timeout=DEADLINE, **others)
+def wish(size: int = 1000, **others: Any) -> LinkTestOptions:
+    return LinkTestOptions(["tcp"], size, count=1, warm=0, timeout=DEADLINE, **others)
 
 
 def test_clients_are_bounded_and_who_is_gone_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,7 +536,7 @@ class _Deaf:
 
 
 def test_where_datagrams_do_not_get_through_tcp_is_measured_and_it_is_said() -> None:
-    asked = Wish(["ltp", "tcp"], 1000, count=2, warm=0, timeout=0.5)
+    asked = LinkTestOptions(["ltp", "tcp"], 1000, count=2, warm=0, timeout=0.5)
     with serving(_Deaf) as server:
         with LinkTester(server.address, None, asked) as client:
             report = client.measure()
@@ -551,7 +552,7 @@ def test_where_datagrams_do_not_get_through_tcp_is_measured_and_it_is_said() -> 
 
 
 def test_a_server_may_take_no_datagrams() -> None:
-    asked = Wish(["ltp", "tcp"], 1000, count=1, warm=0, timeout=DEADLINE)
+    asked = LinkTestOptions(["ltp", "tcp"], 1000, count=1, warm=0, timeout=DEADLINE)
     with (
         serving(None) as server,
         LinkTester(server.address, None, asked) as client,
@@ -561,7 +562,7 @@ def test_a_server_may_take_no_datagrams() -> None:
 
 
 def test_a_session_whose_client_is_gone_is_closed() -> None:
-    asked = Wish(["ltp"], 100_000, count=1, warm=0, timeout=DEADLINE)
+    asked = LinkTestOptions(["ltp"], 100_000, count=1, warm=0, timeout=DEADLINE)
     with serving() as server:
         client = LinkTester(server.address, None, asked)
         client.open("ltp")  # and its sender is kept from saying good-bye
@@ -577,7 +578,7 @@ def _flow_threads() -> list[str]:
 
 
 def test_a_session_that_refuses_a_transfer_is_ended_with_its_flow() -> None:
-    asked = Wish(["ltp"], 4000, count=1, warm=0, timeout=DEADLINE)
+    asked = LinkTestOptions(["ltp"], 4000, count=1, warm=0, timeout=DEADLINE)
     with serving() as server, LinkTester(server.address, None, asked) as client, LtpLink("127.0.0.1") as link:
         flows = server.ltp
         assert isinstance(flows, LtpFlows)
@@ -599,7 +600,9 @@ def test_a_session_that_refuses_a_transfer_is_ended_with_its_flow() -> None:
 
 def test_threads_of_dropped_flows_have_ended_when_the_server_is_closed() -> None:
     with serving() as server:
-        client = LinkTester(server.address, None, Wish(["ltp"], 4000, count=1, warm=0, timeout=DEADLINE))
+        client = LinkTester(
+            server.address, None, LinkTestOptions(["ltp"], 4000, count=1, warm=0, timeout=DEADLINE)
+        )
         client.open("ltp")
         client._client.abandon()
         wait_for(lambda: not server._clients, "the client to be forgotten")
@@ -609,7 +612,7 @@ def test_threads_of_dropped_flows_have_ended_when_the_server_is_closed() -> None
 def test_a_session_takes_no_more_memory_than_it_is_charged_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ltpflows.ELEMENT_BYTES == linkserver._LTP_MEMORY
     monkeypatch.setattr(ltpflows, "ELEMENT_BYTES", 4)  # so that one transfer alone is more
-    asked = Wish(["ltp"], 4_000_000, count=1, warm=0, timeout=DEADLINE)
+    asked = LinkTestOptions(["ltp"], 4_000_000, count=1, warm=0, timeout=DEADLINE)
     with serving() as server, LinkTester(server.address, None, asked) as client, LtpLink("127.0.0.1") as link:
         wish = OpenLtp(number=1, version=LTP_VERSION, elements=10**6, datagram_bytes=1400)
         opened = client._ask(wish, LtpOpened, "a session")

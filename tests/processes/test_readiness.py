@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +19,10 @@ from torch import nn
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.hub import main as hub
+from atoll.hub.options import HubOptions
 from atoll.server import main as server
 from atoll.server.journal import Folder, read_segments
+from atoll.server.options import ServerOptions
 from atoll.store.records import Told
 from atoll.testing.pool import FORKSERVER, WorkerPool
 from atoll.testing.served import RUN, served_worker
@@ -140,16 +141,22 @@ def served(folder: Path, kept: bool) -> Iterator[tuple[str, int]]:
         listening.set()
 
     def run_hub() -> None:
-        hub.serve(
-            "tcp://127.0.0.1:0", None, RUN, 1, 1, folder / "hub", 10.0, 0.25, until=stop.is_set, ready=ready
-        )
+        directory = str(folder / "hub")
+        options = HubOptions(listen="tcp://127.0.0.1:0", run=RUN, workers=1, directory=directory)
+        hub.serve(options, until=stop.is_set, ready=ready)
 
     thread = threading.Thread(target=run_hub, daemon=True)
     thread.start()
     assert listening.wait(SECONDS)
-    options: dict[str, Any] = {"run": RUN, "timeout": SECONDS, "snapshot_seconds": 0.2}
-    options["folder"] = str(folder / "shard") if kept else None
-    shard = FORKSERVER.Process(target=server.serve, args=(0, at[0]), kwargs=options, daemon=True)
+    options = ServerOptions(
+        hub=at[0],
+        shard=0,
+        run=RUN,
+        timeout=SECONDS,
+        snapshot_seconds=0.2,
+        directory=str(folder / "shard") if kept else "",
+    )
+    shard = FORKSERVER.Process(target=server.serve, args=(options,), daemon=True)
     shard.start()
     assert shard.pid is not None
     try:

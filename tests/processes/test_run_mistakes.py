@@ -87,7 +87,10 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             "--groups 4: from 1 to 3, the number of workers; or auto",
         ),
         (["hub", "--workers", "3", "--groups", "2", "--group-by", "link"], "--group-by link: no such choice"),
-        (["hub", "--workers", "3", "--groups", "2", "--group-links", "far"], "'far' is not a span of time"),
+        (
+            ["hub", "--workers", "3", "--groups", "2", "--group-links", "far"],
+            "--group-links: 'far' is not a span of time",
+        ),
         (
             ["run", "--replicas", "2", "train.py"],
             "server.replicas (--replicas): 2 processes for each shard go with run.strategy 'server'",

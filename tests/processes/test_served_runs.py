@@ -228,7 +228,7 @@ def test_a_site_whose_shard_is_killed_too_often_is_left_out_and_the_other_goes_o
     killed: set[int] = set()
 
     def kill() -> bool:
-        for each in services(command, "atoll.launch.service", "--site", "site0"):
+        for each in services(command, "atoll.launch.service", "site-site0"):
             if each.pid not in killed:
                 killed.add(each.pid)
                 each.kill()

@@ -28,6 +28,7 @@ from atoll.server import snapshot as snapshot_module
 from atoll.server.journal import Folder, Journal
 from atoll.server.logkeeper import sequence_of
 from atoll.server.main import serve
+from atoll.server.options import ServerOptions
 from atoll.server.payloads import payload_of
 from atoll.server.shard import Shard
 from atoll.server.snapshot import Snapshots, latest, read_contents, restore
@@ -740,12 +741,14 @@ def test_serving_with_a_hub(tmp_path: Path) -> None:
 
     def be(index: int) -> None:
         serve(
-            index,
-            hub.server.address,
-            run="test",
-            folder=tmp_path / str(index),
-            snapshot_seconds=0.1,
-            timeout=DEADLINE,
+            ServerOptions(
+                hub=hub.server.address,
+                shard=index,
+                run="test",
+                directory=str(tmp_path / str(index)),
+                snapshot_seconds=0.1,
+                timeout=DEADLINE,
+            ),
             ready=lambda _address: up.wait(DEADLINE) and None,
             stop=stop,
         )
@@ -783,8 +786,9 @@ def test_serving_with_a_hub(tmp_path: Path) -> None:
 def test_a_shards_process_ends_when_it_is_told_to() -> None:
     hub = Hub(1, 1)
     code = (
-        "import sys\nfrom atoll.server.main import serve\n"
-        f"serve(0, {hub.server.address!r}, run='test', ready=lambda a: print(a, flush=True))"
+        "import sys\nfrom atoll.server.main import serve\nfrom atoll.server.options import ServerOptions\n"
+        f"options = ServerOptions(hub={hub.server.address!r}, shard=0, run='test')\n"
+        "serve(options, ready=lambda a: print(a, flush=True))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:

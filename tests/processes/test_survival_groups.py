@@ -215,9 +215,8 @@ def one_stands_still(consistency: str, folder: Path) -> None:
 def the_hub_dies(at: str, consistency: str, folder: Path) -> None:
     """It is started again, and goes on with the groups: `at` is whether it dies while they are made."""
     folder.mkdir()
-    options = ["--workers", str(WORKERS), "--shards", "1", "--groups", "2", "--group-by", "speed"]
-    options += ["--consistency", consistency, "--patience", "10"]
-    with HubProcess(folder / "hub", *options) as hub, shard_of(hub.address, "r"):
+    options = {"workers": WORKERS, "groups": 2, "group_by": "speed", "consistency": consistency}
+    with HubProcess(folder / "hub", **options) as hub, shard_of(hub.address, "r"):
         plan = Plan(hub.address, consistency, "leader", (), folder, run="r")
         with workers_of(plan, folder / "hub", WORKERS) as made:
             if at == "move":

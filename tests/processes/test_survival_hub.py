@@ -50,13 +50,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ring_hub(folder: Path, workers: int, *plan: Fault, patience: float = 10.0) -> HubProcess:
-    options = ["--workers", str(workers), "--shards", "0", "--patience", str(patience)]
-    return HubProcess(folder, *options, plan=plan)
+    return HubProcess(folder, workers=workers, shards=0, patience=patience, plan=plan)
 
 
 def served_hub(folder: Path, workers: int, *plan: Fault, patience: float = 5.0) -> HubProcess:
-    options = ["--workers", str(workers), "--shards", "1", "--patience", str(patience)]
-    return HubProcess(folder, *options, plan=plan)
+    return HubProcess(folder, workers=workers, patience=patience, plan=plan)
 
 
 @contextmanager
@@ -164,9 +162,9 @@ def test_a_ring_that_is_forming_waits_for_a_hub_that_is_away_for_longer_than_its
     folder: Path,
 ) -> None:
     """It is killed while its store tells the members where they listen."""
-    options = ["--workers", "2", "--shards", "0", "--patience", "2"]
+    options: dict[str, Any] = {"workers": 2, "shards": 0, "patience": 2.0}
     # Its beginning, two workers, and their two wishes are five writes: what is written next is of the store.
-    with HubProcess(folder, *options, plan=[Fault("hub.recorded", iteration=6)], pause=6.0) as hub:
+    with HubProcess(folder, **options, plan=[Fault("hub.recorded", iteration=6)], pause=6.0) as hub:
         script = folder.parent / "ring.py"
         script.write_text(RING)
         place = {**os.environ, HUB_VARIABLE: hub.address}
@@ -630,8 +628,7 @@ def test_shards_learn_where_the_others_are_from_a_hub_that_was_started_again(fol
         own = f"tcp://127.0.0.1:100{shard}"
         return HubLink(hub.address, None, run="r", shard=shard, own=own, timeout=DEADLINE)
 
-    options = ["--workers", "1", "--shards", "2", "--patience", "10"]
-    with HubProcess(folder, *options) as hub:
+    with HubProcess(folder, workers=1, shards=2) as hub:
         zero = link_of(0)
         hub.kill()
         wait_for(lambda: zero.client.losses, "the loss")

@@ -23,7 +23,8 @@ NOTICED = 3.0  # seconds; before connections were looked at, it was more than 3.
 SHARD = """
 import sys
 from atoll.server.main import serve
-serve(0, sys.argv[1], listen=sys.argv[2], run="r", folder="shard")
+from atoll.server.options import ServerOptions
+serve(ServerOptions(hub=sys.argv[1], shard=0, listen=sys.argv[2], run="r", directory="shard"))
 """
 
 # Notes the time of each step. The hub tells all the same address of the shard: who is to go through another
@@ -70,7 +71,7 @@ class Training:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.hub = HubProcess(folder / "hub", "--workers", "3", "--shards", "1", "--patience", "10")
+        self.hub = HubProcess(folder / "hub", workers=3)
         self.hub_door = Forwarder(self.hub.address)
         own = f"tcp://127.0.0.1:{unused_port()}"
         self.shard_door = Forwarder(own)

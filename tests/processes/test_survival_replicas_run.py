@@ -20,13 +20,8 @@ def process_of(command: Command, shard: int, second: bool) -> psutil.Process:
         found.clear()
         for process in command.alive():
             with contextlib.suppress(psutil.NoSuchProcess):
-                line = process.cmdline()
-                serves = {"atoll.launch.service", "server"} <= set(line)
-                if (
-                    serves
-                    and line[line.index("--shard") + 1] == str(shard)
-                    and ("--second" in line) == second
-                ):
+                name = f"{'second' if second else 'server'}-{shard}"
+                if {"atoll.launch.service", name} <= set(process.cmdline()):
                     found.append(process)
         return bool(found)
 

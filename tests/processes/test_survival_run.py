@@ -130,7 +130,7 @@ def test_a_shard_is_started_again(command: Command) -> None:
     """In its own directory, with the same arguments, and the hub takes it in its place."""
     process = start(command, STEADY.replace("STEPS", "10**6"), "shards = 2")
     wait_for(lambda: command.steps() > 3, "a few steps")
-    kill(command, "atoll.launch.service", "--shard", "1")
+    kill(command, "atoll.launch.service", "server-1")
     wait_for(
         lambda: (
             sum(each["choice"] == "shard 1" for each in hub_decisions(command)) > 1
@@ -150,7 +150,7 @@ def test_a_run_goes_on_after_a_shard_s_death(command: Command) -> None:
     script = LEASING + "    session.save('checkpoint')\n"
     process = start(command, script, "shards = 2", "[sync]", "consistency = 'asp'")
     wait_for(lambda: len(notes(command)) >= 6, "some batches")
-    kill(command, "atoll.launch.service", "--shard", "0")  # which keeps the log
+    kill(command, "atoll.launch.service", "server-0")  # which keeps the log
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert "shard 0 was killed by SIGKILL, and is started again (1 of 3)" in err
@@ -173,7 +173,7 @@ def test_a_shard_that_stands_still_for_ever_is_named_killed_and_started_again(co
     options = ["shards = 2", "[hub]", "patience = '60s'", "[chunks]", "size = '2KiB'"]
     process = start(command, STEADY.replace("STEPS", "100"), *options)
     wait_for(lambda: command.steps() > 3, "a few steps")
-    stop(command, "atoll.launch.service", "--shard", "1")
+    stop(command, "atoll.launch.service", "server-1")
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert command.summary()["steps"] == 100

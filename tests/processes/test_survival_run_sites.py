@@ -24,7 +24,7 @@ def assert_each_counts_once(command: Command) -> None:
 def test_a_site_s_shard_is_started_again_and_each_sample_counts_once(command: Command) -> None:
     process = start(command, LEASING, *SITES)
     wait_for(lambda: len(notes(command)) >= 6, "some batches")
-    kill(command, "atoll.launch.service", "--site", "site0")
+    kill(command, "atoll.launch.service", "site-site0")
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert "the shard of site site0 was killed by SIGKILL, and is started again (1 of 3)" in err
@@ -38,8 +38,8 @@ def test_a_site_s_shard_is_started_again_and_each_sample_counts_once(command: Co
 def test_a_site_s_shard_a_global_one_and_the_hub_die_together(command: Command) -> None:
     process = start(command, LEASING, *SITES)
     wait_for(lambda: len(notes(command)) >= 6, "some batches")
-    kill(command, "atoll.launch.service", "--site", "site0")
-    kill(command, "atoll.launch.service", "--shard", "0")
+    kill(command, "atoll.launch.service", "site-site0")
+    kill(command, "atoll.launch.service", "server-0")
     kill(command, *HUB)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err

@@ -102,7 +102,7 @@ CONFIG = Config(
 
 
 def hub_of_one(folder: Path) -> HubProcess:
-    return HubProcess(folder, "--workers", "1", "--shards", "1", "--patience", "10")
+    return HubProcess(folder, workers=1)
 
 
 def plain(steps: int) -> torch.nn.Module:

@@ -15,6 +15,7 @@ from atoll.core.memory import Budgets, Memory, Pins, check_folder
 from atoll.core.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from atoll.ltp import settings as settings_module
 from atoll.ltp.settings import Settings
+from atoll.server.options import ServerOptions
 from atoll.wire import datagrams
 
 
@@ -389,7 +390,7 @@ def test_a_link_that_makes_no_sense_is_refused_in_one_line(given: list[str], sai
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"site": "paris", "link_rate": "1Gbit/s"}, "--link-rate and --udp-port go with --shard"),
+        ({"site": "paris", "link_rate": 1.25e8}, "--link-rate and --udp-port go with --shard"),
         ({"site": "paris", "udp_port": 47800}, "--link-rate and --udp-port go with --shard"),
         ({"shard": 0, "config": "atoll.toml"}, "--config FILE goes with --site"),
         ({"site": "paris", "config": "nowhere.toml"}, "nowhere.toml: cannot read the configuration"),
@@ -399,4 +400,4 @@ def test_what_a_shard_cannot_do_with_a_link_is_said_before_it_looks_for_the_hub(
     options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError, match=said):
-        services.server("tcp://127.0.0.1:1", **options)
+        services.server(ServerOptions(hub="tcp://127.0.0.1:1", **options))

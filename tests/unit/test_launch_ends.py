@@ -25,6 +25,7 @@ from atoll.launch.rings import RingLaunch
 from atoll.launch.served import SERVICE_RESTARTS, ServedLaunch
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
+from atoll.server.options import ServerOptions
 
 DEADLINE = 60.0
 
@@ -139,7 +140,7 @@ class Halves:
         self.launch._workers.append(cast(Any, FakeProcess("worker")))
         self.launch._sites = [""]
         for name in ("hub", "server-0", "second-0"):
-            self.launch._arguments[name] = []
+            self.launch._options[name] = ServerOptions(hub="")
             self._serve(self.launch, name)
         self.started.clear()
         if begun:
@@ -292,7 +293,7 @@ class Begun:
         self.launch = kind(self.directory, config, ["train.py"], {})
 
     def _serve(self, launch: ServedLaunch, name: str) -> None:
-        launch._arguments[name] = []
+        launch._options[name] = ServerOptions(hub="")
         launch._services[name] = cast(Any, self._start(name))
 
     def _start(self, name: str) -> FakeProcess:

@@ -10,6 +10,8 @@ import pytest
 from atoll.core.config import keys_of_sections
 from atoll.core.errors import ConfigError
 from atoll.core.options import RATE, SPAN, Mark, Option, options_of, summary_of
+from atoll.hub.options import HubOptions
+from atoll.server.options import ServerOptions
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -56,8 +58,9 @@ def test_a_wrong_text_is_one_line_that_names_the_option(option: str, given: str,
 
 
 SECTIONS = [(f"[{section}]", keys) for section, keys in keys_of_sections().items()]
+STRUCTS = [(kind.__name__, options_of(kind)) for kind in (HubOptions, ServerOptions)]
 
 
-@pytest.mark.parametrize(("where", "options"), SECTIONS, ids=lambda each: str(each)[:20])
+@pytest.mark.parametrize(("where", "options"), [*SECTIONS, *STRUCTS], ids=lambda each: str(each)[:20])
 def test_every_option_is_explained(where: str, options: dict[str, Option]) -> None:
     assert [name for name, option in options.items() if not option.meaning.endswith((".", ")"))] == []

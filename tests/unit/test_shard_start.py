@@ -8,6 +8,7 @@ import pytest
 
 from atoll.core.errors import UserError
 from atoll.server import main
+from atoll.server.options import ServerOptions
 
 
 class StopHereError(Exception):
@@ -26,12 +27,13 @@ def test_torch_is_warm_before_the_hub_hears_of_a_shard(kind: str, monkeypatch: p
     monkeypatch.setattr(main, "warm_up", lambda: done.append("warm"))
     monkeypatch.setattr(main, "HubLink", hub)
     serve: Any = {"shard": main.serve, "site": main.serve_site}[kind]
+    which: Any = {"shard": 0} if kind == "shard" else {"site": "paris"}
     with pytest.raises(StopHereError):
-        serve(0 if kind == "shard" else "paris", "tcp://127.0.0.1:1")
+        serve(ServerOptions(hub="tcp://127.0.0.1:1", **which))
     assert done == ["warm", "hub"]
 
 
 def test_what_is_wrong_is_told_before_torch_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "warm_up", lambda: pytest.fail("who started it waits for the line"))
     with pytest.raises(UserError, match="no address"):
-        main.serve(0, "tcp://127.0.0.1:1", listen="rubbish")
+        main.serve(ServerOptions(hub="tcp://127.0.0.1:1", shard=0, listen="rubbish"))

@@ -4,84 +4,81 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
-from atoll.chunks import ChunkMap, itemsize, lay_out_memory, parse_shapes
-from atoll.chunks.layout import round_up
 from atoll.cli import memory_plan
+from atoll.cli.commands import command
 from atoll.core.errors import ConfigError, PrepareError, UserError
+from atoll.core.options import Mark, Unit
 from atoll.core.units import format_bytes, parse_bytes
-from atoll.moves.owners import split_evenly
-from atoll.moves.search import PAGE
 
-_SMALLEST = "4MiB"
+if TYPE_CHECKING:
+    from atoll.chunks import ChunkMap
+
+_SMALLEST = 2**22  # bytes
 MOST_MEMBERS = 2**12  # more, and a chunk's parts are less than a page
+
+
+_BUDGET = Unit(parse_bytes, "bytes", "SIZE", zero="at least 1 byte; 4MiB is usual")
 
 
 def register(app: typer.Typer) -> None:
     """Give `app` these commands."""
     memory = typer.Typer(help="Chunked memory: train what does not fit.", rich_markup_mode=None)
-    memory.command("layout")(show_layout)
+    memory.command("layout")(command(show_layout, _Layout))
     # Options after SCRIPT are the script's own.
-    memory.command("plan", context_settings={"allow_interspersed_args": False})(memory_plan.show_plan)
+    plan = command(memory_plan.show_plan, memory_plan.PlanOptions)
+    memory.command("plan", context_settings={"allow_interspersed_args": False})(plan)
     app.add_typer(memory, name="memory")
 
 
-# Texts, so that a wrong one is told of in the same way as everywhere else.
-def show_layout(
-    shapes: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SHAPES.json",
-            help="A list of objects: name, shape, dtype, and maybe feature, trainable and settings.",
-        ),
-    ],
-    members: Annotated[str, typer.Option(metavar="N", help="Members that each chunk is split over.")] = "1",
-    smallest: Annotated[
-        str, typer.Option(metavar="SIZE", help="The smallest chunk: what fills the links.")
-    ] = _SMALLEST,
-    chunk: Annotated[
-        str, typer.Option(metavar="SIZE", help="The chunk size, in place of a search.")
-    ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as one object, in bytes.")] = False,
-) -> None:
+def _members(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise ConfigError(f"--members {text}: a whole number, 1 or more")
+    if int(text) > MOST_MEMBERS:
+        raise ConfigError(f"--members {text}: from 1 to {MOST_MEMBERS} share a chunk")
+    return int(text)
+
+
+class _Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """What is laid out, and how.
+
+    Args:
+        shapes: A list of objects: name, shape, dtype, and maybe feature, trainable and settings.
+        members: Members that each chunk is split over.
+        smallest: The smallest chunk: what fills the links. By default 4MiB.
+        chunk: The chunk size, in place of a search.
+        as_json: Print it as one object, in bytes.
+    """
+
+    shapes: Annotated[str, Mark("SHAPES.json", is_argument=True)]
+    members: Annotated[int, Mark("N", parse=_members)] = 1
+    smallest: Annotated[int | None, _BUDGET] = None
+    chunk: Annotated[int | None, _BUDGET] = None
+    as_json: Annotated[bool, Mark(flag="--json")] = False
+
+
+def show_layout(options: _Layout) -> None:
     """Print the chunk size, the chunks by group and the waste, for the parameters in SHAPES.json."""
-    count = _whole("--members", members)
-    if count > MOST_MEMBERS:
-        raise ConfigError(f"--members {members}: from 1 to {MOST_MEMBERS} share a chunk")
-    least = _size("--smallest", smallest)
-    size = None if chunk == "auto" else _size("--chunk", chunk)
-    if size is not None and smallest != _SMALLEST:
+    from atoll.chunks import lay_out_memory, parse_shapes
+
+    if options.chunk is not None and options.smallest is not None:
         raise ConfigError("--chunk names the size, and --smallest is for a search; give one of them")
+    shapes = Path(options.shapes)
     try:
         data = shapes.read_bytes()
     except OSError as error:
         raise UserError(f"{shapes}: cannot be read: {error.strerror or error}") from None
     try:
         specs = parse_shapes(data, str(shapes))
-        chunk_map = lay_out_memory(specs, chunk_bytes=size, smallest=least)
+        chunk_map = lay_out_memory(specs, chunk_bytes=options.chunk, smallest=options.smallest or _SMALLEST)
     except PrepareError as error:
         raise UserError(f"{shapes}: {error}") from None
-    figures = _figures(chunk_map, count)
-    print(json.dumps(figures) if as_json else "\n".join(_lines(figures)))
-
-
-def _whole(option: str, text: str) -> int:
-    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise ConfigError(f"{option} {text}: a whole number, 1 or more")
-    return int(text)
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        size = parse_bytes(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from None
-    if size < 1:
-        raise ConfigError(f"{option} {text}: at least 1 byte; 4MiB is usual")
-    return size
+    figures = _figures(chunk_map, options.members)
+    print(json.dumps(figures) if options.as_json else "\n".join(_lines(figures)))
 
 
 def _figures(chunk_map: ChunkMap, members: int) -> dict[str, Any]:
@@ -104,6 +101,11 @@ def _figures(chunk_map: ChunkMap, members: int) -> dict[str, Any]:
 
 def _stored_by_each(chunk_map: ChunkMap, members: int) -> int:
     """Bytes of whole pages that the member with most stores of values."""
+    from atoll.chunks import itemsize
+    from atoll.chunks.layout import round_up
+    from atoll.moves.owners import split_evenly
+    from atoll.moves.search import PAGE
+
     held = split_evenly(
         [chunk.extent for chunk in chunk_map.chunks], [range(members)] * len(chunk_map.chunks)
     )

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import typer
 
-from atoll.axes.needs import check_groups
-from atoll.core.errors import AtollError, ConfigError, RunError, UserError
-from atoll.core.units import format_bytes, format_seconds, parse_rate
-from atoll.groups.hierarchy import arrange
-from atoll.launch.worker import describe
+from atoll.core.errors import AtollError, RunError, UserError
+from atoll.core.options import RATE_OR_ZERO, Mark
+from atoll.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from atoll.memory.observing import Seen
@@ -33,51 +30,56 @@ _WAYS = {
 }
 
 
-def show_plan(
-    script: Annotated[
-        str,
-        typer.Argument(metavar="SCRIPT", help="A training script that calls atoll.memory.fit, or a session."),
-    ],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print it as one object, in bytes and seconds.")
-    ] = False,
-    workers: Annotated[
-        int, typer.Option("--workers", min=1, help="Plan for one of so many workers of a ring, alike.")
-    ] = 1,
-    link: Annotated[
-        str, typer.Option("--link", help="What goes between the workers each way, such as 10Gbit/s.")
-    ] = "",
-    groups: Annotated[
-        int, typer.Option("--groups", min=1, help="The workers are in so many, strategy hierarchical.")
-    ] = 1,
-    between: Annotated[
-        str, typer.Option("--between", help="What goes between groups each way; else as --link.")
-    ] = "",
-) -> None:
+class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is planned for.
+
+    Args:
+        script: A training script that calls atoll.memory.fit, or a session.
+        arguments: Its arguments.
+        as_json: Print it as one object, in bytes and seconds.
+        workers: Plan for one of so many workers of a ring, alike.
+        link: What goes between the workers each way, such as 10Gbit/s.
+        groups: The workers are in so many, strategy hierarchical.
+        between: What goes between groups each way; else as --link.
+    """
+
+    script: Annotated[str, Mark("SCRIPT", is_argument=True)]
+    arguments: Annotated[list[str], Mark("ARGS", is_argument=True)] = []
+    as_json: Annotated[bool, Mark(flag="--json")] = False
+    workers: Annotated[int, Mark(least=1)] = 1
+    link: Annotated[float, RATE_OR_ZERO] = 0.0
+    groups: Annotated[int, Mark(least=1)] = 1
+    between: Annotated[float, RATE_OR_ZERO] = 0.0
+
+
+def show_plan(options: PlanOptions) -> None:
     """Run SCRIPT up to its third step under its budgets, and print the plan with what it would take.
 
     The script is ended there; what it prints goes to standard error. With --workers it still runs alone, and
     the plan is that of the first of so many.
     """
+    workers, groups, link, between = options.workers, options.groups, options.link, options.between
     if link and workers == 1:
         raise UserError("--link is what goes between several workers; give --workers too")
     if between and groups == 1:
         raise UserError("--between is what goes between several groups; give --groups too")
+    from atoll.axes.needs import check_groups
+    from atoll.groups.hierarchy import arrange
+
     check_groups(groups, workers)
     replicas = arrange([""] * workers, groups).grouping.groups if groups > 1 else ()
-    rates = _rate("--link", link), _rate("--between", between) if between else _rate("--link", link)
-    seen = _run(script, arguments or [], workers, replicas, rates)
-    if as_json:
+    seen = _run(options.script, options.arguments, workers, replicas, (link, between or link))
+    if options.as_json:
         print(json.dumps(_as_object(seen), indent=2))
         return
-    for line in _lines(script, seen, workers, groups):
+    for line in _lines(options.script, seen, workers, groups):
         print(line)
 
 
 def _run(
     script: str, arguments: list[str], workers: int, replicas: Groups, rates: tuple[float, float]
 ) -> Seen:
+    from atoll.launch.worker import describe
     from atoll.memory.observing import EnoughSeen, Observation
 
     path = Path(script)
@@ -106,14 +108,6 @@ def _run(
             "there is no plan without budgets"
         )
     return observation.seen
-
-
-def _rate(option: str, given: str) -> float:
-    """Bytes/s; 0 where none was given."""
-    try:
-        return parse_rate(given) / 8 if given else 0.0
-    except ConfigError as error:
-        raise UserError(f"{option}: {error}") from None
 
 
 def _lines(script: str, seen: Seen, workers: int, groups: int) -> Iterator[str]:

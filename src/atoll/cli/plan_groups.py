@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from atoll.core.errors import UserError
-from atoll.groups.grouping import show
-from atoll.plan.cluster import load_cluster
-from atoll.plan.groupings import Comparison, as_data, compare
+
+if TYPE_CHECKING:
+    from atoll.plan.groupings import Comparison
 
 _WIDTH = 100  # of the reason, in characters
 
@@ -36,6 +36,9 @@ def groups(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in samples/s and seconds.")] = False,
 ) -> None:
     """Show what groupings of a cluster's workers are predicted to give, and choose one."""
+    from atoll.plan.cluster import load_cluster
+    from atoll.plan.groupings import as_data, compare
+
     comparison = compare(load_cluster(cluster), by, _number(number))
     if as_json:
         print(json.dumps(as_data(comparison), indent=2))
@@ -54,6 +57,8 @@ def _number(text: str | None) -> int | None:
 
 def _show(comparison: Comparison) -> None:
     """A table of samples per second, each beside the synchronous one's, and the reason below it."""
+    from atoll.groups.grouping import show
+
     synchronous = comparison.synchronous
     lines = [("", "groups", "compute only", "", "with links", "", "")]
     for row in comparison.rows:

@@ -24,20 +24,22 @@ from atoll.core.units import bytes_per_second, parse_bytes, parse_seconds
 class Unit(NamedTuple):
     """What an option's text is turned into: `parse` gives a number of `of`, `word` stands in `--help`.
 
-    Without `may_be_zero` a value must be more than 0. `show` writes a number as a text that `parse` reads.
+    `zero` is what is wrong with a value of 0; empty: nothing. `show` writes a number as a text that `parse`
+    reads.
     """
 
     parse: Callable[[str | float], float]
     of: str
     word: str
-    may_be_zero: bool = False
+    zero: str = "must be more than 0"
     show: Callable[[float], str] = "{:g}s".format
 
 
 SPAN = Unit(parse_seconds, "seconds", "SPAN")
-SPAN_OR_ZERO = Unit(parse_seconds, "seconds", "SPAN", may_be_zero=True)
+SPAN_OR_ZERO = Unit(parse_seconds, "seconds", "SPAN", zero="")
 SIZE = Unit(parse_bytes, "bytes", "SIZE", show=lambda count: f"{count / 1e6:g}MB")
 RATE = Unit(bytes_per_second, "bytes per second", "RATE", show=lambda rate: f"{rate * 8:g}bit/s")
+RATE_OR_ZERO = Unit(bytes_per_second, "bytes per second", "RATE", zero="")
 
 
 class Mark(NamedTuple):
@@ -51,6 +53,7 @@ class Mark(NamedTuple):
         is_hidden: only a launcher gives the option.
         parse: makes the value of the texts given; raises UserError for others.
         key: of the configuration, which the option stands for.
+        least: the smallest whole number that is right.
     """
 
     word: str = ""
@@ -60,6 +63,7 @@ class Mark(NamedTuple):
     is_hidden: bool = False
     parse: Callable[[Any], Any] | None = None
     key: str = ""
+    least: int | None = None
 
 
 class Option(NamedTuple):
@@ -83,6 +87,12 @@ class Option(NamedTuple):
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether a command line may give the option several times."""
+        origin = get_origin(self.kind)
+        return origin in (list, dict) or (origin is tuple and self.mark.parse is None)
+
+    @property
     def word(self) -> str:
         """What stands for the value in `--help`."""
         return self.mark.word or (self.unit.word if self.unit is not None else "")
@@ -94,27 +104,32 @@ class Option(NamedTuple):
             return ""
         if self.unit is not None and not isinstance(self.default, str):
             return self.unit.show(self.default)
-        return str(self.default)
+        return ",".join(self.default) if isinstance(self.default, tuple) else str(self.default)
 
     def check(self, given: Any) -> None:
         """Raise ConfigError, without the option's name, for a text that is no quantity of the unit."""
         if self.unit is None or given == self.default:
             return
         value = self.unit.parse(given)
-        if value <= 0 and not self.unit.may_be_zero:
-            raise ConfigError("must be more than 0")
+        if value <= 0 and self.unit.zero:
+            raise ConfigError(self.unit.zero)
 
     def value_of(self, given: Any) -> Any:
         """The value of what a command line gives. Raises UserError, one line that names the flag."""
+        if given == "":
+            name = self.word if self.mark.is_argument else self.flag
+            raise ConfigError(f"{name}: the value is empty; give one, or leave the option out")
         if self.mark.parse is not None:
             return self.mark.parse(given)
+        if self.unit is not None and isinstance(given, list):
+            return tuple(map(self.value_of, given))
         if self.unit is not None:
             try:
                 value = self.unit.parse(given)
             except ConfigError as error:
                 raise ConfigError(f"{self.flag}: {error}") from None
-            if value <= 0 and not self.unit.may_be_zero:
-                raise ConfigError(f"{self.flag} {given}: must be more than 0")
+            if value <= 0 and self.unit.zero:
+                raise ConfigError(f"{self.flag} {given}: {self.unit.zero}")
             return value
         if self.choices and given not in self.choices:
             raise ConfigError(f"{self.flag} {given}: {no_such_choice(given, self.choices)}")

@@ -36,7 +36,7 @@ from atoll.peers.witness import Answer, Witness
 from atoll.store.admission import Admission
 from atoll.store.leases import Key, Leases
 from atoll.store.members import Membership
-from atoll.store.roll import FLOOR_SECONDS
+from atoll.store.silence import FLOOR_SECONDS
 from atoll.wire.messages import AnyMessage, Lease, Leased, Used
 
 GLOBAL = ""  # the name of the log that shard 0 keeps; a site's has the site's

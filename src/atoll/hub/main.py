@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sys
 import time
@@ -22,19 +21,17 @@ from atoll.core.outlet import Outlet
 from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
 from atoll.hub.journal import FILE, HubJournal
-from atoll.hub.planner import GroupingSettings
+from atoll.hub.options import HubOptions
+from atoll.hub.planner import GroupingSettings, ScoreFor, by_computing
 from atoll.hub.records import Began
 from atoll.hub.service import LIMIT, Hub
 from atoll.net.endpoint import Server
 from atoll.net.keys import read_keys
 from atoll.store.replicas import REPLICAS
-from atoll.store.roll import FLOOR_SECONDS
+from atoll.store.silence import FLOOR_SECONDS
 from atoll.store.workers import RANKS
 
 ADDRESS_FILE = "hub.address"  # in the run's directory: where the hub listens
-DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
-HEARTBEAT = 0.25  # seconds; the longest: a stop of 3 s must stay below the 3.5 s that are borne at least
-PATIENCE = 10.0  # seconds
 BEATS = 8_000  # heartbeats in a second: a run of more than 2,000 workers hears each less often
 SHARDS = 4096  # the most
 _READER_SECONDS = 1.0  # for a reader of what the hub printed, when it ends
@@ -43,39 +40,29 @@ _FILES = 100  # descriptors for everything else
 
 
 def serve(
-    listen: str = DEFAULT_LISTEN,
-    keys_file: str | os.PathLike[str] | None = None,
-    run: str = "",
-    workers: int = 1,
-    shards: int = 1,
-    folder: str | os.PathLike[str] | None = None,
-    patience: float = PATIENCE,
-    heartbeat: float = HEARTBEAT,
-    *,
-    sites: Mapping[str, int] | None = None,
-    replicas: int = 1,
-    until_done: bool = False,
-    at_least: int = 1,
+    options: HubOptions,
     grouping: GroupingSettings | None = None,
-    least_patience: float = FLOOR_SECONDS,
+    *,
     until: Callable[[], bool] = lambda: False,
     ready: Callable[[str], None] = lambda _address: None,
 ) -> None:
-    """Be the hub of a run that begins with `workers` workers and has `shards` shards; without shards the
-    workers are a ring, which has no fewer and no more.
+    """Be the hub of a run, as `options` say.
 
-    `sites` has the workers of each site, by its name, where the run has levels; together they are `workers`.
-    With `replicas` 2 each shard has a standby, a second process that holds all that it acknowledges.
-    `run` is its name; empty: a new one. Decisions go to `folder` (decisions.jsonl), and as lines to stdout.
-    `folder` also gets the address, for `listen` may leave the port open (0), and the journal: a hub that is
-    started again with the same folder goes on with the same run at the same address. `ready` is called with
-    the address once others may connect. `patience`: the most seconds of silence after which a member counts
-    as dead, and `least_patience` the fewest, however regularly it was heard; `heartbeat`: how often they are
-    to be heard. `at_least`: a ring with fewer members left than these ends. `grouping`: how workers are put
-    into groups, where they are. It ends when `until` says so, by a signal, or with `until_done` when all
-    workers have left or died and the shards, which it tells, have ended. Raises UserError for input that is
-    wrong, a port in use and a folder of another run too.
+    Decisions go to the directory (decisions.jsonl), and as lines to stdout. The directory also gets the
+    address, and the journal of the run. It ends when `until` says so, by a signal, or with `until_done` when
+    all workers have left or died and the shards, which it tells, have ended.
+
+    Args:
+        options: what the hub is started with.
+        grouping: how workers are put into groups, where they are: `grouping_of(options)`, say.
+        until: whether to end.
+        ready: called with the address once others may connect.
+
+    Raises UserError for input that is wrong, a port in use and a directory of another run too.
     """
+    workers, shards, sites, replicas = options.workers, options.shards, options.sites, options.replicas
+    patience, least_patience = options.patience, options.least_patience
+    heartbeat, at_least = options.heartbeat_seconds, options.at_least
     check_counts(workers, shards)
     if not 0 < heartbeat < patience / 2:
         raise UserError(
@@ -88,37 +75,37 @@ def serve(
         )
     if not 1 <= at_least <= workers:
         raise UserError(f"at least {at_least} workers, of a run of {workers}: from 1 to {workers}")
-    options = {"--site": list(sites or {}), "--shards": shards, "--replicas": replicas}
-    check("hub", Choices(options if grouping is None else {**options, "--groups": grouping.count}))
-    _check_sites(sites or {}, workers)
+    chosen = {"--site": list(sites), "--shards": shards, "--replicas": replicas}
+    check("hub", Choices(chosen if grouping is None else {**chosen, "--groups": grouping.count}))
+    _check_sites(sites, workers)
     _check_replicas(replicas)
     if grouping is not None:
         _check_groups(grouping, workers)
     # More heartbeats than the hub can take in passing are too many: it hears many workers less often.
     seldom = max(heartbeat, min(workers / BEATS, patience / 4))
     least_patience, heartbeat = min(least_patience + seldom - heartbeat, max(patience, FLOOR_SECONDS)), seldom
-    keys = read_keys(keys_file) if keys_file else None
+    keys = read_keys(options.key_file) if options.key_file else None
     descriptors = raise_descriptor_limit()
-    where = None if not folder else Path(folder)
+    where = Path(options.directory) if options.directory else None
     with contextlib.ExitStack() as stack:
         journal = HubJournal(where) if where is not None and (where / FILE).exists() else None
         if journal is not None:
             stack.callback(journal.close)
         asked = Began(
             at=0.0,
-            run=run,
-            listen=listen,
+            run=options.run,
+            listen=options.listen,
             address="",
             workers=workers,
             shards=shards,
-            sites=_pairs(sites),
+            sites=list(sites.items()),
             replicas=replicas,
             groups=str(grouping) if grouping is not None else "",
         )
         began = _goes_on(journal, asked) if journal is not None else None
-        run = began.run if began is not None else run or _new_name()
+        run = began.run if began is not None else options.run or _new_name()
         server = stack.enter_context(
-            Server(began.address if began else listen, keys, limit=LIMIT, name="hub")
+            Server(began.address if began else options.listen, keys, limit=LIMIT, name="hub")
         )
         if where is not None and journal is None:
             journal = HubJournal(where)  # now that the address is ours
@@ -139,7 +126,7 @@ def serve(
             decisions,
             run=run,
             keys=keys,
-            until_done=until_done,
+            until_done=options.until_done,
             at_least=at_least,
             journal=journal,
             grouping=grouping,
@@ -150,7 +137,7 @@ def serve(
         decisions.add(
             "hub",
             f"listens at {server.address}" + (" again" if began is not None else ""),
-            f"run {run!r} of {_count(workers, 'worker')}{_at(sites or {})} and "
+            f"run {run!r} of {_count(workers, 'worker')}{_at(sites)} and "
             f"{_count(shards, 'shard') if shards else 'no shards'}{_held(shards, replicas)}, "
             + ("with keys" if keys else "without keys: only this machine can reach it"),
         )
@@ -170,12 +157,23 @@ def serve(
         hub.serve(until)
 
 
+def grouping_of(options: HubOptions, score_for: ScoreFor = by_computing) -> GroupingSettings | None:
+    """How workers are put into groups, which `score_for` gives scores; None where they are not."""
+    if options.groups is None:
+        return None
+    return GroupingSettings(
+        options.groups,
+        options.group_by,
+        options.group_patience,
+        options.regroup,
+        options.consistency,
+        options.group_links,
+        score_for,
+    )
+
+
 def _new_name() -> str:
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-
-
-def _pairs(sites: Mapping[str, int] | None) -> list[tuple[str, int]]:
-    return list((sites or {}).items())
 
 
 def _there(book: Book) -> str:

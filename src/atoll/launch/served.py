@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from atoll.core.config import (
     HUB_VARIABLE,
@@ -40,9 +41,11 @@ from atoll.core.runclock import record_time
 from atoll.core.units import format_seconds
 from atoll.hub.decisions import HUB, Decision, DecisionReader
 from atoll.hub.forwarder import Forwarder
+from atoll.hub.options import HubOptions
 from atoll.launch.ends import EndWatch
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
+from atoll.launch.parts import called, part_of
 from atoll.launch.processes import Standstill, appended, descendants, is_stopped, signal_name, start_process
 from atoll.launch.restarts import DelayedProcess, Pauses, Process
 from atoll.launch.service import END_SIGNAL
@@ -51,6 +54,7 @@ from atoll.net.keys import read_keys
 from atoll.observe.groups import GROUPS
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
+from atoll.server.options import ServerOptions
 
 SERVICE = "atoll.launch.service"  # the module that a service's process runs
 SERVICE_RESTARTS = 3  # times that a hub or a shard that is killed is started again, each
@@ -112,7 +116,7 @@ class ServedLaunch:
         self._script, self._address = list(script), ""
         self._forwarder: Forwarder | None = None  # of the workers' heartbeats
         self._services: dict[str, subprocess.Popen[bytes]] = {}
-        self._arguments: dict[str, list[str]] = {}  # of each service
+        self._options: dict[str, HubOptions | ServerOptions] = {}  # of each service
         self._restarts: Counter[str] = Counter()  # by the name of a service or a worker
         self._pauses = Pauses()
         self._workers: list[Process] = []
@@ -169,13 +173,7 @@ class ServedLaunch:
         folder.mkdir(exist_ok=True)
         where = folder / "hub.address"
         where.unlink(missing_ok=True)
-        patience = ["--patience", f"{self._config.patience_seconds:g}"]
-        named = [
-            part for site, workers in self._workers_of().items() for part in ("--site", f"{site}={workers}")
-        ]
-        replicas = self._config.server.replicas if shards else 1
-        of_run = ["--workers", str(count), "--shards", str(shards), "--replicas", str(replicas)]
-        self._serve("hub", [*of_run, *named, *self._grouping(), *patience, *self._common()])
+        self._serve("hub", self._hub_options(count, shards))
         self._awaited, self._begins_by = where, time.monotonic() + START_SECONDS
 
     @property
@@ -186,29 +184,56 @@ class ServedLaunch:
         """How many workers each site has."""
         return {site: self._sites.count(site) for site in self._sites if site}
 
-    def _common(self) -> list[str]:
-        """The options of every service."""
-        return ["--run", self._directory.name, "--directory", str(self._directory.path / "service")]
+    def _hub_options(self, count: int, shards: int) -> HubOptions:
+        config, groups = self._config, self._config.groups
+        return HubOptions(
+            workers=count,
+            shards=shards,
+            listen=f"tcp://{_LOOPBACK}:0",
+            key_file=self._environment.get(KEYS_VARIABLE, ""),
+            run=self._directory.name,
+            directory=str(self._directory.path / "service"),
+            patience=config.patience_seconds,
+            sites=self._workers_of(),
+            replicas=config.server.replicas if shards else 1,
+            groups=groups.count if config.run.strategy == "ps-hra" else None,
+            group_by=groups.by,
+            group_patience=config.probe_seconds,
+            group_links=config.links_seconds,
+            regroup=groups.regroup,
+            consistency=config.sync.consistency,
+        )
+
+    def _server_options(self, address: str) -> dict[str, ServerOptions]:
+        """Those of each shard's processes and of each site's, by name."""
+        config, folder = self._config, self._directory.path / "service"
+        common = ServerOptions(
+            hub=address,
+            key_file=self._environment.get(KEYS_VARIABLE, ""),
+            run=self._directory.name,
+            codec=config.sync.codec,
+            snapshot_seconds=config.snapshot_seconds,
+        )
+        shards = replace(
+            common,
+            optimizer=config.server.optimizer,
+            journal=config.server.journal,
+            link_rate=config.link_options.rate,
+        )
+        sites = replace(common, timeout=config.timeout_seconds, link=config.link_options)
+        found: dict[str, ServerOptions] = {}
+        for shard in range(self._shard_count):
+            for name, beside in (("server", ""), ("second", "-second"))[: config.server.replicas]:
+                directory = str(folder / f"shard-{shard}{beside}")
+                found[f"{name}-{shard}"] = replace(shards, shard=shard, directory=directory)
+        for site in self._workers_of():
+            found[f"site-{site}"] = replace(sites, site=site, directory=str(folder / f"site-{site}"))
+        return found
 
     def _start_others(self, address: str) -> None:
         """Start shards and workers. They import torch, which takes longest: none waits for another."""
-        replicas = self._config.server.replicas
-        for shard in range(self._shard_count):
-            arguments = ["--hub", address, "--shard", str(shard), *self._common()]
-            arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
-            arguments += ["--link-rate", f"{self._config.link_options.rate:g}"]
-            arguments += ["--journal", self._config.server.journal]
-            if self._config.server.optimizer:
-                arguments += ["--optimizer", self._config.server.optimizer]
-            arguments += ["--codec", self._config.sync.codec]
-            self._serve(f"server-{shard}", arguments)
-            if replicas > 1:
-                self._serve(f"second-{shard}", [*arguments, "--second"])
-        for site in self._workers_of():
-            arguments = ["--hub", address, "--site", site, *self._common(), "--link", self._link()]
-            arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
-            arguments += ["--codec", self._config.sync.codec]
-            self._serve(f"site-{site}", [*arguments, "--timeout", f"{self._config.timeout_seconds:g}"])
+        for name, options in self._server_options(address).items():
+            self._serve(name, options)
         self._forward_heartbeats()
         for rank in range(len(self._sites)):
             self._workers.append(self._start_worker(rank))
@@ -236,28 +261,14 @@ class ServedLaunch:
             self._tell_of_heartbeats(self._forwarder.trouble)
             self._forwarder = None
 
-    def _link(self) -> str:
-        """[link], for a site's shard."""
-        return msgspec.json.encode(self._config.link_options).decode()
-
-    def _grouping(self) -> list[str]:
-        """The hub's options for how workers are put into groups, where they are."""
-        if self._config.run.strategy != "ps-hra":
-            return []
-        groups = self._config.groups
-        options = ["--groups", str(groups.count), "--group-by", groups.by]
-        options += ["--group-patience", f"{self._config.probe_seconds:g}"]
-        options += ["--group-links", f"{self._config.links_seconds:g}"]
-        options += ["--consistency", self._config.sync.consistency]
-        return [*options, "--no-regroup"] if not groups.regroup else options
-
-    def _serve(self, name: str, arguments: Sequence[str]) -> None:
+    def _serve(self, name: str, options: HubOptions | ServerOptions) -> None:
         """Start the hub or a shard, with a log of its own."""
-        kind, self._arguments[name] = name.partition("-")[0].replace("second", "server"), list(arguments)
+        self._options[name] = options
+        module = self._hub_module if name == "hub" else SERVICE
         with appended(self._directory.logs / f"{name}.log") as log:
             self._services[name] = start_process(
-                _called(name),
-                [sys.executable, "-m", self._hub_module if kind == "hub" else SERVICE, kind, *arguments],
+                called(name),
+                [sys.executable, "-m", module, name, msgspec.json.encode(options).decode()],
                 env={**self._environment, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -504,10 +515,10 @@ class ServedLaunch:
     def _see_to_given_up(self, who: str) -> None:
         """The hub has given this part up: if its process stands still, it is of no use any more."""
         for name, (rank, process) in self._processes().items():
-            if process.poll() is not None or _part(name) != who:
+            if process.poll() is not None or part_of(name) != who:
                 continue
             if is_stopped(process.pid):
-                message = f"{_called(name)} stands still (SIGSTOP), and the hub has given it up; it is killed"
+                message = f"{called(name)} stands still (SIGSTOP), and the hub has given it up; it is killed"
                 self._warn(rank, message)
                 process.kill()
             elif name == who:  # a worker
@@ -530,7 +541,7 @@ class ServedLaunch:
         living = {pid: name for name, (_, each) in there.items() for pid in self._pids(each)}
         for pid, seconds in self._standstill.look(living).items():
             rank, process = there[living[pid]]
-            message = f"{_called(living[pid])} has stood still for {seconds:.0f} s (SIGSTOP); it is killed"
+            message = f"{called(living[pid])} has stood still for {seconds:.0f} s (SIGSTOP); it is killed"
             self._warn(rank, message)
             process.kill()
 
@@ -569,9 +580,9 @@ class ServedLaunch:
         """Start a hub or a shard again that was killed, and say so; False where it was often enough."""
         if self._stopping or self._restarts[name] >= SERVICE_RESTARTS:
             return False
-        self._tell_again(0, name, _called(name), how, SERVICE_RESTARTS)
-        self.losses.lost(_part(name), self._now())
-        self._serve(name, self._arguments[name])
+        self._tell_again(0, name, called(name), how, SERVICE_RESTARTS)
+        self.losses.lost(part_of(name), self._now())
+        self._serve(name, self._options[name])
         return True
 
     def _goes_on_without(self, name: str, code: int) -> bool:
@@ -687,7 +698,7 @@ class ServedLaunch:
     def _tell_lost(self, name: str) -> None:
         """Say which of hub and shards has ended, and why: without it the run cannot go on."""
         code, log = self._services[name].returncode, self._directory.logs / f"{name}.log"
-        who = _called(name)
+        who = called(name)
         said = self._last_word(name) if code >= 0 else ""
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
         often = f" for the {self._restarts[name] + 1}th time" if self._restarts[name] else ""
@@ -773,21 +784,3 @@ class ServedLaunch:
 def _may_start_again(code: int) -> bool:
     """Whether a service that ended so is of use again: one that was killed, or that the hub gave up."""
     return code < 0 or code == GivenUpError.exit_status
-
-
-def _part(name: str) -> str:
-    """A process's part of the run, as the hub's decisions name it: a shard's two processes are one part."""
-    kind, _, which = name.partition("-")
-    parts = {
-        "hub": "the hub",
-        "server": f"shard {which}",
-        "second": f"shard {which}",
-        "site": f"site {which!r}",
-    }
-    return parts.get(kind, name)
-
-
-def _called(name: str) -> str:
-    """A service's name as a person reads it."""
-    name = name.replace("server-", "shard ").replace("second-", "the second process of shard ")
-    return name.replace("site-", "the shard of site ").replace("hub", "the hub")

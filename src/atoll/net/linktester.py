@@ -10,10 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -25,12 +23,13 @@ from atoll.core.errors import PeerLostError, RunError, UserError
 from atoll.ltp.settings import Settings
 from atoll.net.endpoint import Client, host_and_port
 from atoll.net.keys import Keys
+from atoll.net.linkoptions import LinkTestOptions
 from atoll.net.linkreport import Clocks, LinkReport, Outcome, Packets, Turn, window_note
 from atoll.net.linkserver import FRAME, NAME
 from atoll.net.requests import RefusedError
 from atoll.net.tcpflows import TcpSender, most_in_flight
 from atoll.wire.datagrams import LTP_VERSION
-from atoll.wire.linktest import LINK_ROLE, MOST_TRANSFER
+from atoll.wire.linktest import LINK_ROLE
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
@@ -52,7 +51,6 @@ from atoll.wire.messages import (
     encode,
 )
 
-TRANSPORTS = "ltp, ltp:reliable, tcp, tcp:ALGORITHM (such as tcp:cubic)"
 _READINGS = 3  # of the clock, before each turn
 _LOOK_SECONDS = 0.05
 _SLOW_SECONDS = 5.0
@@ -60,39 +58,6 @@ _LEAST_SILENCE = 3.0  # seconds: the server speaks each second, and one word may
 
 Values = npt.NDArray[np.float32]
 Answer = TypeVar("Answer", bound=Message)
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What is asked for. Raises UserError, one line, for what cannot be."""
-
-    transports: Sequence[str] = ("ltp", "tcp")
-    size: int = 20_000_000  # bytes of a transfer; rounded up to whole float32 values
-    count: int = 20
-    warm: int = 2  # transfers of each before those that count
-    high: float = 0.2  # share of the blocks of high priority
-    timeout: float = 10.0  # seconds, for the server to answer, and of its silence
-    deadline: float = 120.0  # seconds, for one transfer
-    budget: float = 300.0  # seconds, after which a transport makes no more transfers
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for transport in self.transports:
-            if not re.fullmatch(r"ltp(:reliable)?|tcp(:[\w-]{1,15})?", transport):
-                raise UserError(f"--transport {transport}: no such transport; there are {TRANSPORTS}")
-        if not self.transports or len(set(self.transports)) < len(self.transports):
-            raise UserError(f"--transport {','.join(self.transports)}: name each transport once")
-        if not 1 <= self.size <= MOST_TRANSFER:
-            raise UserError(f"--bytes {self.size}: from 1 to {MOST_TRANSFER}")
-        if not 1 <= self.count <= 10_000:
-            raise UserError(f"--count {self.count}: from 1 to 10000 transfers")
-        if not 0 <= self.warm <= 1000:
-            raise UserError(f"--warm {self.warm}: from 0 to 1000 transfers")
-        if not 0 <= self.high <= 1:
-            raise UserError(f"--high {self.high:g}: a share is between 0 and 1")
-        for name in ("timeout", "deadline", "budget"):
-            if not 0 < getattr(self, name) < 1e6:
-                raise UserError(f"--{name} {getattr(self, name):g}: must be more than 0 seconds")
 
 
 class Sender(Protocol):
@@ -147,7 +112,7 @@ class LinkTester:
     """A connection to the server at `address`. Raises UserError where nobody answers there within the test's
     timeout, or it is no such server, has another key, or speaks another version."""
 
-    def __init__(self, address: str, keys: Keys | None, test: Wish) -> None:
+    def __init__(self, address: str, keys: Keys | None, test: LinkTestOptions) -> None:
         self.test, self.clocks = test, Clocks()
         place = host_and_port(address)
         if place is None:

@@ -11,9 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, groupby, pairwise
+from typing import Annotated
+
+import msgspec
 
 from atoll.core.errors import UserError
+from atoll.core.options import Mark
 from atoll.plan import cost
+from atoll.plan.options import BANDWIDTH, GRADIENTS, LATENCY, NUMBER, WHOLE
 
 SCHEMES = ("parameter_server", "ring", "hierarchical", "ps_hra")
 WORDS = {
@@ -27,18 +32,25 @@ _MORE = 4  # times the workers, in the figure against latency
 _SPAN = 64  # times the workers, up to where the figure against N goes
 
 
-@dataclass(frozen=True)
-class Values:
+class Values(msgspec.Struct, frozen=True):
     """What the figures are drawn from: N, k, S in bytes, B in bytes/s, C in seconds a byte; and the
     latencies, in seconds, at which time is drawn against N.
+
+    Args:
+        nodes: Workers.
+        groups: Groups, of N/K workers.
+        size: Gradients of a worker: 160e6, 160MB.
+        bandwidth: Of a link: 1.25e9 (bytes/s), or in bits: 10Gbit/s.
+        compute: Seconds to add up a byte, such as 1e-10.
+        latencies: From one worker to another: 1e-3 (seconds), 1ms. May be given several times.
     """
 
-    nodes: int = 16
-    groups: int = 4
-    size: float = 160e6
-    bandwidth: float = 1.25e9
-    compute: float = 1e-10
-    latencies: tuple[float, ...] = (1e-3, 50e-3)
+    nodes: Annotated[int, WHOLE, Mark("N")] = 16
+    groups: Annotated[int, WHOLE, Mark("K")] = 4
+    size: Annotated[float, GRADIENTS, Mark("S", flag="--bytes")] = 160e6
+    bandwidth: Annotated[float, BANDWIDTH, Mark("B")] = 1.25e9
+    compute: Annotated[float, NUMBER, Mark("C")] = 1e-10
+    latencies: Annotated[tuple[float, ...], LATENCY, Mark("A", flag="--latency")] = (1e-3, 50e-3)
 
     def check(self) -> None:
         """Raises UserError for values from which nothing can be drawn."""

@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from atoll.core.errors import UserError
 from atoll.plan.claims import (
     SCHEMES,
@@ -84,7 +86,11 @@ def _as_json(values: Values, findings: Findings) -> dict[str, object]:
         }
         for panel in findings.panels
     ]
-    return {"values": asdict(values), "claims": [asdict(each) for each in findings.claims], "panels": panels}
+    return {
+        "values": msgspec.structs.asdict(values),
+        "claims": [asdict(each) for each in findings.claims],
+        "panels": panels,
+    }
 
 
 def _latency_figure(values: Values, findings: Findings) -> Figure:

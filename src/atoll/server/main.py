@@ -3,7 +3,6 @@ stop."""
 
 from __future__ import annotations
 
-import os
 import platform
 import signal
 import threading
@@ -15,7 +14,6 @@ from types import FrameType
 
 import torch
 
-from atoll.core.config import LinkOptions
 from atoll.core.events import AnyEvent, Decided, Warned
 from atoll.core.heap import keep_freed_memory
 from atoll.core.runclock import record_time
@@ -25,6 +23,7 @@ from atoll.observe.journal import Journal as Events
 from atoll.server.journal import Folder, Journal, JournalError
 from atoll.server.links import HubLink
 from atoll.server.mirror import Mirror
+from atoll.server.options import ServerOptions
 from atoll.server.recovery import find, first_segment
 from atoll.server.shard import Shard
 from atoll.server.site import SiteShard
@@ -38,55 +37,42 @@ _JOURNAL = "journal.jsonl"
 
 
 def serve(
-    index: int,
-    hub_address: str,
+    options: ServerOptions,
     *,
-    keys_file: str | os.PathLike[str] | None = None,
-    listen: str = "tcp://127.0.0.1:0",
-    address: str = "",
-    run: str = "atoll",
-    folder: str | os.PathLike[str] | None = None,
-    optimizer: str = "",
-    codec: str = "",
-    fused: bool = False,
-    snapshot_seconds: float = 60.0,
-    timeout: float = 600.0,
-    sync: bool = False,
-    journal_required: bool = False,
-    link_rate: float = 0.0,
-    udp_port: int = 0,
     ready: Callable[[str], None] = lambda _address: None,
     goes_on: Callable[[str], None] = lambda _line: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Be shard `index` of `run`, until SIGTERM or SIGINT, or the hub says that the run is over.
+    """Be one shard of a run, until SIGTERM or SIGINT, or the hub says that the run is over.
 
-    It listens at `listen`, and tells the hub that workers reach it at `address` (by itself: where it listens;
-    for an address of all interfaces, this machine's name). `folder` is this shard's own: a journal of what it
-    was told, snapshots every `snapshot_seconds`, and what it decided; None keeps nothing. A shard that is
-    started in the folder of one that was killed goes on where that one stood, and `goes_on(line)` says from
-    what. With `sync` the journal is on the disk before anybody is answered, and survives the machine. Where
-    the journal cannot be written, the shard serves on without one until a snapshot is whole; where it is
-    `journal_required`, or the shard has a standby, it ends with JournalError.
-    `optimizer` is the operator's own ("package.module:Class"), and `codec` the one codec that the shard may
-    load beside Atoll's own. The hub's welcome is waited for for `timeout`
-    seconds. What comes through tunnels is shared out so that it does not pass `link_rate`, bytes per second
-    (0: it is not), and comes to UDP ports from `udp_port` on (0: any free ones). `ready(address)` is called
-    once workers can reach it; `stop` ends it too.
+    A directory gets a journal of what the shard was told, snapshots, and what it decided. A shard that is
+    started in the directory of one that was killed goes on where that one stood. Where the journal cannot be
+    written, the shard serves on without one until a snapshot is whole; where it is required, or the shard has
+    a standby, it ends with JournalError. What comes through tunnels is shared out so that it does not pass
+    the link's rate.
 
-    Raises UserError for what was given wrong, CheckpointError where the folder holds no whole journal,
+    Args:
+        options: what the shard is started with.
+        ready: called with the address once workers can reach it.
+        goes_on: called with a line that says from what the shard goes on.
+        stop: ends it too.
+
+    Raises UserError for what was given wrong, CheckpointError where the directory holds no whole journal,
     RunError when the run cannot go on.
     """
+    index, run, folder = options.shard or 0, options.run, options.directory or None
     torch.set_num_threads(1)  # chunks are stepped one by one, and a machine holds several shards
     kept = keep_freed_memory(messages=True)
-    keys = read_keys(keys_file) if keys_file is not None else None
+    keys = read_keys(options.key_file) if options.key_file else None
     with ExitStack() as stack:
         stopped = stack.enter_context(_told_to_stop(stop or threading.Event()))
         emit: Callable[[AnyEvent], None] = lambda _event: None  # noqa: E731
         snapshots, kept_in, found, journal = None, None, None, None
         warn: Callable[[str], None] = lambda line: emit(Warned(time=record_time(), worker=-1, message=line))  # noqa: E731
         if folder is not None:
-            snapshots = Snapshots(Path(folder), run=run, shard=index, seconds=snapshot_seconds, failed=warn)
+            snapshots = Snapshots(
+                Path(folder), run=run, shard=index, seconds=options.snapshot_seconds, failed=warn
+            )
             kept_in = Folder(Path(folder), run, index)
             stack.callback(kept_in.close)
             if (kept_in.path / MARK).exists():  # of a standby that did not get all of it
@@ -95,22 +81,22 @@ def serve(
             journal = Journal(
                 kept_in,
                 found.next_segment if found is not None else first_segment(kept_in),
-                sync=sync,
-                required=journal_required,
+                sync=options.sync,
+                required=options.journal == "required",
             )
             emit = stack.enter_context(Events(Path(folder) / _JOURNAL))
         name = f"shard {index}"
-        server = stack.enter_context(_door(listen, keys, name, link_rate, udp_port))
-        own = address or _reachable(server.address)
+        server = stack.enter_context(_door(options, keys, name))
+        own = options.address or _reachable(server.address)
         identity = kept_in.identity if kept_in is not None else None
         warm_up()  # while the workers are starting: at the model's set-up all of them would wait for it
         hub = HubLink(
-            hub_address,
+            options.hub,
             keys,
             run=run,
             shard=index,
             own=own,
-            timeout=timeout,
+            timeout=options.timeout,
             incarnation=identity.incarnation if identity is not None and found is not None else 0,
             token=identity.token if identity is not None else "",
         )
@@ -129,9 +115,9 @@ def serve(
                 workers=hub.welcome.workers,
                 keys=keys,
                 hub=hub,
-                configured=optimizer,
-                codec=codec,
-                fused=fused,
+                configured=options.optimizer,
+                codec=options.codec,
+                fused=options.fused,
                 snapshots=snapshots,
                 journal=journal,
                 mirror=mirror,
@@ -201,35 +187,20 @@ def _drop_older(shard: Shard, journal: Journal, heading: Heading) -> None:
 
 
 def serve_site(
-    site: str,
-    hub_address: str,
+    options: ServerOptions,
     *,
-    keys_file: str | os.PathLike[str] | None = None,
-    listen: str = "tcp://127.0.0.1:0",
-    address: str = "",
-    run: str = "atoll",
-    folder: str | os.PathLike[str] | None = None,
-    snapshot_seconds: float = 60.0,
-    timeout: float = 600.0,
-    sync: bool = False,
-    link: LinkOptions | None = None,
-    codec: str = "",
-    link_rate: float = 0.0,
-    udp_port: int = 0,
     ready: Callable[[str], None] = lambda _address: None,
     goes_on: Callable[[str], None] = lambda _line: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Be the shard of `site`, until SIGTERM or SIGINT, or all of the site's workers have left: see `serve`.
+    """Be the shard of a site, until SIGTERM or SIGINT, or all of the site's workers have left: see `serve`.
 
-    `folder` gets its journal, which begins anew every `snapshot_seconds`; it keeps no snapshots, since the
-    parameters are the global shards'. `timeout` in seconds is the deadline of each wait for the hub's welcome
-    and for the global shards. `link` is how it reaches those; `codec`,
-    `link_rate` and `udp_port` are as there.
+    The directory gets its journal; it keeps no snapshots, since the parameters are the global shards'.
     """
+    site, run, folder = options.site, options.run, options.directory or None
     torch.set_num_threads(1)
     keep_freed_memory(messages=True)
-    keys = read_keys(keys_file) if keys_file is not None else None
+    keys = read_keys(options.key_file) if options.key_file else None
     with ExitStack() as stack:
         stopped = stack.enter_context(_told_to_stop(stop or threading.Event()))
         emit: Callable[[AnyEvent], None] = lambda _event: None  # noqa: E731
@@ -238,24 +209,24 @@ def serve_site(
             kept_in = Folder(Path(folder), run, 0, site)
             stack.callback(kept_in.close)
             found = find_site(kept_in)
-            journal = Journal(kept_in, found.next_segment if found is not None else 0, sync=sync)
+            journal = Journal(kept_in, found.next_segment if found is not None else 0, sync=options.sync)
             emit = stack.enter_context(Events(Path(folder) / _JOURNAL))
-        server = stack.enter_context(_door(listen, keys, f"shard of site {site!r}", link_rate, udp_port))
-        own = address or _reachable(server.address)
+        server = stack.enter_context(_door(options, keys, f"shard of site {site!r}"))
+        own = options.address or _reachable(server.address)
         token = kept_in.identity.token if kept_in is not None else ""
         warm_up()
-        hub = HubLink(hub_address, keys, run=run, site=site, own=own, timeout=timeout, token=token)
+        hub = HubLink(options.hub, keys, run=run, site=site, own=own, timeout=options.timeout, token=token)
         stack.callback(hub.close)
         shard = SiteShard(
             server,
             run=run,
             hub=hub,
             keys=keys,
-            timeout=timeout,
+            timeout=options.timeout,
             journal=journal,
-            image_seconds=snapshot_seconds,
-            link=link,
-            codec=codec,
+            image_seconds=options.snapshot_seconds,
+            link=options.link,
+            codec=options.codec,
             emit=emit,
         )
         stack.callback(shard.close)
@@ -269,10 +240,15 @@ def serve_site(
             kept_in.remember(over=True)
 
 
-def _door(listen: str, keys: Keys | None, name: str, link_rate: float, udp_port: int) -> TunnelServer:
+def _door(options: ServerOptions, keys: Keys | None, name: str) -> TunnelServer:
     """Where workers come in."""
     return TunnelServer(
-        listen, keys, limit=LARGEST_FRAME, name=name, link_rate=link_rate or None, udp_port=udp_port
+        options.listen,
+        keys,
+        limit=LARGEST_FRAME,
+        name=name,
+        link_rate=options.link_rate or None,
+        udp_port=options.udp_port,
     )
 
 

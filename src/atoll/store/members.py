@@ -10,7 +10,8 @@ from atoll.core.config import SITE_VARIABLE
 from atoll.store.admission import Admission
 from atoll.store.places import Shards, Sites
 from atoll.store.replicas import Pair
-from atoll.store.roll import FLOOR_SECONDS, Member, Roll
+from atoll.store.roll import Member, Roll
+from atoll.store.silence import FLOOR_SECONDS
 from atoll.store.workers import Workers
 from atoll.wire.messages import Count
 

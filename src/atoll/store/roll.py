@@ -12,7 +12,6 @@ import msgspec
 from atoll.store.silence import Patience
 from atoll.wire.messages import Count
 
-FLOOR_SECONDS = 3.5  # of silence that is always borne: a process that was stopped for 3 s goes on
 SUSPECT_BEATS, SUSPECT_SECONDS = 2.0, 1.0  # heartbeats that a suspect may miss, and silence that it may keep
 
 Kind: TypeAlias = Literal["worker", "shard", "half", "site"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from statistics import median
 
+FLOOR_SECONDS = 3.5  # of silence that is always borne: a process that was stopped for 3 s goes on
 WINDOW = 64  # gaps that are remembered
 BEATS = 2.0  # medians: one heartbeat may be lost, or be late by its whole period
 DEVIATIONS = 10.0  # median absolute deviations beside them: 6.7 standard deviations, were the gaps normal

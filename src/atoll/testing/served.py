@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from unittest import mock
 
+from msgspec.structs import replace
+
 from atoll.core.config import (
     HUB_VARIABLE,
     KEYS_VARIABLE,
@@ -29,8 +31,10 @@ from atoll.core.config import (
 )
 from atoll.core.errors import DeadlineError
 from atoll.hub import main as hub
+from atoll.hub.options import HubOptions
 from atoll.hub.planner import GroupingSettings
 from atoll.server import main as server
+from atoll.server.options import ServerOptions
 
 RUN = "test"
 START_SECONDS = 60.0
@@ -83,20 +87,22 @@ class ServedRun:
         self._start(
             listening,
             lambda: hub.serve(
-                "tcp://127.0.0.1:0",
-                self._keys,
-                RUN,
-                self._workers,
-                self._shards,
-                self._folder,
-                self._patience,
-                self._heartbeat,
-                sites=self._sites,
+                HubOptions(
+                    listen="tcp://127.0.0.1:0",
+                    key_file=str(self._keys or ""),
+                    run=RUN,
+                    workers=self._workers,
+                    shards=self._shards,
+                    directory=str(self._folder or ""),
+                    patience=self._patience,
+                    heartbeat=self._heartbeat,
+                    sites=self._sites,
+                    until_done=self._until_done,
+                    at_least=self._at_least,
+                ),
+                self._grouping,
                 until=lambda: self._stop.is_set() or self._stop_hub.is_set(),
                 ready=at,
-                until_done=self._until_done,
-                at_least=self._at_least,
-                grouping=self._grouping,
             ),
         )
         self._await(listening, "the hub")
@@ -119,30 +125,26 @@ class ServedRun:
             raise DeadlineError(f"{who} was not ready within {START_SECONDS:g} s")
 
     def _serve(self, index: int, ready: threading.Event) -> None:
-        folder = self._folder / f"shard-{index}" if self._folder is not None else None
+        options = ServerOptions(hub=self.address, shard=index, timeout=START_SECONDS)
         server.serve(
-            index,
-            self.address,
-            keys_file=self._keys,
-            run=RUN,
-            folder=folder,
-            timeout=START_SECONDS,
+            self._with_records(options, f"shard-{index}"),
             ready=lambda _address: ready.set(),
             stop=self._stop,
         )
 
     def _serve_site(self, site: str, ready: threading.Event) -> None:
+        link = self._site_link or LinkOptions()
+        options = ServerOptions(hub=self.address, site=site, timeout=self._site_timeout, link=link)
         server.serve_site(
-            site,
-            self.address,
-            keys_file=self._keys,
-            run=RUN,
-            folder=self._folder / f"site-{site}" if self._folder is not None else None,
-            timeout=self._site_timeout,
-            link=self._site_link,
+            self._with_records(options, f"site-{site}"),
             ready=lambda _address: ready.set(),
             stop=self._site_stops[site],
         )
+
+    def _with_records(self, options: ServerOptions, name: str) -> ServerOptions:
+        """The run's name, its keys and a directory of the service's own."""
+        directory = str(self._folder / name) if self._folder is not None else ""
+        return replace(options, run=RUN, key_file=str(self._keys or ""), directory=directory)
 
     def _start(self, ready: threading.Event, serve: Callable[[], None]) -> None:
         """On a thread; `ready` is set when it serves, or has failed."""
