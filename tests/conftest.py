@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 settings.register_profile("atoll", deadline=None)
 settings.load_profile("atoll")
 
+# Workers get this path: there the strategies of examples/ and their entry points are found, as if installed.
+PACKAGES = [str(Path(__file__).parent / "packages"), str(Path(__file__).parents[1] / "examples")]
+sys.path += PACKAGES
+
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would every process of theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -65,7 +65,7 @@ def marked() -> Iterator[Any]:
 
 def workers_of(cell: Cell) -> int:
     if cell.group == "solo":
-        return 1 if cell.sync in ("local", "ssp", "asp") else 2
+        return 1 if cell.sync in ("local", "ssp", "asp", "replicas") else 2
     return 4 if cell.sync == "peers" else 2
 
 

@@ -195,6 +195,11 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "strategy 'peers' has no server, and the run at tcp://h:1 has shards",
         "set run.strategy to server, or start the hub with --shards 0",
     ),
+    "outside-shards": (
+        chosen(["run.strategy=pairs"], hub="tcp://h:1", shards=1),
+        "strategy 'pairs' is another package's, and has no server; the run at tcp://h:1 has shards",
+        "start the hub with --shards 0, or set run.strategy to server",
+    ),
     "peers-groups-hub": (
         chosen(
             ["run.strategy=peers", "groups.count=2"], hub="tcp://h:1", shards=0, nodes=3, nodes_differ=True
@@ -442,7 +447,9 @@ def test_a_cell_trains_or_is_refused_in_one_sentence(cell: Cell) -> None:
     lossy = cell.link == "ltp"
     own = cell.link != "tcp" or cell.codec != "float32"  # something of its own on the way
     refused = (cell.sync == "local" or (cell.served and cell.budgets)) and own
-    assert (need is not None) == (refused or (cell.sync == "peers" and (lossy or cell.codec != "float32")))
+    refused |= cell.sync == "peers" and (lossy or cell.codec != "float32")
+    refused |= cell.sync == "replicas" and cell.link != "tcp"
+    assert (need is not None) == refused
     if need is not None:
         sentence = choices_in(cell, config_of(cell)).fill(need.reason)
         assert "\n" not in sentence

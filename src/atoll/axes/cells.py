@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from atoll.axes.choices import NO_FACTS, Choices, choices_of
 from atoll.axes.needs import Moment, Need, refusal
-from atoll.core.config import PLAIN_CODEC, Config, Run, Strategy
+from atoll.core.config import PLAIN_CODEC, Config, Run
 from atoll.core.memory import Memory
 
 # Where a model lies: as a whole on the device; in tiers of memory under budgets; so, and shared among the
@@ -20,8 +20,9 @@ from atoll.core.memory import Memory
 StoreKind: TypeAlias = Literal["resident", "tiered", "sharded", "lent"]
 # Who sums first: nobody; the workers of a ring.
 GroupKind: TypeAlias = Literal["solo", "ring"]
-# What happens between contributors: nothing; a parameter server by its policy; peers without a server.
-SyncKind: TypeAlias = Literal["local", "bsp", "ssp", "asp", "peers"]
+# What happens between contributors: nothing; a parameter server by its policy; peers without a server;
+# replicas whose values are exchanged as another package's strategy says.
+SyncKind: TypeAlias = Literal["local", "bsp", "ssp", "asp", "peers", "replicas"]
 # What carries chunks between contributors: TCP; datagrams that may lose parts; datagrams that may not.
 LinkKind: TypeAlias = Literal["tcp", "ltp", "ltp reliable"]
 
@@ -29,8 +30,9 @@ LinkKind: TypeAlias = Literal["tcp", "ltp", "ltp reliable"]
 # another package is as bfloat16.
 CodecKind: TypeAlias = Literal["float32", "bfloat16"]
 
-# Through what a group meets others: nothing; the shards of a server; peers.
-Others: TypeAlias = Literal["local", "shards", "peers"]
+# Through what a group meets others: nothing; the shards of a server; peers; another package's strategy.
+Others: TypeAlias = Literal["local", "shards", "peers", "replicas"]
+OUTSIDE = "own"  # the name of another package's strategy, for a cell's configuration
 
 _BUDGET = "64KiB"  # of a cell's configuration; any will do
 
@@ -81,7 +83,7 @@ def _store(group: GroupKind, sync: SyncKind, *, budgets: bool) -> StoreKind:
         return "resident"
     if sync == "peers":
         return "lent"
-    return "sharded" if sync == "local" and group == "ring" else "tiered"
+    return "sharded" if sync in ("local", "replicas") and group == "ring" else "tiered"
 
 
 def _cells() -> Iterator[Cell]:
@@ -95,8 +97,10 @@ def _cells() -> Iterator[Cell]:
 CELLS: tuple[Cell, ...] = tuple(_cells())
 
 
-def strategy_of(cell: Cell) -> Strategy:
+def strategy_of(cell: Cell) -> str:
     """The value of `run.strategy` that chooses a cell's group and sync."""
+    if cell.sync == "replicas":
+        return OUTSIDE
     if cell.served:
         return "server" if cell.group == "solo" else "ps-hra"
     return "peers" if cell.sync == "peers" else "ring"
@@ -111,6 +115,8 @@ def config_of(cell: Cell) -> Config:
     if cell.link != "tcp":
         config = config.having(link={"transport": "ltp", "reliable": cell.link == "ltp reliable"})
     config = config.having(sync={"codec": cell.codec})
+    if cell.sync == "replicas" and cell.group == "ring":
+        config = config.having(groups={"count": 1})
     if cell.budgets:
         config = config.having(memory={"device": _BUDGET})
     return config

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from atoll.axes.choices import Choices, choices_of
 from atoll.axes.conditions import Above, Changed, Condition, Given, Is, IsNot, Missing, NoDivisor
-from atoll.core.config import GROUPED, PLAIN_CODEC, SERVED, Config
+from atoll.core.config import GROUPED, PLAIN_CODEC, SERVED, STRATEGIES, Config
 from atoll.core.errors import ConfigError, PrepareError, UserError
 
 # When a row is checked: as a configuration is read; before `atoll run` starts anything; as `atoll hub`
@@ -168,7 +168,7 @@ def _of_launches() -> Iterator[Need]:
     yield Need(
         "restarts-ring",
         launch,
-        {"run.restarts": Given(), "run.strategy": Is("ring", "hierarchical"), "run.elastic": Is(False)},
+        {"run.restarts": Given(), "run.strategy": IsNot(*SERVED, "peers"), "run.elastic": Is(False)},
         "run.restarts: {run.restarts} restarts of a worker go with run.elastic = true (or strategy "
         "'server'), where each worker is a launch of its own",
         UserError,
@@ -206,7 +206,7 @@ def _of_launches() -> Iterator[Need]:
     yield Need(
         "groups-ungrouped",
         launch,
-        {"groups.count": Given(), "run.strategy": IsNot(*GROUPED, "peers")},
+        {"groups.count": Given(), "run.strategy": Is("ring", "server")},
         "groups.count (--groups): {groups.count} groups go with run.strategy "
         f"{', '.join(map(repr, GROUPED))} or 'peers', not {{run.strategy!r}}",
         UserError,
@@ -214,7 +214,7 @@ def _of_launches() -> Iterator[Need]:
     yield Need(
         "groups-workers",
         launch,
-        {"run.strategy": Is(*GROUPED), "groups.count": Above("run.workers")},
+        {"run.strategy": IsNot("peers"), "groups.count": Above("run.workers")},
         "groups.count (--groups): {groups.count} groups for {workers}: each has at least one, so give 1 to "
         "{run.workers}, or leave it out for as many as are best",
     )
@@ -295,6 +295,13 @@ def _of_joining() -> Iterator[Need]:
         {"run.strategy": Is("peers"), "shards": Given()},
         "strategy 'peers' has no server, and the run at {hub} has shards: set run.strategy to server, or "
         "start the hub with --shards 0",
+    )
+    yield Need(
+        "outside-shards",
+        join,
+        {"run.strategy": IsNot(*STRATEGIES), "shards": Given()},
+        "strategy {run.strategy!r} is another package's, and has no server; the run at {hub} has shards: "
+        "start the hub with --shards 0, or set run.strategy to server",
     )
     yield Need(
         "peers-groups-hub",
@@ -424,7 +431,7 @@ def _of_models() -> Iterator[Need]:
     yield Need(
         "second-model",
         prepare,
-        {"sync": Is("bsp", "ssp", "asp", "peers"), "models": Given()},
+        {"sync": Is("bsp", "ssp", "asp", "peers", "replicas"), "models": Given()},
         "strategy {run.strategy!r} trains one model in a session; put both into one nn.ModuleList and "
         "prepare that, with one optimizer",
         PrepareError,

@@ -27,7 +27,7 @@ _MOMENTS: dict[Moment, str] = {
 # What a row may speak of beside keys of the configuration.
 FACTS = {
     "store": "where the model lies: `resident`, `tiered`, `sharded` or `lent`",
-    "sync": "what happens between contributors: `local`, `bsp`, `ssp`, `asp` or `peers`",
+    "sync": "what happens between contributors: `local`, `bsp`, `ssp`, `asp`, `peers` or `replicas`",
     "link.lossy": "whether the link may lose parts of gradients",
     "hub": "the address of the hub; empty without one",
     "shards": "the number of shards of the run that a worker joins",
@@ -59,7 +59,7 @@ _STORES = {
     "lent": "in tiers, lent by the CPU side",
 }
 _FIRST = (get_args(LinkKind)[0], get_args(CodecKind)[0])  # of a line
-_SYNCS = {"local": "nothing", "peers": "peers"}
+_SYNCS = {"local": "nothing", "peers": "peers", "replicas": "values, as it says"}
 
 
 def page() -> str:
@@ -98,7 +98,8 @@ def _lines() -> Iterator[str]:
         row = [cell for cell in CELLS if _one_choice(cell, first)]
         between = _SYNCS.get(first.sync, f"shards, `{first.sync}`")
         alone = " (one worker)" if first.sync == "local" and first.group == "solo" else ""
-        cells = [f"`{strategy_of(first)}`{alone}", f"`{first.group}`", between, _STORES[first.store]]
+        name = "of another package" if first.sync == "replicas" else f"`{strategy_of(first)}`"
+        cells = [f"{name}{alone}", f"`{first.group}`", between, _STORES[first.store]]
         yield f"| {' | '.join([*cells, *map(_answer, row)])} |"
     yield ""
     yield from _wrapped(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -44,6 +45,8 @@ FIRST_VARIABLE = "ATOLL_FIRST_WORKER"
 
 Strategy = Literal["ring", "server", "hierarchical", "ps-hra", "peers"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+# Strategies of other packages have entry points in this group (docs/own-strategy.md).
+SYNCHRONIZERS = "atoll.synchronizers"
 SERVED: tuple[Strategy, ...] = ("server", "ps-hra")  # the strategies with a parameter server
 GROUPED: tuple[Strategy, ...] = (
     "hierarchical",
@@ -75,7 +78,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             shards of a parameter server ([server.md](server.md)). `hierarchical`: rings of near workers, and
             between them a ring of their leaders ([hierarchical.md](hierarchical.md)). `ps-hra`: rings of like
             workers, and between them the parameter server ([grouping.md](grouping.md)). `peers`: nodes that
-            exchange contributions, and no server ([peers.md](peers.md)).
+            exchange contributions, and no server ([peers.md](peers.md)). Or the name of a strategy that an
+            installed package has ([own-strategy.md](own-strategy.md)).
         shards: Strategies `server` and `ps-hra`: how many shards `atoll run` starts.
         sites: Strategy `server`: how many sites `atoll run` plays on this machine, each with a shard in front
             of the others; workers are split evenly. `0`: no sites ([server.md](server.md), "Levels").
@@ -86,8 +90,9 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             again and has made no step: then it ends alone.
         grace: How long workers have to end after SIGTERM, before they are killed
             ([running.md](running.md#sigterm-saving-before-the-time-is-over)).
-        elastic: Strategies `ring` and `hierarchical`: `atoll run` starts a hub, and each worker as a launch
-            of its own, so that one may die alone. Under `server`, `ps-hra` and `peers` that is always so.
+        elastic: Strategies `ring`, `hierarchical` and those of other packages: `atoll run` starts a hub, and
+            each worker as a launch of its own, so that one may die alone. Under `server`, `ps-hra` and
+            `peers` that is always so.
         directory: Where records go. Empty: `atoll run` makes a folder under `runs/`; other starts keep no
             records.
         readable: Who may read the records. `owner`: you alone; `group`: your group too; `all`: every user of
@@ -95,7 +100,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     workers: Annotated[int, msgspec.Meta(ge=1)] = 1
-    strategy: Strategy = "ring"
+    strategy: str = "ring"
     shards: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     sites: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -504,6 +509,7 @@ def _convert(table: dict[str, Any], where: str) -> Config:
         config = msgspec.convert(_numbers_as_text(table), Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_explain(str(error), table)}") from None
+    _check_strategy(config.run.strategy, where)
     for section, keys in keys_of_sections().items():
         for key, option in keys.items():
             try:
@@ -520,6 +526,14 @@ def _convert(table: dict[str, Any], where: str) -> Config:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return config
+
+
+def _check_strategy(name: str, where: str) -> None:
+    """Raise ConfigError for a strategy that neither Atoll nor an installed package has."""
+    if name not in STRATEGIES:
+        known = (*STRATEGIES, *sorted({each.name for each in entry_points(group=SYNCHRONIZERS)}))
+        if name not in known:
+            raise ConfigError(f"{where}: run.strategy: {no_such_choice(name, known)}")
 
 
 def _numbers_as_text(table: dict[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,8 @@ def without_effect(config: Config, given: Mapping[str, str]) -> list[str]:
     lines = []
     for key, where in given.items():
         effect, strategy = EFFECTS[key], config.run.strategy
+        if strategy not in STRATEGIES:  # another package's: over a ring, with groups, and values are coded
+            strategy = "server" if key == "sync.codec" else "hierarchical"
         named = f"{key} (given by {where}) has no effect"
         if strategy in effect.strategies or (config.run.elastic and strategy in effect.elastic):
             value = _value_of(config, effect.when) if effect.when else None
@@ -116,7 +118,9 @@ def without_effect(config: Config, given: Mapping[str, str]) -> list[str]:
         users = [repr(each) for each in effect.strategies]
         users += [f"{each!r} with run.elastic" for each in effect.elastic]
         verb = "uses" if len(users) == 1 else "use"
-        lines.append(f"{named} under strategy {strategy!r}: only {_and(users)} {verb} it; leave it out")
+        lines.append(
+            f"{named} under strategy {config.run.strategy!r}: only {_and(users)} {verb} it; leave it out"
+        )
     return lines
 
 

@@ -632,7 +632,7 @@ class ServedLaunch:
         pause = self._pauses.before_restart(name, self._has_stepped(rank))
         self._tell_again(rank, name, name, how, most, pause)
         self.losses.lost(name, self._now())
-        if self._config.run.strategy == "ring" and self._has_begun():
+        if self._config.run.strategy not in (*SERVED, "peers", "hierarchical") and self._has_begun():
             self._order.remove(rank)
             self._order.append(rank)
         self._given_up.discard(rank)

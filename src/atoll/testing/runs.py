@@ -38,7 +38,7 @@ _BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # the model of `mod
 def _config(strategy: str, **options: Any) -> Config:
     run = {"elastic": options.pop("elastic", False)}
     sync = Sync(timeout=_TIMEOUT, **options.pop("sync", {}))
-    return Config(run=Run(strategy=strategy, **run), sync=sync, **options)  # type: ignore[arg-type]
+    return Config(run=Run(strategy=strategy, **run), sync=sync, **options)
 
 
 # The configuration of each kind of run: every strategy and store. A run by torchrun is "ring".

@@ -17,9 +17,10 @@ import torch
 from atoll.axes.cells import Cell, GroupKind, Others, cell_of, choices_in
 from atoll.axes.needs import check
 from atoll.core import events
-from atoll.core.config import Config
+from atoll.core.config import STRATEGIES, Config
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
+from atoll.exchange.codecs import codec_named
 from atoll.train.api.device import device_of
 from atoll.train.api.meter import Meter
 from atoll.train.api.news import GroupNews, RingNews
@@ -27,8 +28,9 @@ from atoll.train.api.pace import Pace
 from atoll.train.api.place import Place
 from atoll.train.api.records import Records
 from atoll.train.checkpoint.resume import TrainingState
-from atoll.train.gradients.memory import ServedTiers, Tiers
+from atoll.train.gradients.memory import Around, ServedTiers, Tiers, by_itself
 from atoll.train.group.hierarchy import Hierarchy
+from atoll.train.group.inner import InnerRing, Replicas
 from atoll.train.group.members import WorkerMembers
 from atoll.train.group.rendezvous import HubRing
 from atoll.train.group.rounds import Ring
@@ -39,8 +41,10 @@ from atoll.train.members.peersmeetings import NodeWorkers
 from atoll.train.members.regrouping import GroupState, Leases, Parts, Regrouping
 from atoll.train.members.served_workers import ServedWorkers
 from atoll.train.members.workers import Workers
+from atoll.train.sync.outside import Coded, synchronizer_named
 from atoll.train.sync.peersintiers import PeersInTiers
 from atoll.train.sync.peersworker import NodeWorker
+from atoll.train.sync.replicas import Replicated
 from atoll.train.sync.service import Service
 from atoll.train.sync.strategies import Alone, Grouped, OverRing, Served, Strategy
 
@@ -85,6 +89,7 @@ class Runtime:
     hierarchy: Hierarchy | None = None
     group_ring: Ring | None = None
     regrouping: Regrouping | None = None
+    replicas: Replicas | None = None
     hub: HubClient | None = None
     service: Service | None = None
     node: NodeWorker | None = None
@@ -130,6 +135,8 @@ def compose(config: Config, place: Place, member: Member) -> Runtime:
         return _with_shards(config, place, device, member)
     if isinstance(member, NodeWorker):
         return _with_peers(config, device, member)
+    if config.run.strategy not in STRATEGIES:
+        return _with_replicas(config, place, device, member)
     return _with_ring(config, place, device, member)
 
 
@@ -190,6 +197,70 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         hub=None if member is None else member.hub,
         ring=ring,
         hierarchy=hierarchy,
+    )
+
+
+def _with_replicas(config: Config, place: Place, device: torch.device, member: HubRing | None) -> Runtime:
+    """A worker whose contributor trains a replica, under a strategy from outside."""
+    make = synchronizer_named(config.run.strategy)
+    ring, timeout = None, config.timeout_seconds
+    replicas = Replicas(config.groups.count, place.world if member is None else member.welcome.workers)
+    if member is not None or place.store:
+        ring = Ring(place, device, timeout, member, compares=True, inside=replicas)
+    workers = Workers(place, ring)
+    state = TrainingState(workers, device)
+    records = Records(config, workers, state)
+    strategy: Strategy = Alone()
+    grouped = bool(config.groups.count) and ring is not None
+    around: Around = by_itself
+    inner: InnerRing | None = None
+    if ring is not None:
+        news = RingNews(workers, state, records, ring, None)
+        ring.state, ring.told = state, news.ring_changed
+        inner = InnerRing(ring, replicas) if grouped else None
+        alone = Alone() if inner is None else OverRing(inner)
+        coder = Coded(codec_named(config.sync.codec))
+        strategy = replicated = Replicated(alone, make, ring, replicas, workers, coder)
+        around = replicated.around
+
+    def tell_of_start() -> None:
+        if member is not None:
+            records.decided("place", f"of {place.world}, by the hub", member.describe())
+        said = "none: one worker"
+        if ring is not None and not ring.outside:
+            said = f"{len(replicas)} train replicas: {replicas.describe()}"
+        records.decided("contributors", said, f"strategy {config.run.strategy!r}, groups.count")
+        records.tell_of_confirmations(ring)
+
+    def make_tiers(memory: Memory, number: int) -> Tiers:
+        if inner is None:
+            return Tiers(memory, None, around=around)
+        return Tiers(
+            memory,
+            lambda: WorkerMembers(inner.place, timeout, number, ring=inner),
+            of_group=" in its group",
+            ring=inner,
+            around=around,
+        )
+
+    return Runtime(
+        others="replicas" if ring is not None else "local",
+        group="ring" if grouped else "solo",
+        device=device,
+        workers=workers,
+        state=state,
+        records=records,
+        meter=Meter(device, workers, state),
+        pace=Pace(config.groups.probe),
+        strategy=strategy,
+        make_tiers=make_tiers,
+        tell_of_start=tell_of_start,
+        together=True,
+        keeps_heap=device.type == "cpu" and keep_freed_memory(),
+        entrance=ring,
+        hub=None if member is None else member.hub,
+        ring=ring,
+        replicas=replicas if ring is not None else None,
     )
 
 

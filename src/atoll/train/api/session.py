@@ -161,6 +161,10 @@ class Session:
                 rank=self._group_ring.rank,
                 size=self._group_ring.world,
             )
+        replicas = self._runtime.replicas
+        if replicas is not None:
+            rank, size = (replicas.place.rank, replicas.place.world) if replicas.grouped else (0, 1)
+            return Group(replicas.index, len(replicas), rank, size)
         if self._hierarchy is not None and self._hierarchy.arranged is not None:
             return Group(*self._hierarchy.arranged.place_of(self._workers.place.rank))
         if self._node is not None and self._node.has_groups:
@@ -589,7 +593,7 @@ class Session:
         if self._node is not None:
             self._end_peers(self._node)
             return
-        if not self._strategy.collective:  # workers end when they have no more data, one before the other
+        if not self._runtime.together:  # workers end when they have no more data, one before the other
             try:
                 with self._workers.standing(end(self.iteration, script_line())):
                     with contextlib.suppress(RunError):  # the shards are gone: what was trained counts

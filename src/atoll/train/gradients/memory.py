@@ -4,6 +4,7 @@ sharded over the members of a ring, or of each group of a hierarchy."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -26,10 +27,17 @@ from atoll.train.gradients.clipping import ExchangedNorms, GradientNorm, Norms, 
 from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.ring import refuse_beyond, take_beside, tell_beside
 from atoll.train.gradients.sums import AtEnd
+from atoll.train.group.inner import AnyRing
 from atoll.train.group.members import WorkerMembers
-from atoll.train.group.rounds import Ring
 from atoll.train.sync.servedtiers import ServedInTiers, staging_bytes
 from atoll.train.sync.strategies import Alone, Served, Stepper, Strategy, Training
+
+Around: TypeAlias = Callable[[Strategy, Callable[[], None]], Strategy]
+
+
+def by_itself(inner: Strategy, _written: Callable[[], None]) -> Strategy:
+    """The strategy of a model whose values nobody but those who hold it changes: `inner`."""
+    return inner
 
 
 class Tiers:
@@ -44,10 +52,16 @@ class Tiers:
         connect: Callable[[], WorkerMembers] | None,
         *,
         of_group: str = "",
-        ring: Ring | None = None,
+        ring: AnyRing | None = None,
+        around: Around = by_itself,
     ) -> None:
-        """`of_group` names the group whose workers are the members. `ring` is the members' ring, if any."""
+        """`of_group` names the group whose workers are the members. `ring` is the members' ring, if any.
+
+        `around(strategy, written)` gives what trains the model where `strategy` is only how a contributor
+        trains by itself; `written()` is called after values were given to the model.
+        """
         self._memory, self._connect, self._of_group, self.ring = memory, connect, of_group, ring
+        self._around = around
         self._members: WorkerMembers | None = None
         self._plan: MemoryPlan | None = None  # where there are members
         self.fitted: Fitted | None = None
@@ -57,13 +71,16 @@ class Tiers:
         """What trains the model in chunks. None where all of it fits on the device of each of the members:
         then each has a whole copy there, and trains as without budgets."""
         if self._connect is None:
-            return AloneInTiers()
+            return self._around(AloneInTiers(), self._written)
         self._members = self._connect()
         self._plan = plan(model, optimizer, self._memory, self._members)
         if not self._plan.fits:
-            return MembersInTiers(self)
+            return self._around(MembersInTiers(self), self._written)
         self.close()
         return None
+
+    def _written(self) -> None:
+        self.sync("values from other contributors")
 
     def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Let the model train in chunks from now on."""
@@ -210,6 +227,7 @@ class MembersReducer(Reducer):
     def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, tiers: Tiers) -> None:
         super().__init__(chunks, calls, AtEnd)
         self._tiers, self._buffers, self._counts_told = tiers, calls.buffers, False
+        self._counted = 0  # bytes of gradients, that `bytes_sent` counts
 
     def reduce(self) -> None:
         own, shared, ring = self.contribute(), self._tiers.shared, self._tiers.ring
@@ -227,7 +245,8 @@ class MembersReducer(Reducer):
         self.count_alike = not certainty.certain
         if take_beside(beside, self._buffers, self.steps, self._calls.counts_unlike):
             self._counts_told = True
-        self.bytes_sent = self._tiers.bytes_sent
+        self.bytes_sent += self._tiers.bytes_sent - self._counted
+        self._counted = self._tiers.bytes_sent
         self._done(own, samples)
 
     def _has_values(self) -> bool:

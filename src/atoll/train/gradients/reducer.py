@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -24,6 +24,20 @@ from atoll.train.gradients.samples import Contribution
 from atoll.train.gradients.sums import MakeSum, Own
 
 _READABLE = frozenset({"cpu"})  # types of device whose memory may be read without a wait
+
+
+class Beside(Protocol):
+    """An object whose state goes along with a reducer's into checkpoints, and to a worker that enters."""
+
+    def state(self) -> dict[str, Any]:
+        """The state, as a checkpoint can hold it."""
+
+    def load(self, state: Mapping[str, Any], consumed: float) -> None:
+        """Take a state that holds the keys of `state`, or none of them; `consumed` are the samples by then.
+        Raises CheckpointError."""
+
+    def close(self) -> None:
+        """The session is over."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,7 @@ class Calls:
     change. `epoch()` is the epoch of the batch on which this worker trains. `epochs_mixed(line)` is called
     with a warning where workers train batches of different epochs together. `unscaled()` is the factor by
     which a GradScaler divides the gradients of the step under way; 1 without one. `buffers` are the model's;
-    None: no worker takes any.
+    None: no worker takes any. `beside` has a state that goes along with the reducer's.
     """
 
     arm: Callable[[], None]
@@ -56,6 +70,7 @@ class Calls:
     epochs_mixed: Callable[[str], None] = lambda _line: None
     unscaled: Callable[[], float] = lambda: 1.0
     buffers: ModelBuffers | None = None
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +131,8 @@ class Reducer:
         self.sum.close()
         self._zeros.clear()
         self._chunks.clear()
+        if self._calls.beside is not None:
+            self._calls.beside.close()
 
     @property
     def losses(self) -> Feedback | None:
@@ -301,11 +318,14 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on, to the bit, as this one would."""
-        return {"steps": self.steps, **self.sum.state_dict()}
+        beside = {} if self._calls.beside is None else self._calls.beside.state()
+        return {"steps": self.steps, **self.sum.state_dict(), **beside}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = state["steps"]
         self.sum.load_state_dict(state)
+        if self._calls.beside is not None:
+            self._calls.beside.load(state, self.consumed)
 
     def member_state(self) -> dict[str, Any]:
         """What a worker needs that enters between two iterations, to do the next as the others do."""

@@ -47,8 +47,8 @@ from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.samples import Contribution
 from atoll.train.gradients.sums import MakeSum, Owner, Sum
 from atoll.train.group.channel import BrokenRingError
+from atoll.train.group.inner import AnyRing
 from atoll.train.group.ringbytes import gather_bytes
-from atoll.train.group.rounds import Ring
 
 # Bounds on (sum / mean) of float16 gradients: beyond them the sum may overflow or lose small values.
 _HALF_RANGE = (1 / 16, 2.0)
@@ -137,7 +137,7 @@ class RingSum(Sum):
         owner: Owner,
         chunks: Sequence[BoundChunk],
         *,
-        ring: Ring,
+        ring: AnyRing,
         calls: Calls,
         carry: MakeCarrier,
         number: int = 0,
@@ -609,7 +609,7 @@ class RingReducer(Reducer):
     sum: RingSum
 
     def __init__(
-        self, chunks: Sequence[BoundChunk], ring: Ring, *, calls: Calls, message_bytes: int, **options: Any
+        self, chunks: Sequence[BoundChunk], ring: AnyRing, *, calls: Calls, message_bytes: int, **options: Any
     ) -> None:
         """Reduce in messages of at least `message_bytes`; `options` are those of RingSum."""
         super().__init__(chunks, calls, over_ring(ring, calls, message_bytes, **options))
@@ -619,14 +619,14 @@ class RingReducer(Reducer):
         return self.sum.carrier.flat_gradients(bound)
 
 
-def over_ring(ring: Ring, calls: Calls, message_bytes: int, **options: Any) -> MakeSum:
+def over_ring(ring: AnyRing, calls: Calls, message_bytes: int, **options: Any) -> MakeSum:
     """Return what sums gradients over a ring from the device's memory; `options` are those of RingSum."""
     return partial(
         RingSum, ring=ring, calls=calls, carry=partial(RingBuckets, least=message_bytes), **options
     )
 
 
-def refuse_unlike_members(ring: Ring, own: Word, what: str) -> str:
+def refuse_unlike_members(ring: AnyRing, own: Word, what: str) -> str:
     """Raise where members treated a mean differently, by each member's `own` word; see `refuse_unlike`.
 
     A collective.
@@ -649,7 +649,7 @@ class Beside:
 
 
 def tell_beside(
-    ring: Ring,
+    ring: AnyRing,
     own: Contribution,
     certainty: Certainty,
     buffers: ModelBuffers | None,
@@ -692,7 +692,7 @@ def tell_beside(
     return Beside(words, (changed, packed))
 
 
-def refuse_beyond(ring: Ring, own: Contribution, certainty: Certainty, steps: int) -> None:
+def refuse_beyond(ring: AnyRing, own: Contribution, certainty: Certainty, steps: int) -> None:
     """Raise UserError, on every worker, where a worker's weight is far beyond the others'.
 
     A collective where the sums of weights give reason to look at each.

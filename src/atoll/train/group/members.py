@@ -23,7 +23,7 @@ from atoll.net.fetches import FetchLink, FetchService, RefusedError
 from atoll.train.api.place import Place
 from atoll.train.group.channel import Channel, Pending
 from atoll.train.group.hierarchy import HierarchicalChannel
-from atoll.train.group.rounds import Ring
+from atoll.train.group.inner import AnyRing
 from atoll.wire.fetches import SECRET_BYTES, Fetch
 
 _WHERE = struct.Struct(f"<{SECRET_BYTES}sH46s")  # a service's secret, port and address
@@ -53,7 +53,7 @@ class WorkerMembers:
         timeout: float,
         number: int = 0,
         replicas: Groups = (),
-        ring: Ring | None = None,
+        ring: AnyRing | None = None,
     ) -> None:
         """`number` is the model's number in its session. `ring` are the workers that hold the model."""
         self._ring = ring

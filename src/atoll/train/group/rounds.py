@@ -65,6 +65,16 @@ class State(Protocol):
     def deal_anew(self, places: Sequence[Any], rank: int, world: int) -> None: ...
 
 
+class Inside(Protocol):
+    """Groups within a ring, each with channels of its own (`train/group/inner.py`: Replicas)."""
+
+    def open(self, session: Channel, device: torch.device) -> list[Channel]:
+        """Connect to the members of this worker's group, as the ring is formed."""
+
+    def giver_of(self, rank: int, newcomers: Sequence[int]) -> int:
+        """The rank whose state the newcomer of rank `rank` takes."""
+
+
 @dataclass(frozen=True)
 class Regrouped:
     """How a ring went on: `lost`, `left` and `entered` are workers by name, `seconds` how long it took."""
@@ -85,6 +95,7 @@ class _Channels:
     agreement: Channel
     session: Channel
     confirmations: Confirmations | None  # where rings go on, and are of several
+    inside: tuple[Channel, ...] = ()  # of this worker's group within the ring
 
     def close(self) -> None:
         if self.confirmations is not None:
@@ -100,7 +111,8 @@ class _Channels:
 
     @property
     def all(self) -> list[Channel]:
-        return list({id(each): each for each in (self.data, self.agreement, self.session)}.values())
+        channels = (*self.inside, self.data, self.agreement, self.session)
+        return list({id(each): each for each in channels}.values())
 
 
 class Ring:
@@ -109,7 +121,8 @@ class Ring:
 
     With a `member`, it goes on when it breaks: `place` and all channels are then new, `generation` is one
     higher, `state` and `told` hear of it. A worker that came late is alone (`outside`) until `enter`. With a
-    `hierarchy`, `data` sums group by group.
+    `hierarchy`, `data` sums group by group. `inside` are groups that train replicas of their own: their
+    members' channels are opened with the ring's, and a newcomer takes the state of a member of its group.
     Raises DeadlineError when the other workers do not come within `timeout` seconds.
     """
 
@@ -122,6 +135,7 @@ class Ring:
         hierarchy: Hierarchy | None = None,
         *,
         compares: bool = False,
+        inside: Inside | None = None,
     ) -> None:
         self.place, self.generation = place, 0
         self.stand: Stand | None = None
@@ -135,7 +149,7 @@ class Ring:
         self.told: Callable[[Regrouped], None] = lambda _regrouped: None
         self.outside = member is not None and member.late
         self._device, self._timeout, self._member = device, timeout, member
-        self._hierarchy = hierarchy
+        self._hierarchy, self._inner = hierarchy, inside
         self._fresh = self.outside  # it has no state yet
         self._number = 0  # of the round that is made now, or next
         self._holds = False  # all of its result
@@ -491,29 +505,36 @@ class Ring:
         self.state.deal_anew(places, self.rank, self.world)
 
     def _hand_over(self, state: State, newcomers: int) -> None:
-        """Send the first member's state to newcomers, or the reason why it cannot be captured."""
-        fresh = self.rank >= self.world - newcomers
+        """Send a member's state to newcomers, or the reason why it cannot be captured: the first member's, or
+        that of a member of the newcomer's group."""
+        came = range(self.world - newcomers, self.world)
+        givers = {rank: 0 if self._inner is None else self._inner.giver_of(rank, came) for rank in came}
+        for giver in sorted(set(givers.values())):
+            self._give(state, giver, takes=givers.get(self.rank) == giver)
+
+    def _give(self, state: State, giver: int, *, takes: bool) -> None:
+        """Send the state of the member of rank `giver` to all; those that it is for take it."""
         raw, is_refused = b"", False
-        if self.rank == 0:
+        if self.rank == giver:
             try:
                 raw = state.capture()
             except CheckpointError as error:  # the newcomers' to know, and nothing that ends the others
                 raw, is_refused = str(error).encode(), True
-        what = "the first member's state, for those who enter"
+        what = f"the state of worker {self.place.name_of(giver)}, for those who enter"
         size = torch.tensor([len(raw), is_refused], dtype=torch.int64)
         channel = self._all.session
-        channel.wait(channel.broadcast(size), what)
-        if self.rank == 0:
+        channel.wait(channel.broadcast(size, giver), what)
+        if self.rank == giver:
             payload = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         else:
             payload = torch.empty(int(size[0]), dtype=torch.uint8)
-        channel.wait(channel.broadcast(payload), what)
-        if fresh and size[1]:
+        channel.wait(channel.broadcast(payload, giver), what)
+        if takes and size[1]:
             said = payload.numpy().tobytes().decode(errors="replace")
             raise CheckpointError(
                 f"worker {self.place.name} cannot enter: no worker can give its state: {said}"
             )
-        if fresh:
+        if takes:
             state.restore(payload.numpy().tobytes())
 
     def _open(self) -> None:
@@ -524,7 +545,8 @@ class Ring:
             self.place = place = replace(place, standing=standing)
         if place.store is None:
             solo = SoloChannel(place, timeout)
-            self._channels = _Channels(solo, solo, solo, None)
+            inside = [] if self._inner is None else self._inner.open(solo, self._device)
+            self._channels = _Channels(solo, solo, solo, None, tuple(inside))
             self.generation += 1
             return
         opened: list[Channel] = []
@@ -538,12 +560,14 @@ class Ring:
                 opened.append(Channel(place, "agreement", timeout, _CPU))
             session, data = opened[:2]
             agreement = opened[2] if len(opened) > 2 else data
+            inside = [] if self._inner is None else self._inner.open(session, self._device)
+            opened += inside
             confirmations = Confirmations(agreement) if self._member is not None else None
         except BrokenRingError:
             for channel in opened:
                 channel.abandon()
             raise
-        self._channels = _Channels(data, agreement, session, confirmations)
+        self._channels = _Channels(data, agreement, session, confirmations, tuple(inside))
         self.generation += 1
 
     def _abandon(self) -> None:

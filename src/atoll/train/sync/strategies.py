@@ -28,6 +28,7 @@ from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOp
 from atoll.tensors.settings import settings_of
 from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.ring import Boundary, RingBuckets, RingReducer
+from atoll.train.group.inner import AnyRing
 from atoll.train.group.rounds import Ring
 from atoll.train.members.regrouping import Regrouping
 from atoll.train.members.served_workers import ServedWorkers
@@ -122,7 +123,7 @@ class OverRing:
     collective = skips_together = shares_buffers = True
     brings_parameters = brings_frozen = False
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: AnyRing) -> None:
         self._ring = ring
         self._boundary, self._models = Boundary(), 0
 

@@ -1,0 +1,330 @@
+"""Replicas that train by themselves, and what a strategy from outside has them exchange between steps.
+
+A synchronizer (`exchange/synchronizer.py`) says after each step which exchanges are due. Each is one round of
+the ring of all workers: a round counts on all of them, and is made again without a worker that has died.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.axes.values import Run
+from atoll.core import points
+from atoll.core.errors import CheckpointError, RunError, UserError
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import Stand, call
+from atoll.exchange.synchronizer import Coder, Contributors, Exchange, Parts, Synchronizer
+from atoll.tensors.binding import BoundChunk
+from atoll.tensors.stephooks import AroundStep
+from atoll.train.gradients.reducer import Reducer
+from atoll.train.gradients.samples import Contribution
+from atoll.train.group.channel import Channel
+from atoll.train.group.inner import Replicas
+from atoll.train.group.rounds import Ring
+from atoll.train.members.workers import Workers
+from atoll.train.sync.strategies import Stepper, Strategy, Training
+
+_MOST_CAPTURED = 2**20  # bytes of what a synchronizer captures
+_MOST_GROWTH = 4  # times the model: what others may send in one exchange
+_SPARE = 2**20  # bytes that they may send beside it
+
+
+class Values:
+    """The values of one replica (`exchange/synchronizer.py`: Replica).
+
+    They are read and written as a script would, parameter by parameter: so they may lie in tiers of memory,
+    or be shared by a group's members.
+    """
+
+    def __init__(self, chunks: Sequence[BoundChunk], written: Callable[[], None]) -> None:
+        """`written()` is called after each update. To be made while the parameters have memory."""
+        self._chunks = {bound.chunk.id: bound for bound in chunks}
+        self._written = written
+        self.runs = tuple(Run(bound.chunk.id, 0, bound.chunk.extent) for bound in chunks)
+        self._likes = {
+            bound.chunk.id: [(tuple(each.shape), each.stride()) for each in bound.parameters]
+            for bound in chunks
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(bound.chunk.nbytes for bound in self._chunks.values())
+
+    def read(self, run: Run) -> Tensor:
+        bound = self._chunk_of(run)
+        values = torch.zeros(run.stop, dtype=bound.dtype)
+        with torch.no_grad():
+            for parameter, part in zip(bound.parameters, self._parts(run, values), strict=True):
+                part.copy_(parameter)
+        return values
+
+    @contextmanager
+    def update(self) -> Iterator[Values]:
+        yield self
+        self._written()
+
+    def write(self, run: Run, values: Tensor) -> None:
+        bound = self._chunk_of(run)
+        if values.shape != (run.stop,) or values.dtype != bound.dtype:
+            raise UserError(
+                f"update.write({run}): got {tuple(values.shape)} values of {values.dtype}, and the run has "
+                f"({run.stop},) of {bound.dtype}"
+            )
+        with torch.no_grad():
+            for parameter, part in zip(bound.parameters, self._parts(run, values), strict=True):
+                parameter.copy_(part)
+
+    def _chunk_of(self, run: Run) -> BoundChunk:
+        if run not in self.runs:
+            raise UserError(f"{run} is no run of this replica: take one of `replica.runs`")
+        return self._chunks[run.chunk]
+
+    def _parts(self, run: Run, values: Tensor) -> Iterator[Tensor]:
+        """Each parameter's part of a run, with its shape and strides."""
+        offset = values.storage_offset()
+        for slot, (shape, stride) in zip(
+            self._chunks[run.chunk].chunk.slots, self._likes[run.chunk], strict=True
+        ):
+            yield values.as_strided(shape, stride, offset + slot.offset)
+
+
+class Mail:
+    """The way to other contributors (`exchange/synchronizer.py`: Link): each contributor's first worker sends
+    and takes, and passes what came on to its group."""
+
+    def __init__(self, ring: Ring, replicas: Replicas, most: int) -> None:
+        """`most` is how many bytes may come at once."""
+        self._ring, self._replicas, self._most = ring, replicas, most
+        self.sent = 0  # bytes, in all
+        self.step = 0  # for errors
+
+    def swap(self, payloads: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        contributors, what = self._replicas.contributors, f"the exchange after step {self.step}"
+        for name, payload in payloads.items():
+            _check_payload(name, payload, contributors)
+        channel = self._ring.session
+        assert channel is not None
+        came = self._swap(channel, payloads if self._replicas.leads else {}, what)
+        if self._replicas.grouped and self._replicas.place.world > 1:
+            came = self._spread(self._replicas.words, contributors.names, came, what)
+        return came
+
+    def _swap(self, channel: Channel, payloads: Mapping[int, Tensor], what: str) -> dict[int, Tensor]:
+        """Swap payloads between the contributors' first workers, all workers taking part."""
+        world = channel.place.world
+        sends = [0] * world
+        ranked = sorted((self._replicas.leader_of(name), payload) for name, payload in payloads.items())
+        for rank, payload in ranked:
+            sends[rank] = payload.numel()
+        sizes, ones = torch.zeros(world, dtype=torch.int64), [1] * world
+        channel.wait(channel.exchange(torch.tensor(sends), ones, sizes, ones), what)
+        takes: list[int] = sizes.tolist()
+        if min(takes) < 0 or sum(takes) > self._most:
+            raise RunError(f"{what}: the others would send {sum(takes)} bytes, and {self._most} are the most")
+        out = torch.cat([payload for _, payload in ranked]) if ranked else torch.empty(0, dtype=torch.uint8)
+        into = torch.empty(sum(takes), dtype=torch.uint8)
+        channel.wait(channel.exchange(out, sends, into, takes), what)
+        self.sent += out.numel()
+        parts = torch.split(into, takes)
+        leaders = {self._replicas.leader_of(name): name for name in self._replicas.contributors.names}
+        return {leaders[rank]: part for rank, part in enumerate(parts) if takes[rank] and rank in leaders}
+
+    @staticmethod
+    def _spread(
+        words: Channel, names: Sequence[int], came: Mapping[int, Tensor], what: str
+    ) -> dict[int, Tensor]:
+        """Pass on what the group's first worker has got."""
+        sizes = torch.tensor([came[name].numel() if name in came else 0 for name in names])
+        words.wait(words.broadcast(sizes), what)
+        takes: list[int] = sizes.tolist()
+        flat = torch.empty(sum(takes), dtype=torch.uint8)
+        if words.place.rank == 0 and came:
+            flat = torch.cat([came[name] for name in names if name in came])
+        if flat.numel():
+            words.wait(words.broadcast(flat), what)
+        parts = zip(names, torch.split(flat, takes), strict=True)
+        return {name: part for name, part in parts if part.numel()}
+
+
+def _check_payload(name: int, payload: Tensor, contributors: Contributors) -> None:
+    if name == contributors.own or name not in contributors.names:
+        raise UserError(f"link.swap: {name} is none of the other contributors, {contributors}")
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.device.type != "cpu":
+        raise UserError(
+            f"link.swap: a payload is a tensor of uint8, (bytes,), on the CPU, and this one is "
+            f"{payload.dtype}, {tuple(payload.shape)}, on {payload.device}"
+        )
+
+
+class Driver:
+    """Makes the exchanges of one model's synchronizer, and lets newcomers in between two steps.
+
+    A newcomer enters as the first gradient after an exchange comes: until then the script's scheduler may
+    have yet to step.
+    """
+
+    reducer: Reducer  # the model's
+
+    def __init__(
+        self,
+        synchronizer: Synchronizer,
+        ring: Ring,
+        replicas: Replicas,
+        values: Values,
+        coder: Coder,
+        seed: int,
+        training: Training,
+    ) -> None:
+        self._optimizer, self._contribution = training.optimizer, training.calls.contribution
+        self._handle: AroundStep | None = None
+        self._synchronizer, self._ring, self._replicas = synchronizer, ring, replicas
+        self._values, self._coder, self._seed = values, coder, seed
+        self._mail = Mail(ring, replicas, _MOST_GROWTH * values.nbytes + _SPARE)
+        self._is_open = False
+        self._known: tuple[int, Contributors] | None = None  # at the latest exchange, with the ring's number
+        self._awaited = False  # newcomers wait, as all workers know
+        self._agreed = 0.0  # samples of all, at the latest exchange
+
+    def contribution(self, has_gradient: bool) -> Contribution:
+        """An iteration's first gradient has come, or its step: let newcomers in, if any wait. Returns what
+        this worker contributes."""
+        if self._handle is None:  # where the model lies in tiers, these have their own hooks by now
+            self._handle = AroundStep(self._optimizer, _nothing, self._after_step)
+        if self._awaited:
+            self._awaited = False
+            self._ring.admit()
+        return self._contribution(has_gradient)
+
+    def _after_step(self, *_: object) -> None:
+        """Make the exchanges that are due after a step."""
+        self._open()
+        reducer = self.reducer
+        step, made = reducer.steps, False
+        for exchange in self._synchronizer.after_step(step):
+            made, self._mail.step = True, step
+            where = partial(self._where, step)
+            what = f"the exchange after step {step}"
+            self._ring.round(what, partial(self._attempt, exchange), step, where)
+            exchange.commit()
+            points.reach("replicas.committed", step)
+        if made:
+            self._agree(reducer, step)
+
+    def _attempt(self, exchange: Exchange) -> None:
+        """One try of an exchange, with the contributors of the ring as it stands."""
+        _ = self._ring.agreement  # raises on a worker that came late, and has not entered
+        contributors = self._replicas.contributors
+        known, self._known = self._known, (self._ring.generation, contributors)
+        if known is not None and known[0] != self._ring.generation:
+            self._synchronizer.change(known[1], contributors)
+        exchange.launch(contributors)
+        points.reach("replicas.launched", self._mail.step)
+        exchange.collect()
+        points.reach("replicas.collected", self._mail.step)
+
+    def _agree(self, reducer: Reducer, step: int) -> None:
+        """Learn whether newcomers wait, and how many samples all contributors have trained on."""
+        own = reducer.consumed - self._agreed if self._replicas.leads else 0.0
+        said = [float(self._ring.is_awaited), own]
+        awaited, samples = self._ring.sum(
+            said, f"the samples of all at step {step}", partial(self._where, step)
+        )
+        self._awaited = awaited > 0
+        self._agreed += samples
+        reducer.consumed = self._agreed
+        reducer.bytes_sent += self._mail.sent
+        self._mail.sent = 0
+
+    @staticmethod
+    def _where(step: int) -> Stand:
+        """This worker's place in its script during an exchange."""
+        return call("optimizer.step", waiting_line(), asks=f"the exchange after step {step}", step=step)
+
+    def _open(self) -> None:
+        if not self._is_open:
+            self._is_open = True
+            self._synchronizer.open(Parts(self._values, self._mail, self._coder, self._seed))
+
+    def state(self) -> dict[str, Any]:
+        """The state that goes into checkpoints, and to a worker that enters."""
+        self._open()
+        captured = self._synchronizer.capture()
+        if len(captured) > _MOST_CAPTURED:
+            raise CheckpointError(
+                f"the strategy's capture() gave {len(captured)} bytes, and {_MOST_CAPTURED} are the most"
+            )
+        return {"seed": self._seed, "captured": base64.b64encode(captured).decode()}
+
+    def load(self, state: Mapping[str, Any], consumed: float) -> None:
+        """Take another worker's `state`, or a checkpoint's. `consumed` is the number of samples by then."""
+        self._agreed, self._awaited = consumed, False
+        if "captured" not in state:
+            return  # of a run with another strategy
+        try:
+            captured = base64.b64decode(state["captured"], validate=True)
+            self._synchronizer.restore(captured)
+        except (TypeError, ValueError, binascii.Error) as error:
+            raise CheckpointError(f"the state of the strategy cannot be taken over: {error}") from None
+        if not self._is_open:  # else all go on with the seed that they have
+            self._seed = int(state["seed"])
+
+    def close(self) -> None:
+        """The session is over."""
+        if self._handle is not None:
+            self._handle.remove()
+        if self._is_open:
+            self._synchronizer.close()
+
+
+def _nothing(*_: object) -> None:
+    """Nothing comes before a step."""
+
+
+class Replicated:
+    """A strategy whose contributors each train a replica: `inner` is how one of them trains by itself, alone
+    or over its group's ring."""
+
+    collective = skips_together = shares_buffers = False
+    brings_parameters = brings_frozen = False
+
+    def __init__(
+        self,
+        inner: Strategy,
+        make: Callable[[], Synchronizer],
+        ring: Ring,
+        replicas: Replicas,
+        workers: Workers,
+        coder: Coder,
+        written: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`make()` gives a synchronizer for a model; `written()` is called after each update of values."""
+        self._inner, self._make, self._ring, self._replicas = inner, make, ring, replicas
+        self._workers, self._coder, self._written = workers, coder, written
+
+    def around(self, inner: Strategy, written: Callable[[], None]) -> Replicated:
+        """The strategy of a model in tiers of memory, where one contributor trains by `inner`."""
+        return Replicated(inner, self._make, self._ring, self._replicas, self._workers, self._coder, written)
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        seed = self._workers.gather(torch.initial_seed() % 2**31, "worker 0's seed")[0]
+        values = Values(training.chunks, self._written)
+        driver = Driver(self._make(), self._ring, self._replicas, values, self._coder, seed, training)
+        calls = replace(training.calls, contribution=driver.contribution, beside=driver)
+        driver.reducer, stepper = self._inner.build(replace(training, calls=calls))
+        return driver.reducer, stepper
+
+    def loaded(self) -> None:
+        """Every worker has loaded the same: all replicas go on from it."""
+
+    def refresh(self) -> None:
+        """Each replica has values of its own."""
