@@ -11,6 +11,7 @@ from atoll.chunks import ChunkMap, lay_out_memory
 from atoll.core.errors import PrepareError
 from atoll.core.memory import Budgets, Memory
 from atoll.memory import observing, planning
+from atoll.memory.agreeing import NO_EPOCHS, BatchEpochs
 from atoll.memory.exchanged import Exchanged
 from atoll.memory.fitted import Fitted, Moving, Resident
 from atoll.memory.initialising import InitialisedParameter
@@ -98,12 +99,13 @@ def fit_shared(
     memory: Memory,
     members: Members,
     plan: MemoryPlan,
+    epochs: BatchEpochs = NO_EPOCHS,
 ) -> Sharded:
     """Share `model` with other members as `fit` does, by what the function `plan` has given; not a plan by
-    which everything fits. Raises as `fit` does."""
+    which everything fits. `epochs` tells of the batches on which members train. Raises as `fit` does."""
     _check(model, dict(model.named_parameters()))
     chunk_map = lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=plan.chunk_bytes)
-    return _share(model, optimizer, memory.budgets(), plan, chunk_map, members)
+    return _share(model, optimizer, memory.budgets(), plan, chunk_map, members, epochs)
 
 
 def _share(
@@ -113,10 +115,11 @@ def _share(
     plan: MemoryPlan,
     chunk_map: ChunkMap,
     members: Members,
+    epochs: BatchEpochs = NO_EPOCHS,
 ) -> Sharded:
     if optimizer is not None and has_stepper(optimizer):
         raise PrepareError(_STEPS_ANOTHER.format(type(optimizer).__name__))
-    sharded = Sharded(model, optimizer, budgets, plan, chunk_map, members)
+    sharded = Sharded(model, optimizer, budgets, plan, chunk_map, members, epochs)
     observing.tell_fitted(sharded, optimizer)
     return sharded
 

@@ -7,7 +7,7 @@ of a backward; each member steps what it holds. Source: docs/memory.md, "Members
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,22 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
-from atoll.core.epochs import ComparedEpochs
-from atoll.core.errors import MismatchError, UserError
-from atoll.core.hyperparameters import difference_line, first_difference
 from atoll.core.memory import Budgets, MemoryFigures
-from atoll.core.scriptline import waiting_line
-from atoll.core.stands import (
-    UNKNOWN,
-    Epoch,
-    are_in_one_epoch,
-    decode_stand,
-    describe_mismatch,
-    encode_stand,
-    gradients_in,
-    mixed_epochs,
-)
 from atoll.memory import interrupts
+from atoll.memory.agreeing import NO_EPOCHS, BatchEpochs, StepAgreement
 from atoll.memory.calls import caller
 from atoll.memory.fitted import Moving
 from atoll.memory.foreign import SharedStates, described
@@ -41,12 +28,11 @@ from atoll.memory.members import Members
 from atoll.memory.othergroups import Held, groups_of, held_by_groups
 from atoll.memory.payloads import Payloads
 from atoll.memory.sharedgradients import SharedGradients
-from atoll.memory.sharing import CODES, Sharing, code_of
+from atoll.memory.sharing import Sharing
 from atoll.memory.stepping import Stepper
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.modulehooks import LeftBehind
-from atoll.tensors.settings import SettingsCode, settings_of
 from atoll.tensors.torch_compat import is_loaded_itself
 
 _LEFT = "the workers held this model between them, and this one has left them"
@@ -72,14 +58,11 @@ class Sharded(Moving):
         plan: MemoryPlan,
         chunk_map: ChunkMap,
         members: Members,
+        epochs: BatchEpochs = NO_EPOCHS,
     ) -> None:
         self._members = members
-        # Of the batch that this member trains on, and what hears of batches of several epochs:
-        self.epoch: Callable[[], Epoch] = lambda: UNKNOWN
-        self.epochs_mixed: Callable[[str], None] = lambda _line: None
-        self._epochs = ComparedEpochs(lambda line: self.epochs_mixed(line))
-        self._optimizer, self._settings = optimizer, SettingsCode()
         super().__init__(model, optimizer, budgets, plan, chunk_map)
+        self._agreement = StepAgreement(self.sharing, self.gradients, self._trained, optimizer, epochs)
         self._foreign = [chunk for chunk in self.engine.chunks if not self.sharing.holds_all(chunk)]
         self.engine.written = self.sharing.written
         self.engine.fill = self.sharing.fill
@@ -214,72 +197,9 @@ class Sharded(Moving):
         self.engine.out_of_date(stepped)
         self._stepped = stepped
         # From here on nobody reads the values before this step, so that they may be stepped.
-        self._agree_on_presence()
+        self._agreement.agree()
         self._count_writes()
         return self.engine.next_used(chunks)
-
-    def _agree_on_presence(self) -> None:
-        grouping, trained = self.sharing.grouping, [each.chunk.id for each in self._trained]
-        present = [[float(here) for here in self.gradients.present(chunk)] for chunk in trained]
-        kinds = [grouping.kind(chunk) for chunk in trained]
-        edited = "\n".join(self.gradients.edited)
-        epoch = self._epochs.compared(self.epoch())
-        codes = [float(code_of(edited)), float(self._settings_now() % CODES), float(code_of(str(epoch)))]
-        told = [each for code in codes for each in (code, code**2)]
-        told += [place for each in zip(kinds, present, strict=True) for place in grouping.spread(*each)]
-        heard = iter(self.sharing.agree(told, f"optimizer.step() {self.sharing.steps}"))
-        if next(heard) ** 2 != self._members.count * next(heard):
-            raise UserError(self._unlike_edits(edited))
-        if next(heard) ** 2 != self._members.count * next(heard):
-            raise UserError(self._unlike_settings())
-        if next(heard) ** 2 != self._members.count * next(heard):
-            self._compare_epochs(epoch)
-        for kind, each in zip(kinds, self._trained, strict=True):
-            counts = grouping.heard(kind, heard, len(each.names))
-            for group, members in zip(counts, grouping.groups(kind), strict=True):
-                for name, count in zip(each.names, group, strict=True):
-                    if 0 < count < len(members):
-                        raise UserError(
-                            f"{count:g} of {len(members)} workers have a gradient of {name!r} after their "
-                            "mean was taken: what a script does to p.grad, it must do on all workers alike"
-                        )
-
-    def _compare_epochs(self, epoch: Epoch) -> None:
-        """Raise MismatchError where members train on batches of different dealt epochs; warn of others."""
-        own = encode_stand(gradients_in(self.sharing.steps, waiting_line(), epoch))
-        words = self._members.gather(own, "the epochs of all members")
-        stands = {member: decode_stand(word) for member, word in enumerate(words)}
-        if not are_in_one_epoch(stands.values()):
-            raise MismatchError(describe_mismatch(stands))
-        self._epochs.looked(mixed_epochs(stands))
-
-    def _settings_now(self) -> int:
-        """Return the checksum of the hyperparameters with which this member is about to step."""
-        return self._settings.see([] if self._optimizer is None else settings_of(self._optimizer))
-
-    def _unlike_settings(self) -> str:
-        """Name the first member whose hyperparameters differ from member 0's, with the difference, in one
-        line.
-        """
-        own = msgspec.msgpack.encode(self._settings.settings)
-        words = self._members.gather(own, "the members' hyperparameters")
-        told = [msgspec.msgpack.decode(word) for word in words]
-        found = ((member, first_difference(told[0], other)) for member, other in enumerate(told[1:], start=1))
-        member, difference = next((who, what) for who, what in found if what is not None)
-        return difference_line("worker 0", f"worker {member}", self.sharing.steps, difference)
-
-    def _unlike_edits(self, edited: str) -> str:
-        """In a line, who has changed a gradient that another has not."""
-        words = self._members.gather(edited.encode(), "whose gradients scripts have changed")
-        told = [set(word.decode().split("\n")) - {""} for word in words]
-        other = next(member for member, each in enumerate(told) if each != told[0])
-        name = min(told[0] ^ told[other])
-        who, others = (0, other) if name in told[0] else (other, 0)
-        return (
-            f"worker {who} has changed the gradient of {name!r} after the mean was taken, and worker "
-            f"{others} has not: what a script does to p.grad, it must do on all workers alike, also on one "
-            "that has no batch"
-        )
 
     def _count_writes(self) -> None:
         """For autograd, what others alone step is written into here too."""

@@ -15,6 +15,7 @@ from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
 from atoll.core.scriptline import at_script_line, script_line
 from atoll.core.stands import Epoch
 from atoll.exchange.sentgroups import sent_groups
+from atoll.memory.agreeing import BatchEpochs
 from atoll.memory.over import features_of, refuse_apart
 from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
@@ -187,10 +188,7 @@ class Prepared:
         )
         # After what comes before a step: the session's word on a gradient is heard first.
         if tiers is not None and in_tiers is not None:
-            tiers.fit(model, optimizer)
-            if self._shared is not None:
-                self._shared.epoch = lambda: epoch_of(self)
-                self._shared.epochs_mixed = epochs_mixed
+            tiers.fit(model, optimizer, BatchEpochs(lambda: epoch_of(self), epochs_mixed))
         self._ready = True
         backward.add(self.reducer)
         before_unscaling(optimizer, self._before_unscaling, self._has_batch)

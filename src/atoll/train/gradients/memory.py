@@ -15,6 +15,7 @@ from atoll.core.config import Config
 from atoll.core.errors import RunError, UserError
 from atoll.core.memory import Memory
 from atoll.core.units import format_bytes
+from atoll.memory.agreeing import BatchEpochs
 from atoll.memory.exchanged import Exchanged
 from atoll.memory.fit import Fitted, fit, fit_exchanged, fit_shared, plan, plan_exchanged
 from atoll.memory.planning import specs_for
@@ -82,14 +83,14 @@ class Tiers:
     def _written(self) -> None:
         self.sync("values from other contributors")
 
-    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Let the model train in chunks from now on."""
+    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
+        """Let the model train in chunks from now on; `epochs` tells of the batches."""
         if self._members is None:
             self.fitted = fit(model, optimizer, memory=self._memory, plan=self._plan)
             return
         assert self._plan is not None
         self.fitted = self.shared = fit_shared(
-            model, optimizer, memory=self._memory, members=self._members, plan=self._plan
+            model, optimizer, memory=self._memory, members=self._members, plan=self._plan, epochs=epochs
         )
 
     def norms(self, norm: GradientNorm) -> Norms:
@@ -187,7 +188,7 @@ class ServedTiers(Tiers):
         assert self._plan is not None
         self.fitted = self._exchanged = fit_exchanged(self._model, self._memory, self._plan)
 
-    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
         """It lies there since its strategy was built, which has brought its values to the shards."""
 
     def norms(self, norm: GradientNorm) -> Norms:

@@ -26,6 +26,7 @@ from atoll.core.scriptline import waiting_line
 from atoll.core.stands import gradients_in
 from atoll.core.units import format_bytes
 from atoll.exchange.hostmemory import BUFFERS, HostMemory, host_bytes, plan_memory, slots_for
+from atoll.memory.agreeing import BatchEpochs
 from atoll.memory.fit import borrow, plan
 from atoll.memory.lent import LentModel, Turns
 from atoll.memory.payloads import Payloads, TensorPayloads
@@ -125,8 +126,8 @@ class LentTiers(Tiers):
             self._plan = plan(model, optimizer, held, lent=self._peers.devices)
         return self._peers.in_tiers(self)
 
-    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        del optimizer  # whose steps are the CPU side's
+    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
+        del optimizer, epochs  # steps are the CPU side's, and so is the comparison
         exchange = self.model.lent
         assert self._plan is not None
         fitted = borrow(
