@@ -26,7 +26,7 @@ from atoll.memory import copies, planning
 from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit, plan
 from atoll.memory.sharded import Sharded
-from atoll.memory.sharing import Sharing
+from atoll.memory.stages import Stages
 from atoll.moves.owners import UNIT, Groups
 from atoll.moves.timeline import Bandwidths
 from atoll.testing.families import FAMILIES, batch, build, loss_of
@@ -205,14 +205,14 @@ def test_chunks_that_stay_on_the_device_have_new_values_after_each_step() -> Non
 def test_values_come_by_the_host_where_a_device_has_memory_of_its_own(
     sharding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staged: list[int] = []
-    stage = Sharing._stage
+    staged: list[str] = []
+    stage = Stages.one
 
-    def noted(sharing: Sharing, chunk: int, *wanted: Any) -> Any:
-        staged.append(chunk)
-        return stage(sharing, chunk, *wanted)
+    def noted(stages: Stages, words: str, *wanted: Any) -> Any:
+        staged.append(words)
+        return stage(stages, words, *wanted)
 
-    monkeypatch.setattr(Sharing, "_stage", noted)
+    monkeypatch.setattr(Stages, "one", noted)
     compare(Script("gpt", (1.0, 1.0)), 0.5, sharding=sharding)
     at_once = len(staged)  # as the model is laid out, and given back
     monkeypatch.setattr(copies, "is_needless", lambda _: False)

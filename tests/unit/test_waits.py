@@ -279,9 +279,9 @@ REVIEWED: dict[str, str] = {
     ),
     "memory/sums.py: Sum._end_inside: self._inside.wait()": "its waits are Channel.wait's (sync.timeout)",
     "memory/sums.py: Sum._end_between: each.wait()": "its waits are Channel.wait's (sync.timeout)",
-    "memory/sharing.py: Sharing._take_stage: self._condition.wait_for(lambda: self._stages, _DEADLINE), "
+    "memory/stages.py: Stages.take: self._condition.wait_for(lambda: self._free, _DEADLINE), "
     "holding self._condition": _RELEASES,
-    "memory/sharing.py: Sharing._wait_until: self._condition.wait_for(lambda: self.count >= count or "
+    "memory/syncpoints.py: SyncPoints.wait_until: self._condition.wait_for(lambda: self.count >= count or "
     "self._is_closed, _DEADLINE), holding self._condition": _RELEASES,
     "testing/members.py: Member.__init__: "
     "ThreadPoolExecutor(_SERVING, thread_name_prefix=f'serving-{rank}')": (

@@ -29,7 +29,8 @@ from atoll.core.stands import (
 )
 from atoll.memory.gradients import TrainedChunk
 from atoll.memory.sharedgradients import SharedGradients
-from atoll.memory.sharing import CODES, Sharing, code_of
+from atoll.memory.sharing import Sharing
+from atoll.memory.syncpoints import CODES, code_of
 from atoll.tensors.settings import SettingsCode, settings_of
 
 _ALIKE = "what a script does to p.grad, it must do on all workers alike"
@@ -84,7 +85,7 @@ class StepAgreement:
         codes = [float(code_of(edited)), float(settings % CODES), float(code_of(str(epoch)))]
         told = [each for code in codes for each in (code, code**2)]
         told += [place for each in zip(kinds, present, strict=True) for place in grouping.spread(*each)]
-        heard = iter(sharing.agree(told, f"optimizer.step() {sharing.steps}"))
+        heard = iter(sharing.points.agree(told, f"optimizer.step() {sharing.points.steps}"))
         if next(heard) ** 2 != sharing.members.count * next(heard):
             raise UserError(self._unlike_edits(edited))
         if next(heard) ** 2 != sharing.members.count * next(heard):
@@ -103,7 +104,7 @@ class StepAgreement:
 
     def _compare_epochs(self, epoch: Epoch) -> None:
         """Raise MismatchError where members train on batches of different dealt epochs; warn of others."""
-        own = encode_stand(gradients_in(self._sharing.steps, waiting_line(), epoch))
+        own = encode_stand(gradients_in(self._sharing.points.steps, waiting_line(), epoch))
         words = self._sharing.members.gather(own, "the epochs of all members")
         stands = {member: decode_stand(word) for member, word in enumerate(words)}
         if not are_in_one_epoch(stands.values()):
@@ -119,7 +120,7 @@ class StepAgreement:
         told = [msgspec.msgpack.decode(word) for word in words]
         found = ((member, first_difference(told[0], other)) for member, other in enumerate(told[1:], start=1))
         member, difference = next((who, what) for who, what in found if what is not None)
-        return difference_line("worker 0", f"worker {member}", self._sharing.steps, difference)
+        return difference_line("worker 0", f"worker {member}", self._sharing.points.steps, difference)
 
     def _unlike_edits(self, edited: str) -> str:
         """Say in one line which member has changed a gradient that another has not."""

@@ -184,7 +184,7 @@ class Sharded(Moving):
         """All members come here, and what their scripts have written is seen by all from here on."""
         self.engine.write_back()
         self.engine.out_of_date(self._foreign)
-        self.sharing.agree([], what)
+        self.sharing.points.agree([], what)
         self.gradients.synced()
         self.sharing.passed(published=True)
         self.engine.refresh(self._foreign)
@@ -235,7 +235,7 @@ class Sharded(Moving):
 
     def stats(self) -> MemoryFigures:
         figures = super().stats()
-        staging = self.sharing.staging
+        staging = self.sharing.stages.arena
         return msgspec.structs.replace(
             figures,
             host_peak=figures.host_peak + (0 if staging is None else staging.peak),
@@ -274,7 +274,7 @@ class Sharded(Moving):
         return values + there + (0 if self._stepper is None else self._stepper.state_bytes())
 
     def _until_all_have_it(self) -> None:
-        self.sharing.agree([], "close(): all members to have the whole model")
+        self.sharing.points.agree([], "close(): all members to have the whole model")
 
     def _end(self) -> None:
         try:

@@ -242,7 +242,7 @@ class _SharedChunk(ChunkGradients):
         """The sum to the holders, under way, of all members' gradients of the `agreed` slots, this member's
         times `scale`; at the end of the block it has ended, and the mean is what counts."""
         chunk = self.trained.chunk.id
-        what = f"the gradient of {self._sharing.words(chunk)} in step {self._sharing.steps}"
+        what = f"the gradient of {self._sharing.words(chunk)} in step {self._sharing.points.steps}"
         if self.is_mean:  # others have gradients of it since, and this member has none
             self._set_aside()
         with self.settled(writes=True) as flat:
@@ -407,7 +407,7 @@ class SharedGradients(Gradients):
         grouping = sharing.grouping  # what `reduce` tells, and less in all else:
         by_slot = (len(each.names) * len(grouping.groups(grouping.kind(each.chunk.id))) for each in chunks)
         by_kind = (2 * len(grouping.groups(kind)) for kind in grouping.kinds)
-        sharing.most_words = _FIRST + sum(by_kind) + sum(by_slot)
+        sharing.points.most_words = _FIRST + sum(by_kind) + sum(by_slot)
         self._bad = ""
 
     def _held(self, trained: TrainedChunk, payloads: Payloads) -> _SharedChunk:
@@ -443,7 +443,7 @@ class SharedGradients(Gradients):
 
     def where(self) -> Stand:
         """Return this member's place in its script while gradients are summed."""
-        return gradients(self._sharing.steps, waiting_line())
+        return gradients(self._sharing.points.steps, waiting_line())
 
     def reduce(
         self, weight: float, samples: float, certain: bool = True, alike: float = 1.0
@@ -466,14 +466,14 @@ class SharedGradients(Gradients):
             told += grouping.spread(kind, [weight, alike])
         for kind, each in zip(kinds, chunks, strict=True):
             told += grouping.spread(kind, [float(weight > 0 and here) for here in each.come])
-        what = f"the gradients of step {self._sharing.steps}"
-        heard = iter(self._sharing.agree(told, what, self.where))
+        what = f"the gradients of step {self._sharing.points.steps}"
+        heard = iter(self._sharing.points.agree(told, what, self.where))
         samples, total, with_gradients = next(heard), next(heard), next(heard)
         certainty = Certainty(list(islice(heard, SAID)))
         if total <= 0 and with_gradients:
             raise UserError(
-                f"step {self._sharing.steps}: the workers' weights sum to {total:g}; session.weight must be "
-                "above 0 on a worker that has gradients"
+                f"step {self._sharing.points.steps}: the workers' weights sum to {total:g}; "
+                "session.weight must be above 0 on a worker that has gradients"
             )
         scales = {}
         for kind in grouping.kinds:
@@ -569,7 +569,7 @@ class SharedGradients(Gradients):
         """As of `Gradients`; called by all members, and the same bits on each."""
         self.check_summed()
         kind = "" if norm_type == 2.0 else f", norm_type={float(norm_type):g}"
-        self._sharing.agree([], f"clip_grad_norm_({float(max_norm)!r}{kind})")
+        self._sharing.points.agree([], f"clip_grad_norm_({float(max_norm)!r}{kind})")
         norm = super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         self.synced()
         self._sharing.passed()
@@ -591,7 +591,7 @@ class SharedGradients(Gradients):
             own += [
                 float(measured.get(slot, 0.0)) if here else _ABSENT for slot, here in enumerate(each.present)
             ]
-        what = f"the norms of the gradients of step {self._sharing.steps}"
+        what = f"the norms of the gradients of step {self._sharing.points.steps}"
         word = torch.tensor(own, dtype=torch.float64).numpy().tobytes()  # which holds all dtypes' values
         rows = [_heard(told, len(own), what) for told in self._sharing.members.gather(word, what)]
         norms: dict[int, Tensor] = {}
@@ -628,8 +628,8 @@ class SharedGradients(Gradients):
         """Whether all members' gradients are finite, once they are summed; called by all members."""
         self._bad = self._first_nonfinite()
         told = [float(bool(self._bad))]
-        what = f"whether the gradients of step {self._sharing.steps} are finite"
-        (bad,) = self._sharing.agree(told, what, lambda: call("optimizer.step", script_line()))
+        what = f"whether the gradients of step {self._sharing.points.steps} are finite"
+        (bad,) = self._sharing.points.agree(told, what, lambda: call("optimizer.step", script_line()))
         return not bad
 
     def nonfinite(self) -> str:

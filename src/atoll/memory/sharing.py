@@ -8,46 +8,30 @@ holder that is not there yet answers when it is. So members may use chunks in an
 
 from __future__ import annotations
 
-import re
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from atoll.chunks import Chunk
-from atoll.core.errors import DeadlineError, MismatchError, RunError, UserError
-from atoll.core.scriptline import waiting_line
-from atoll.core.stands import Stand, are_consistent, call, decode_stand, describe_mismatch, encode_stand
+from atoll.core.errors import DeadlineError, UserError
 from atoll.memory import copies
-from atoll.memory.arena import Arena, Block
 from atoll.memory.grouping import Grouping
 from atoll.memory.members import Members
 from atoll.memory.payloads import GRADIENT, VALUES, Key
+from atoll.memory.stages import Stages
 from atoll.memory.store import Store
 from atoll.memory.sums import Over, Sum, Summing
+from atoll.memory.syncpoints import SyncPoints
 from atoll.moves.owners import Holding, Part, Share
 from atoll.moves.search import STAGES
 
 FETCHING = 16  # fetches at once, beside those of the threads that want a chunk
-_DEADLINE = 600.0  # seconds, for a holder that is behind, and for a place in host memory to be free
-_OF_STEP = re.compile(r"(\bstep(?:\(\))?) \d+")
-_ASKS = re.compile(r"([^(]*)\((.*)\)")  # a call, and what it asks for
-CODES = 2**20  # of calls and words: sums of their squares over the members are exact
-_STEPS = 2**20  # steps are compared modulo this: their sum over the members is exact
-
-
-class _Stage:
-    """A place in host memory where values of others arrive, and what it holds: (chunk, count, writes)."""
-
-    def __init__(self, block: Block) -> None:
-        self.block = block
-        self.holds: tuple[int, int, int] | None = None
+_DEADLINE = 600.0  # seconds, for all holders of a chunk
 
 
 class _Latest:
@@ -88,21 +72,11 @@ class Sharing:
         ]
         self.own = OwnParts(self)
         self._sizes: dict[Key, tuple[int, torch.dtype]] = {}  # of what others hold a part of
-        self.steps = 0
-        self.count = 0  # of sync points
-        self.most_words = 0  # that members tell one another in a call; on all alike
-        self._changed = [0] * len(chunks)  # the count at which a chunk's values were stepped last
+        self.points = SyncPoints(members, len(chunks))
         self._writes = [0] * len(chunks)  # to this member's part of its values, by its script
         # Others' chunks that the script has written to since all were last told what scripts have written:
         self._written: set[int] = set()
-        self._condition = threading.Condition()
-        self._is_closed = False
-        self._stages: list[_Stage] = []
-        self.staging: Arena | None = None
-        if staging_bytes:
-            self.staging = Arena(staging_bytes, staging_bytes // STAGES, "cpu", "host", poison=False)
-            self.staging.lock_pages()
-            self._stages = [_Stage(self.staging.take()) for _ in range(STAGES)]
+        self.stages = Stages(staging_bytes)
         most = max(map(len, self._others))
         self._fetching: ThreadPoolExecutor | None = None
         if most > 1:
@@ -117,6 +91,11 @@ class Sharing:
         self.wait_stepped: Callable[[int], None] = lambda _: None
         self.gradient: Callable[[int], Tensor]  # a copy of the own part's, as the others are to see it
         self.described: Callable[[int], bytes | None] = lambda _: None  # an own part's state, in a word
+
+    @property
+    def count(self) -> int:
+        """Of sync points that are past."""
+        return self.points.count
 
     def part(self, chunk: int) -> tuple[int, int]:
         """From where to where this member holds its elements; (0, 0): nothing of it."""
@@ -186,7 +165,7 @@ class Sharing:
         assert kind == VALUES
         numel, dtype = self._sizes[key]
         wanted = chunk, self.count, self._writes[chunk]
-        with self._stage(chunk, wanted) as stage:
+        with self.stages.one(self.words(chunk), wanted) as stage:
             memory = stage.block.view(numel, dtype)
             if stage.holds != wanted:
                 stage.holds = None
@@ -199,7 +178,7 @@ class Sharing:
         """A place to write such a chunk's values to, of which this member's part counts."""
         chunk, _ = key
         numel, dtype = self._sizes[key]
-        with self._stage(chunk) as stage:
+        with self.stages.one(self.words(chunk)) as stage:
             stage.holds = None
             memory = stage.block.view(numel, dtype)
             if not overwrites:
@@ -223,33 +202,6 @@ class Sharing:
                 self.store.pin(key, overwrites=True) as own,
             ):
                 own.copy_(memory[begin:end])
-
-    @contextmanager
-    def _stage(self, chunk: int, wanted: tuple[int, int, int] | None = None) -> Iterator[_Stage]:
-        """A place, for the length of the block; the one that holds what is `wanted`, if there is one."""
-        stage = self._take_stage(chunk, wanted)
-        try:
-            yield stage
-        finally:
-            self._give_stage(stage)
-
-    def _take_stage(self, chunk: int, wanted: tuple[int, int, int] | None) -> _Stage:
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._stages, _DEADLINE):
-                raise DeadlineError(
-                    f"waited {_DEADLINE:.0f} s for room in host memory in which the values of "
-                    f"{self.words(chunk)} are to arrive: another worker that sends values stands still"
-                )
-            stage = self._stages[0]
-            if wanted is not None:
-                stage = next((each for each in self._stages if each.holds == wanted), stage)
-            self._stages.remove(stage)
-            return stage
-
-    def _give_stage(self, stage: _Stage) -> None:
-        with self._condition:
-            self._stages.append(stage)
-            self._condition.notify_all()
 
     # What others hold
 
@@ -305,7 +257,7 @@ class Sharing:
         chunk, kind = key
         kind = "optimizer state" if kind.startswith("described") else kind
         self.members.fetch(
-            holder, key, self.count, into, f"{kind} of {self.words(chunk)} at step {self.steps}"
+            holder, key, self.count, into, f"{kind} of {self.words(chunk)} at step {self.points.steps}"
         )
         self.came(into.nbytes)
 
@@ -324,9 +276,9 @@ class Sharing:
         part of it is the sum (memory/sums.py); the rest is undefined."""
         if not flat.numel() or (not self._others[chunk] and self.members.count == 1):
             return Over()
-        stage = self._take_stage(chunk, None)
+        stage = self.stages.take(self.words(chunk))
         stage.holds = None
-        ended = partial(self._give_stage, stage)
+        ended = partial(self.stages.give, stage)
         return Sum(self.members, self.holding, chunk, flat, what, stage.block, ended)
 
     # What others ask
@@ -341,7 +293,7 @@ class Sharing:
             raise UserError(
                 f"worker {self.rank} was asked for the {kind} of chunk {chunk}, of which it holds nothing"
             )
-        self._wait_until(count, chunk)
+        self.points.wait_until(count, chunk, self.words(chunk))
         if kind == GRADIENT:
             yield self.gradient(chunk)
             return
@@ -356,22 +308,6 @@ class Sharing:
             )
         with self._reading, self.store.pin(key) as payload:
             yield payload
-
-    def _wait_until(self, count: int, chunk: int) -> None:
-        with self._condition:
-            if not self._condition.wait_for(lambda: self.count >= count or self._is_closed, _DEADLINE):
-                raise DeadlineError(
-                    f"worker {self.rank} was asked for {self.words(chunk)} at a point of the script that it "
-                    f"has not reached in {_DEADLINE:.0f} s; it stands still, or its script differs"
-                )
-            if self._is_closed:
-                raise RunError(f"worker {self.rank} has gone: it holds its part of the model no more")
-            if count < self._changed[chunk]:
-                raise RunError(
-                    f"worker {self.rank} was asked for {self.words(chunk)} as they were before its latest "
-                    "optimizer.step(): a forward or backward of another worker was not over by then; let all "
-                    "workers end their backward before optimizer.step()"
-                )
 
     # Sync points
 
@@ -394,58 +330,14 @@ class Sharing:
     def passed(self, changed: Sequence[int] = (), *, stepped: bool = False, published: bool = False) -> None:
         """A sync point is past, at which the values of `changed` chunks were stepped; or where what scripts
         have written was `published`."""
-        with self._condition:
-            if stepped or published:
-                self._written.clear()
-            self.count += 1
-            self.steps += stepped
-            for chunk in changed:
-                self._changed[chunk] = self.count
-            self._latest = None
-            self._condition.notify_all()
-
-    def agree(
-        self, told: Sequence[float], what: str, where: Callable[[], Stand] | None = None
-    ) -> list[float]:
-        """Sum the numbers in `told` over all members, in one call at one step.
-
-        `what` names the call. `where` returns this member's place in the script; unless given, it is the
-        call. Raises MismatchError where members are in different calls or at different steps.
-        """
-        where = where or partial(self._in_call, what)
-        step, call = self.steps % _STEPS, _call_of(what)
-        head = float(step), float(call), float(call**2)
-        # As many words whatever the call is: else two that are in unlike ones would wait for each other.
-        vector = torch.zeros(len(head) + max(len(told), self.most_words), dtype=torch.float64)
-        vector[: len(head) + len(told)] = torch.tensor([*head, *told], dtype=torch.float64)
-        self.members.meet(vector, what, where)
-        steps, calls, squares = vector[: len(head)].tolist()
-        off = steps / self.members.count - step
-        if off or calls**2 != self.members.count * squares:
-            self._refuse_mismatch(where(), what, off)
-        return vector[len(head) : len(head) + len(told)].tolist()
-
-    def _in_call(self, what: str) -> Stand:
-        asked = _ASKS.fullmatch(_OF_STEP.sub(r"\1", what))
-        name, asks = (what, "") if asked is None else asked.groups()
-        return call(name, waiting_line(), asks=asks, step=self.steps)
-
-    def _refuse_mismatch(self, own: Stand, what: str, off: float) -> NoReturn:
-        """Raise the error for members in different calls, naming each member's place."""
-        said = self.members.gather(encode_stand(own), "the places of all members")
-        stands = {member: decode_stand(raw) for member, raw in enumerate(said)}
-        if are_consistent(stands.values()):
-            raise RunError(
-                f"{what}: the workers are at different steps (this one at {self.steps}, on average "
-                f"{self.steps + off:g}); each must call optimizer.step() equally often"
-            )
-        raise MismatchError(describe_mismatch(stands))
+        if stepped or published:
+            self._written.clear()
+        self._latest = None
+        self.points.passed(changed, stepped=stepped)
 
     def close(self) -> None:
         """Others are answered no more."""
-        with self._condition:
-            self._is_closed = True
-            self._condition.notify_all()
+        self.points.close()
         if self._fetching is not None:
             self._fetching.shutdown(wait=False, cancel_futures=True)
         self.members.close()
@@ -469,17 +361,6 @@ class OwnParts:
 
     def drop(self, key: Key) -> None:
         self._sharing.store.drop(key)
-
-
-def code_of(word: str) -> int:
-    """Tells words apart: members have the same one where the square of the sum of their codes is as many
-    times the sum of the squares as there are members, both of which are exact."""
-    return zlib.crc32(word.encode()) % CODES
-
-
-def _call_of(what: str) -> int:
-    """Tells calls apart, by what they are for people, whatever step they are of."""
-    return code_of(_OF_STEP.sub(r"\1", what))
 
 
 def _bytes(word: bytes) -> Tensor:
