@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -363,7 +364,8 @@ def trains_on_batches(place: Place, folder: str, transport: str) -> list[list[fl
     each iteration of this node was of."""
     data = torch.arange(60.0).reshape(60, 1)
     config = settings(stale_max=1, global_batch=8)
-    config.link = Link(transport=transport, reliable=transport == "ltp")  # type: ignore[arg-type]
+    link = Link(transport=transport, reliable=transport == "ltp")  # type: ignore[arg-type]
+    config = msgspec.structs.replace(config, link=link)
     seen: list[list[float]] = []
     with atoll.join(config, place=place) as session:
         torch.manual_seed(0)

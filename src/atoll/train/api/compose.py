@@ -16,14 +16,13 @@ import torch
 
 from atoll.axes.cells import Cell, GroupKind, Others, cell_of, choices_in
 from atoll.axes.needs import check
-from atoll.core import events
 from atoll.core.config import STRATEGIES, Config
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
 from atoll.exchange.codecs import codec_named
 from atoll.train.api.device import device_of
 from atoll.train.api.meter import Meter
-from atoll.train.api.news import GroupNews, RingNews
+from atoll.train.api.news import GroupNews, NodeNews, RingNews
 from atoll.train.api.pace import Pace
 from atoll.train.api.place import Place
 from atoll.train.api.records import Records
@@ -270,12 +269,9 @@ def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runti
     state = TrainingState(workers, device)
     records = Records(config, workers, state, node=node)
     pace = Pace(config.groups.probe)
-    peers = PeersInTiers(node, workers, state, lambda: pace.latest, config.sync.stale_max)
-
-    def tell_of_start() -> None:
-        node.tell, node.decided = records.warn, partial(records.decided_here, events.Decided)
-        node.round_seen = partial(records.decided_here, events.RoundSeen)
-        records.decided("nodes", node.who, node.describe(config))
+    peers = PeersInTiers(
+        node, workers, state, lambda: pace.latest, config.sync.stale_max, lambda line: records.warn(line)
+    )
 
     return Runtime(
         others="peers",
@@ -288,7 +284,7 @@ def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runti
         pace=pace,
         strategy=peers,
         make_tiers=lambda memory, _number: peers.tiers(memory, config),
-        tell_of_start=tell_of_start,
+        tell_of_start=lambda: NodeNews(node, records).begin(config),
         together=True,
         keeps_heap=device.type == "cpu" and keep_freed_memory(),
         entrance=peers,

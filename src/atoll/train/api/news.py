@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atoll.core import events
+from atoll.core.config import Config
 from atoll.train.api.pace import Pace
 from atoll.train.api.records import Records
 from atoll.train.checkpoint.resume import TrainingState
@@ -12,7 +13,9 @@ from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.rounds import MOVING, Regrouped, Ring
 from atoll.train.members.groupworkers import GroupWorkers
 from atoll.train.members.workers import Workers
+from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.uplink import Uplink
+from atoll.wire.device import Members, Told
 from atoll.wire.messages import Grouped
 
 
@@ -73,3 +76,57 @@ class GroupNews:
             )
             uplink = uplink_of()
             self._records.emit(events.Decided, what="uplink", choice=uplink.kind, reason=uplink.reason)
+
+
+_WEIGHTS = "weights"  # what is told of counts that differ
+_OFTEN = ("round", "fetched")  # decisions that may come each iteration: for the journal alone
+
+
+class NodeNews:
+    """Of this node among the others: what its CPU side decides, and who comes and goes. The CPU side speaks
+    to the leader of the node's devices."""
+
+    def __init__(self, node: NodeWorker, records: Records) -> None:
+        self._node, self._records = node, records
+        self._members = list(node.members)
+        node.on(Told, self._handle_told)
+        node.on(Members, self._handle_members)
+
+    def begin(self, config: Config) -> None:
+        """Tell how the nodes know one another, and go on together."""
+        introduction, sync = self._node.introduction, config.sync
+        devices, nodes = introduction.devices, f"{self._node.world}, without a server"
+        if self._node.has_groups:
+            alike = len(set(devices)) == 1
+            each = f"{devices[0]} devices each" if alike else f"{', '.join(map(str, devices))} devices"
+            nodes = f"{self._node.world} of {each}, without a server"
+        how = (
+            f"introduced by {introduction.describe()}; at most {sync.stale_max} iterations ahead, "
+            f"overlay {sync.overlay}"
+        )
+        self._records.decided("nodes", nodes, how)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this node tells people what all know."""
+        return self._node.node == min(self._node.members, default=self._node.node)
+
+    def _handle_told(self, message: Told) -> None:
+        if message.choice:
+            kind = events.RoundSeen if message.what.startswith(_OFTEN) else events.Decided
+            self._records.decided_here(kind, message.what, message.choice, message.reason)
+        elif message.what != _WEIGHTS or self._is_first:  # all know that one
+            self._records.warn(message.reason)
+
+    def _handle_members(self, message: Members) -> None:
+        node = self._node
+        before, self._members = self._members, list(node.members)
+        gone = [f"node {each} was left out" for each in before if each not in node.members]
+        came = [f"node {each} came in" for each in node.members if each not in before]
+        if not node.leads or not (gone or came):
+            return
+        names = ", ".join(map(str, node.members))
+        reason = f"{', '.join(gone + came)}{': ' if message.reason else ''}{message.reason}"
+        self._records.decided_here(events.Decided, "members", f"view {message.view}: nodes {names}", reason)
+        if self._is_first:
+            self._records.warn(f"{reason}; {len(node.members)} of {node.world} nodes go on")

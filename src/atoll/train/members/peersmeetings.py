@@ -131,5 +131,5 @@ class NodeWorkers(MeetingWorkers):
             put_bytes([piece], memoryview(bytearray(first)))
         return flat
 
-    def _handle_met(self, message: Met, _descriptors: list[int]) -> None:
+    def _handle_met(self, message: Met) -> None:
         self._met[message.number] = message

@@ -28,10 +28,12 @@ from atoll.tensors.shardoptimizer import full_name, own_path
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.data.peerssampler import PeerBatches, PeerSampler
 from atoll.train.gradients.reducer import Reducer
+from atoll.train.gradients.ring import over_ring
 from atoll.train.members.peersmeetings import NodeWorkers
 from atoll.train.sync.peersdoor import ask_at
 from atoll.train.sync.peersexchange import NodeParts, PeerExchange, said_in
-from atoll.train.sync.peersring import NodeReducer
+from atoll.train.sync.peersparameters import OnDevice, Place
+from atoll.train.sync.peersring import DevicesExchange
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.strategies import Stepper, Training, message_bytes_for
 from atoll.wire.device import NO_STATE, Applied, Ready, SetUp, State, WantState
@@ -43,6 +45,7 @@ class Peers:
     """Nodes exchange their gradients, and each makes the same global parameters of them.
 
     `pace()` is what the session measures: seconds that a sample takes to compute; 0: not known yet.
+    `tell(line)` is for people.
     """
 
     collective = False  # every node makes each step, with gradients of its own
@@ -56,14 +59,16 @@ class Peers:
         state: TrainingState,
         pace: Callable[[], float],
         stale_max: int,
+        tell: Callable[[str], None],
     ) -> None:
         self._worker, self._workers, self._state, self._pace = worker, workers, state, pace
+        self._tell = tell
         self._stale_max = stale_max
         self.skips_together = stale_max == 0
         self._batches: list[PeerBatches] = []
         facts = max(_FACTS, stale_max + 2)
         self._facts: deque[tuple[int, dict[int, float]]] = deque(maxlen=facts)
-        worker.applied = self._applied
+        worker.on(Applied, self._applied)
         self._model: PeerModel | None = None
 
     @property
@@ -74,7 +79,6 @@ class Peers:
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         """The reducer, and what steps."""
         model = self._model_of(training)
-        model.exchange.pace = self._pace
         self._model = model
         model.begin()
         return model.exchange, model.optimizer_kind(
@@ -88,7 +92,21 @@ class Peers:
         )
 
     def _model_of(self, training: Training) -> PeerModel:
-        return PeerModel(training, self._worker, self._workers, self._capture, self._returned)
+        place = OnDevice(training.chunks, self._worker.leads)
+        return PeerModel(training, self._workers, self._parts(training, place))
+
+    def _parts(self, training: Training, place: Place) -> NodeParts:
+        sync = training.config.sync
+        return NodeParts(
+            self._worker,
+            place,
+            sync.stale_max,
+            sync.stale_max > 0 and sync.overlay != "none",
+            self._capture,
+            self._returned,
+            self._pace,
+            self._tell,
+        )
 
     def batches(self, dataset: Sized, **options: Any) -> PeerBatches:
         """This node's part of batches that all nodes share; `options` as in PeerBatches."""
@@ -216,7 +234,7 @@ class Peers:
         try:
             return self._state.capture(fixed=True)
         except CheckpointError as error:  # the newcomer's to know, and nothing that ends this one
-            self._worker.tell(f"{NO_STATE}: {error}")
+            self._tell(f"{NO_STATE}: {error}")
             return b""
 
     def _returned(self, script: bytes) -> None:
@@ -240,35 +258,34 @@ class PeerModel:
     def __init__(
         self,
         training: Training,
-        worker: NodeWorker,
         workers: NodeWorkers,
-        capture: Callable[[], bytes],
-        returned: Callable[[bytes], None],
+        parts: NodeParts,
     ) -> None:
-        self._training, self._worker, self._workers = training, worker, workers
-        sync = training.config.sync
-        stale_max, overlaid = sync.stale_max, sync.stale_max > 0 and sync.overlay != "none"
-        self._plan = plan_memory(training.chunk_map, slots_for(stale_max), BUFFERS)
-        self.exchange = self._make_exchange(NodeParts(worker, stale_max, overlaid, capture, returned))
-        self._returned = returned
+        self._training, self._worker, self._workers = training, parts.worker, workers
+        self._plan = plan_memory(training.chunk_map, slots_for(parts.stale_max), BUFFERS)
+        self.exchange = self._make_exchange(parts)
+        self._returned = parts.returned
         kind = type(training.optimizer)
         self._optimizer, self._own_optimizer = full_name(kind), own_path(kind, "peers")
         hyperparameters = sent_groups(training.optimizer)
         self._fingerprint = fingerprint(self._optimizer, hyperparameters, configured=self._own_optimizer)
         self._ready: Ready | None = None
         self._number = 0  # of set-ups
-        worker.on(Ready, self._handle_ready)
+        parts.worker.on(Ready, self._handle_ready)
 
     def _make_exchange(self, parts: NodeParts) -> PeerExchange:
         """That of a node with one device, or with several."""
         training, ring = self._training, self._worker.devices.ring
-        if ring is not None:
-            message_bytes = message_bytes_for(training.chunk_map)
-            settings = partial(settings_of, training.optimizer)
-            return NodeReducer(training.chunks, ring, training.calls, parts, message_bytes, settings)
-        exchange = PeerExchange(training.chunks, training.calls)
-        exchange.use(parts)
-        return exchange
+        if ring is None:
+            return PeerExchange(training.chunks, training.calls, parts)
+        # A node of which nobody has samples weighs nothing:
+        options = {
+            "fills_up": True,
+            "steps_here": False,
+            "settings": partial(settings_of, training.optimizer),
+        }
+        make_sum = over_ring(ring, training.calls, message_bytes_for(training.chunk_map), **options)
+        return DevicesExchange(training.chunks, training.calls, parts, make_sum, ring, keeps_own=True)
 
     def begin(self) -> None:
         """All nodes begin with the first one's values; a node that comes late gets its own from a member."""
@@ -417,6 +434,6 @@ class PeerModel:
         told = (training.chunk_map, type(training.optimizer).__qualname__, *sections, self._fingerprint)
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
 
-    def _handle_ready(self, message: Ready, _descriptors: list[int]) -> None:
+    def _handle_ready(self, message: Ready) -> None:
         self._ready = message
-        self.exchange.set_up()
+        self.exchange.parameters.set_up()

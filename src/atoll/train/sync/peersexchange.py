@@ -12,7 +12,7 @@ docs/peers.md, "What a step does".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,21 +24,19 @@ from atoll.core.errors import UserError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gradients, gradients_in
 from atoll.exchange.hostmemory import HostMemory
-from atoll.tensors.binding import BoundChunk, Buffer
-from atoll.tensors.changed import ChangedParameters
-from atoll.tensors.torch_compat import version_of
-from atoll.train.gradients.reducer import Clipping, Reducer
+from atoll.tensors.binding import BoundChunk
+from atoll.train.gradients.reducer import Calls, Clipping, Reducer
 from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.sums import MakeSum, Own
+from atoll.train.sync.peersparameters import LocalParameters, Place, Slots
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import (
     NO_MORE,
+    CaptureAt,
     Captured,
     Clip,
     Contribute,
-    Freed,
     Note,
-    Published,
-    Release,
     Resumed,
     Want,
 )
@@ -73,13 +71,45 @@ def said_in(note: Note) -> Said:
 class NodeParts:
     """What an exchange needs of its node. `capture()` gives the script's state for a node that comes late;
     `returned(script)` takes it, where the others went on without this node. `overlaid`: parameters have the
-    node's own contributions over them before those are applied."""
+    node's own contributions over them before those are applied. `pace()` is how many seconds a sample takes
+    at this device (0: not known), and `tell(line)` is for people."""
 
     worker: NodeWorker
+    place: Place
     stale_max: int
     overlaid: bool
     capture: Callable[[], bytes]
     returned: Callable[[bytes], None]
+    pace: Callable[[], float]
+    tell: Callable[[str], None]
+
+
+class ScriptState:
+    """Gives the script's state to the nodes that come in, at a boundary between two iterations."""
+
+    def __init__(self, worker: NodeWorker, capture: Callable[[], bytes]) -> None:
+        self._worker, self._capture = worker, capture
+        self._is_at_end = False  # any time is a boundary
+        worker.on(CaptureAt, lambda _: self._asked())
+
+    def give(self, boundary: int) -> None:
+        """Give it to those who come in at this boundary, or at one before."""
+        due = [each for each in self._worker.wanted if each <= boundary]
+        if due:
+            self._worker.wanted = [each for each in self._worker.wanted if each > boundary]
+            script = self._capture() if self._worker.leads else b""
+            for iteration in due:
+                meeting = self._worker.coming_meeting
+                self._worker.send(Captured(iteration=iteration, script=script, meeting=meeting))
+
+    def end(self) -> None:
+        """The script makes no more iterations: from now on any time is a boundary."""
+        self._is_at_end = True
+        self._asked()
+
+    def _asked(self) -> None:
+        if self._is_at_end:
+            self.give(NO_MORE)
 
 
 class PeerExchange(Reducer):
@@ -88,79 +118,50 @@ class PeerExchange(Reducer):
     acts_before_forward = acts_before_state_dict = True
     sums_samples = False  # the CPU side says what all nodes have contributed
 
-    def use(self, parts: NodeParts) -> None:
-        """Exchange through this node's CPU side; called once, before all else."""
+    def __init__(
+        self, chunks: Sequence[BoundChunk], calls: Calls, parts: NodeParts, make_sum: MakeSum = Own
+    ) -> None:
+        super().__init__(chunks, calls, make_sum)
         worker = self._worker = parts.worker
         self._stale_max, self._overlaid = parts.stale_max, parts.overlaid
-        self._capture, self._returned = parts.capture, parts.returned
-        self._memory: HostMemory | None = None
-        self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: where gradients go
-        self.taken = 0  # the global iteration that the parameters stand at
-        self._is_set_up = False  # the CPU side has this memory
-        self._newest: Published | None = None  # announced, and not copied
-        self._held: int | None = None  # the buffer that was copied last
-        self._through = 0  # what was announced has this node's contributions before this one over it
-        self._overlaying = 0.0  # seconds that it took to write
+        self._returned, self._pace, self._tell = parts.returned, parts.pace, parts.tell
+        self._place = parts.place
+        self.parameters = LocalParameters(parts.place, worker)
+        self._slots = Slots(worker)
+        self._script = ScriptState(worker, parts.capture)
         self._computing, self._left = 0.0, 0.0  # seconds between two steps, smoothed; when the last one ended
-        self._freed = 0  # slots of earlier iterations may be written again
         self._clip: Clip | None = None  # what the script asked of the mean in this iteration
         self._weighed = Contribution(0.0, 0.0)  # this iteration's
         self._refused = False  # no node is to make this iteration's step
         self._stale = (
             False  # its gradients are of parameters from before the others went on without this node
         )
-        self._versions = self._seen()
-        self._comparing = [ChangedParameters(bound) for bound in self._chunks]
         self.seconds = 0.0  # in exchange and not waiting, of the latest step
         self.staleness = 0  # of the latest step's iteration, at its start
-        self.pace: Callable[[], float] = lambda: 0.0  # seconds a sample at this device, as the session has it
-        worker.left_behind = self._left_behind
-        worker.on(Published, self._handle_published)
-        worker.on(Freed, self._handle_freed)
 
     # Set up
 
     def attach(self, memory: HostMemory, iteration: int) -> None:
         """Exchange through this memory from `iteration` on; parameters are published there next."""
-        self.detach()
-        self._is_set_up = False
-        self._worker.forget_copied()
-        self._memory, self.steps, self._freed = memory, iteration, iteration
-        if not self._worker.leads:
-            return
-        self._slots = [
-            {
-                bound.chunk.id: Buffer(bound.chunk, bound.parameters, flats[bound.chunk.id])
-                for bound in self._chunks
-            }
-            for flats in (memory.gradients(slot) for slot in range(memory.plan.slots))
-        ]
-
-    def detach(self) -> None:
-        """Let the memory go."""
-        self._slots, self._newest, self._held = [], None, None
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        self.parameters.attach(memory)
+        self.steps = self._slots.freed = iteration
+        self._place.attach(memory, iteration)
 
     def begin_at(self, iteration: int) -> None:
         """Take the parameters with which `iteration` begins."""
-        self.steps = self._freed = iteration
+        parameters = self.parameters
+        self.steps = self._slots.freed = iteration
         self._worker.at = min(self._worker.at, max(0, iteration - 1))  # it may be an earlier checkpoint's
-        self._through, self._left = 0, 0.0
-        self._worker.wait(lambda: self._newest is not None, f"the parameters of iteration {iteration}")
-        self.taken = 0  # of what the CPU side had before
+        parameters.through, self._left = 0, 0.0
+        self._worker.wait(lambda: parameters.is_newer, f"the parameters of iteration {iteration}")
+        parameters.taken = 0  # of what the CPU side had before
         self.go_on(iteration, iteration - self._stale_max)
-
-    def set_up(self) -> None:
-        """The CPU side has taken the model over: what it publishes from now on is of this memory."""
-        self._is_set_up = True
-        self._newest = self._held = None
-        self._through = 0
+        self._place.begin(iteration)
 
     def close(self) -> None:
         super().close()
-        self.detach()
+        self.parameters.detach()
+        self._place.detach()
 
     # An iteration
 
@@ -175,7 +176,7 @@ class PeerExchange(Reducer):
         self.begin_at(returned.iteration)
         self._returned(returned.script)
         if self._worker.leads:
-            self._worker.tell(
+            self._tell(
                 f"node {self._worker.node} was left out and came back: it goes on with iteration "
                 f"{returned.iteration}{': ' if returned.reason else ''}{returned.reason}"
             )
@@ -194,6 +195,10 @@ class PeerExchange(Reducer):
             for bound in self._chunks:
                 for parameter in bound.parameters:
                     parameter.grad = None
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Sum the gradients over the node's devices."""
         super().reduce()
 
     def _come(self) -> None:
@@ -208,14 +213,14 @@ class PeerExchange(Reducer):
             PeerExchange.before_use(self)
         self._worker.take(f"the end of iteration {self.steps}'s backward")
         self._worker.at = max(self._worker.at, self.steps)
-        self.give_state(self.steps)
+        self._script.give(self.steps)
 
     def _weigh(self, own: Contribution) -> None:
         """What this iteration's contribution weighs: what is of parameters too old, nothing."""
         self._weighed = Contribution(0.0, own.samples) if self._stale else own
 
     def before_step(self) -> None:
-        self.check_unchanged()
+        self.parameters.check_unchanged()
         super().before_step()
 
     def refuse(self) -> None:
@@ -231,7 +236,7 @@ class PeerExchange(Reducer):
         """The script's `optimizer.step()`: hand the contribution over, and go on."""
         self._calls.leaving()
         began, waited = time.perf_counter(), self._worker.seconds_waited
-        self.staleness = max(0, self.steps - self.taken)
+        self.staleness = max(0, self.steps - self.parameters.taken)
         self._worker.take(f"optimizer.step() of iteration {self.steps}", self._say())
         note = Said(self._node_pace(), gradients_in(self.steps, waiting_line(), self._calls.epoch()))
         if self._worker.returned is None:  # else what was computed counts nowhere
@@ -241,23 +246,24 @@ class PeerExchange(Reducer):
             computing = began - self._left
             self._computing += 0.2 * (computing - self._computing) if self._computing else computing
         least = self.steps + 1 - self._stale_max
-        if self._overlaid and self.at >= least:
+        if self._overlaid and self.parameters.at >= least:
             self._await_own()
         self.go_on(self.steps + 1, least)
         self._left = time.perf_counter()
         self.seconds = self._left - began - (self._worker.seconds_waited - waited)
+        self._end_step()
 
     def _await_own(self) -> None:
         """Wait for parameters with this iteration's own contribution over them, where that is short."""
         limit, own = FRESH_SHARE * self._computing, self.steps + 1
         self._worker.give_time(
-            limit if self._overlaying <= limit else 0.0,
-            lambda: self._through >= own or self._worker.returned is not None,
+            limit if self.parameters.overlaying <= limit else 0.0,
+            lambda: self.parameters.through >= own or self._worker.returned is not None,
         )
 
     def settle(self) -> None:
         """Wait until all that this node has contributed is applied, and take those parameters."""
-        if self._memory is not None:
+        if self.parameters.memory is not None:
             self.go_on(self.steps, self.steps, "all that was contributed to be applied: ")
 
     def catch_up(self) -> None:
@@ -273,17 +279,19 @@ class PeerExchange(Reducer):
     def go_on(self, iteration: int, least: int, why: str = "") -> None:
         """Take the newest parameters; wait for them where `iteration` must not begin before the global
         iteration is `least`; `why` that is stands before what is waited for."""
-        if self.at < least and self._worker.returned is None:
+        parameters = self.parameters
+        if parameters.at < least and self._worker.returned is None:
             stand = WorkerStand(self._worker.introduction.place.rank, self._stand(iteration))
             self._worker.send(Want(iteration=iteration, least=least, stand=stand))
             self._worker.wait(
-                lambda: self.at >= least or self._worker.returned is not None,
+                lambda: parameters.at >= least or self._worker.returned is not None,
                 lambda: (
-                    f"{why}the global iteration to be {least}, before iteration {iteration}; it is {self.at}"
+                    f"{why}the global iteration to be {least}, before iteration {iteration}; "
+                    f"it is {parameters.at}"
                 ),
             )
         if self._worker.returned is None:
-            self._take_newest()
+            parameters.take_newest()
 
     def epochs_mixed(self, line: str) -> None:
         """Pass on a warning about batches of different epochs."""
@@ -293,58 +301,29 @@ class PeerExchange(Reducer):
         """Return this worker's place in its script while it waits before `iteration`."""
         return self._worker.call or gradients(max(0, iteration - 1), waiting_line())
 
-    @property
-    def at(self) -> int:
-        """The global iteration of the newest parameters that are there."""
-        return self.taken if self._newest is None else self._newest.taken
-
-    def give_state(self, boundary: int) -> None:
-        """Give the script's state to the nodes that come in at this boundary between two iterations, or at
-        one before."""
-        due = [each for each in self._worker.wanted if each <= boundary]
-        if due:
-            self._worker.wanted = [each for each in self._worker.wanted if each > boundary]
-            script = self._capture() if self._worker.leads else b""
-            for iteration in due:
-                meeting = self._worker.coming_meeting
-                self._worker.send(Captured(iteration=iteration, script=script, meeting=meeting))
-
     def end(self, where: str) -> None:
         """All iterations are made, as `where` says: return when they are applied. From now on any time is a
         boundary."""
         self._worker.take(where)
         self.settle()
         self._worker.at = NO_MORE
-        self._worker.asked = lambda: self.give_state(NO_MORE)
-        self._worker.asked()
-
-    def check_unchanged(self) -> None:
-        """Raise UserError if the script has written to a parameter: the CPU side would not know.
-
-        What was changed and changed back (to evaluate with an average of the weights, say) is unchanged.
-        """
-        for name in self._changed():
-            raise UserError(
-                f"parameter {name!r} was changed by the script after session.prepare; under strategy "
-                "'peers' the node's CPU side makes the parameters: change it before session.prepare, or "
-                "save and session.load it"
-            )
+        self._script.end()
 
     # Inside
 
     def _hand_over(self, accepted: bool, hyperparameters: Hyperparameters, note: Said) -> None:
         """Write the gradients into their slot, and say so."""
-        own, memory = self._weighed, self._memory
+        own, memory = self._weighed, self.parameters.memory
         assert memory is not None
-        self._await_slot(self.steps, memory.plan.slots)
+        self._slots.await_free(self.steps, memory.plan.slots)
         if self._worker.returned is not None or not self._worker.leads:
+            self._place.begin(self.steps + 1)
             return
-        buffers = self._slots[self.steps % memory.plan.slots]
-        present = [self._write(bound, buffers[bound.chunk.id]) for bound in self._chunks]
+        present = self._place.write(self.steps, own.weight > 0)
         self._worker.send(
             Contribute(
                 iteration=self.steps,
-                taken=self.taken,
+                taken=self.parameters.taken,
                 samples=own.samples,
                 weight=own.weight if accepted else 0.0,
                 basis=own.basis,
@@ -358,15 +337,7 @@ class PeerExchange(Reducer):
         )
         sent_to = max(0, len(self._worker.members) - 1)
         self.bytes_sent += sent_to * sum(run.nbytes for run in memory.plan.trained)
-
-    def _await_slot(self, iteration: int, slots: int) -> None:
-        """Wait until the iteration's slot may be written."""
-        if self._freed <= iteration - slots:
-            self._worker.wait(
-                lambda: self._freed > iteration - slots or self._worker.returned is not None,
-                f"room for iteration {iteration}, in the slot of iteration {iteration - slots}, which "
-                "others have yet to get",
-            )
+        self._place.begin(self.steps + 1)
 
     def _say(self) -> bytes:
         """What the leader is to hear of this device before the node contributes."""
@@ -374,77 +345,15 @@ class PeerExchange(Reducer):
 
     def _node_pace(self) -> float:
         """Seconds that this node takes for a sample, by what its devices have just said."""
-        return self.pace()
+        return self._pace()
 
-    def _write(self, bound: BoundChunk, into: Buffer) -> bytes:
-        """A chunk's gradients, zeros where there are none; which there are, a byte each."""
-        present = []
-        for parameter, view in zip(bound.parameters, into.views, strict=True):
-            gradient = parameter.grad if self._weighed.weight > 0 else None
-            view.zero_() if gradient is None else view.copy_(gradient)
-            present.append(gradient is not None)
-        return bytes(present)
-
-    @torch.no_grad()
-    def _take_newest(self) -> None:
-        """Copy the newest parameters that were announced, if there are any."""
-        newest, self._newest = self._newest, None
-        if newest is None:
-            return
-        assert self._memory is not None
-        self._adopt(self._memory.buffer(newest.buffer))
-        # The one that was copied last is kept: `check_unchanged` compares with it.
-        if self._held is not None and self._held != newest.buffer:
-            self._worker.release(self._held)
-        self._held, self.taken = newest.buffer, newest.taken
-        self._versions = self._seen()
-
-    def _adopt(self, values: Mapping[int, Tensor]) -> None:
-        """Let the parameters have these values, by chunk; nobody reads those taken before when it returns."""
-        assert self._memory is not None
-        former = {} if self._held is None else self._memory.buffer(self._held)
-        for bound, comparing in zip(self._chunks, self._comparing, strict=True):
-            new = values[bound.chunk.id]
-            changed = comparing.between(former.get(bound.chunk.id), new)
-            bound.flat[: bound.chunk.extent].copy_(new)
-            if changed:
-                torch.autograd.graph.increment_version(changed)
-
-    def _changed(self) -> list[str]:
-        """The parameters whose values are not those that were taken."""
-        seen = zip(self._versions, self._seen(), strict=True)
-        return [name for (name, before), (_, now) in seen if before != now and self._differs(name)]
-
-    def _seen(self) -> list[tuple[str, int]]:
-        return [
-            (name, version_of(parameter))
-            for bound in self._chunks
-            for name, parameter in zip(bound.names, bound.parameters, strict=True)
-        ]
-
-    def _differs(self, name: str) -> bool:
-        bound = next(bound for bound in self._chunks if name in bound.names)
-        if self._memory is None or self._held is None:
-            return False
-        values = self._memory.buffer(self._held)[bound.chunk.id]
-        return not torch.equal(bound.flat[: bound.chunk.extent].cpu(), values)
-
-    def _left_behind(self) -> None:
-        if self._newest is not None:
-            self._worker.send(Release(buffers=[self._newest.buffer]))
-            self._newest = None
-
-    def _handle_published(self, message: Published, _descriptors: list[int]) -> None:
-        if not self._is_set_up:
-            return  # of the set-up before: the CPU side has let go of those buffers
-        if self._newest is not None and self._newest.buffer != message.buffer:
-            self._worker.send(Release(buffers=[self._newest.buffer]))
-        self._newest = message
-        if message.through > self._through:
-            self._through, self._overlaying = message.through, message.seconds
-
-    def _handle_freed(self, message: Freed, _descriptors: list[int]) -> None:
-        self._freed = max(self._freed, message.before)
+    def _end_step(self) -> None:
+        """The iteration's parameters are taken."""
+        memory = self.parameters.memory
+        assert memory is not None
+        if self._place.waits_for_next and self._worker.returned is None:
+            self._slots.await_free(self.steps + 1, memory.plan.slots)
+        self._place.stepped()
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         """Which iteration this node makes next is the CPU side's to say."""

@@ -9,7 +9,8 @@ Source: docs/memory.md, "Lent values".
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,8 +29,6 @@ from atoll.core.units import format_bytes
 from atoll.exchange.hostmemory import BUFFERS, HostMemory, host_bytes, plan_memory, slots_for
 from atoll.memory.agreeing import BatchEpochs
 from atoll.memory.fit import borrow, plan
-from atoll.memory.lent import LentModel, Turns
-from atoll.memory.payloads import Payloads, TensorPayloads
 from atoll.memory.planning import settings_of
 from atoll.memory.stepping import state_dtypes
 from atoll.peers.settings import Settings
@@ -40,14 +39,14 @@ from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.ring import Agreement, head_of, refuse_unlike_members, take_beside, tell_beside
 from atoll.train.gradients.samples import Contribution
-from atoll.train.gradients.sums import AtEnd
+from atoll.train.gradients.sums import AtEnd, Owner
 from atoll.train.group.rounds import Ring
+from atoll.train.members.peersmeetings import NodeWorkers
 from atoll.train.sync.peers import PeerModel, Peers
-from atoll.train.sync.peersdevices import one_node_in_trouble
 from atoll.train.sync.peersexchange import NodeParts, PeerExchange
-from atoll.train.sync.peersring import OfDevices
+from atoll.train.sync.peersparameters import Lent
+from atoll.train.sync.peersring import DevicesExchange
 from atoll.train.sync.strategies import Strategy, Training
-from atoll.wire.messages import Hyperparameters
 
 _STEPS = 4096  # steps are compared by their remainder
 
@@ -69,7 +68,8 @@ class PeersInTiers(Peers):
     def _model_of(self, training: Training) -> PeerModel:
         if self._tiers is None:
             return super()._model_of(training)
-        model = LentPeerModel(training, self._worker, self._workers, self._capture, self._returned)
+        place = Lent(training.chunks, self._worker.leads)
+        model = LentPeerModel(training, self._workers, self._parts(training, place), place)
         self._tiers.model = model
         return model
 
@@ -128,18 +128,18 @@ class LentTiers(Tiers):
 
     def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
         del optimizer, epochs  # steps are the CPU side's, and so is the comparison
-        exchange = self.model.lent
+        place = self.model.place
         assert self._plan is not None
         fitted = borrow(
             model,
             memory=self._memory,
             plan=self._plan,
             chunk_map=self.model.chunk_map,
-            values=exchange.lent(),
-            gradients=exchange.payloads,
-            peak=exchange.host_peak,
+            values=place.lent(),
+            gradients=place.payloads,
+            peak=place.host_peak,
         )
-        exchange.fitted = self.fitted = fitted
+        place.fitted = self.fitted = fitted
 
     def _check_host(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Raise UserError where a node takes more of host memory than its budget."""
@@ -237,16 +237,17 @@ class LentPeerModel(PeerModel):
 
     reads_lazily = True
     optimizer_kind = HostedOptimizer
-    lent: LentExchange
+
+    def __init__(self, training: Training, workers: NodeWorkers, parts: NodeParts, place: Lent) -> None:
+        self.place = place
+        super().__init__(training, workers, parts)
 
     def _make_exchange(self, parts: NodeParts) -> PeerExchange:
         training, ring = self._training, self._worker.devices.ring
         if ring is None:
-            self.lent = LentExchange(training.chunks, training.calls)
-        else:
-            self.lent = LentNodeExchange(training.chunks, training.calls, ring)
-        self.lent.use(parts)
-        return self.lent
+            return PeerExchange(training.chunks, training.calls, parts)
+        make_sum = partial(LentSum, ring=ring, calls=training.calls, lent=self.place)
+        return DevicesExchange(training.chunks, training.calls, parts, make_sum, ring, keeps_own=False)
 
     @property
     def chunk_map(self) -> ChunkMap:
@@ -269,114 +270,35 @@ class LentPeerModel(PeerModel):
         """They are read from that memory."""
 
 
-class LentExchange(PeerExchange):
-    """Parameters are lent by the CPU side until the next are taken, and gradients lie in their slot from the
-    beginning."""
+class LentSum(AtEnd):
+    """Over a node's devices, each of which has gradients of its own in host memory: when a backward has ended
+    they become the node's mean, chunk by chunk, on the devices' ring. The leader's lie in the slot."""
 
-    fitted: LentModel | None = None  # until the model is fitted, nothing is taken from here
-    payloads: Payloads
-    host_peak: int  # bytes of what is shared with the CPU side, or of this device's own gradients
-    _first: Mapping[int, Tensor]
-
-    def attach(self, memory: HostMemory, iteration: int) -> None:
-        super().attach(memory, iteration)
-        self._is_new = True
-        if self._worker.leads:
-            self.host_peak = memory.plan.nbytes
-            self._turn(iteration)
-        elif self.fitted is None:
-            self.payloads = TensorPayloads()
-            self.host_peak = sum(run.nbytes for run in memory.plan.trained)
-
-    def _turn(self, iteration: int) -> None:
-        """Gradients go into the slot of `iteration` from now on."""
-        assert self._memory is not None
-        slot = self._memory.gradients(iteration)
-        if self.fitted is None:
-            self.payloads = Turns(slot)
-        elif isinstance(self.payloads, Turns):
-            self.payloads.turn(slot)
-
-    def begin_at(self, iteration: int) -> None:
-        super().begin_at(iteration)
-        self._turn_if_leading(iteration)
-
-    def _turn_if_leading(self, iteration: int) -> None:
-        if self._worker.leads:
-            self._turn(iteration)
-
-    @torch.no_grad()
-    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
-        super().step(accepted, hyperparameters)
-        assert self._memory is not None
-        assert self.fitted is not None
-        # Gradients of the next iteration come on a thread that cannot wait for the CPU side.
-        if self._worker.returned is None:
-            self._await_slot(self.steps + 1, self._memory.plan.slots)
-        self.fitted.step_ended()
-
-    def _hand_over(self, accepted: bool, hyperparameters: Hyperparameters, note: object) -> None:
-        super()._hand_over(accepted, hyperparameters, note)  # type: ignore[arg-type]
-        self._turn_if_leading(self.steps + 1)
-
-    def _write(self, bound: BoundChunk, _into: object) -> bytes:
-        """They are there: but for those of an earlier iteration, which the script has kept."""
-        assert self.fitted is not None
-        gradients = self.fitted.gradients
-        present = bytes(gradients.present(bound.chunk.id))
-        with gradients.whole(bound.chunk.id):
-            return present
-
-    def _adopt(self, values: Mapping[int, Tensor]) -> None:
-        assert self._memory is not None
-        if self._is_new:  # the memory: frozen chunks lie there too
-            values = {**values, **self._memory.frozen}
-            self._is_new = False
-        if self.fitted is None:
-            self._first = values
-        else:
-            self.fitted.take(values)
-
-    def lent(self) -> Mapping[int, Tensor]:
-        """The values that the model begins with; to be called once."""
-        values, self._first = self._first, {}
-        return values
-
-    def _changed(self) -> list[str]:
-        return [] if self.fitted is None else self.fitted.changed()
-
-
-class LentNodeExchange(OfDevices, LentExchange):
-    """Of a node of several devices: each has gradients of its own in host memory, and when a backward has
-    ended they become the node's mean, chunk by chunk, on the devices' ring. The leader's lie in the slot."""
-
-    def __init__(self, chunks: list[BoundChunk], calls: Calls, ring: Ring) -> None:
-        super().__init__(chunks, calls, AtEnd)
-        self._ring, self._buffers = ring, calls.buffers
+    def __init__(
+        self, owner: Owner, chunks: Sequence[BoundChunk], *, ring: Ring, calls: Calls, lent: Lent
+    ) -> None:
+        super().__init__(owner, chunks)
+        self._ring, self._calls, self._buffers, self._lent = ring, calls, calls.buffers, lent
         self._reference = 1.0  # the last iteration's sum of weights, or number of devices if they count alike
         self._counts_told = False
         self._epochs = ComparedEpochs(calls.epochs_mixed)
         self._treatments = Treatments(lambda: [{GRADIENT_SCALE: calls.unscaled()}])
 
     def before_step(self) -> None:
-        super().before_step()
         self._treatments.steps()
 
-    def after_step(self) -> None:
-        self._treatments.stepped(self.steps)
-        super().after_step()
+    def stepped(self, step: int) -> None:
+        self._treatments.stepped(step)
 
-    def load_member_state(self, state: Mapping[str, Any]) -> None:
-        super().load_member_state(state)
+    def made_apart(self) -> None:
         self._treatments.latest = None
 
-    def reduce(self) -> None:
-        self._come()
-        own = self.contribute()
-        with one_node_in_trouble(), torch.no_grad():
+    def reduce(self, own: Contribution) -> Contribution:
+        owner = self._owner
+        with torch.no_grad():
             agreed = self._agree(own)
             certainty = agreed.certainty
-            alike, by = self.count_alike, self._reference
+            alike, by = owner.count_alike, self._reference
             if alike == certainty.certain and not certainty.equal:  # as on a ring
                 alike, by = not certainty.certain, agreed.total
             scale = (own.counts_alike if alike else own.weight) / by
@@ -385,37 +307,36 @@ class LentNodeExchange(OfDevices, LentExchange):
                 self._sum(bound, present, scale, then)
             tells = not self._counts_told
             beside = tell_beside(
-                self._ring, own, certainty, self._buffers, agreed.buffers, steps=self.steps, tells=tells
+                self._ring, own, certainty, self._buffers, agreed.buffers, steps=owner.steps, tells=tells
             )
         if agreed.weight > 0:
             self._reference = agreed.total
-        self.count_alike = not certainty.certain
-        if take_beside(beside, self._buffers, self.steps, self._calls.counts_unlike):
+        owner.count_alike = not certainty.certain
+        if take_beside(beside, self._buffers, owner.steps, self._calls.counts_unlike):
             self._counts_told = True
-        self._weigh(agreed.contribution)
-        self._seconds = self.pace() * own.samples
-        self._done(own, agreed.samples)
+        return agreed.contribution
 
     def _agree(self, own: Contribution) -> Agreement:
         """What all devices say of the iteration, as on a ring (train/gradients/ring.py)."""
+        steps = self._owner.steps
         rows = [[p.grad is not None for p in bound.parameters] for bound in self._chunks]
         here = [float(each and own.weight > 0) for row in rows for each in row]
         # Of the last mean compare the scale only: the leader's wish to clip counts, and no device steps.
         has_gradient, epoch = any(any(row) for row in rows), self._epochs.compared(self._calls.epoch())
-        head = head_of(own, self.steps, has_gradient, awaited=False, treatments=self._treatments, epoch=epoch)
+        head = head_of(own, steps, has_gradient, awaited=False, treatments=self._treatments, epoch=epoch)
         buffers = [] if self._buffers is None else self._buffers.said()
         vector = torch.tensor([*head, *here, *buffers], dtype=torch.float64)
-        self._over_ring(vector, f"the agreement on iteration {self.steps}")
+        self._over_ring(vector, f"the agreement on iteration {steps}")
         agreed = Agreement(vector.tolist(), 0, [len(row) for row in rows])
-        off = agreed.steps / self._ring.world - self.steps % _STEPS
+        off = agreed.steps / self._ring.world - steps % _STEPS
         if off:
             raise RunError(
-                f"the node's devices are at different iterations (this one at {self.steps}, on average "
-                f"{self.steps + off:g}); every worker must call optimizer.step() equally often"
+                f"the node's devices are at different iterations (this one at {steps}, on average "
+                f"{steps + off:g}); every worker must call optimizer.step() equally often"
             )
         if not agreed.alike:
-            what = f"what the devices made of the mean before iteration {self.steps}"
-            stand = gradients_in(self.steps, waiting_line(), self._calls.epoch())
+            what = f"what the devices made of the mean before iteration {steps}"
+            stand = gradients_in(steps, waiting_line(), self._calls.epoch())
             word = Word(self._treatments.latest, stand)
             self._epochs.looked(refuse_unlike_members(self._ring, word, what))
         self._treatments.latest = None
@@ -426,8 +347,7 @@ class LentNodeExchange(OfDevices, LentExchange):
 
         The gradients are scaled before and after the sum, so that the result equals a ring's to the bit.
         """
-        assert self.fitted is not None
-        gradients = self.fitted.gradients
+        gradients = self._lent.model.gradients
         if not any(present):
             for parameter in bound.parameters:
                 parameter.grad = None
@@ -437,7 +357,7 @@ class LentNodeExchange(OfDevices, LentExchange):
                 flat.zero_()
             elif scale != 1.0:
                 flat.mul_(scale)
-            self._over_ring(flat, f"chunk {bound.chunk.id} in iteration {self.steps}")
+            self._over_ring(flat, f"chunk {bound.chunk.id} in iteration {self._owner.steps}")
             if then != 1.0:
                 flat.mul_(then)
             gradients.come_as(bound.chunk.id, present)
@@ -445,19 +365,12 @@ class LentNodeExchange(OfDevices, LentExchange):
     def _over_ring(self, tensor: Tensor, what: str) -> None:
         channel = self._ring.agreement
         channel.wait(channel.sum(tensor), what)
-        self.bytes_sent += channel.sends(tensor.nbytes)
+        self._owner.bytes_sent += channel.sends(tensor.nbytes)
 
     def state_dict(self) -> dict[str, Any]:
-        """As a ring's: what a resumed run needs to scale its sums, to the bit, as this one would."""
-        return {**super().state_dict(), "reference": self._reference, "count_alike": self.count_alike}
+        """As a ring's."""
+        return {"reference": self._reference, "count_alike": self._owner.count_alike}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
         self._reference = state.get("reference", 1.0)
-        self.count_alike = bool(state.get("count_alike", False))
-
-    def blamed(self, rank: int, culprit: str) -> list[str]:
-        """What a device had before the sum is no more."""
-        del rank
-        names = [culprit] if culprit else self.own_nonfinite()
-        return [f"{name!r}, summed over the node's devices," for name in names[:1]]
+        self._owner.count_alike = bool(state.get("count_alike", False))

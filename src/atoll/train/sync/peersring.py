@@ -8,27 +8,49 @@ when all have copied it. Source: docs/peers.md, "Several devices a node".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import msgspec
 import torch
 
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.settings import Settings
-from atoll.train.gradients.reducer import Calls, Reducer
-from atoll.train.gradients.ring import RingSum, over_ring
+from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.sums import MakeSum
 from atoll.train.group.rounds import Ring
 from atoll.train.sync.peersdevices import one_node_in_trouble
 from atoll.train.sync.peersexchange import NodeParts, PeerExchange
 
 
-class OfDevices(PeerExchange):
-    """What a node's devices do together, whatever way their gradients go."""
+class DevicesSum(Protocol):
+    """A sum over the ring of a node's devices."""
+
+    def made_apart(self) -> None:
+        """What the others made of the mean of that iteration is theirs."""
+
+
+class DevicesExchange(PeerExchange):
+    """`p.grad` shows the node's mean after backward, and edits act on the node's contribution; all devices
+    make the same ones."""
 
     acts_before_state_dict = False  # one device alone may look
-    _seconds = 0.0  # that this device has computed for the iteration
+
+    def __init__(
+        self,
+        chunks: Sequence[BoundChunk],
+        calls: Calls,
+        parts: NodeParts,
+        make_sum: MakeSum,
+        ring: Ring,
+        *,
+        keeps_own: bool,
+    ) -> None:
+        """`make_sum` makes a DevicesSum; with `keeps_own` each device still has its own gradients, once they
+        are summed."""
+        super().__init__(chunks, calls, parts, make_sum)
+        self._ring, self._keeps_own = ring, keeps_own
+        self._seconds = 0.0  # that this device has computed for the iteration
 
     def before_use(self, *arguments: object) -> None:
         """A forward that trains is one that all devices make; any other may be this device's alone."""
@@ -44,40 +66,21 @@ class OfDevices(PeerExchange):
         seconds = [msgspec.msgpack.decode(said, type=float) for said in self._worker.devices.said]
         return max(seconds) / self._weighed.samples if self._weighed.samples > 0 else 0.0
 
-
-class NodeReducer(OfDevices):
-    """`p.grad` shows the node's mean after backward, and edits act on the node's contribution; all devices
-    make the same ones."""
-
-    sum: RingSum
-
-    def __init__(
-        self,
-        chunks: Sequence[BoundChunk],
-        ring: Ring,
-        calls: Calls,
-        parts: NodeParts,
-        message_bytes: int,
-        settings: Callable[[], Settings],
-    ) -> None:
-        # A node of which nobody has samples weighs nothing:
-        options = {"settings": settings, "fills_up": True, "steps_here": False}
-        super().__init__(chunks, calls, over_ring(ring, calls, message_bytes, **options))
-        self._ring = ring
-        self.use(parts)
-
     def reduce(self) -> None:
         self._come()
         with one_node_in_trouble():
-            Reducer.reduce(self)
+            self._sum_up()
 
     def _is_whole(self, own: Contribution, of_group: Contribution) -> None:
         self._weigh(of_group)
-        self._seconds = self.pace() * own.samples
+        self._seconds = self._pace() * own.samples
         super()._is_whole(own, of_group)
 
     def blamed(self, rank: int, culprit: str) -> list[str]:  # noqa: ARG002  # what all have, once summed
-        """The devices say whose gradients were not finite before they were summed."""
+        """The devices say whose gradients were not finite before they were summed, where they have them."""
+        if not self._keeps_own:
+            names = [culprit] if culprit else self.own_nonfinite()
+            return [f"{name!r}, summed over the node's devices," for name in names[:1]]
         own = msgspec.msgpack.encode(self.own_nonfinite()[:1])
         said = self._worker.devices.gather(own, "the devices' gradients that are not finite")
         named = [msgspec.msgpack.decode(part, type=list[str]) for part in said]
@@ -94,4 +97,4 @@ class NodeReducer(OfDevices):
         self._check_steps(state)
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:  # noqa: ARG002
-        self.sum.made_apart()
+        cast(DevicesSum, self.sum).made_apart()

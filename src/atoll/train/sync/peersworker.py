@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.config import Config
 from atoll.core.errors import AtollError, DeadlineError
 from atoll.core.stands import Stand
 from atoll.peers.settings import Settings
@@ -22,7 +21,6 @@ from atoll.train.members.peersintroduction import Introduction
 from atoll.train.sync.peersdevices import Devices
 from atoll.train.sync.peersstart import CpuSide
 from atoll.wire.device import (
-    Applied,
     Awake,
     CaptureAt,
     DeviceMessage,
@@ -43,19 +41,16 @@ from atoll.wire.device import (
 _SLICE_SECONDS = 0.2  # of a wait, between which the deadline is looked at
 _LEAVING_SECONDS = Settings.linger + 5.0  # for the CPU side to see the others take all, and say goodbye
 
-WEIGHTS = "weights"  # what is told of counts that differ
-_OFTEN = ("round", "fetched")  # decisions that may come each iteration: for the journal alone
 _LEADERS = (Waiting, Figures, Told)  # what is the leader's alone to know
 
-Handler = Callable[[Any, list[int]], None]
+Handler = Callable[[Any], None]
 
 
 class NodeWorker:
     """This worker's part in a run without a server: its node, and the CPU side that speaks for it.
 
     Messages are handled by whoever `take`s or `wait`s, on the script's thread; `on` says how. `members` are
-    the nodes of the current view, `late` is true until a node that comes late has entered. `tell(line)`,
-    `decided(what, choice, reason)` and `round_seen` are the session's, at the leader of the node's `devices`.
+    the nodes of the current view, `late` is true until a node that comes late has entered.
     """
 
     def __init__(
@@ -91,48 +86,23 @@ class NodeWorker:
         self.meets = False  # the script is in a meeting, which it cannot leave to come back
         self.call: Stand | None = None  # the session's that the script is in
         self._holds_up = ""  # what keeps the global iteration where it is, as was last said
-        self._handlers: dict[type, Handler] = {}
+        self._handlers: dict[type, list[Handler]] = {}
         self._closed = False
-        self.tell: Callable[[str], None] = lambda _line: None
-        self.decided: Callable[[str, str, str], None] = lambda _what, _choice, _reason: None
-        self.round_seen: Callable[[str, str, str], None] = lambda _what, _choice, _reason: None
-        self.applied: Callable[[Applied], None] = lambda _applied: None
-        self.asked: Callable[[], None] = lambda: None  # called when this worker's state is asked for
-        self.left_behind: Callable[[], None] = lambda: None  # what was published before is of no use
         self.on(Waiting, self._handle_waiting)
         self.on(Figures, self._handle_figures)
-        self.on(Told, self._handle_told)
         self.on(Members, self._handle_members)
-        self.on(CaptureAt, self._handle_capture)
+        self.on(CaptureAt, lambda message: self.wanted.append(message.iteration))
         self.on(LeftOut, self._handle_left_out)
         self.on(Returned, self._handle_returned)
-        self.on(Applied, lambda message, _: self.applied(message))
 
     @property
     def has_groups(self) -> bool:
         """Whether any node has several devices, and is a group."""
         return max(self.introduction.devices) > 1
 
-    @property
-    def who(self) -> str:
-        """How many nodes there are, and devices, in words."""
-        each = self.introduction.devices
-        if not self.has_groups:
-            return f"{self.world}, without a server"
-        alike = f"{each[0]} devices each" if len(set(each)) == 1 else f"{', '.join(map(str, each))} devices"
-        return f"{self.world} of {alike}, without a server"
-
-    def describe(self, config: Config) -> str:
-        """How the nodes know one another, and go on together, in a few words."""
-        sync = config.sync
-        return (
-            f"introduced by {self.introduction.describe()}; at most {sync.stale_max} iterations ahead, "
-            f"overlay {sync.overlay}"
-        )
-
     def on(self, kind: type, handler: Handler) -> None:
-        """Call `handler(message, descriptors)` for each message of this kind; it closes the descriptors."""
-        self._handlers[kind] = handler
+        """Call `handler(message)` for each message of this kind, after those that were there before."""
+        self._handlers.setdefault(kind, []).append(handler)
 
     @property
     def seconds_waited(self) -> float:
@@ -203,7 +173,7 @@ class NodeWorker:
                 if isinstance(got[0], kind):
                     return got[0]
                 if isinstance(got[0], Waiting):
-                    self._handle_waiting(got[0], [])
+                    self._handle_waiting(got[0])
                 else:
                     self._kept.append(got)
             raise DeadlineError(self._late(waited, what))
@@ -278,54 +248,28 @@ class NodeWorker:
     def _handle(self, message: DeviceMessage, descriptors: list[int]) -> None:
         if self.leads and self.devices.count > 1 and not isinstance(message, _LEADERS):
             self._heard.append(encode(message))
-        handler = self._handlers.get(type(message))
-        if handler is not None:
-            handler(message, descriptors)
-            return
-        for each in descriptors:
+        for each in descriptors:  # a CPU side gives none
             os.close(each)
+        for handler in self._handlers.get(type(message), ()):
+            handler(message)
 
-    def _handle_waiting(self, message: Waiting, _descriptors: list[int]) -> None:
+    def _handle_waiting(self, message: Waiting) -> None:
         self._holds_up = message.what
 
-    def _handle_figures(self, message: Figures, _descriptors: list[int]) -> None:
+    def _handle_figures(self, message: Figures) -> None:
         self.figures = message
 
-    def _handle_told(self, message: Told, _descriptors: list[int]) -> None:
-        if message.choice and message.what.startswith(_OFTEN):
-            self.round_seen(message.what, message.choice, message.reason)
-        elif message.choice:
-            self.decided(message.what, message.choice, message.reason)
-        elif message.what != WEIGHTS or self.node == min(
-            self.members, default=self.node
-        ):  # all know that one
-            self.tell(message.reason)
-
-    def _handle_members(self, message: Members, _descriptors: list[int]) -> None:
-        before, self.members = self.members, sorted(each.node for each in message.members)
+    def _handle_members(self, message: Members) -> None:
+        self.members = sorted(each.node for each in message.members)
         self.introduction.remember(message.known or message.members)
-        gone = [f"node {each} was left out" for each in before if each not in self.members]
-        came = [f"node {each} came in" for each in self.members if each not in before]
-        if not self.leads or not (gone or came):
-            return
-        names = ", ".join(map(str, self.members))
-        reason = f"{', '.join(gone + came)}{': ' if message.reason else ''}{message.reason}"
-        self.decided("members", f"view {message.view}: nodes {names}", reason)
-        if self.node == min(self.members):  # one of them tells it to people
-            self.tell(f"{reason}; {len(self.members)} of {self.world} nodes go on")
 
-    def _handle_capture(self, message: CaptureAt, _descriptors: list[int]) -> None:
-        self.wanted.append(message.iteration)
-        self.asked()
-
-    def _handle_left_out(self, _message: LeftOut, _descriptors: list[int]) -> None:
+    def _handle_left_out(self, _: LeftOut) -> None:
         self.left_out = self.is_out = True
 
-    def _handle_returned(self, message: Returned, _descriptors: list[int]) -> None:
+    def _handle_returned(self, message: Returned) -> None:
         self.returned, self.incarnation, self.is_out = message, message.incarnation, False
         self.next_meeting = self.coming_meeting = message.meeting
         self.wanted.clear()
-        self.left_behind()
         self.introduction.lived(message.incarnation)
 
     def entered(self, ready: Ready) -> None:
@@ -342,7 +286,7 @@ class NodeWorker:
         """Let the leader say goodbye to the other nodes, after `iteration` iterations; they are not waited
         for long."""
         left: list[bool] = []
-        self.on(Left, lambda _message, _descriptors: left.append(True))
+        self.on(Left, lambda _: left.append(True))
         self.send(Leave(iteration=iteration))
         self.finished = True
         until = time.monotonic() + _LEAVING_SECONDS

@@ -1,0 +1,313 @@
+"""What a device of a node shares with its CPU side: parameters that come, and gradients that go.
+
+`Place` says where a device has its parameters and gradients: on the device (`OnDevice`), or lent by the CPU
+side (`Lent`). Source: docs/peers.md, "What a step does".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import UserError
+from atoll.exchange.hostmemory import HostMemory
+from atoll.memory.lent import LentModel, Turns
+from atoll.memory.payloads import Payloads, TensorPayloads
+from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.tensors.changed import ChangedParameters
+from atoll.tensors.torch_compat import version_of
+from atoll.train.sync.peersworker import NodeWorker
+from atoll.wire.device import Freed, Published, Release, Returned
+
+
+class Place(Protocol):
+    """Where a device has a model's parameters and gradients."""
+
+    def attach(self, memory: HostMemory, iteration: int) -> None:
+        """Exchange through this memory from `iteration` on."""
+
+    def detach(self) -> None:
+        """Let the memory go."""
+
+    def begin(self, iteration: int) -> None:
+        """Gradients are those of `iteration` from now on."""
+
+    def adopt(self, values: Mapping[int, Tensor], former: Mapping[int, Tensor]) -> None:
+        """Let the parameters have these values, by chunk, in place of the `former` ones. Nobody reads those
+        when it returns."""
+
+    def write(self, iteration: int, weighs: bool) -> list[bytes]:
+        """Have the gradients of `iteration` in its slot, zeros where there are none; which there are, a byte
+        each, by chunk. Where the contribution does not weigh anything, there are none."""
+
+    def changed(self, copied: Mapping[int, Tensor]) -> list[str]:
+        """The names of parameters that the script has written to since they were copied."""
+
+    def stepped(self) -> None:
+        """The step is made, and the next iteration's slot may be written."""
+
+    waits_for_next: bool  # gradients of the next iteration come on a thread that cannot wait for the CPU side
+
+
+class OnDevice:
+    """Parameters and gradients are on the device."""
+
+    waits_for_next = False
+
+    def __init__(self, chunks: Sequence[BoundChunk], leads: bool) -> None:
+        self._chunks, self._leads = chunks, leads
+        self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: where gradients go
+        self._versions = self._seen()
+        self._comparing = [ChangedParameters(bound) for bound in chunks]
+
+    def attach(self, memory: HostMemory, iteration: int) -> None:
+        del iteration
+        if not self._leads:
+            return
+        self._slots = [
+            {
+                bound.chunk.id: Buffer(bound.chunk, bound.parameters, flats[bound.chunk.id])
+                for bound in self._chunks
+            }
+            for flats in (memory.gradients(slot) for slot in range(memory.plan.slots))
+        ]
+
+    def detach(self) -> None:
+        self._slots = []
+
+    def begin(self, iteration: int) -> None:
+        """The slot is chosen as gradients are written."""
+
+    def adopt(self, values: Mapping[int, Tensor], former: Mapping[int, Tensor]) -> None:
+        for bound, comparing in zip(self._chunks, self._comparing, strict=True):
+            new = values[bound.chunk.id]
+            changed = comparing.between(former.get(bound.chunk.id), new)
+            bound.flat[: bound.chunk.extent].copy_(new)
+            if changed:
+                torch.autograd.graph.increment_version(changed)
+        self._versions = self._seen()
+
+    def write(self, iteration: int, weighs: bool) -> list[bytes]:
+        buffers = self._slots[iteration % len(self._slots)]
+        return [_write(bound, buffers[bound.chunk.id], weighs) for bound in self._chunks]
+
+    def changed(self, copied: Mapping[int, Tensor]) -> list[str]:
+        seen = zip(self._versions, self._seen(), strict=True)
+        return [name for (name, before), (_, now) in seen if before != now and self._differs(name, copied)]
+
+    def _seen(self) -> list[tuple[str, int]]:
+        return [
+            (name, version_of(parameter))
+            for bound in self._chunks
+            for name, parameter in zip(bound.names, bound.parameters, strict=True)
+        ]
+
+    def _differs(self, name: str, copied: Mapping[int, Tensor]) -> bool:
+        bound = next(bound for bound in self._chunks if name in bound.names)
+        values = copied.get(bound.chunk.id)
+        return values is not None and not torch.equal(bound.flat[: bound.chunk.extent].cpu(), values)
+
+    def stepped(self) -> None:
+        """Nothing more."""
+
+
+def _write(bound: BoundChunk, into: Buffer, weighs: bool) -> bytes:
+    present = []
+    for parameter, view in zip(bound.parameters, into.views, strict=True):
+        gradient = parameter.grad if weighs else None
+        view.zero_() if gradient is None else view.copy_(gradient)
+        present.append(gradient is not None)
+    return bytes(present)
+
+
+class Lent:
+    """Parameters are lent by the CPU side until the next are taken, and the leader's gradients lie in their
+    slot from the beginning.
+
+    `fitted` is the model under its budgets; until then (None) nothing is taken from here. `payloads` are
+    where gradients lie, and `host_peak` the bytes of what is shared with the CPU side, or of a device's own
+    gradients.
+    """
+
+    waits_for_next = True
+
+    def __init__(self, chunks: Sequence[BoundChunk], leads: bool) -> None:
+        self._chunks, self._leads = chunks, leads
+        self.fitted: LentModel | None = None
+        self.payloads: Payloads = TensorPayloads()
+        self.host_peak = 0
+        self._memory: HostMemory | None = None
+        self._frozen: Mapping[int, Tensor] = {}  # of a memory from which nothing was taken yet
+        self._first: Mapping[int, Tensor] = {}
+
+    def attach(self, memory: HostMemory, iteration: int) -> None:
+        self._memory, self._frozen = memory, memory.frozen
+        if self._leads:
+            self.host_peak = memory.plan.nbytes
+        elif self.fitted is None:
+            self.payloads = TensorPayloads()
+            self.host_peak = sum(run.nbytes for run in memory.plan.trained)
+        self.begin(iteration)
+
+    def detach(self) -> None:
+        self._memory = None
+
+    def begin(self, iteration: int) -> None:
+        if not self._leads or self._memory is None:
+            return
+        slot = self._memory.gradients(iteration)
+        if self.fitted is None:
+            self.payloads = Turns(slot)
+        elif isinstance(self.payloads, Turns):
+            self.payloads.turn(slot)
+
+    def adopt(self, values: Mapping[int, Tensor], former: Mapping[int, Tensor]) -> None:
+        del former
+        if self._frozen:  # the memory is new: frozen chunks lie there too
+            values, self._frozen = {**values, **self._frozen}, {}
+        if self.fitted is None:
+            self._first = values
+        else:
+            self.fitted.take(values)
+
+    def lent(self) -> Mapping[int, Tensor]:
+        """The values that the model begins with; to be called once."""
+        values, self._first = self._first, {}
+        return values
+
+    def write(self, iteration: int, weighs: bool) -> list[bytes]:
+        """They are there: but for those of an earlier iteration, which the script has kept."""
+        del iteration, weighs
+        return [self._present(bound.chunk.id) for bound in self._chunks]
+
+    def _present(self, chunk: int) -> bytes:
+        gradients = self.model.gradients
+        present = bytes(gradients.present(chunk))
+        with gradients.whole(chunk):
+            return present
+
+    @property
+    def model(self) -> LentModel:
+        """The model under its budgets."""
+        assert self.fitted is not None
+        return self.fitted
+
+    def changed(self, copied: Mapping[int, Tensor]) -> list[str]:
+        del copied
+        return [] if self.fitted is None else self.fitted.changed()
+
+    def stepped(self) -> None:
+        self.model.step_ended()
+
+
+class LocalParameters:
+    """A device's copy of what the node's CPU side has published. `taken` is the global iteration that it
+    stands at; what was announced has this node's contributions before iteration `through` over it, which took
+    `overlaying` seconds to write."""
+
+    def __init__(self, place: Place, worker: NodeWorker) -> None:
+        self._place, self._worker = place, worker
+        self.taken, self.through, self.overlaying = 0, 0, 0.0
+        self.memory: HostMemory | None = None
+        self._is_set_up = False  # the CPU side has this memory
+        self._newest: Published | None = None  # announced, and not copied
+        self._held: int | None = None  # the buffer that was copied last
+        worker.on(Published, self._handle_published)
+        worker.on(Returned, self._left_behind)
+
+    def attach(self, memory: HostMemory) -> None:
+        """Parameters are published in this memory next."""
+        self.detach()
+        self._is_set_up = False
+        self._worker.forget_copied()
+        self.memory = memory
+
+    def detach(self) -> None:
+        """Let the memory go."""
+        self._newest, self._held = None, None
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+
+    def set_up(self) -> None:
+        """The CPU side has taken the model over: what it publishes from now on is of this memory."""
+        self._is_set_up = True
+        self._newest = self._held = None
+        self.through = 0
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether something was announced that is not taken."""
+        return self._newest is not None
+
+    @property
+    def at(self) -> int:
+        """The global iteration of the newest parameters that are there."""
+        return self.taken if self._newest is None else self._newest.taken
+
+    @torch.no_grad()
+    def take_newest(self) -> None:
+        """Take the newest parameters that were announced, if there are any."""
+        newest, self._newest = self._newest, None
+        if newest is None:
+            return
+        assert self.memory is not None
+        self._place.adopt(self.memory.buffer(newest.buffer), self._copied)
+        # The one that was copied last is kept: `check_unchanged` compares with it.
+        if self._held is not None and self._held != newest.buffer:
+            self._worker.release(self._held)
+        self._held, self.taken = newest.buffer, newest.taken
+
+    @property
+    def _copied(self) -> Mapping[int, Tensor]:
+        return {} if self.memory is None or self._held is None else self.memory.buffer(self._held)
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if the script has written to a parameter: the CPU side would not know.
+
+        What was changed and changed back (to evaluate with an average of the weights, say) is unchanged.
+        """
+        for name in self._place.changed(self._copied):
+            raise UserError(
+                f"parameter {name!r} was changed by the script after session.prepare; under strategy "
+                "'peers' the node's CPU side makes the parameters: change it before session.prepare, or "
+                "save and session.load it"
+            )
+
+    def _left_behind(self, _: Returned) -> None:
+        """The others went on without this node: what was published before is of no use."""
+        if self._newest is not None:
+            self._worker.send(Release(buffers=[self._newest.buffer]))
+            self._newest = None
+
+    def _handle_published(self, message: Published) -> None:
+        if not self._is_set_up:
+            return  # of the set-up before: the CPU side has let go of those buffers
+        if self._newest is not None and self._newest.buffer != message.buffer:
+            self._worker.send(Release(buffers=[self._newest.buffer]))
+        self._newest = message
+        if message.through > self.through:
+            self.through, self.overlaying = message.through, message.seconds
+
+
+class Slots:
+    """The slots for a node's own gradients: those of iterations before `freed` may be written again."""
+
+    def __init__(self, worker: NodeWorker) -> None:
+        self._worker, self.freed = worker, 0
+        worker.on(Freed, self._handle_freed)
+
+    def await_free(self, iteration: int, slots: int) -> None:
+        """Wait until the iteration's slot, one of so many, may be written."""
+        if self.freed <= iteration - slots:
+            self._worker.wait(
+                lambda: self.freed > iteration - slots or self._worker.returned is not None,
+                f"room for iteration {iteration}, in the slot of iteration {iteration - slots}, which "
+                "others have yet to get",
+            )
+
+    def _handle_freed(self, message: Freed) -> None:
+        self.freed = max(self.freed, message.before)
