@@ -38,9 +38,11 @@ from atoll.observe.lastwords import say
 FLUSH_SECONDS = 0.5
 _PIECE = 2**18  # bytes of a journal that are read at once
 _LONGEST_LINE = 2**24  # bytes of one event
-_AT_ONCE = (
-    *(Joining, Started, Expected, Decided, Regrouped, Skipped, Saved, Warned, Lost, Failed, Finished),
-    *(Ended, Gone),
+_AT_ONCE = frozenset(
+    (
+        *(Joining, Started, Expected, Decided, Regrouped, Skipped, Saved, Warned, Lost, Failed, Finished),
+        *(Ended, Gone),
+    )
 )
 # These reach the launcher on a full disk; how a process begins and ends it is told anyway.
 TOLD = (Decided, Regrouped, Skipped, Saved, Warned, Lost)
@@ -73,7 +75,7 @@ class Journal:
         """Write `event`, or keep it for the next flush."""
         with self._lock:
             self._waiting.append(event)
-            if isinstance(event, _AT_ONCE) or self._clock() - self._flushed >= FLUSH_SECONDS:
+            if type(event) in _AT_ONCE or self._clock() - self._flushed >= FLUSH_SECONDS:
                 self.flush()
 
     def flush(self) -> None:

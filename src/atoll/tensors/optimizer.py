@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import is_not
+from operator import is_, is_not
 from typing import Any, TypeAlias
 
 import torch
@@ -358,11 +358,16 @@ class ParameterOptimizer:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.restore()
-        args, kwargs = call_closure_now(args, kwargs)
+        if kwargs or len(args) > 1:
+            args, kwargs = call_closure_now(args, kwargs)
         check_groups(optimizer, self._group_parameters)
         self._hooks.before()
-        parameters = (p for group in self._group_parameters for p in group)
-        if not self._hooks.accept([p.grad for p in parameters if p.grad is not None]):
+        gradients = []
+        for parameters in self._group_parameters:
+            for parameter in parameters:
+                if (gradient := parameter.grad) is not None:
+                    gradients.append(gradient)
+        if not self._hooks.accept(gradients):
             self._leave_out()
         return args, kwargs
 
@@ -713,9 +718,7 @@ def check_groups(
         raise UserError(f"a param group of the optimizer was removed after {since}; remove it before")
     for index, group in enumerate(optimizer.param_groups):
         expected = known[index] if index < len(known) else []
-        if len(expected) != len(group["params"]) or any(
-            a is not b for a, b in zip(expected, group["params"], strict=True)
-        ):
+        if len(expected) != len(group["params"]) or not all(map(is_, expected, group["params"])):
             raise UserError(
                 f"the optimizer's param group {index} was changed after {since}; "
                 "add parameters and groups before it"

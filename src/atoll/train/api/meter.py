@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from atoll.train.checkpoint.resume import TrainingState
@@ -14,9 +14,10 @@ from atoll.train.group.rounds import Ring
 from atoll.train.members.workers import Workers
 from atoll.train.sync.service import Service
 
+_NO_PHASES: dict[str, float] = {}  # of an iteration that has none
 
-@dataclass(frozen=True)
-class Taken:
+
+class Taken(msgspec.Struct, frozen=True, gc=False):
     """What one iteration took, all of it since the end of the one before: wall time until `at` (by
     perf_counter), and as part of that `waiting` for other workers, whose own parts are `phases`: "ring"
     inside this worker's group and "exchange" between groups, where these are two things. All in seconds."""
@@ -60,18 +61,18 @@ class Meter:
         began, waited, sent = self._began, self._waited, self._sent
         self.begin()
         waiting = self._waited - waited
-        return Taken(
-            at=self._began,
-            seconds=self._began - began,
-            waiting=waiting,
-            bytes_sent=self._sent - sent,
-            phases=self._phases(waiting),
-        )
+        phases = self._phases(waiting) if self._group_ring is not None else _NO_PHASES
+        return Taken(self._began, self._began - began, waiting, self._sent - sent, phases)
 
     @property
     def seconds_waited(self) -> float:
         """What this worker has waited for others in all, for whatever reason."""
-        return float(sum(each.seconds_waited for each in [*self._waits, *self._state.tiers]))
+        seconds = 0.0
+        for each in self._waits:
+            seconds += each.seconds_waited
+        for each in self._state.tiers:
+            seconds += each.seconds_waited
+        return seconds
 
     @property
     def computing_clock(self) -> Callable[[], float]:
@@ -89,11 +90,12 @@ class Meter:
     @property
     def _bytes_sent(self) -> int:
         """Of gradients, in all."""
-        return sum(prepared.reducer.bytes_sent for prepared in self._state.prepared)
+        sent = 0
+        for prepared in self._state.prepared:
+            sent += prepared.reducer.bytes_sent
+        return sent
 
     def _phases(self, waiting: float) -> dict[str, float]:
-        if self._group_ring is None:
-            return {}
         reducer = self._state.prepared[0].reducer
         exchange, reducer.exchange_seconds = reducer.exchange_seconds, 0.0
         return {"ring": max(0.0, waiting - exchange), "exchange": exchange}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -22,12 +23,12 @@ from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.optimizer import StepHooks, elementwise_keys
 from atoll.tensors.torch_compat import (
+    backward_under_way,
     before_unscaling,
     clipped_at,
     count_unscaling,
     forget_scale,
     infinity_left_to,
-    is_within_backward,
     is_within_functional_call,
     own_parameters,
     scale_of,
@@ -55,6 +56,7 @@ _DROPPED = (
     "such a hook updates parameters by itself, the workers' models part: let the prepared optimizer step, "
     "after backward"
 )
+_IS_SPARSE = attrgetter("is_sparse")
 _EDITED = (
     "all gradients were changed between a backward under no_sync and {}, {}; they are this worker's own, and "
     "the mean of clipped gradients is not the clipped mean: to clip, call session.clip_grad_norm_ after the "
@@ -108,7 +110,10 @@ class Prepared:
         count_unscaling()
         watch_clipping()
         # Before the tiers wrap the optimizer's method:
-        self._unwatch_zeroing = watch_zeroing(self._note_zeros)
+        self._unwatch_zeroing: Callable[[], None] = lambda: None
+        if not workers.alone:
+            self._unwatch_zeroing = watch_zeroing(self._note_zeros)
+        self._others = not workers.alone
         self.samples = SampleCount()
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
@@ -335,11 +340,13 @@ class Prepared:
 
     def _backward_reaches(self, seen: Seen | None) -> None:
         self._reached_in = self._backward.number
+        backward = backward_under_way()
+        self.reducer.reached(backward)
         if seen is not None:
             samples, basis = self._counted(self, seen)
             if samples is not None:
                 self.samples.count(samples, basis)
-        if is_within_backward():
+        if backward != -1 and self.reducer.acts_after_backward:
             self._backward.arm()
 
     def _gradient_came(self) -> None:
@@ -352,7 +359,8 @@ class Prepared:
 
     def _committed(self, own: Contribution, _group_samples: float) -> None:
         self.own_samples += own.samples
-        forget_scale(self.optimizer)
+        if self._others:  # who compare the scale
+            forget_scale(self.optimizer)
         self.samples.use(alike=self.reducer.count_alike)
         self._whole(self)
 
@@ -378,12 +386,15 @@ class Prepared:
                     "leave it trainable until after session.prepare, then freeze it until it is wanted"
                 )
         self.reducer.check_bound()
-        self._begins_step(self)
+        if not self.reducer.sums_samples:
+            self._begins_step(self)
         self.reducer.before_step()
 
     def _accept(self, gradients: Sequence[Tensor]) -> bool:
         """Apply the policy `sync.nonfinite`; the reduced gradients are the same everywhere, so all decide
         alike."""
+        if any(map(_IS_SPARSE, gradients)):
+            self.reducer.check_gradients()
         if self.config.sync.nonfinite == "allow":
             return True
         finite = self._norms.are_finite(gradients)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,11 @@ class Records:
         self._claim: Claim | None = None  # of the run directory: worker 0's, without `atoll run`
         self._journal: Journal | None = None
         self._lab_journal: Journal | None = None
+        self.kept = False  # whether there is any journal
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
         self._read_at = time.perf_counter()
+        # Of steps that no event tells of yet: time, iteration, samples, what it took, more fields.
+        self._steps: deque[tuple[float, int, float, Taken, dict[str, Any]]] = deque()
         self._confirming = ""  # how, as was last told
         self._warned_of: set[str] = set()  # the subjects of `warn_once`
         shards = service.shards if service is not None else None
@@ -72,14 +76,11 @@ class Records:
         """
         self._open_journal()
         self._open_lab_journal()
-
-    @property
-    def kept(self) -> bool:
-        """Whether there is any journal."""
-        return self._journal is not None or self._lab_journal is not None
+        self.kept = self._journal is not None or self._lab_journal is not None
 
     def close(self) -> None:
         """Write what is left. What is told later is written nowhere."""
+        self._tell_of_steps()
         with contextlib.ExitStack() as ends:
             for journal in (self._journal, self._lab_journal):
                 if journal is not None:
@@ -101,6 +102,8 @@ class Records:
 
     def emit(self, kind: Any, **fields: Any) -> None:
         """Tell of an event of this kind (`core/events.py`), now and of this worker."""
+        if self._steps:
+            self._tell_of_steps()
         event = kind(time=record_time(), worker=self._workers.place.name, **fields)
         self._bus.emit(event)
         if isinstance(event, (events.Started, events.Finished)):
@@ -154,24 +157,20 @@ class Records:
     ) -> None:
         """An iteration is over, of so many of this worker's samples; `figures` are more of StepDone's fields,
         and `staleness` is logged where it is measured."""
-        self._tell_of_links(now=False)
+        if self._link is not None:
+            self._tell_of_links(now=False)
         if staleness is not None:
             self._log(1.0, {"staleness": staleness})
-        self.emit(
-            events.StepDone,
-            iteration=self._state.iteration,
-            samples=samples,
-            seconds=taken.seconds,
-            waiting=taken.waiting,
-            bytes_sent=taken.bytes_sent,
-            phases=taken.phases,
-            **figures,
-        )
+        self._steps.append((record_time(), self._state.iteration, samples, taken, figures))
         if taken.at - self._read_at > LATE_SECONDS:
             self._read_at = taken.at
             self.tell_of_node()
             self._tell_of_memory()
             self.read_logged()
+            self._tell_of_steps()
+            for journal in (self._journal, self._lab_journal):
+                if journal is not None:
+                    journal.flush()
 
     def finished(self) -> None:
         """The script has come to its end."""
@@ -231,6 +230,30 @@ class Records:
             self.emit(events.NodeSeen, node=node.node, devices=node.devices.count, **figures)
 
     # Inside
+
+    def _tell_of_steps(self) -> None:
+        """Make the events of the steps since the last call. A fast loop makes none and takes no lock.
+
+        Any thread may call this, before an event of its own.
+        """
+        worker = self._workers.place.name
+        while self._steps:
+            try:
+                at, iteration, samples, taken, figures = self._steps.popleft()
+            except IndexError:  # another thread has told of the last one
+                return
+            step = events.StepDone(
+                time=at,
+                worker=worker,
+                iteration=iteration,
+                samples=samples,
+                seconds=taken.seconds,
+                waiting=taken.waiting,
+                bytes_sent=taken.bytes_sent,
+                phases=taken.phases,
+                **figures,
+            )
+            self._bus.emit(step)
 
     def _open_journal(self) -> None:
         by_command = os.environ.get(DIRECTORY_VARIABLE)

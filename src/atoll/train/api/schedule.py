@@ -195,6 +195,12 @@ class ScheduleWatch:
         self._workers = 0  # as the schedulers began
         self._own, self._own_steps, self._base = 0.0, 0, -1.0
 
+    def has_schedulers(self) -> bool:
+        """Whether any scheduler may drive the optimizer, by its param groups."""
+        if self._watched is not None:
+            return True
+        return any("initial_lr" in group for group in self._optimizer.param_groups)
+
     def stepped(self, samples: float, consumed: float, workers: int, together: bool) -> None:
         """Check the schedulers after an optimizer step.
 
@@ -205,7 +211,7 @@ class ScheduleWatch:
             together: True where all workers make each step together, False where each goes at its own pace.
         """
         if self._watched is None:
-            if not any("initial_lr" in group for group in self._optimizer.param_groups):
+            if not self.has_schedulers():
                 return
             found = self._find(self._optimizer)
             self._watched = [

@@ -60,14 +60,14 @@ class Schedules:
 
     def stepped(self, prepared: Prepared) -> None:
         """Make the steps due after this model's optimizer step, and warn of schedulers off course."""
-        self._state.follow_samples(prepared)
-        consumed = prepared.reducer.consumed
+        if self._state.schedules:
+            self._state.follow_samples(prepared)
         watch = self._watches[id(prepared)]
-        watch.stepped(prepared.own_samples, consumed, self._counted(), self._together)
-        for schedule in self._state.schedules if self._workers.is_first else ():
-            passed = schedule.passed(consumed) if schedule.optimizer is prepared.optimizer else ""
-            if passed:
-                self._records.warn_once("the end of a schedule by samples", passed)
+        if watch.has_schedulers():
+            consumed = prepared.reducer.consumed
+            watch.stepped(prepared.own_samples, consumed, self._counted(), self._together)
+        if self._state.schedules:
+            self._see_ends(prepared)
         if prepared.samples.guessed:
             samples = prepared.samples.unknown
             self._records.warn_once(
@@ -75,6 +75,14 @@ class Schedules:
                 f"worker {self._name}: how many samples its batches have is not known, and "
                 f"session.schedule counts {samples:g} for each: call the model itself with the batch first",
             )
+
+    def _see_ends(self, prepared: Prepared) -> None:
+        """Warn where training goes on past the end of a schedule by samples."""
+        consumed = prepared.reducer.consumed
+        for schedule in self._state.schedules if self._workers.is_first else ():
+            passed = schedule.passed(consumed) if schedule.optimizer is prepared.optimizer else ""
+            if passed:
+                self._records.warn_once("the end of a schedule by samples", passed)
 
     def follow(self) -> None:
         """Make the steps that are due by other workers' samples, where the script makes no optimizer step.

@@ -91,6 +91,7 @@ class Session:
         self._trains_on: AnySampler | None = None  # the first whose batches a backward has reached
         self._closed = self._told_of_buffers = self._is_checked = False
         self._process = os.getpid()
+        self._is_paced = self._service is not None or self._node is not None  # others ask for its pace
         self._compares_masks_at = 1  # the iteration after which workers compare their random numbers
         self._stretch = self._make_stretch()
         self._schedules = Schedules(
@@ -781,7 +782,8 @@ class Session:
     def _stepped(self, prepared: Prepared) -> None:
         self._backward.settle()  # the optimizer's own time
         self._schedules.stepped(prepared)
-        self._look_at_buffers(prepared)
+        if not self._strategy.shares_buffers:
+            self._look_at_buffers(prepared)
         if prepared is not self._state.prepared[0]:
             return
         self._state.iteration += 1
@@ -793,7 +795,8 @@ class Session:
             with self._in_call("the first optimizer.step()"):
                 self._compare_masks()
         taken = self._meter.stepped()
-        self._pace.stepped(taken.computing, prepared.own_samples)
+        if self._is_paced:
+            self._pace.stepped(taken.computing, prepared.own_samples)
         if self._member is not None:
             self._member.stepped(self._state.iteration)
         if self._service is not None:
@@ -833,13 +836,12 @@ class Session:
         Where this iteration's own samples are counted already, do nothing: this step's parameters do not
         include them yet.
         """
-        if not prepared.reducer.sums_samples:
-            self._state.follow_samples(prepared)
+        self._state.follow_samples(prepared)
 
     def _look_at_buffers(self, prepared: Prepared) -> None:
         """Warn once that each worker keeps its own buffers, under a strategy that does not share them."""
         buffers = prepared.buffers
-        if self._strategy.shares_buffers or self._told_of_buffers or not self.is_main or self.world == 1:
+        if self._told_of_buffers or not self.is_main or self.world == 1:
             return
         if buffers.changed or any(buffers.said()):
             self._told_of_buffers = True

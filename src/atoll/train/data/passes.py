@@ -39,6 +39,7 @@ class Passes:
         self._last: dict[str, _Pass] = {}  # the last pass on which the model trained, by line
         self._given = threading.local()  # `by`: the pass that gave this thread's latest batch
         self._trains_on: _Pass | None = None
+        self._any = False  # whether any DataLoader has given a batch
         self._unwatch = watch_loaders(self)
 
     def close(self) -> None:
@@ -47,7 +48,7 @@ class Passes:
 
     def forward(self) -> None:
         """Record that the model is given a batch."""
-        if torch.is_grad_enabled():
+        if self._any and torch.is_grad_enabled():
             self._trains_on = getattr(self._given, "by", None)
 
     def trains(self) -> None:
@@ -80,6 +81,7 @@ class Passes:
         this = self._passes.get(iterator)
         if this is not None:
             this.given += 1
+        self._any = True
         self._given.by = this
 
     def ended(self, iterator: object) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from atoll.memory.exchanged import Exchanged
 from atoll.memory.sharded import Sharded
 from atoll.tensors.finite import is_finite
-from atoll.tensors.torch_compat import version_of
+from atoll.tensors.torch_compat import seem_finite, version_of
+
+_SMALL = 2**16  # elements of gradients up to which it is quicker to write them than to make a tensor
 
 
 class GradientNorm:
@@ -54,8 +56,10 @@ class GradientNorm:
 
     def says_finite(self) -> bool:
         """Whether the latest norm was finite and is of the gradients as they now are."""
+        if not self._finite:
+            return False
         gradients = self._gradients()
-        return len(gradients) == len(self._finite) > 0 and all(
+        return len(gradients) == len(self._finite) and all(
             gradient is seen and version_of(gradient) == version
             for gradient, (seen, version) in zip(gradients, self._finite, strict=True)
         )
@@ -128,6 +132,11 @@ class SharedNorms:
 def all_finite(gradients: Sequence[Tensor]) -> bool:
     """One pass and one number; only one that overflowed needs the closer look."""
     if not gradients:
+        return True
+    elements = 0
+    for gradient in gradients:
+        elements += gradient.numel() if type(gradient) is Tensor and gradient.is_cpu else _SMALL
+    if elements < _SMALL and seem_finite(gradients):
         return True
     if all(gradient.element_size() >= 4 for gradient in gradients):
         number = torch.nn.utils.get_total_norm(gradients)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.tensors.modulehooks import LeftBehind
-from atoll.tensors.torch_compat import is_within_backward
+from atoll.tensors.torch_compat import backward_under_way
 from atoll.train.gradients.samples import Seen, seen_in, tensors_in
 
 
@@ -41,27 +41,28 @@ class ForwardHooks:
             handle.remove()
 
     def _on_forward(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if self._records(module):
+        if module is self._model and torch.is_grad_enabled() and backward_under_way() == -1:
             self._before()
 
     def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._records(module):
+        if module is not self._model or not torch.is_grad_enabled() or backward_under_way() != -1:
             return
         seen = seen_in((args, kwargs), output)
+        hook = _Reached(self._accumulates, self._reached, seen)
+        if isinstance(output, Tensor) and output.grad_fn is not None:  # nearly always
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
+            return
         reached = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if not reached:  # an output of a kind that cannot be looked into: the forward itself must count
             self._reached(seen)
-            return
-        hook = _Reached(self._accumulates, self._reached, seen)
         for tensor in reached:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _records(self, module: nn.Module) -> bool:
-        return module is self._model and torch.is_grad_enabled() and not is_within_backward()
 
 
 class _Reached:
     """A gradient hook that calls `then(seen)` when `condition()` is first True, `then(None)` afterwards."""
+
+    __slots__ = ("_condition", "_seen", "_then")
 
     def __init__(
         self, condition: Callable[[], bool], then: Callable[[Seen | None], None], seen: Seen
@@ -84,7 +85,7 @@ class BesideCompiled(LeftBehind):
         self._outside = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     def __call__(self, *arguments: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             self._outside(*arguments)
         else:
             self._function(*arguments)

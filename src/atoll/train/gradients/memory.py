@@ -27,6 +27,7 @@ from atoll.tensors.optimizer import ParameterOptimizer
 from atoll.train.gradients.clipping import ExchangedNorms, GradientNorm, Norms, ResidentNorms, SharedNorms
 from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.ring import refuse_beyond, take_beside, tell_beside
+from atoll.train.gradients.solo import SoloReducer
 from atoll.train.gradients.sums import AtEnd
 from atoll.train.group.inner import AnyRing
 from atoll.train.group.members import WorkerMembers
@@ -204,7 +205,7 @@ class AloneInTiers(Alone):
     """The strategy of a worker that is alone: nothing is reduced, and the optimizer's steps are `fit`'s."""
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
-        reducer = Reducer(training.chunks, training.calls)
+        reducer = SoloReducer(training.chunks, training.calls)
         return reducer, _TieredOptimizer(training.optimizer, training.hooks)
 
 

@@ -96,6 +96,7 @@ class Reducer:
     exchange_seconds = 0.0  # of the waits so far, those of a group's exchange with the shards
     acts_before_forward = False  # whether `before_use` is to be called before each forward
     acts_before_state_dict = False  # and before the model's state_dict
+    acts_after_backward = True  # whether `reduce` is to run when a backward ends
     sums_samples = True  # each iteration's samples are those of all; else `consumed` is told in another way
 
     def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, make_sum: MakeSum = Own) -> None:
@@ -156,6 +157,12 @@ class Reducer:
                 bound.check()
             elif bound.has_moved:  # until a step it may: averaged weights, say, for an evaluation
                 bound.check_kinds()
+
+    def reached(self, backward: int) -> None:
+        """Backward number `backward` is about to count a batch; -1: a forward counts it, outside of any."""
+
+    def check_gradients(self) -> None:
+        """Raise UserError, naming the parameter, for a sparse gradient."""
 
     def accumulates(self) -> bool:
         """Within a backward: whether it will leave gradients in these parameters, as torch.autograd.grad

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from atoll.core.weighing import KNOWN, NONE, said, worst
 
 
-@dataclass(frozen=True)
-class Contribution:
+class Contribution(msgspec.Struct, frozen=True, gc=False):
     """The contribution of a worker, or of a group of workers, to an iteration.
 
     `weight` is the weight in a mean by samples. `basis` says how certain `weight` is (core/weighing.py).
@@ -62,7 +61,8 @@ class SampleCount:
     def count(self, samples: float, basis: str = KNOWN) -> None:
         self._forget_used()
         self._counted = samples + (self._counted or 0.0)
-        self._basis = worst([self._basis, basis])
+        if basis != self._basis:
+            self._basis = worst([self._basis, basis])
         self.latest = self._counted if self._given is None else self._given
 
     def missed(self) -> None:
@@ -106,8 +106,7 @@ class SampleCount:
             self.reset()
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(msgspec.Struct, frozen=True, gc=False):
     """The number of samples that a forward's arguments and output show.
 
     `samples` is the first dimension of the first tensor that has a dimension; None without such a tensor.
@@ -127,15 +126,26 @@ def seen_in(inputs: Any, output: Any) -> Seen:
     first two dimensions of input and output agree, as in tokens (L, N) and logits (L, N, V), either may be
     the batch. Vectors (N, F) to vectors (N, F), and images (N, C, H, W) to images, have the batch first.
     """
-    first = next((tensor for tensor in tensors_in(inputs) if tensor.dim()), None)
+    first = inputs
+    while isinstance(first, (tuple, list)) and first:
+        first = first[0]
+    if not isinstance(first, Tensor) or not first.dim():
+        first = next((tensor for tensor in tensors_in(inputs) if tensor.dim()), None)
     if first is None:
         return Seen(None)
     samples = first.shape[0]
-    outputs = [tensor for tensor in tensors_in(output) if tensor.dim()]
-    agreeing = [tensor for tensor in outputs if tensor.shape[0] == samples]
-    if not agreeing:
+    if isinstance(output, Tensor):  # nearly always
+        outputs = [output] if output.dim() else []
+    else:
+        outputs = [tensor for tensor in tensors_in(output) if tensor.dim()]
+    agrees = confirms = False
+    for tensor in outputs:
+        if tensor.shape[0] == samples:
+            confirms = (confirms or not agrees) and not _is_ambiguous(first, tensor)
+            agrees = True
+    if not agrees:
         return Seen(float(samples), instead=tuple(float(tensor.shape[0]) for tensor in outputs))
-    return Seen(float(samples), confirms=not any(_is_ambiguous(first, tensor) for tensor in agreeing))
+    return Seen(float(samples), confirms)
 
 
 def _is_ambiguous(first: Tensor, output: Tensor) -> bool:

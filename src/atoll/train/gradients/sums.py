@@ -50,9 +50,12 @@ class Sum:
         """Within a backward: whether it will leave gradients in these parameters, as torch.autograd.grad
         does not."""
         try:
-            return any(will_run(node) for node in self._accumulators)
+            for node in self._accumulators:  # nearly always the first
+                if will_run(node):
+                    return True
         except RuntimeError:  # raised for a parameter that torch.autograd.grad was asked about
-            return False
+            pass
+        return False
 
     def close(self) -> None:
         """Let go of the model."""

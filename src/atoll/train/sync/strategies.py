@@ -28,6 +28,7 @@ from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOp
 from atoll.tensors.settings import settings_of
 from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.ring import Boundary, RingBuckets, RingReducer
+from atoll.train.gradients.solo import SoloReducer
 from atoll.train.group.inner import AnyRing
 from atoll.train.group.rounds import Ring
 from atoll.train.members.regrouping import Regrouping
@@ -107,7 +108,7 @@ class Alone:
     brings_parameters = brings_frozen = False
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
-        reducer = Reducer(training.chunks, training.calls)
+        reducer = SoloReducer(training.chunks, training.calls)
         return reducer, ParameterOptimizer(training.optimizer, training.hooks)
 
     def loaded(self) -> None:
