@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from torch.distributed.run import get_args_parser
 
-from atoll.core.config import Config, Groups, Run, Strategy
+from atoll.core.config import Config, Groups, Run, Server, Strategy
 from atoll.core.errors import GivenUpError
 from atoll.core.events import AnyEvent, Decided, Failed, Started, StepDone, Warned
 from atoll.hub.decisions import Decisions
+from atoll.launch.hublaunch import HubLaunch
 from atoll.launch.launcher import WorkerEnd, culprit_of, launcher_command, write_ends
-from atoll.launch.peers import PeerLaunch
 from atoll.launch.processes import start_process
-from atoll.launch.restarts import DelayedProcess, Pauses
-from atoll.launch.rings import RingLaunch
-from atoll.launch.served import SERVICE_RESTARTS, ServedLaunch
+from atoll.launch.restarts import Pauses
+from atoll.launch.services import SERVICE_RESTARTS
+from atoll.launch.workers import Workers
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
-from atoll.server.options import ServerOptions
 
 DEADLINE = 60.0
 
@@ -65,20 +66,22 @@ def test_a_launch_ends_by_the_same_signal_or_status(code: int, tmp_path: Path) -
     assert ended.returncode == code
 
 
-def test_a_node_of_several_workers_is_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PeerLaunch, "_start", lambda _self: None)
+def test_a_node_of_several_workers_is_one_launch(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.create()
     config = Config(run=Run(workers=6, strategy="peers"), groups=Groups(count=3))
-    launch = PeerLaunch(directory, config, ["train.py"], {})
-    assert [launch._lead(rank) for rank in launch._order] == [0, 2, 4]
-    assert (launch.first, launch.life_of(3)) == (0, 0)
-    launch._restarts[launch._name_of(1)] += 1
-    assert [launch.life_of(worker) for worker in range(6)] == [0, 0, 1, 1, 0, 0]
-    launch._workers = cast(Any, [FakeProcess(0), FakeProcess(0), FakeProcess(3)])
-    assert launch._end_of(2, 3).worker == 4
+    processes = Processes()
+    launch = processes.launch(directory, config)
+    assert processes.started == ["the hub", "node 0", "node 1", "node 2"]
+    assert (launch.seen().first, launch.seen().life) == (0, 0)
+    workers = Workers(directory, config, ["train.py"])
+    assert [workers.lead(rank) for rank in workers.order] == [0, 2, 4]
+    workers.restarts[1] += 1
+    assert [workers.restarts[workers.rank_of(worker)] for worker in range(6)] == [0, 0, 1, 1, 0, 0]
+    workers.processes = cast(Any, [FakeProcess(str(rank)) for rank in range(3)])
+    assert workers.end_of(2, 3).worker == 4
     write_ends([WorkerEnd(5, 77, 3)], directory.ends_of(4))
-    assert launch._end_of(2, 3) == WorkerEnd(5, 77, 3)
+    assert workers.end_of(2, 3) == WorkerEnd(5, 77, 3)
     echo = Failed(
         time=1.0, worker=4, error="PeerLostError", message="", traceback="", exit_status=1, echo=True
     )
@@ -86,16 +89,12 @@ def test_a_node_of_several_workers_is_one_launch(tmp_path: Path, monkeypatch: py
     assert not launch.excuses(Failed(time=1.0, worker=5, error="E", message="", traceback="t", exit_status=1))
 
 
-def test_a_process_that_does_not_end_is_not_waited_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_does_not_end_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     """As one that is stuck in the kernel and cannot be killed; here: one that nobody has killed yet."""
-
-    def alone(launch: ServedLaunch) -> None:
-        launch._workers.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
-
-    monkeypatch.setattr(ServedLaunch, "_start", alone)
-    launch = ServedLaunch(RunDirectory(tmp_path), Config(), ["train.py"], {})
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    launch = HubLaunch(
+        RunDirectory(tmp_path), Config(), ["train.py"], {}, start=lambda *_, **__: subprocess.Popen(sleeping)
+    )
     try:
         began = time.monotonic()
         with pytest.raises(subprocess.TimeoutExpired):
@@ -107,14 +106,11 @@ def test_a_process_that_does_not_end_is_not_waited_for_for_ever(
     assert launch.wait(DEADLINE) == 1
 
 
-# -- a shard that is held twice ----------------------------------------------------------------------------
-
-
 class FakeProcess:
     """What a launch needs of a process; `returncode` is what the test says."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.pid = name, 2**22 + 1  # no such process on Linux
+        self.name, self.pid = name, 2**22 + 1 + next(PIDS)  # no such process on Linux
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -123,41 +119,62 @@ class FakeProcess:
     def send_signal(self, signum: int) -> None:
         self.returncode = -signum if self.returncode is None else self.returncode
 
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+PIDS = itertools.count()
+
+
+class Processes:
+    """Starts fakes in place of processes: `latest` has each one's latest life, by what a person calls it."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.latest: dict[str, FakeProcess] = {}
+
+    def start(self, who: str, *_: Any) -> Any:
+        self.started.append(who)
+        self.latest[who] = FakeProcess(who)
+        return self.latest[who]
+
+    def launch(self, directory: RunDirectory, config: Config, listens: bool = True) -> HubLaunch:
+        """A launch whose hub has just been started, or `listens`, and so all have."""
+        launch = HubLaunch(directory, config, ["train.py"], {}, start=self.start)
+        if listens:
+            (directory.path / "service" / "hub.address").write_text("tcp://127.0.0.1:5\n")
+            assert launch.poll() is None
+        return launch
+
+
+# -- a shard that is held twice ----------------------------------------------------------------------------
+
+
+HALVES = {"server": "shard 0", "second": "the second process of shard 0"}
 
 
 class Halves:
     """A launch of a worker, a hub, and the two processes of shard 0, all of them fakes."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, begun: bool = True) -> None:
+    def __init__(self, folder: Path, begun: bool = True) -> None:
         self.directory = RunDirectory(folder)
         self.directory.create()
-        self.started: list[str] = []
-        monkeypatch.setattr(ServedLaunch, "_start", lambda _launch: None)
-        monkeypatch.setattr(ServedLaunch, "_serve", lambda launch, name, _: self._serve(launch, name))
-        self.launch = ServedLaunch(self.directory, Config(), ["train.py"], {})
-        self.launch._workers.append(cast(Any, FakeProcess("worker")))
-        self.launch._sites = [""]
-        for name in ("hub", "server-0", "second-0"):
-            self.launch._options[name] = ServerOptions(hub="")
-            self._serve(self.launch, name)
+        config = Config(run=Run(strategy="server"), server=Server(replicas=2))
+        self.processes = Processes()
+        self.launch = self.processes.launch(self.directory, config)
         self.started.clear()
         if begun:
             with Journal(self.directory.journal(0)) as journal:
                 journal(Started(time=1.0, worker=0, workers=1, strategy="server", device="cpu", pid=1))
 
-    def _serve(self, launch: ServedLaunch, name: str) -> None:
-        self.started.append(name)
-        launch._services[name] = cast(Any, FakeProcess(name))
-
-    def _set(self, name: str, code: int) -> None:
-        cast(Any, self.launch._services[name]).returncode = code
+    @property
+    def started(self) -> list[str]:
+        return self.processes.started
 
     def end(self, **codes: int) -> None:
         """Have processes end, all at once, and look."""
         for name, code in codes.items():
-            self._set(f"{name}-0", code)
+            self.processes.latest[HALVES[name]].returncode = code
         self.launch.poll()
 
     def use_up(self, name: str) -> None:
@@ -165,7 +182,7 @@ class Halves:
         for _ in range(SERVICE_RESTARTS + 1):
             self.end(**{name: -signal.SIGKILL})
         assert self.launch.poll() is None
-        assert self.started == [f"{name}-0"] * SERVICE_RESTARTS
+        assert self.started == [HALVES[name]] * SERVICE_RESTARTS
         self.started.clear()
 
     def said(self, name: str, line: str) -> None:
@@ -189,30 +206,30 @@ def test_the_other_half_is_there_also_while_it_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, status: int
 ) -> None:
     """Whichever of the two has used up its restarts, and whichever is looked at first."""
-    halves = Halves(tmp_path / "run", monkeypatch)
+    halves = Halves(tmp_path / "run")
     halves.use_up(first)
     halves.end(**{OTHER[first]: status})
     assert halves.launch.poll() is None
-    assert halves.started == [f"{OTHER[first]}-0"]
+    assert halves.started == [HALVES[OTHER[first]]]
 
 
 @pytest.mark.parametrize("first", ["server", "second"])
 def test_both_halves_may_be_killed_at_once_while_one_has_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    halves = Halves(tmp_path / "run", monkeypatch)
+    halves = Halves(tmp_path / "run")
     for _ in range(SERVICE_RESTARTS):
         halves.end(**{first: -signal.SIGKILL})
     halves.started.clear()
     halves.end(server=-signal.SIGKILL, second=-signal.SIGKILL)
     assert halves.launch.poll() is None
-    assert halves.started == [f"{OTHER[first]}-0"]
+    assert halves.started == [HALVES[OTHER[first]]]
 
 
 def test_without_restarts_for_either_half_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    halves = Halves(tmp_path / "run", monkeypatch)
+    halves = Halves(tmp_path / "run")
     halves.use_up("server")
     for _ in range(SERVICE_RESTARTS):
         halves.end(second=-signal.SIGKILL)
@@ -227,7 +244,7 @@ def test_without_restarts_for_either_half_the_run_ends(
 def test_a_half_that_ends_with_an_error_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, called: str, status: int
 ) -> None:
-    halves = Halves(tmp_path / "run", monkeypatch)
+    halves = Halves(tmp_path / "run")
     halves.said(f"{name}-0", "atoll: journal-3: No space left on device")
     halves.end(**{name: status})
     assert halves.launch.poll() is None
@@ -235,7 +252,7 @@ def test_a_half_that_ends_with_an_error_is_left_out(
     line = f"{called} process of shard 0 ended with status {status}: journal-3: No space left on device; "
     assert halves.messages() == [line + "the other one goes on alone"]  # once
     halves.end(**{OTHER[name]: -signal.SIGKILL})  # who is alone is started again
-    assert halves.started == [f"{OTHER[name]}-0"]
+    assert halves.started == [HALVES[OTHER[name]]]
     assert halves.launch.poll() is None
     halves.said(f"{OTHER[name]}-0", "atoll: journal-4: No space left on device")
     halves.end(**{OTHER[name]: 1})
@@ -246,7 +263,7 @@ def test_a_half_that_ends_with_an_error_is_left_out(
 def test_both_halves_end_with_an_error_and_so_does_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    halves = Halves(tmp_path / "run", monkeypatch)
+    halves = Halves(tmp_path / "run")
     halves.end(server=1, second=1)
     assert halves.launch.returncode is not None
     assert [type(event) for event in halves.told()] == [Failed]
@@ -256,7 +273,7 @@ def test_both_halves_end_with_an_error_and_so_does_the_run(
 def test_a_half_that_ends_with_an_error_before_the_run_began_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    halves = Halves(tmp_path / "run", monkeypatch, begun=False)
+    halves = Halves(tmp_path / "run", begun=False)
     halves.said(f"{name}-0", "atoll: the optimizer 'mine:No' cannot be imported here")
     halves.end(**{name: 2})
     assert halves.launch.returncode is not None
@@ -269,9 +286,11 @@ def test_a_half_that_ends_with_an_error_before_the_run_began_ends_it(
 def test_a_half_that_was_left_out_is_no_failure_while_the_run_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    halves = Halves(tmp_path / "run", monkeypatch)
+    halves = Halves(tmp_path / "run")
     halves.end(second=1)
-    halves.launch._stopping = True  # as by Ctrl-C: the worker has some time to end by itself
+    # As by Ctrl-C: the worker has some time to end by itself.
+    halves.processes.latest["worker 0"].send_signal = lambda _signum: None  # type: ignore[method-assign]
+    halves.launch.send_signal(signal.SIGINT)
     assert halves.launch.poll() is None
     assert not [event for event in halves.told() if isinstance(event, Failed)]
 
@@ -282,52 +301,46 @@ def test_a_half_that_was_left_out_is_no_failure_while_the_run_is_stopped(
 class Begun:
     """A launch whose hub, a fake, has just been started."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ServedLaunch]) -> None:
+    def __init__(self, folder: Path, strategy: Strategy) -> None:
         self.directory = RunDirectory(folder)
         self.directory.create()
-        self.started: list[str] = []
-        monkeypatch.setattr(ServedLaunch, "_serve", lambda launch, name, _: self._serve(launch, name))
-        monkeypatch.setattr(kind, "_worker", lambda _launch, rank: self._start(f"worker {rank}"))
-        strategy: Strategy = "server" if kind is ServedLaunch else "ring" if kind is RingLaunch else "peers"
+        self.processes = Processes()
         config = Config(run=Run(workers=2, strategy=strategy, shards=1))
-        self.launch = kind(self.directory, config, ["train.py"], {})
+        self.launch = self.processes.launch(self.directory, config, listens=False)
 
-    def _serve(self, launch: ServedLaunch, name: str) -> None:
-        launch._options[name] = ServerOptions(hub="")
-        launch._services[name] = cast(Any, self._start(name))
+    def listens(self) -> None:
+        (self.directory.path / "service" / "hub.address").write_text("tcp://127.0.0.1:5\n")
 
-    def _start(self, name: str) -> FakeProcess:
-        self.started.append(name)
-        return FakeProcess(name)
+    @property
+    def started(self) -> list[str]:
+        return self.processes.started
 
     @property
     def hub(self) -> FakeProcess:
-        return cast(FakeProcess, self.launch._services["hub"])
+        return self.processes.latest["the hub"]
 
     def failure(self) -> Failed:
-        (failed,) = [word for word in self.launch.words() if isinstance(word, Failed)]
+        (failed,) = [word for word in self.launch.seen().words if isinstance(word, Failed)]
         assert failed.by_launcher
         return failed
 
 
-KINDS = [ServedLaunch, RingLaunch, PeerLaunch]
+STRATEGIES_WITH_HUB = ["server", "ring", "peers"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_others_start_once_the_hub_listens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ServedLaunch]
-) -> None:
-    begun = Begun(tmp_path / "run", monkeypatch, kind)
+@pytest.mark.parametrize("strategy", STRATEGIES_WITH_HUB)
+def test_the_others_start_once_the_hub_listens(tmp_path: Path, strategy: Strategy) -> None:
+    begun = Begun(tmp_path / "run", strategy)
     assert begun.launch.poll() is None
-    assert begun.started == ["hub"]
-    (begun.directory.path / "service" / "hub.address").write_text("tcp://127.0.0.1:5\n")
+    assert begun.started == ["the hub"]
+    begun.listens()
     assert begun.launch.poll() is None
-    shards = ["server-0"] if kind is ServedLaunch else []
-    assert begun.started == ["hub", *shards, "worker 0", "worker 1"]
+    shards = ["shard 0"] if strategy == "server" else []
+    assert begun.started == ["the hub", *shards, "worker 0", "worker 1"]
     assert begun.launch.poll() is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", STRATEGIES_WITH_HUB)
 @pytest.mark.parametrize(
     ("log", "says"),
     [
@@ -337,22 +350,22 @@ def test_the_others_start_once_the_hub_listens(
     ],
 )
 def test_the_hub_s_reason_for_ending_at_the_start_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ServedLaunch], log: str, says: str
+    tmp_path: Path, strategy: Strategy, log: str, says: str
 ) -> None:
-    begun = Begun(tmp_path / "run", monkeypatch, kind)
+    begun = Begun(tmp_path / "run", strategy)
     (begun.directory.logs / "hub.log").write_text(log)
     begun.hub.returncode = 2
     assert begun.launch.poll() is not None
     failed = begun.failure()
     assert failed.message.startswith(says)
     assert failed.exit_status == 2
-    assert begun.started == ["hub"]
+    assert begun.started == ["the hub"]
 
 
 def test_a_hub_that_is_killed_at_the_start_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = Begun(tmp_path / "run", monkeypatch, RingLaunch)
+    begun = Begun(tmp_path / "run", "ring")
     (begun.directory.logs / "hub.log").write_text("atoll: of a life before\n")
     for _ in range(SERVICE_RESTARTS):
         begun.hub.returncode = -signal.SIGKILL
@@ -365,43 +378,43 @@ def test_a_hub_that_is_killed_at_the_start_is_started_again(
 def test_a_hub_that_does_not_listen_is_waited_for_with_a_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = Begun(tmp_path / "run", monkeypatch, ServedLaunch)
-    begun.launch._begins_by = time.monotonic() - 1.0
+    begun = Begun(tmp_path / "run", "server")
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61.0)
     assert begun.launch.poll() is not None
     assert begun.failure().message.startswith("the hub did not listen within 60 s; its log is ")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_signal_before_the_hub_listens_ends_the_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ServedLaunch]
-) -> None:
-    begun = Begun(tmp_path / "run", monkeypatch, kind)
+@pytest.mark.parametrize("strategy", STRATEGIES_WITH_HUB)
+def test_a_signal_before_the_hub_listens_ends_the_launch(tmp_path: Path, strategy: Strategy) -> None:
+    begun = Begun(tmp_path / "run", strategy)
     begun.launch.send_signal(signal.SIGTERM)
-    (begun.directory.path / "service" / "hub.address").write_text("tcp://127.0.0.1:5\n")
+    begun.listens()
     assert begun.launch.poll() is not None
-    assert begun.started == ["hub"]
-    assert begun.launch.words() == []
+    assert begun.started == ["the hub"]
+    assert list(begun.launch.seen().words) == []
 
 
 def test_a_process_that_cannot_be_started_ends_the_run_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the user may have no more processes: the others that were started are stopped."""
-    begun = Begun(tmp_path / "run", monkeypatch, ServedLaunch)
-
-    def start(_launch: ServedLaunch, rank: int) -> FakeProcess:
-        return start_process(f"worker {rank}", ["true"]) if rank else begun._start("worker 0")  # type: ignore[return-value]
+    begun = Begun(tmp_path / "run", "server")
+    start = begun.processes.start
 
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(ServedLaunch, "_worker", start)
+    def start_or_not(who: str, command: Sequence[str], *others: Any) -> Any:
+        return start_process(who, command) if who == "worker 1" else start(who)
+
+    begun.launch._workers._start = start_or_not
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    (begun.directory.path / "service" / "hub.address").write_text("tcp://127.0.0.1:5\n")
+    begun.listens()
     assert begun.launch.poll() is not None
     said = "worker 1 cannot be started: Resource temporarily unavailable: there may be no more processes for "
     assert begun.failure().message.startswith(said)
-    assert begun.launch._workers[0].returncode == -signal.SIGTERM
+    assert begun.processes.latest["worker 0"].returncode == -signal.SIGTERM
 
 
 # -- a worker that the hub has given up --------------------------------------------------------------------
@@ -410,15 +423,16 @@ def test_a_process_that_cannot_be_started_ends_the_run_with_the_reason(
 class Two:
     """A launch of two workers, fakes, and of a hub whose decisions the test writes."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    def __init__(self, folder: Path, run: Run) -> None:
         self.directory = RunDirectory(folder)
         self.directory.create()
-        monkeypatch.setattr(ServedLaunch, "_start", lambda _launch: None)
-        monkeypatch.setattr(ServedLaunch, "_worker", lambda _launch, rank: FakeProcess(f"again {rank}"))
-        self.launch = ServedLaunch(self.directory, Config(run=run), ["train.py"], {})
-        self.launch._sites = ["", ""]
-        self.launch._workers += [cast(Any, FakeProcess(f"worker {rank}")) for rank in range(2)]
+        self.processes = Processes()
+        self.launch = self.processes.launch(self.directory, Config(run=run))
         self.say(Started(time=1.0, worker=1, workers=2, strategy=run.strategy, device="cpu", pid=1))
+
+    def worker(self, rank: int) -> FakeProcess:
+        """The latest life of a worker."""
+        return self.processes.latest[f"worker {rank}"]
 
     def say(self, event: AnyEvent) -> None:
         with Journal(self.directory.journal(event.worker)) as journal:
@@ -436,7 +450,7 @@ class Two:
             time=time.time(), worker=rank, error="E", message="e", traceback=traceback, exit_status=code
         )
         self.say(failed)
-        cast(Any, self.launch._workers[rank]).returncode = code
+        self.worker(rank).returncode = code
         self.launch.poll()
         return failed
 
@@ -444,9 +458,9 @@ class Two:
 def test_a_worker_that_was_given_up_and_ends_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = Two(tmp_path / "run", monkeypatch, Run(workers=2, strategy="server"))
+    two = Two(tmp_path / "run", Run(workers=2, strategy="server"))
     two.hub_gives_up(0)
-    (told,) = two.launch.news()
+    (told,) = two.launch.seen().news
     assert isinstance(told, Decided)
     assert (told.what, told.choice) == ("hub: worker died", "worker 0, incarnation 1")
     failed = two.end(0, 2)
@@ -456,49 +470,43 @@ def test_a_worker_that_was_given_up_and_ends_is_left_out(
     assert [each.message for each in said] == [
         "worker 0 was given up by the hub, and ended: e; the others go on without it"
     ]
-    assert two.launch.first == 1
-    cast(Any, two.launch._workers[1]).returncode = 0
+    assert two.launch.seen().first == 1
+    two.worker(1).returncode = 0
     assert two.launch.poll() == 0
 
 
 def test_a_worker_that_dies_at_once_each_time_is_started_at_growing_intervals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = Two(tmp_path / "run", monkeypatch, Run(workers=2, strategy="server", restarts=1000))
+    two = Two(tmp_path / "run", Run(workers=2, strategy="server", restarts=1000))
     now = [100.0]
-    two.launch._pauses = Pauses(lambda: now[0])
-    starts = 0
+    two.launch._workers.pauses = Pauses(lambda: now[0])
     while now[0] < 120.0:
         now[0] += 0.2
         two.launch.poll()
-        worker = two.launch._workers[1]
-        if not (isinstance(worker, DelayedProcess) and worker.waits):
-            starts += 1
-            worker = worker._process if isinstance(worker, DelayedProcess) else worker
-            cast(Any, worker).returncode = -signal.SIGKILL
+        two.worker(1).returncode = -signal.SIGKILL
+    starts = two.processes.started.count("worker 1")
     assert starts == 7  # the first one, two at once, and after 1, 2, 4 and 8 s; without pauses 100
     said = [each for each in JournalReader(two.directory.journal(1)).read() if isinstance(each, Warned)]
     assert said[2].message == (
         "worker 1 was killed by SIGKILL, and is started again in 1.0 s, for it made no step (3 of 1000)"
     )
-    assert two.launch.unfinished() == ["worker 0", "worker 1"]
-    cast(Any, two.launch._workers[0]).returncode = 0  # nothing is left to do for the one that waits
+    assert two.launch.late_workers() == ["worker 0", "worker 1"]
+    two.worker(0).returncode = 0  # nothing is left to do for the one that waits
     assert two.launch.poll() == 0
 
 
 def test_a_worker_that_waits_to_be_started_again_ends_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = Two(tmp_path / "run", monkeypatch, Run(workers=2, strategy="server", restarts=1000))
+    two = Two(tmp_path / "run", Run(workers=2, strategy="server", restarts=1000))
     for _ in range(3):
-        worker = two.launch._workers[1]
-        cast(Any, worker).returncode = -signal.SIGKILL
+        two.worker(1).returncode = -signal.SIGKILL
         two.launch.poll()
-    worker = two.launch._workers[1]
-    assert isinstance(worker, DelayedProcess)
-    cast(Any, two.launch._workers[0]).send_signal = lambda _signum: None
+    assert two.processes.started.count("worker 1") == 3  # the fourth waits
+    two.worker(0).send_signal = lambda _signum: None  # type: ignore[method-assign]
     two.launch.send_signal(signal.SIGINT)
-    assert worker.returncode == -signal.SIGINT
+    assert two.launch.late_workers() == ["worker 0"]
 
 
 @pytest.mark.parametrize(("strategy", "first"), [("ring", 1), ("server", 0)])
@@ -507,15 +515,15 @@ def test_a_worker_that_was_given_up_is_started_again(
 ) -> None:
     """Once it has made a step, an error of its own is not excused. In a ring it is the last then."""
     run = Run(workers=2, strategy=strategy, elastic=True, restarts=1)
-    two = Two(tmp_path / "run", monkeypatch, run)
+    two = Two(tmp_path / "run", run)
     two.hub_gives_up(0)
     failed = two.end(0, 2)
-    assert cast(Any, two.launch._workers[0]).name == "again 0"
+    assert two.processes.started.count("worker 0") == 2
     assert two.launch.excuses(failed)
-    assert two.launch.first == first
+    assert two.launch.seen().first == first
     two.say(step_of(0))
     assert not two.launch.excuses(two.end(0, 2))
-    assert two.launch._stopping
+    assert not two.launch.goes_on
 
 
 def step_of(worker: int) -> StepDone:
@@ -530,32 +538,32 @@ def test_a_worker_that_fails_while_it_enters_ends_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy, traceback: str
 ) -> None:
     run = Run(workers=2, strategy=strategy, elastic=True, restarts=2)
-    two = Two(tmp_path / "run", monkeypatch, run)
+    two = Two(tmp_path / "run", run)
     two.say(step_of(0))  # of its first life
-    cast(Any, two.launch._workers[0]).returncode = -signal.SIGKILL
+    two.worker(0).returncode = -signal.SIGKILL
     assert two.launch.poll() is None
     two.hub_gives_up(0)  # its first life, which the hub notices late
     failed = two.end(0, 2, traceback)
-    assert not two.launch._stopping
+    assert two.launch.goes_on
     assert two.launch.excuses(failed)
-    assert cast(Any, two.launch._workers[0]).name == "again 0"  # it would fail again
+    assert two.processes.started.count("worker 0") == 2  # it would fail again
     said = [
         each.message for each in JournalReader(two.directory.journal(0)).read() if isinstance(each, Warned)
     ]
     error = "E: e" if traceback else "e"
     log = two.directory.log(0)
     assert said[-1] == f"worker 0 could not enter, and the others go on without it: {error}; its log is {log}"
-    cast(Any, two.launch._workers[1]).returncode = 0
+    two.worker(1).returncode = 0
     assert two.launch.poll() == 0
 
 
 def test_a_worker_that_nobody_could_go_on_without_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = Two(tmp_path / "run", monkeypatch, Run(workers=2, strategy="server", restarts=1))
-    cast(Any, two.launch._workers[1]).returncode = -signal.SIGKILL
-    two.launch._restarts["worker 1"] = 1  # often enough
-    cast(Any, two.launch._workers[0]).returncode = -signal.SIGKILL
+    two = Two(tmp_path / "run", Run(workers=2, strategy="server", restarts=1))
+    two.worker(1).returncode = -signal.SIGKILL
+    two.launch._workers.restarts[1] = 1  # often enough
+    two.worker(0).returncode = -signal.SIGKILL
     assert two.launch.poll() is None
     assert not two.launch.excuses(two.end(0, 2))
     assert two.launch.poll() == 1
@@ -566,9 +574,9 @@ def test_a_script_s_own_error_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_up: bool
 ) -> None:
     """Also where its process took so long to end that the hub has given it up."""
-    two = Two(tmp_path / "run", monkeypatch, Run(workers=2, strategy="server", restarts=1))
+    two = Two(tmp_path / "run", Run(workers=2, strategy="server", restarts=1))
     if given_up:
         two.hub_gives_up(0)
     failed = two.end(0, 1, traceback="Traceback ...")
-    assert two.launch._stopping
+    assert not two.launch.goes_on
     assert not two.launch.excuses(failed)

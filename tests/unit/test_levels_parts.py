@@ -9,7 +9,7 @@ from atoll.core.config import Config, Run
 from atoll.core.config import Server as ServerKeys
 from atoll.core.errors import RunError, UserError
 from atoll.launch.checks import check_run
-from atoll.launch.served import sites_of
+from atoll.launch.workers import sites_of
 from atoll.server.gathered import merge_untrusted, pack, unpack_untrusted
 from atoll.server.siteplace import in_sites
 from atoll.store.entries import Combine, Joined, Step

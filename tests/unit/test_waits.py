@@ -226,7 +226,6 @@ REVIEWED: dict[str, str] = {
     "testing/pool.py: _serve: connection.recv()": "a worker of the pool without a job, until the pool ends",
     "testing/sites.py: _elsewhere: ThreadPoolExecutor(1)": "a thread that sets up a network namespace",
     "testing/sites.py: _elsewhere: threads.submit(function).result()": "the same",
-    "launch/rings.py: RingLaunch.poll: super().poll()": "looks, and returns",
     "train/members/peersintroduction.py: _InStore._record: store.get(_key(node))": (
         "it is there: `wait` has returned"
     ),

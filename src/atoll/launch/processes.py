@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -137,16 +137,29 @@ def start_process(who: str, command: Sequence[str], **options: Any) -> subproces
         raise RunError(f"{who} cannot be started: {why}{hint}") from None
 
 
-@contextlib.contextmanager
-def appended(log: Path) -> Iterator[IO[bytes] | int]:
-    """A log for a process that is started; nothing's where the disk is full."""
+def start_logged(
+    who: str, command: Sequence[str], log: Path, environment: Mapping[str, str], umask: int = -1
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, which the terminal's Ctrl-C does not come to, and append what
+    it prints to `log`; on a full disk to nothing. Raises RunError where there can be none."""
     try:
-        file = log.open("ab")
+        file: IO[bytes] | int = log.open("ab")
     except OSError:
-        yield subprocess.DEVNULL
-        return
-    with file:
-        yield file
+        file = subprocess.DEVNULL
+    try:
+        return start_process(
+            who,
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            umask=umask,
+            start_new_session=True,
+        )
+    finally:
+        if not isinstance(file, int):
+            file.close()
 
 
 def signal_name(signum: int) -> str:

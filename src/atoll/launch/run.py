@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
@@ -32,30 +31,27 @@ from atoll.core.config import (
     to_toml,
 )
 from atoll.core.errors import UserError
-from atoll.core.events import Decided, Failed, Warned
+from atoll.core.events import Decided, Warned
 from atoll.core.outlet import Screen
 from atoll.core.runclock import CLOCK_VARIABLE, clock_setting, record_time
 from atoll.core.sharing import files_for, files_under
 from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.causes import Causes
 from atoll.launch.checks import check_run
-from atoll.launch.launcher import launcher_command, read_ends
+from atoll.launch.hublaunch import HubLaunch
 from atoll.launch.output import Output
-from atoll.launch.peers import PeerLaunch
 from atoll.launch.picture import draw_picture
 from atoll.launch.private import PrivateFolder
 from atoll.launch.processes import (
     GRACE_VARIABLE,
     PARENT_VARIABLE,
     adopt_orphans,
-    appended,
     descendants,
     kill_descendants,
-    start_process,
 )
 from atoll.launch.program import Program
-from atoll.launch.rings import RingLaunch
-from atoll.launch.served import SERVICE, ServedLaunch
+from atoll.launch.services import SERVICE
+from atoll.launch.torchrun import TorchrunLaunch
 from atoll.launch.verdict import Judge, Verdict
 from atoll.net.socketfolder import KEY_FILE
 from atoll.observe.groups import group_lines
@@ -70,7 +66,7 @@ from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory, UsedEr
 from atoll.observe.summary import Summary, reserve_summary, write_summary
 from atoll.observe.tensorboard import MISSING, TensorBoard
 
-Launch: TypeAlias = subprocess.Popen[bytes] | ServedLaunch
+Launch: TypeAlias = HubLaunch | TorchrunLaunch
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0  # from Ctrl-C to the end of every process, by force if need be
@@ -277,8 +273,7 @@ class _Watch:
                 recorder.hear(failure)
             self.summary = recorder.close()
             self.missing = recorder.missing()
-        if isinstance(launcher, ServedLaunch):
-            self.losses = launcher.losses.lines()
+        self.losses = launcher.losses()
         judge = self._judge(launcher, program)
         self._words.close()
         if self._stop.count:
@@ -291,11 +286,12 @@ class _Watch:
         """What starts the workers, while entered; afterwards neither it nor anything it started is left."""
         run = self._config.run
         with contextlib.ExitStack() as stack:
+            environment = self._environment()
             if run.strategy in (*SERVED, "peers") or run.elastic:
                 private = PrivateFolder(self._directory.path / "service" / KEY_FILE)
                 stack.callback(private.close)
-                environment = {**self._environment(), **private.environment()}
-                launcher: Launch = _kind(run.strategy)(
+                environment |= private.environment()
+                launcher: Launch = HubLaunch(
                     self._directory,
                     self._config,
                     program.words(),
@@ -304,7 +300,9 @@ class _Watch:
                     self._umask,
                 )
             else:
-                launcher = self._torchrun(program)
+                launcher = TorchrunLaunch(
+                    self._directory, self._config, program.words(), environment, self._umask
+                )
             try:
                 yield launcher
             finally:
@@ -313,22 +311,6 @@ class _Watch:
                     launcher.wait(STOP_SECONDS)
                 if stuck := kill_descendants(spared):
                     self._screen.say(f"atoll: these processes could not be killed: {stuck}")
-
-    def _torchrun(self, program: Program) -> subprocess.Popen[bytes]:
-        """torchrun's launcher, started."""
-        command = launcher_command(self._config.run.workers, program.words())
-        with appended(self._directory.launcher_log) as log:
-            return start_process(
-                "torchrun's launcher",
-                command,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                umask=self._umask,
-                # The terminal's Ctrl-C comes to this process alone, which decides what it means.
-                start_new_session=True,
-            )
 
     def _environment(self) -> dict[str, str]:
         """What the launcher and the workers find in their environment."""
@@ -365,9 +347,7 @@ class _Watch:
             if self._stop.count and stopping is None:
                 stopping = now
                 until = self._ask_to_end(launcher, now)
-            elif until is None and any(
-                not _excuses(launcher, failure) for failure in self._causes.failures()
-            ):
+            elif until is None and any(not launcher.excuses(failure) for failure in self._causes.failures()):
                 until = now + FAILED_SECONDS
             elif until is None and self._causes.absent() is not None:
                 self._has_stalled, until = True, now + FAILED_SECONDS
@@ -376,13 +356,11 @@ class _Watch:
                 return
             if until is not None and now > until:
                 if self._stop.signum == signal.SIGTERM:
-                    ends = launcher if isinstance(launcher, ServedLaunch) else self._causes
-                    self._killed = ends.unfinished()
+                    self._killed = launcher.late_workers() or self._causes.unfinished()
                 return
             time.sleep(POLL_SECONDS)
-        if self._stop.signum == signal.SIGTERM and not isinstance(launcher, ServedLaunch):
-            told = read_ends(self._directory.ends)
-            self._killed = [f"worker {end.worker}" for end in told if end.exit_code == -signal.SIGKILL]
+        if self._stop.signum == signal.SIGTERM:
+            self._killed = launcher.late_workers()
 
     def _ask_to_end(self, launcher: Launch, now: float) -> float:
         """Send the user's signal to every worker; returns the time at which to kill the remaining workers."""
@@ -391,8 +369,7 @@ class _Watch:
             return now + STOP_SECONDS
         launcher.send_signal(signal.SIGTERM)
         grace = self._config.grace_seconds
-        # torchrun's agent itself kills workers whose time is over, and reports them.
-        return now + grace if isinstance(launcher, ServedLaunch) else now + grace + STOP_SECONDS
+        return now + grace + (STOP_SECONDS if launcher.kills_late_workers else 0.0)
 
     def _look(self, launcher: Launch, recorder: Recorder, progress: Progress, last: bool = False) -> None:
         """Take in and show what is new."""
@@ -400,25 +377,25 @@ class _Watch:
             self._output.finish(lambda: self._stop.count > 0)
         else:
             self._output.look()
-        if isinstance(launcher, ServedLaunch):
-            for event in launcher.news():
-                recorder.note(event)
-            for link in launcher.links():
-                recorder.links.take(link)
-            if launcher.first != self._shown:
-                self._show(launcher.first, recorder)
-            elif launcher.life_of(self._shown) != self._life:
-                self._output.go_on()
-            self._life = launcher.life_of(self._shown)
-            for word in launcher.words():
-                self._causes.take(word)
-            for worker, until in launcher.survived.items():
-                self._causes.survive(worker, until)
+        seen = launcher.seen()
+        for event in seen.news:
+            recorder.note(event)
+        for link in seen.links:
+            recorder.links.take(link)
+        if seen.first != self._shown:
+            self._show(seen.first, recorder)
+        elif seen.life != self._life:
+            self._output.go_on()
+        self._life = seen.life
+        for word in seen.words:
+            self._causes.take(word)
+        for worker, until in seen.survived.items():
+            self._causes.survive(worker, until)
         for word in self._words.take():
             self._causes.take(word)
             if isinstance(word, TOLD):
                 recorder.hear(word)
-        if isinstance(launcher, ServedLaunch) and not self._stop.count:
+        if launcher.goes_on and not self._stop.count:
             self._tell_of_early(launcher, recorder)
         for trouble in self._screen.troubles():
             recorder.warn(f"{trouble}; the run goes on, and what workers print is in {self._directory.logs}")
@@ -426,18 +403,17 @@ class _Watch:
             progress.event(event)
         progress.update(recorder.status())
 
-    def _tell_of_early(self, launcher: ServedLaunch, recorder: Recorder) -> None:
+    def _tell_of_early(self, launcher: Launch, recorder: Recorder) -> None:
         """Say once of a worker that ended with status 0 before its time that the others go on without it."""
         for worker, line in self._judge(launcher).left_early().items():
-            if launcher.goes_on and worker not in self._left_early:
+            if worker not in self._left_early:
                 self._left_early.add(worker)
                 self._causes.survive(worker, record_time())
                 recorder.warn(f"{line}; the others go on without it")
 
     def _judge(self, launcher: Launch, program: Program | None = None) -> Judge:
-        excuses = partial(_excuses, launcher)
         workers = self._config.run.workers
-        return Judge(self._causes, self._directory, self._began, excuses, program, workers)
+        return Judge(self._causes, self._directory, self._began, launcher.excuses, program, workers)
 
     def _show(self, worker: int, recorder: Recorder) -> None:
         """Pass on another worker's output from here on, and say so."""
@@ -446,17 +422,6 @@ class _Watch:
         choice = f"worker {worker}'s follows"
         recorder.note(Decided(time=record_time(), worker=-1, what="output", choice=choice, reason=reason))
         self._shown = worker
-
-
-def _kind(strategy: str) -> type[ServedLaunch]:
-    """What launches workers that may die alone."""
-    if strategy in SERVED:
-        return ServedLaunch
-    return PeerLaunch if strategy == "peers" else RingLaunch
-
-
-def _excuses(launcher: Launch, failure: Failed) -> bool:
-    return isinstance(launcher, ServedLaunch) and launcher.excuses(failure)
 
 
 def _writers(directory: RunDirectory, progress: Progress) -> list[Writer]:

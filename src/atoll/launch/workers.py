@@ -1,0 +1,178 @@
+"""The launches of a run's workers on this machine, each of which may die and come back alone."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from atoll.core.config import FIRST_VARIABLE, HUB_VARIABLE, RANK_VARIABLE, SITE_VARIABLE, Config
+from atoll.core.runclock import record_time
+from atoll.launch.ends import EndWatch
+from atoll.launch.launcher import WorkerEnd, launcher_command, read_ends
+from atoll.launch.processes import descendants, start_logged
+from atoll.launch.restarts import DelayedProcess, Pauses, Process
+from atoll.launch.services import Start
+from atoll.observe.rundir import RunDirectory
+
+_LOOPBACK = "127.0.0.1"
+
+
+def sites_of(config: Config) -> list[str]:
+    """The site of each worker, by rank: neighbours share one, and sites are as even as can be. Without sites,
+    no name at all."""
+    run = config.run
+    return [f"site{rank * run.sites // run.workers}" if run.sites else "" for rank in range(run.workers)]
+
+
+def meeting_place() -> dict[str, str]:
+    """torchrun's variables for a process group of the script's own: a port of this machine that is free."""
+    with socket.socket() as bound:
+        bound.bind((_LOOPBACK, 0))
+        port: int = bound.getsockname()[1]
+    return {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port)}
+
+
+class Workers:
+    """The launches of the workers of a run, by rank.
+
+    A launch is one worker; a launch of one process needs nothing of torchrun's agent, so none is started:
+    that saves seconds of every worker's start. With `groups.count` under strategy `peers` it is a node: its
+    devices' workers under the agent, which are lost, and come back, as one.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        config: Config,
+        script: Sequence[str],
+        umask: int = -1,
+        start: Start = start_logged,
+    ) -> None:
+        """`script`: its path and its arguments. Workers have the umask `umask` (-1: this process's), since
+        their scripts write files of their own."""
+        self._directory, self._config, self._script = directory, config, list(script)
+        self._umask, self._start = umask, start
+        nodes = config.groups.count if config.run.strategy == "peers" else 0
+        self.devices = config.run.workers // nodes if nodes else 1  # workers of a launch
+        self.sites = sites_of(config)[:: self.devices]
+        self.processes: list[Process] = []
+        self.restarts: Counter[int] = Counter()
+        self.order = list(range(len(self.sites)))  # whose output counts first
+        self.survived: dict[int, float] = {}  # worker -> until when its ends have ended nothing else
+        self.pauses = Pauses()
+        self._environment: dict[str, str] = {}
+        self._watch = EndWatch(self._note_end)
+        self._end_times: dict[int, float] = {}  # by process id
+        self._told: set[int] = set()  # process ids
+
+    def start(self, address: str, environment: Mapping[str, str]) -> None:
+        """Start all of them; `address` is the hub's."""
+        self._environment = {**environment, HUB_VARIABLE: address}
+        for rank in range(len(self.sites)):
+            self.processes.append(self._launch(rank))
+
+    def start_again(self, rank: int, pause: float) -> None:
+        """Start a launch again, after `pause` seconds."""
+        start = partial(self._launch, rank)
+        self.processes[rank] = DelayedProcess(start, pause, self.pauses.clock) if pause else start()
+        self.survive(rank)
+
+    # Names and numbers
+
+    def lead(self, rank: int) -> int:
+        """The first worker of a launch, in whose journal is told what happens to it."""
+        return rank * self.devices
+
+    def rank_of(self, worker: int) -> int:
+        """The launch that a worker is of."""
+        return worker // self.devices
+
+    def workers_of(self, rank: int) -> range:
+        """The workers of a launch."""
+        return range(self.lead(rank), self.lead(rank + 1))
+
+    def name_of(self, rank: int) -> str:
+        """What a person calls a launch."""
+        return f"node {rank}" if self.devices > 1 else f"worker {rank}"
+
+    def count_by_site(self) -> dict[str, int]:
+        """How many launches each site has; empty without sites."""
+        return {site: self.sites.count(site) for site in self.sites if site}
+
+    # How they end
+
+    def codes(self) -> list[int | None]:
+        """How each has ended; None: it runs."""
+        return [process.poll() for process in self.processes]
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether none runs, by the last look."""
+        return all(process.returncode is not None for process in self.processes)
+
+    def newly_ended(self, rank: int) -> float | None:
+        """When a process has ended of which that was not asked before; else None."""
+        pid = self.processes[rank].pid
+        if pid in self._told:
+            return None
+        self._told.add(pid)
+        return self._end_times.pop(pid, record_time())
+
+    def end_of(self, rank: int, code: int) -> WorkerEnd:
+        """How a launch has ended; of several workers, the one which made the others end."""
+        lead = self.lead(rank)
+        told = read_ends(self._directory.ends_of(lead)) if self.devices > 1 else []
+        return told[0] if told else WorkerEnd(lead, self.processes[rank].pid, code)
+
+    def survive(self, rank: int) -> None:
+        """The run goes on without the launch that has ended, or starts it again."""
+        for worker in self.workers_of(rank):
+            self.survived[worker] = record_time()
+
+    def pids(self, process: Process) -> list[int]:
+        """The processes that stand for one that was started, while it lives: a launch's workers too."""
+        if process.returncode is not None:
+            return []
+        return [process.pid, *(descendants(process.pid) if self.devices > 1 else [])]
+
+    def end_waiting(self) -> None:
+        """Do not start a launch again when the others have finished: nothing is left to do."""
+        waiting = [each for each in self.processes if isinstance(each, DelayedProcess) and each.waits]
+        codes = self.codes() if waiting else []
+        if waiting and 0 in codes and codes.count(None) == len(waiting):
+            for each in waiting:
+                each.kill()
+
+    def send_signal(self, signum: int) -> None:
+        """Hand a signal on to each that runs."""
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signum)
+
+    def unfinished(self) -> list[str]:
+        """The names of those that have not ended."""
+        return [self.name_of(rank) for rank, code in enumerate(self.codes()) if code is None]
+
+    def _note_end(self, pid: int, _code: int | None, at: float) -> None:
+        self._end_times[pid] = at
+
+    def _launch(self, rank: int) -> subprocess.Popen[bytes]:
+        count = str(self._config.run.workers)
+        if self.devices > 1:
+            command = launcher_command(self.devices, self._script)
+            place = {FIRST_VARIABLE: str(self.lead(rank))}
+        else:
+            command = [sys.executable, "-m", "atoll.launch.worker", *self._script]
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), SITE_VARIABLE: self.sites[rank]}
+            place |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        environment = {**self._environment, RANK_VARIABLE: str(rank), **place}
+        log = self._directory.launcher_log
+        process = self._start(self.name_of(rank), command, log, environment, self._umask)
+        self._watch.watch(process.pid)
+        return process
