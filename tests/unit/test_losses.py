@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.hub.decisions import FILE, Decision, DecisionReader, Decisions, read_decisions
+from atoll.hub.decisions import FILE, Decision, Decisions, decision_reader, read_decisions
 from atoll.launch.losses import Losses, who_of
 
 
@@ -101,17 +101,17 @@ def test_whom_a_decision_is_about() -> None:
 
 
 def test_decisions_are_read_as_they_come(tmp_path: Path) -> None:
-    reader = DecisionReader(tmp_path)
-    assert reader.take() == []
+    reader = decision_reader(tmp_path)
+    assert list(reader.read()) == []
     decisions = Decisions(tmp_path, clock=lambda: 7.0)
     decisions.add("ring", "ring 1", "all are there")
-    assert [each.choice for each in reader.take()] == ["ring 1"]
+    assert [each.choice for each in list(reader.read())] == ["ring 1"]
     with (tmp_path / FILE).open("a") as file:
         file.write('{"time":')  # by a hub that was killed then
-    assert reader.take() == []
+    assert list(reader.read()) == []
     decisions.close()
     decisions = Decisions(tmp_path, clock=lambda: 8.0)
     decisions.add("ring", "ring 2", "all are there")
     decisions.close()
-    assert reader.take() == [Decision(8.0, "ring", "ring 2", "all are there")]
+    assert list(reader.read()) == [Decision(8.0, "ring", "ring 2", "all are there")]
     assert [each.choice for each in read_decisions(tmp_path)] == ["ring 1", "ring 2"]

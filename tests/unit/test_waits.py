@@ -77,7 +77,7 @@ A_CLOCK = re.compile(r"monotonic|\buntil\b|deadline|perf_counter")
 NO_WAITS: dict[tuple[str, str], str] = {
     **{
         ("poll", name): "subprocess.Popen.poll: looks, and returns"
-        for name in ("process", "_process", "worker", "launcher", "each", "_services")
+        for name in ("process", "_process", "launcher", "processes")
     },
     **{
         ("poll", name): "takes in what there is, of files or without waiting for a socket"
@@ -97,6 +97,8 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("read", "traffic"): "a regular file",
     ("read", "journal"): "a regular file, as far as it is written",
     ("read", "reader"): "a regular file, as far as it is written",
+    ("read", "_decisions"): "a regular file, as far as it is written",
+    ("read", "decision_reader"): "a regular file, as far as it is written",
     ("read", "_tail"): "a regular file, as far as it is written",
     ("read", "stream"): "a pipe that the selector has found ready",
     ("put", "_copies"): "queue.SimpleQueue has no bound, and at most one copy of each chunk is put",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from atoll.core.appending import Appender
 from atoll.core.errors import UserError
 from atoll.core.events import Decided, EventBus
 from atoll.core.runclock import record_time
+from atoll.observe.journal import LineReader
 
 FILE = "decisions.jsonl"  # in the run's directory
 HUB = -1  # the hub's number where an event names a worker
@@ -40,62 +41,33 @@ class Decisions:
         self._bus = bus or EventBus()
         self._clock = clock
         self.muted = False
-        self._torn = folder is not None and not _is_whole(folder / FILE)  # its last line has no end
-        self._file = -1 if folder is None else _open(folder)
+        self._lines = None if folder is None else _appender(folder)
 
     def add(self, what: str, choice: str, reason: str) -> None:
         """Something was decided."""
         if self.muted:
             return
         now = self._clock()
-        if self._file >= 0:
-            line = msgspec.json.encode(Decision(now, what, choice, reason)) + b"\n"
-            self._write(b"\n" + line if self._torn else line)
+        if self._lines is not None:
+            self._lines.write([msgspec.json.encode(Decision(now, what, choice, reason)) + b"\n"])
         self._bus.emit(Decided(time=now, worker=HUB, what=what, choice=choice, reason=reason))
-
-    def _write(self, line: bytes) -> None:
-        self._torn = True
-        with contextlib.suppress(OSError):
-            while line:
-                line = line[os.write(self._file, line) :]
-            self._torn = False
 
     def close(self) -> None:
         """Close the file; closing twice does no harm."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
 
 
-class DecisionReader:
-    """Reads what is new in a run's decisions, which may still be made, or have no file yet."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
-        self._offset = 0
-        self._rest = b""
-
-    def take(self) -> list[Decision]:
-        """The decisions since the last call. A line that is not whole, because the hub was killed or the disk
-        was full, is left out."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        found = []
-        for line in lines:
-            with contextlib.suppress(msgspec.DecodeError):
-                found.append(msgspec.json.decode(line, type=Decision))
-        return found
+def decision_reader(folder: Path) -> LineReader[Decision]:
+    """Reads what is new in a run's decisions, which may still be made, or have no file yet. A line that is
+    not whole, because the hub was killed or the disk was full, is left out."""
+    return LineReader(folder / FILE, msgspec.json.Decoder(Decision).decode)
 
 
 def read_decisions(folder: Path) -> list[Decision]:
     """The decisions in a run's directory so far; none where there is no file."""
-    return DecisionReader(folder).take()
+    return list(decision_reader(folder).read())
 
 
 def _is_whole(path: Path) -> bool:
@@ -110,10 +82,13 @@ def _is_whole(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _open(folder: Path) -> int:
+def _appender(folder: Path) -> Appender:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError as error:
         where = error.filename or folder
         raise UserError(f"{where}: cannot write the hub's decisions: {error.strerror}") from None
+    appender = Appender(lambda: file, torn=not _is_whole(folder / FILE))
+    appender.write([])  # which opens it
+    return appender

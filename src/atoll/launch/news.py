@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atoll.core.events import AnyEvent, Decided, LinkSeen
-from atoll.hub.decisions import HUB, Decision, DecisionReader
+from atoll.hub.decisions import HUB, Decision, decision_reader
 from atoll.launch.losses import Losses, who_of
 from atoll.observe.groups import GROUPS
 from atoll.observe.journal import JournalReader
@@ -43,7 +43,7 @@ class News:
         self.losses = Losses(twice=twice)
         self._hub_judges = hub_judges
         self._began = time.monotonic()
-        self._decisions = DecisionReader(folder)
+        self._decisions = decision_reader(folder)
         self._journals = [JournalReader(folder / f"site-{site}" / "journal.jsonl") for site in sites]
         self._port_told: set[str] = set()  # kinds of the hub's reports on its port
         self._news: list[AnyEvent] = []
@@ -51,7 +51,7 @@ class News:
     def look(self) -> list[str]:
         """Take in what the hub has decided; returns the parts of the run that it has given up."""
         given_up: list[str] = []
-        for each in self._decisions.take():
+        for each in self._decisions.read():
             if not self._hub_judges:
                 if each.what == "hub":
                     self.losses.take(each, self._now())

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Generic, TypeVar
 
 import msgspec
 
+from atoll.core.appending import Appender
 from atoll.core.events import (
     AnyEvent,
     Decided,
@@ -34,6 +36,8 @@ from atoll.core.events import (
 )
 from atoll.core.sharing import open_like_folder
 from atoll.observe.lastwords import say
+
+T = TypeVar("T")
 
 FLUSH_SECONDS = 0.5
 _PIECE = 2**18  # bytes of a journal that are read at once
@@ -61,14 +65,13 @@ class Journal:
 
     def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._path = Path(path)
-        self._file = -1  # opened by the first flush, and again by each while it cannot be
+        self._lines = Appender(self._open)
         self._is_closed = False
         self._clock = clock
         self._flushed = clock()
         self._lock = threading.RLock()
         self._waiting: list[AnyEvent] = []  # written as JSON all together, which costs a loop far less
         self.lost = 0  # events that could not be written
-        self._torn = False  # the last line in the file has no end
         self._gap: Lost | None = None  # what was lost since the last event that was written
 
     def __call__(self, event: AnyEvent) -> None:
@@ -91,33 +94,15 @@ class Journal:
                     f"{self._path}: {self._gap.events} events before this one are missing: the disk was full"
                 )
                 head = [self._gap, Warned(time=waiting[0].time, worker=waiting[0].worker, message=said)]
-            left, trouble = self._write([*head, *waiting])
-            if head and len(left) <= len(waiting) + 1:  # the first of the head is written
+            written, trouble = self._lines.write([encode(event) + b"\n" for event in (*head, *waiting)])
+            if head and written:  # the first of the head is
                 self._gap = None
-            for event in left[max(0, len(left) - len(waiting)) :]:
+            for event in waiting[max(0, written - len(head)) :]:
                 self._lose(event, trouble)
 
-    def _write(self, events: list[AnyEvent]) -> tuple[list[AnyEvent], str]:
-        """Write the events; returns those that were not written whole, and why."""
-        lines = [encode(event) + b"\n" for event in events]
-        before = b"\n" if self._torn and lines else b""
-        data, done = memoryview(before + b"".join(lines)), 0
-        try:
-            if self._file < 0:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = open_like_folder(self._path, os.O_WRONLY | os.O_APPEND)
-            while done < len(data):
-                done += os.write(self._file, data[done:])
-        except OSError as error:
-            whole, end = 0, len(before)
-            for line in lines:
-                end += len(line)
-                whole += end <= done
-            if done:
-                self._torn = data[done - 1] != ord("\n")
-            return events[whole:], error.strerror or str(error)
-        self._torn = self._torn and not data
-        return [], ""
+    def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return open_like_folder(self._path, os.O_WRONLY | os.O_APPEND)
 
     def _lose(self, event: AnyEvent, trouble: str) -> None:
         """The disk has not taken the event: tell the launcher, or count it."""
@@ -149,11 +134,9 @@ class Journal:
             if self._is_closed:
                 return
             self._is_closed = True
-            if self._gap is not None and self._write([self._gap])[0]:
+            if self._gap is not None and not self._lines.write([encode(self._gap) + b"\n"])[0]:
                 say(self._gap)
-            if self._file >= 0:
-                os.close(self._file)
-                self._file = -1
+            self._lines.close()
             if self.lost:
                 _say(f"{self._path}: {self.lost} events were lost")
 
@@ -171,19 +154,20 @@ def _say(line: str) -> None:
         print(f"atoll: {line}", file=sys.stderr, flush=True)
 
 
-class JournalReader:
-    """Reads what is new in a journal that may still be growing, or not be there yet, piece by piece: however
-    long the journal is, no more than a piece and a line of it are in memory."""
+class LineReader(Generic[T]):
+    """Reads what is new in a file of lines that may still be growing, or not be there yet, piece by piece:
+    however long the file is, no more than a piece and a line of it are in memory. `decode` raises DecodeError
+    for a line that is passed over."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, decode: Callable[[bytes], T]) -> None:
+        self.path, self._decode = path, decode
         self.unreadable = 0  # whole lines that hold no event
         self.read_bytes = 0  # of the file, so far
         self._rest = b""
         self._is_passing_over = False  # a line that is too long, up to its end
 
-    def read(self, most: int | None = None) -> Iterator[AnyEvent]:
-        """The events written since the last call, of at most `most` bytes. A last line without its end waits
+    def read(self, most: int | None = None) -> Iterator[T]:
+        """What was written since the last call, of at most `most` bytes. A last line without its end waits
         for the next call."""
         try:
             file = self.path.open("rb")
@@ -196,7 +180,7 @@ class JournalReader:
                 self.read_bytes += len(data)
                 yield from self._events(data)
 
-    def _events(self, data: bytes) -> Iterator[AnyEvent]:
+    def _events(self, data: bytes) -> Iterator[T]:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             is_end, self._is_passing_over = self._is_passing_over, False
@@ -207,10 +191,17 @@ class JournalReader:
             self.unreadable += not self._is_passing_over
             self._is_passing_over, self._rest = True, b""
 
-    def _decoded(self, line: bytes) -> Iterator[AnyEvent]:
+    def _decoded(self, line: bytes) -> Iterator[T]:
         try:
-            event = decode(line)
+            event = self._decode(line)
         except msgspec.DecodeError:
             self.unreadable += 1
         else:
             yield event
+
+
+class JournalReader(LineReader[AnyEvent]):
+    """Reads the events in a worker's journal."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, decode)

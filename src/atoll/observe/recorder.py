@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from atoll.core.appending import Appender
 from atoll.core.characters import encoded
 from atoll.core.errors import UserError
 from atoll.core.events import (
@@ -133,10 +134,9 @@ class _Lines:
     """Appends whole lines to a new file; on a disk that takes no more, they are lost and counted."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = -1
-        self._waiting: list[bytes] = []
-        self._torn = False  # the last line in the file has no end
+        self._path, self._waiting = path, list[bytes]()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC
+        self._lines = Appender(partial(os.open, path, flags, 0o644))
         self.lost = 0
 
     def add(self, line: bytes) -> None:
@@ -145,25 +145,16 @@ class _Lines:
     def flush(self) -> str:
         """Write what waits; returns what is to be told, the first time that the disk does not take it."""
         waiting, self._waiting = self._waiting, []
-        lines = b"\n" * (self._torn and bool(waiting)) + b"".join(waiting)
-        try:
-            if self._file < 0:
-                self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
-            while lines:
-                written = os.write(self._file, lines)
-                self._torn = lines[written - 1 : written] != b"\n"
-                lines = lines[written:]
-        except OSError as error:
-            first, self.lost = not self.lost, self.lost + len(waiting)
-            if first and waiting:
-                return f"{self._path}: {error.strerror}; the run goes on, and lines are missing there"
-        return ""
+        written, trouble = self._lines.write(waiting)
+        left, is_first = len(waiting) - written, not self.lost
+        self.lost += left
+        missing = f"{self._path}: {trouble}; the run goes on, and lines are missing there"
+        return missing if left and is_first else ""
 
     def close(self) -> str:
         """Write what waits, and close the file; returns how many lines were lost, in words."""
         self.flush()
-        if self._file >= 0:
-            os.close(self._file)
+        self._lines.close()
         return f"{self._path}: {self.lost} lines were lost" if self.lost else ""
 
 
