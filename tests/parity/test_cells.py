@@ -193,7 +193,8 @@ def test_a_cell_trains_as_one_process_or_is_refused_in_one_sentence(pool: Worker
         for value, other in zip(values, expected, strict=True):
             apart = max(apart, float((value - other).abs().max()))
     assert apart < tolerance
-    assert cell.codec == "float32" or apart > LEAST, "gradients went as they are"
+    if cell.codec != "float32" and cell.sync != "replicas":  # where one contributor exchanges nothing
+        assert apart > LEAST, "gradients went as they are"
 
 
 def test_any_two_choices_meet_in_a_quick_cell() -> None:

@@ -50,7 +50,7 @@ def filled_anew(push: m.Push, payload: memoryview) -> m.LostBlocks | None:
 
 
 class LosingServer(TunnelServer):
-    """A server whose link loses what `loses` says of each push (float32)."""
+    """A server whose link loses what `loses` says of each push, of values of its `dtype` (float32)."""
 
     def __init__(self, loses: Loses, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -66,7 +66,7 @@ class LosingServer(TunnelServer):
         lost = self._loses(push, received.payload)
         if lost is None:
             return received
-        values = tensor_of(received.payload, torch.float32).clone()
+        values = tensor_of(received.payload, getattr(self._loses, "dtype", torch.float32)).clone()
         for start, stop in spans_of(lost, values.numel()):
             values[start:stop] = 0
         return dataclasses.replace(received, payload=payload_of(values), lost=lost)

@@ -10,13 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from atoll.chunks import Chunk
 from atoll.chunks.maps import Slot
 from atoll.core.config import LinkOptions
+from atoll.exchange.codecs import BFloat16
+from atoll.exchange.coding import Coding
 from atoll.exchange.feedback import Feedback
 from atoll.wire.messages import LostBlocks
 
@@ -369,3 +371,81 @@ def test_an_exchange_that_nobody_has_made_is_passed_over() -> None:
     held.answered(7, np.array([True]), 2)
     held.settle(7)
     assert held.held is None
+
+
+class ByTurns(BFloat16):
+    """Of each pair one element, by turns, as it is; and which one."""
+
+    name, block = "by turns", 2
+
+    def size(self, elements: int) -> int:
+        return 5 * -(-elements // 2)
+
+    def encode(self, values: Tensor, into: memoryview, seed: int) -> None:
+        pairs = torch.nn.functional.pad(values, (0, values.numel() % 2)).view(-1, 2).numpy()
+        raw = np.frombuffer(into, np.uint8).reshape(-1, 5)
+        raw[:, :4] = pairs[:, seed % 2, None].copy().view(np.uint8)
+        raw[:, 4] = seed % 2
+
+    def decode(self, encoded: memoryview, into: Tensor) -> None:
+        raw = np.frombuffer(encoded, np.uint8).reshape(-1, 5)
+        pairs = np.zeros((len(raw), 2), np.float32)
+        pairs[np.arange(len(raw)), raw[:, 4] % 2] = raw[:, :4].copy().view(np.float32)[:, 0]
+        into.copy_(torch.from_numpy(pairs.reshape(-1)[: into.numel()]))
+
+
+@given(
+    st.data(),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.sampled_from([BFloat16, ByTurns]),
+    st.booleans(),
+)
+def test_what_a_codec_drops_and_what_a_link_loses_of_it_is_applied_or_held(
+    data: st.DataObject, sizes: list[int], gap: int, kind: type[BFloat16], lossy: bool
+) -> None:
+    """In whole numbers of sixteen bits, so that a bfloat16 drops some and every sum is exact. The link's
+    blocks of five bytes end where a codec's do, or within."""
+    chunk = chunk_of(sizes, "float32", gap)
+    link, coding = LinkOptions(transport="ltp") if lossy else LinkOptions(), Coding(kind())
+    feedback = Feedback([chunk], {chunk.id: 0}, link, coding, block_elements=lambda _dtype: 5)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    given_, applied_ = (torch.zeros(chunk.extent, dtype=torch.float64) for _ in range(2))
+    dropped = False
+    for turn in range(data.draw(st.integers(1, 8))):
+        present = [bool(rng.integers(0, 4)) for _ in sizes]
+        gradient = torch.zeros(chunk.extent)
+        for slot, here in zip(chunk.slots, present, strict=True):
+            if here:
+                values = rng.integers(-(2**15), 2**15, slot.numel)
+                gradient[slot.offset : slot.offset + slot.numel] = torch.from_numpy(values).float()
+        counted = bool(rng.integers(0, 4))
+        written = feedback.write(turn, chunk.id, gradient, present, 1.0)
+        again = feedback.write(turn, chunk.id, gradient, present, 1.0)
+        assert bytes(written.payload) == bytes(again.payload), "what is sent again is the same"
+        read = coding.decode(written.payload, chunk.extent)
+        lost = None
+        if lossy and written.lossy is not None:
+            missing = losses(rng, written.payload.nbytes, 5, 0.3)
+            raw = np.frombuffer(written.payload, np.uint8) * ~np.repeat(missing, 5)[: written.payload.nbytes]
+            bits = LostBlocks(5, np.packbits(missing, bitorder="little").tobytes(), "zero")
+            read, lost = coding.decode_lossy(memoryview(raw), chunk.extent, bits)
+        feedback.answered(turn, chunk.id, lost)
+        feedback.settle(turn, counted=counted)
+        if counted:
+            given_ += gradient
+            applied_ += read
+        held = feedback.state().get(chunk.id, (torch.zeros(chunk.extent), 1.0))[0].double()
+        dropped = dropped or bool(held.any())
+        assert torch.equal(given_, applied_ + held)
+    event(f"{kind.name} dropped: {dropped}")
+
+
+def test_float32_holds_nothing_back_and_sends_from_where_the_gradient_lies() -> None:
+    chunk = chunk_of([5])
+    feedback = Feedback([chunk], {chunk.id: 0}, LinkOptions())
+    gradient = torch.ones(5)
+    written = feedback.write(0, chunk.id, gradient, [True], 1.0)
+    gradient[0] = 7
+    assert torch.frombuffer(written.payload, dtype=torch.float32)[0] == 7
+    assert not feedback.keeps

@@ -126,7 +126,9 @@ class HubHost(Host):
 class ShardHost(Host):
     """A shard that is set up by worker 0, and has parameters."""
 
-    def __init__(self, stack: contextlib.ExitStack, kind: str, index: int = 0) -> None:
+    def __init__(
+        self, stack: contextlib.ExitStack, kind: str, index: int = 0, codec: str = "float32"
+    ) -> None:
         super().__init__(FedServer(f"shard {index}"), stack)
         self.shard = Shard(
             index, self.server, run=RUN, workers=2, log_address="tcp://127.0.0.1:1" if index else ""
@@ -148,13 +150,14 @@ class ShardHost(Host):
             slack=2,
             workers=2,
             shards=index + 1,
+            codec=codec,
         )
         self.server.feed(b"first", m.encode(setup))
         for each in held:
             self.server.feed(
                 b"first", m.encode(m.SetChunk(chunk=each.id)), memoryview(bytes(4 * each.extent))
             )
-        self.server.feed(b"first", m.encode(m.Ready(digest="d")))
+        self.server.feed(b"first", m.encode(m.Ready(digest="d", codec=codec)))
         self.drain()
         assert self.shard.model is not None
         assert self.shard.model.complete
@@ -252,6 +255,7 @@ HOSTS: dict[str, Callable[[contextlib.ExitStack], Host]] = {
     "shard, bsp": lambda stack: ShardHost(stack, "bsp"),
     "shard, ssp": lambda stack: ShardHost(stack, "ssp"),
     "shard, asp": lambda stack: ShardHost(stack, "asp"),
+    "shard, bfloat16": lambda stack: ShardHost(stack, "asp", codec="bfloat16"),
     "shard without a log": lambda stack: ShardHost(stack, "asp", 1),
     "standby": StandbyHost,
     "node": NodeHost,

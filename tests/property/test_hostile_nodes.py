@@ -34,7 +34,7 @@ from atoll.wire import peerviews as v
 from atoll.wire.base import VERSION
 from atoll.wire.messages import plain_hyperparameters
 
-RUN, DIGEST, STALE = "test", "d", 1
+RUN, DIGEST, STALE, CODEC = "test", "d", 1, "bfloat16"
 MEMBERS, STRANGER = 3, 3  # nodes 0 to 2 are members, and node 3 is none
 WORDS = (RUN, DIGEST, "session.save", "tcp://127.0.0.1:1")
 # What has a member's node, life and view in it, so that it is more than noise.
@@ -55,6 +55,7 @@ class HostileNode:
         self.process = CpuSideProcess(Post(here), -1)
         self.server = FedServer("node 0")
         begin = d.Begin(run=RUN, node=0, incarnation=0, stale_max=STALE, nodes=STRANGER + 1, timeout=60.0)
+        begin = msgspec.structs.replace(begin, codec=CODEC)
         self.say(begin)
         assert self.process.service is not None
         self.service = self.process.service
@@ -71,7 +72,7 @@ class HostileNode:
     def greet(self, node: int) -> None:
         greet = n.Greet(
             version=VERSION, run=RUN, node=node, incarnation=0, to=0, address=f"tcp://127.0.0.1:{node + 1}",
-            life=str(node), digest=DIGEST if node < STRANGER else "", number=1,
+            life=str(node), digest=DIGEST if node < STRANGER else "", number=1, codec=CODEC,
         )  # fmt: skip
         self.server.feed(b"node %d" % node, n.encode(greet))
 

@@ -99,11 +99,6 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "has none",
         "set run.strategy to server, ps-hra or peers, or sync.codec to float32",
     ),
-    "codec-peers": (
-        chosen(["run.strategy=peers", "sync.codec=bfloat16"]),
-        "sync.codec 'bfloat16' is not for strategy 'peers' yet",
-        "leave it out",
-    ),
     "codec-fill": (
         chosen([*LTP, "sync.codec=bfloat16", "link.fill=rescale", "link.feedback=false"]),
         "link.fill 'rescale' puts other numbers where some are lost, and sync.codec 'bfloat16' writes none",
@@ -447,7 +442,7 @@ def test_a_cell_trains_or_is_refused_in_one_sentence(cell: Cell) -> None:
     lossy = cell.link == "ltp"
     own = cell.link != "tcp" or cell.codec != "float32"  # something of its own on the way
     refused = (cell.sync == "local" or (cell.served and cell.budgets)) and own
-    refused |= cell.sync == "peers" and (lossy or cell.codec != "float32")
+    refused |= cell.sync == "peers" and lossy
     refused |= cell.sync == "replicas" and cell.link != "tcp"
     assert (need is not None) == refused
     if need is not None:

@@ -128,12 +128,6 @@ def _of_links() -> Iterator[Need]:
         f"to server, ps-hra or peers, or sync.codec to {PLAIN_CODEC}",
     )
     yield Need(
-        "codec-peers",
-        configuration,
-        {"sync.codec": IsNot(PLAIN_CODEC), "run.strategy": Is("peers")},
-        "sync.codec {sync.codec!r} is not for strategy 'peers' yet: leave it out",
-    )
-    yield Need(
         "codec-fill",
         configuration,
         {"sync.codec": IsNot(PLAIN_CODEC), "link.lossy": Is(True), "link.fill": IsNot("zero")},

@@ -59,7 +59,7 @@ EFFECTS: Mapping[str, Effect] = {
     "sync.staleness": _LATE_AT_SHARDS,
     "sync.compensation": _LATE_AT_SHARDS,
     "sync.pipeline": _LATE_AT_SHARDS,
-    "sync.codec": _AT_SHARDS,
+    "sync.codec": Effect((*SERVED, "peers")),
     "sync.stale_max": _OF_PEERS,
     "sync.overlay": _OF_PEERS,
     "sync.round_timeout": _OF_PEERS,

@@ -106,6 +106,8 @@ class Acting:
             if stage.node is not node:
                 return  # of a life that is over
             reach("node.applied", output.iteration)
+            own = node.life in {key.life for key in keys} and node.life.node not in outcome.wrong
+            model.settle_own(output.iteration, counted=own and outcome.stepped)
             self._note_applied(output.iteration, outcome, abouts)
             self.do(node.handle_applied(time.monotonic(), output.iteration))
             self._publishing.due()
@@ -176,7 +178,7 @@ class Acting:
         self._meetings.clear()
         self._history.clear()
         if stage.trained is not None:
-            stage.trained.assembly.clear()
+            stage.trained.forget()
         # Also before it is set up: its script may be in a meeting, which nobody else is in any more.
         self._telling.send(d.LeftOut())
 

@@ -12,18 +12,22 @@ from dataclasses import dataclass
 
 from atoll.chunks import ChunkMap
 from atoll.chunks.specs import itemsize
+from atoll.exchange.coding import PLAIN, Coding, bytes_of
 from atoll.net.endpoint import Buffer
+from atoll.wire.base import WireError
 from atoll.wire.nodes import About, NodeMessage, Piece
 from atoll.wire.peers import Key
 
 
 @dataclass
 class Contribution:
-    """What is here of a contribution; `payloads` are its trainable chunks', in order."""
+    """What is here of a contribution; `payloads` are its trainable chunks', in order, as they are read.
+    `coded` are those of this node's own that its codec has written otherwise, as they leave."""
 
     about: About | None
     payloads: list[Buffer | None]
     missing: int
+    coded: Sequence[Buffer | None] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -32,10 +36,14 @@ class Contribution:
 
 class Assembly:
     """The contributions to a model of this layout, with an optimizer of this many param groups.
-    `has_room(key)` says whether one that is not here yet may be kept."""
+    `has_room(key)` says whether one that is not here yet may be kept. `coding`: how the run's gradients are
+    written."""
 
-    def __init__(self, layout: ChunkMap, groups: int, has_room: Callable[[Key], bool]) -> None:
-        chunks = layout.trainable
+    def __init__(
+        self, layout: ChunkMap, groups: int, has_room: Callable[[Key], bool], coding: Coding = PLAIN
+    ) -> None:
+        chunks = self._chunks = layout.trainable
+        self._coding = coding
         self.sizes = [chunk.extent * itemsize(chunk.dtype) for chunk in chunks]
         self._slots = [len(chunk.slots) for chunk in chunks]
         self._groups, self._has_room = groups, has_room
@@ -60,9 +68,9 @@ class Assembly:
     def __getitem__(self, key: Key) -> Contribution:
         return self._held[key]
 
-    def keep(self, about: About, payloads: Sequence[Buffer]) -> Key:
+    def keep(self, about: About, payloads: Sequence[Buffer], coded: Sequence[Buffer | None] = ()) -> Key:
         """Keep a whole contribution, whose memory stays unchanged until it is dropped."""
-        self._held[about.key] = Contribution(about, list(payloads), 0)
+        self._held[about.key] = Contribution(about, list(payloads), 0, coded)
         return about.key
 
     def add(self, message: About | Piece, payload: memoryview | None) -> bool:
@@ -82,9 +90,19 @@ class Assembly:
         if isinstance(message, About):
             held.about = message
         elif held.payloads[message.chunk] is None:
-            held.payloads[message.chunk] = payload
+            try:
+                held.payloads[message.chunk] = self._read(message, payload)
+            except WireError:
+                self.refused += 1
+                return False
             held.missing -= 1
         return held.is_whole
+
+    def _read(self, piece: Piece, payload: memoryview | None) -> memoryview | None:
+        """A chunk's values. Raises WireError for what the codec never writes."""
+        if not piece.coded:
+            return payload
+        return bytes_of(self._coding.decode(payload, self._chunks[piece.chunk].extent))
 
     def why_not(self, message: About | Piece, payload: memoryview | None) -> str:
         """Why a message cannot be part of a contribution to this model; empty where it can."""
@@ -92,8 +110,13 @@ class Assembly:
         if isinstance(message, Piece):
             if message.chunk >= len(self.sizes):
                 return f"chunk {message.chunk}, where there are {len(self.sizes)}"
-            if size != self.sizes[message.chunk]:
-                return f"{size} bytes of chunk {message.chunk}, which has {self.sizes[message.chunk]}"
+            chunk, expected = self._chunks[message.chunk], self.sizes[message.chunk]
+            if message.coded and not self._coding.writes(chunk.dtype):
+                return f"a code of chunk {message.chunk}, which goes as it is"
+            if message.coded:
+                expected = self._coding.size(chunk.extent, chunk.dtype)
+            if size != expected:
+                return f"{size} bytes of chunk {message.chunk}, which has {expected}"
             return ""
         if size:
             return "a payload where none belongs"
@@ -113,7 +136,8 @@ class Assembly:
         assert held.about is not None
         send(held.about, None)
         for chunk, payload in enumerate(held.payloads):
-            send(Piece(key=key, chunk=chunk), payload)
+            code = held.coded[chunk] if held.coded else None
+            send(Piece(key=key, chunk=chunk, coded=code is not None), payload if code is None else code)
 
     def drop(self, key: Key) -> None:
         """Let a contribution go, or what is here of it."""

@@ -36,10 +36,12 @@ class Places:
 
 
 class Guests:
-    """The nodes that have greeted node `node` of `run`, which others reach at `address`."""
+    """The nodes that have greeted node `node` of `run`, which others reach at `address`, and which writes
+    gradients by `codec`."""
 
-    def __init__(self, run: str, node: int, address: str, places: Places) -> None:
+    def __init__(self, run: str, node: int, address: str, places: Places, codec: str) -> None:
         self._run, self._node, self._address, self._places = run, node, address, places
+        self._codec = codec
         self._guests: dict[bytes, Greet] = {}  # by connection
         self._lives: dict[int, tuple[int, str]] = {}  # the incarnation and life that each node last had
 
@@ -60,6 +62,12 @@ class Guests:
             return f"this is run {self._run!r}, not {greet.run!r}"
         if greet.to != self._node:
             return f"this is node {self._node}, not node {greet.to}"
+        if greet.codec != self._codec:
+            return (
+                f"node {greet.node} has sync.codec {greet.codec!r}, and node {self._node} has "
+                f"{self._codec!r}: a run's gradients are written by one codec; set sync.codec to the same "
+                "on all"
+            )
         if greet.node == self._node:
             return f"two nodes with the name {self._node}: the other one is at {self._address}"
         if wrong := self._places.refusal(greet.node, greet.address):

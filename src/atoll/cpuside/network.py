@@ -127,7 +127,7 @@ class Network:
         self._server = self._open()
         self.address = begin.address or self._server.address
         self._places = Places(begin.nodes, self.keys, self._server.address)
-        self._guests = Guests(begin.run, begin.node, self.address, self._places)
+        self._guests = Guests(begin.run, begin.node, self.address, self._places, begin.codec)
 
     def _open(self) -> Server:
         begin = self._begin
@@ -229,6 +229,7 @@ class Network:
             digest=self._digest,
             number=self._number,
             way=which,
+            codec=self._begin.codec,
         )
         client.send(encode(greet))
         return _Way(client)

@@ -83,7 +83,8 @@ class SettingUp:
             self._since = time.monotonic()
 
         # Making the optimizer takes seconds, the first time: torch imports what it needs for it.
-        self._work.answer(lambda: Trained(message, descriptors, iteration, stage.wants), is_set_up)
+        codec = stage.begin.codec
+        self._work.answer(lambda: Trained(message, descriptors, iteration, stage.wants, codec), is_set_up)
 
     def go_on(self) -> None:
         """Go on once all members train the same."""

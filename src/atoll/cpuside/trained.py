@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 
 from atoll.chunks import ChunkMap
+from atoll.core.config import PLAIN_CODEC, LinkOptions
 from atoll.core.errors import UserError
 from atoll.cpuside.assembly import Assembly
 from atoll.cpuside.overlay import Overlay, Pending
 from atoll.exchange import globalparameters as steps
+from atoll.exchange.codecs import codec_named
+from atoll.exchange.coding import Coding
+from atoll.exchange.feedback import Feedback
 from atoll.exchange.globalstate import unpack_globals
 from atoll.exchange.hostmemory import Buffers, HostMemory, map_bytes, plan_memory
 from atoll.net.endpoint import Buffer
@@ -37,8 +41,9 @@ from atoll.wire.peerviews import Life
 class Trained:
     """The model that `setup` describes, at global iteration `iteration`. `descriptors` came with it, and are
     closed. `life` is this node's, and `wanted(key)` whether a contribution that comes may be kept.
+    Gradients travel by the `codec`; all that is here is as it is read.
 
-    Raises UserError for an optimizer or a state that cannot be run here.
+    Raises UserError for an optimizer, a state or a codec that cannot be run here.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Trained:
         descriptors: Sequence[int],
         iteration: int,
         wanted: Callable[[Key], bool],
+        codec: str = PLAIN_CODEC,
     ) -> None:
         self.setup, self.shift = setup, setup.iteration - iteration
         layout = msgspec.msgpack.decode(setup.layout, type=ChunkMap)
@@ -55,6 +61,7 @@ class Trained:
         try:
             self.memory = HostMemory(plan_memory(layout, setup.slots, setup.buffers), descriptors[0])
             sys.path += [place for place in setup.path if place not in sys.path]
+            self.coding = Coding(codec_named(codec))
             self.globals = steps.GlobalParameters(
                 layout,
                 setup.optimizer,
@@ -73,7 +80,9 @@ class Trained:
                 os.close(each)
         self.overlay = Overlay(self.globals)
         self.buffers = Buffers(setup.buffers)
-        self.assembly = Assembly(layout, len(setup.hyperparameters), wanted)
+        self.assembly = Assembly(layout, len(setup.hyperparameters), wanted, self.coding)
+        # Of this node's own contributions: what their code drops goes along with the next.
+        self.feedback = Feedback(layout.trainable, dict.fromkeys(self.chunks, 0), LinkOptions(), self.coding)
         # Iterations of this node's own whose slots are in use, and what may still read them.
         self._slots: dict[int, list[weakref.ref[numpy.ndarray[Any, Any]]]] = {}
         self._in_slots: dict[int, Key] = {}
@@ -103,9 +112,31 @@ class Trained:
         if reason := self.assembly.why_not(about, None):
             raise UserError(f"the worker's contribution to iteration {given.iteration} has {reason}")
         self._in_slots[iteration] = about.key
-        key = self.assembly.keep(about, [array.data for array in arrays])
+        coded = [self._code(iteration, given, place) for place in range(len(self.chunks))]
+        key = self.assembly.keep(about, [array.data for array in arrays], coded)
         self.globals.check(self._contribution(key))
         return key
+
+    def _code(self, iteration: int, given: Contribute, place: int) -> Buffer | None:
+        """Write a chunk of this node's own contribution by the codec, and put what the others will read in
+        its slot; None: it goes as it is."""
+        chunk, dtype = self.chunks[place], self._dtypes[place]
+        if not self.coding.writes(str(dtype).removeprefix("torch.")):
+            return None
+        flat = self.memory.gradients(given.iteration)[chunk]
+        written = self.feedback.write(iteration, chunk, flat, given.present[place], given.weight)
+        flat.copy_(written.values)
+        return written.payload
+
+    def settle_own(self, iteration: int, *, counted: bool) -> None:
+        """The iteration is applied, with this node's own contribution where that `counted`."""
+        self.feedback.settle(iteration, counted=counted)
+
+    def forget(self) -> None:
+        """Let all contributions go: this node's own are in no step any more."""
+        self.assembly.clear()
+        for iteration in self.feedback.under_way:
+            self.feedback.settle(iteration, counted=False)
 
     def freed(self, next_iteration: int) -> int | None:
         """Before which iteration all slots may be written again, where that is news. When the slot is still
@@ -117,7 +148,7 @@ class Trained:
             elif key is not None and iteration + self.setup.slots <= next_iteration:
                 held = self.assembly[key]
                 assert held.about is not None
-                self.assembly.keep(held.about, [_copy_of(payload) for payload in held.payloads])
+                self.assembly.keep(held.about, [_copy_of(payload) for payload in held.payloads], held.coded)
                 held = None  # type: ignore[assignment]  # the last that reads the slot here
                 del self._in_slots[iteration]
             if iteration in self._in_slots or any(each() is not None for each in self._slots[iteration]):

@@ -15,6 +15,7 @@ from typing import Annotated, TypeAlias, Union
 import msgspec
 from msgspec import Meta
 
+from atoll.core.config import PLAIN_CODEC
 from atoll.core.weighing import KNOWN
 from atoll.wire.base import (
     Count,
@@ -59,7 +60,7 @@ class Begin(Message, frozen=True):
 
     Times are in seconds; -1 for `round_timeout` and `backoff`: adapted to what is measured. `timeout` is the
     deadline of each wait for other nodes. `hub` is the witness's address, where there is one. The run has
-    `nodes` nodes, from 0 on (0: as many as there can be).
+    `nodes` nodes, from 0 on (0: as many as there can be). `codec` is `sync.codec`.
     """
 
     run: Name
@@ -77,6 +78,7 @@ class Begin(Message, frozen=True):
     timeout: Seconds = 600.0
     hub: Name = ""
     nodes: Count = 0
+    codec: Name = PLAIN_CODEC
 
 
 class Listening(Message, frozen=True):

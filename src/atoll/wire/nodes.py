@@ -13,6 +13,7 @@ from typing import Annotated, TypeAlias, Union
 import msgspec
 from msgspec import Meta
 
+from atoll.core.config import PLAIN_CODEC
 from atoll.core.weighing import KNOWN
 from atoll.wire.base import (
     Count,
@@ -38,7 +39,8 @@ class Greet(Message, frozen=True):
     """The first message of a connection, from node `node` to node `to`, both of `run`. `life` is a name of
     its process alone: two processes of one node and incarnation are two nodes with one name. `digest` names
     what it trains, once it is set up for the `number`-th time (empty: not yet). `way`: 0 for words, 1 for
-    chunks; a later connection of the same node and way takes an earlier one's place.
+    chunks; a later connection of the same node and way takes an earlier one's place. `codec` is its
+    `sync.codec`.
     """
 
     version: int
@@ -51,6 +53,7 @@ class Greet(Message, frozen=True):
     digest: Name = ""
     number: Count = 0
     way: Count = 0
+    codec: Name = PLAIN_CODEC
 
 
 class Greeted(Message, frozen=True):
@@ -94,10 +97,11 @@ class About(Message, frozen=True):
 
 class Piece(Message, frozen=True):
     """The payload is a chunk of a contribution, up to the end of its last slot; `chunk` counts the trainable
-    ones."""
+    ones. `coded`: it is as its node's codec has written it, and else as it is read."""
 
     key: Key
     chunk: Count
+    coded: bool = False
 
 
 class MeetingPart(Message, frozen=True):

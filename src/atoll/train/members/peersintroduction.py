@@ -310,6 +310,7 @@ def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) ->
             timeout=config.timeout_seconds,
             hub=meeting.hub,
             nodes=meeting.world,
+            codec=sync.codec,
         )
     )
     answer, _ = side.await_message(_START_SECONDS, "its start")

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from atoll.core.errors import CheckpointError, GivenUpError, MismatchError, PrepareError, UserError
 from atoll.core.stands import Stand, are_in_one_epoch, describe_mismatch, mixed_epochs
+from atoll.exchange.codecs import OWN, codec_named
+from atoll.exchange.coding import Coding
 from atoll.exchange.fingerprint import fingerprint
 from atoll.exchange.globalstate import pack_optimizer, unpack_optimizer
 from atoll.exchange.hostmemory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
@@ -99,6 +101,7 @@ class Peers:
         sync = training.config.sync
         return NodeParts(
             self._worker,
+            Coding(codec_named(sync.codec)),
             place,
             sync.stale_max,
             sync.stale_max > 0 and sync.overlay != "none",
@@ -267,6 +270,7 @@ class PeerModel:
         self._returned = parts.returned
         kind = type(training.optimizer)
         self._optimizer, self._own_optimizer = full_name(kind), own_path(kind, "peers")
+        self._imports = bool(self._own_optimizer) or parts.coding.name not in OWN  # at the CPU side, too
         hyperparameters = sent_groups(training.optimizer)
         self._fingerprint = fingerprint(self._optimizer, hyperparameters, configured=self._own_optimizer)
         self._ready: Ready | None = None
@@ -380,7 +384,7 @@ class PeerModel:
                 consumed=self.exchange.consumed,
                 devices=self._worker.devices.count,
                 own_optimizer=self._own_optimizer,
-                path=[str(Path(place).absolute()) for place in sys.path] if self._own_optimizer else [],
+                path=[str(Path(place).absolute()) for place in sys.path] if self._imports else [],
             ),
             descriptors,
         )

@@ -23,6 +23,7 @@ from torch import Tensor
 from atoll.core.errors import UserError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gradients, gradients_in
+from atoll.exchange.coding import Coding
 from atoll.exchange.hostmemory import HostMemory
 from atoll.tensors.binding import BoundChunk
 from atoll.train.gradients.reducer import Calls, Clipping, Reducer
@@ -72,9 +73,10 @@ class NodeParts:
     """What an exchange needs of its node. `capture()` gives the script's state for a node that comes late;
     `returned(script)` takes it, where the others went on without this node. `overlaid`: parameters have the
     node's own contributions over them before those are applied. `pace()` is how many seconds a sample takes
-    at this device (0: not known), and `tell(line)` is for people."""
+    at this device (0: not known), and `tell(line)` is for people. `coding`: how gradients travel."""
 
     worker: NodeWorker
+    coding: Coding
     place: Place
     stale_max: int
     overlaid: bool
@@ -123,6 +125,7 @@ class PeerExchange(Reducer):
     ) -> None:
         super().__init__(chunks, calls, make_sum)
         worker = self._worker = parts.worker
+        self._coding = parts.coding
         self._stale_max, self._overlaid = parts.stale_max, parts.overlaid
         self._returned, self._pace, self._tell = parts.returned, parts.pace, parts.tell
         self._place = parts.place
@@ -336,7 +339,8 @@ class PeerExchange(Reducer):
             )
         )
         sent_to = max(0, len(self._worker.members) - 1)
-        self.bytes_sent += sent_to * sum(run.nbytes for run in memory.plan.trained)
+        coding = self._coding
+        self.bytes_sent += sent_to * sum(coding.size(run.numel, run.dtype) for run in memory.plan.trained)
         self._place.begin(self.steps + 1)
 
     def _say(self) -> bytes:
