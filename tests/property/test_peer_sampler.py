@@ -44,7 +44,7 @@ class Node:
             workers: Any = SimpleNamespace(
                 place=SimpleNamespace(rank=rank), ranks=list(range(sum(self.devices)))
             )
-            peers = Peers(self.worker, workers, None, lambda: 0.0, self.stale_max)  # type: ignore[arg-type]
+            peers = Peers(self.worker, workers, None, lambda: 0.0, self.stale_max, print)  # type: ignore[arg-type]
             peers._model = SimpleNamespace(exchange=SimpleNamespace(steps=0, consumed=0.0))  # type: ignore[assignment]
             self.samplers.append(peers.sampler(range(self.length), seed=3))
             self.peers.append(peers)
