@@ -54,6 +54,7 @@ GROUPED: tuple[Strategy, ...] = (
 )  # those with groups of workers, as many as are best unless told
 Consistency = Literal["bsp", "ssp", "asp"]
 Readable = Literal["owner", "group", "all"]
+Ordering = Literal["measured", "natural"]
 NonFinite = Literal["stop", "skip", "allow"]
 GroupBy = Literal["auto", "speed", "site", "joint"]
 Scaled = Literal["weight", "rate", "none"]
@@ -93,6 +94,9 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         elastic: Strategies `ring`, `hierarchical` and those of other packages: `atoll run` starts a hub, and
             each worker as a launch of its own, so that one may die alone. Under `server`, `ps-hra` and
             `peers` that is always so.
+        ring_order: Strategies `ring` and `ps-hra`: in which order the sums of a ring pass its workers, over
+            several machines with Gloo. `measured`: by the links between them, whenever the ring is formed,
+            where that is faster ([planning.md](planning.md#the-order-of-a-ring)). `natural`: by rank.
         directory: Where records go. Empty: `atoll run` makes a folder under `runs/`; other starts keep no
             records.
         readable: Who may read the records. `owner`: you alone; `group`: your group too; `all`: every user of
@@ -106,6 +110,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 0
     grace: SpanText = "30s"
     elastic: bool = False
+    ring_order: Ordering = "measured"
     directory: str = ""
     readable: Readable = "owner"
 

@@ -46,6 +46,7 @@ EFFECTS: Mapping[str, Effect] = {
     "run.restarts": Effect((*SERVED, "peers"), elastic=_RINGS),
     "run.grace": _EVERYWHERE,
     "run.elastic": _OF_RINGS,
+    "run.ring_order": Effect(("ring", "ps-hra")),
     "run.directory": _EVERYWHERE,
     "run.readable": _EVERYWHERE,
     "chunks.size": _EVERYWHERE,

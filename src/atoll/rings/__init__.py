@@ -1,24 +1,5 @@
-"""The way of data between members whose links are uneven: one ring, several at once, or a tree.
+"""The order in which a ring's sums pass its members, chosen from the links between their machines.
 
-Pure: from matrices of bandwidths, latencies and numbers of links; costs are passed in as a score. Source:
-docs/planning.md, "Rings from the links at hand".
+Pure: from figures of bandwidth and latency. Who measures them, and who tries an order, is
+`train/group/ordering.py`.
 """
-
-from atoll.rings.choice import Choice, Shape, choose
-from atoll.rings.disjoint import Rings, Share, disjoint
-from atoll.rings.order import NoRingError, Ring, order
-from atoll.rings.trees import Tree, tree
-
-__all__ = [
-    "Choice",
-    "NoRingError",
-    "Ring",
-    "Rings",
-    "Shape",
-    "Share",
-    "Tree",
-    "choose",
-    "disjoint",
-    "order",
-    "tree",
-]

@@ -1,178 +1,151 @@
-"""The order of members round a ring: the one whose slowest link is fastest."""
+"""The order of a ring's members: each machine once, the slowest link as fast as can be, long links few."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from atoll.core.errors import UserError
-from atoll.rings import bounds, exact
-from atoll.rings.matrices import Matrix, Names, check_connected, checked
-from atoll.rings.search import Search
+from atoll.rings.exact import Matrix, best_cycle
 
-EXACT = 14  # members up to which the ring is the best there is; beyond, it is searched for
+EXACT = 12  # machines up to which the order is the best one; among more it is searched for
+TOLERANCE = 0.3  # links that are slower than the best slowest one by this share are as good: figures scatter
+MARGIN = 1.1  # times as fast: what another order than that of the ranks must bring
 
-
-class NoRingError(UserError):
-    """No ring through all members was found; says why."""
+Order = tuple[int, ...]  # members, each of which sends to the next one, and the last to the first
+Way = tuple[int, int]  # two machines, the lower first
 
 
 @dataclass(frozen=True)
-class Ring:
-    """A cyclic order of members: each sends to the next one, the last to the first.
+class Figures:
+    """One link: its bandwidth in bytes/s, and its latency in seconds one way."""
 
-    `slowest` and `bound` are in bytes/s: the slowest link that the ring goes over, and what no ring's
-    slowest link exceeds; where they are equal nothing better can be found. A ring of one has no link, and
-    both are infinite. `total` is the sum of its links' bandwidths, `latency` that of their latencies (0 where
-    none were given). `work` is how many links were looked at to find it.
-    """
-
-    members: tuple[int, ...]
-    slowest: float
-    bound: float
-    total: float
+    bandwidth: float
     latency: float
-    work: int
+
+
+class Topology:
+    """Where a ring's members are, and the links between their machines.
+
+    Args:
+        machines: of each member, by rank; numbered from 0 in the order in which the ranks name them first.
+        links: what was measured between two machines. What is missing counts as the slowest and the latest
+            of those, and where nothing was measured all links are alike.
+    """
+
+    def __init__(self, machines: Sequence[int], links: Mapping[Way, Figures] | None = None) -> None:
+        self.machines, self.links = tuple(machines), dict(links or {})
+        self.count = max(machines) + 1
+        known = list(self.links.values()) or [Figures(1.0, 1.0)]
+        shape = (self.count, self.count)
+        self._bandwidths = np.full(shape, min(each.bandwidth for each in known))
+        self._latencies = np.full(shape, max(each.latency for each in known))
+        for (one, other), figures in self.links.items():
+            self._bandwidths[one, other] = self._bandwidths[other, one] = figures.bandwidth
+            self._latencies[one, other] = self._latencies[other, one] = figures.latency
+        np.fill_diagonal(self._latencies, 0.0)
 
     @property
-    def links(self) -> list[tuple[int, int]]:
-        """Who sends to whom; with two members, each to the other."""
-        following = (*self.members[1:], self.members[0])
-        return list(zip(self.members, following, strict=True)) if len(self.members) > 1 else []
+    def natural(self) -> Order:
+        """The order of ranks."""
+        return tuple(range(len(self.machines)))
 
-    @property
-    def proved(self) -> bool:
-        return self.slowest == self.bound
+    def crossings(self, order: Order) -> Counter[Way]:
+        """Count how often a ring's links go from one machine to another, in either direction."""
+        return Counter((min(way), max(way)) for way in self._ways(order))
+
+    def slowest(self, order: Order) -> float:
+        """Return the bandwidth of a ring's slowest link, in bytes/s. Members of a machine share its links."""
+        loads = Counter(self._ways(order))
+        return min((float(self._bandwidths[way]) / load for way, load in loads.items()), default=np.inf)
+
+    def lap(self, order: Order, message: float) -> float:
+        """Return the seconds in which a message of so many bytes goes once round a ring, alone."""
+        return float(sum(self._costs(message)[way] for way in self._ways(order)))
+
+    def gain(self, order: Order, message: float) -> float:
+        """Return how many times as fast as the order of ranks another one is at best, by the figures."""
+        natural = self.natural
+        fewer = self.lap(natural, message) / (self.lap(order, message) or 1.0)
+        return max(fewer, self.slowest(order) / self.slowest(natural))
+
+    def _ways(self, order: Order) -> list[tuple[int, int]]:
+        at = [self.machines[member] for member in order]
+        return [way for way in zip(at, at[1:] + at[:1], strict=True) if way[0] != way[1]]
+
+    def _costs(self, message: float) -> Matrix:
+        costs = self._latencies + message / self._bandwidths
+        np.fill_diagonal(costs, 0.0)
+        return costs
+
+    def best(self, message: float) -> Order:
+        """Return the order whose slowest link is fastest, and of such ones the one with the shortest lap.
+
+        It goes through each machine once, and within a machine by rank, from member 0 on.
+        """
+        costs = self._costs(message)
+        ring = self._exactly(costs) if self.count <= EXACT else _searched(costs)
+        back = [ring[0], *reversed(ring[1:])]
+        ring = min(ring, back)  # a link's two directions are measured as one
+        return tuple(member for machine in ring for member, at in enumerate(self.machines) if at == machine)
+
+    def _exactly(self, costs: Matrix) -> list[int]:
+        if self.count <= 3:  # there is only one ring
+            return list(range(self.count))
+        fastest = best_cycle(_without_diagonal(self._bandwidths), np.minimum)
+        slowest = min(self._bandwidths[way] for way in zip(fastest, fastest[1:] + fastest[:1], strict=True))
+        admitted = np.where(self._bandwidths >= slowest * (1 - TOLERANCE), -costs, -np.inf)
+        return best_cycle(_without_diagonal(admitted), np.add)
 
 
-def order(
-    bandwidths: Sequence[Sequence[float]] | Matrix,
-    *,
-    latencies: Sequence[Sequence[float]] | Matrix | None = None,
-    both_ways: bool = False,
-    tolerance: float = 0.0,
-    names: Sequence[str] | None = None,
-) -> Ring:
-    """The ring of all members whose slowest link is fastest (the bottleneck travelling salesman problem).
+def _without_diagonal(weights: Matrix) -> Matrix:
+    weights = weights.copy()
+    np.fill_diagonal(weights, -np.inf)
+    return weights
 
-    `bandwidths[i][j]` are the bytes/s from member i to member j, 0 where there is no link; the diagonal is
-    ignored. The ring goes one way, each member sending to its next, so that of a link whose two directions
-    differ only one counts, and the order says which. With `both_ways` messages go round both ways at once
-    (a part of the data each way), and a link counts with the slower of its directions.
 
-    Among the rings with the same slowest link it is the one with the greatest sum of bandwidths, which
-    crosses slow links as few times as it can; with `latencies` (seconds, the same shape) the one with the
-    least sum of these. `tolerance`: links slower than the best bottleneck by up to this share of it are
-    admitted in that choice, since measured bandwidths scatter.
+def _searched(costs: Matrix) -> list[int]:
+    """Return a short cycle through many machines: to the nearest one left, then stretches turned round while
+    that makes it shorter (2-opt; Croes, 1958). Costs are squared: the slowest link sets a ring's pace."""
+    squares = costs**2
+    ring, left = [0], set(range(1, len(costs)))
+    while left:
+        ring.append(min(left, key=lambda machine: (squares[ring[-1], machine], machine)))
+        left.remove(ring[-1])
+    order = np.array(ring)
+    least = 1e-9 * float(squares.sum())
+    while True:
+        following = np.roll(order, -1)
+        here = squares[order, following]
+        # Turned round is what lies behind place i, up to place j:
+        changes = squares[np.ix_(order, order)] + squares[np.ix_(following, following)]
+        changes -= here[:, None] + here[None, :]
+        np.fill_diagonal(changes, 0.0)
+        at = int(changes.argmin())
+        if changes.flat[at] >= -least:
+            return [int(machine) for machine in order]
+        i, j = sorted(divmod(at, len(order)))
+        order[i + 1 : j + 1] = order[i + 1 : j + 1][::-1].copy()
 
-    Up to 14 members the ring is the best one; beyond that a good one, from a bounded search (256 members:
-    about a second). It begins with member 0; where both ways round are alike, it goes on to the lower
-    neighbour.
 
-    Raises UserError for a matrix that is not square or holds negative or missing numbers, for members that no
-    link joins to the others; NoRingError (a UserError) where no ring through all members was found.
+def is_same_ring(one: Order, other: Order) -> bool:
+    """True where two orders join each member to the same two others."""
+    at = other.index(one[0])
+    turned = other[at:] + other[:at]
+    return one in (turned, (turned[0], *reversed(turned[1:])))
+
+
+def rounds(count: int) -> list[list[Way]]:
+    """Return all pairs of `count` machines in rounds, in each of which no machine is in two pairs.
+
+    The circle method: one stays where it is, the others move on by a place each round.
     """
-    matrix = checked("bandwidths", bandwidths, names)
-    called = Names(names, len(matrix))
-    delays = None if latencies is None else checked("latencies", latencies, names)
-    if delays is not None and len(delays) != len(matrix):
-        raise UserError(f"latencies of {len(delays)} members, and bandwidths of {len(matrix)}")
-    if not 0 <= tolerance < 1:
-        raise UserError(f"tolerance = {tolerance}: must be a share, from 0 to below 1")
-    if both_ways:
-        matrix = np.minimum(matrix, matrix.T)
-        delays = None if delays is None else np.maximum(delays, delays.T)
-    if len(matrix) == 1:
-        return Ring((0,), np.inf, np.inf, 0.0, 0.0, 0)
-    check_connected(np.maximum(matrix, matrix.T), called)
-    members, most, work, least = _found(matrix, delays, tolerance)
-    ring = _ring(_from_the_first(members, matrix, delays, least), matrix, delays, most, work)
-    if not ring.slowest:
-        raise NoRingError(_no_ring(matrix, most, called))
-    return ring
-
-
-def _found(matrix: Matrix, delays: Matrix | None, tolerance: float) -> tuple[list[int], float, int, float]:
-    """A ring's members, its bound, the work, and how slow its links may be; where its slowest link is 0,
-    there is none or none was found.
-
-    Members are sorted by what can be seen without their numbers, so that these matter to ties alone.
-    """
-    ranked = _ranked(matrix)
-    weights = matrix[np.ix_(ranked, ranked)]
-    costs = (-weights if delays is None else delays[np.ix_(ranked, ranked)]).copy()
-    if len(weights) <= EXACT:
-        ring, most, work = _exactly(weights, costs, tolerance)
-        slowest = most
-    else:
-        search = Search(weights, symmetric=bool((weights == weights.T).all()))
-        found, most = search.fastest()
-        slowest = search.slowest(found)
-        if slowest:
-            found = search.cheapest(found, costs, weights >= slowest * (1 - tolerance))
-        ring, work = found.tolist(), search.worked
-    return [int(ranked[member]) for member in ring], most, work, slowest * (1 - tolerance)
-
-
-def _exactly(weights: Matrix, costs: Matrix, tolerance: float) -> tuple[list[int], float, int]:
-    slowest, ring = exact.best_cycle(np.where(weights > 0, weights, -np.inf), np.minimum)
-    if not ring:
-        return list(range(len(weights))), 0.0, exact.work(len(weights))
-    allowed = weights >= slowest * (1 - tolerance)
-    _, ring = exact.best_cycle(np.where(allowed, -costs, -np.inf), np.add)
-    return ring, slowest, 2 * exact.work(len(weights))
-
-
-def _ranked(matrix: Matrix) -> NDArray[np.int64]:
-    """The members, those with the fastest links first; equal ones in the order given."""
-    profile = np.hstack([-np.sort(-matrix, axis=1), -np.sort(-matrix, axis=0).T])
-    ranked: NDArray[np.int64] = np.lexsort(-profile.T[::-1])
-    return ranked
-
-
-def _from_the_first(members: list[int], matrix: Matrix, delays: Matrix | None, least: float) -> list[int]:
-    """The same ring from member 0 on; the other way round if that is better, or as good and begins lower.
-    Links of `least` are fast enough."""
-    at = members.index(0)
-    forwards = members[at:] + members[:at]
-    backwards = [forwards[0], *reversed(forwards[1:])]
-
-    def merit(ring: list[int]) -> tuple[float, float, float]:
-        made = _ring(ring, matrix, delays, 0.0, 0)
-        rest = made.total if delays is None else -made.latency
-        return min(made.slowest, least), rest, made.slowest
-
-    one, other = merit(forwards), merit(backwards)
-    if np.allclose(one, other, rtol=1e-12):
-        return min(forwards, backwards)
-    return max((one, forwards), (other, backwards))[1]
-
-
-def _ring(members: list[int], matrix: Matrix, delays: Matrix | None, most: float, work: int) -> Ring:
-    following = members[1:] + members[:1]
-    links = matrix[members, following]
-    late = 0.0 if delays is None else float(delays[members, following].sum())
-    slowest = float(links.min())
-    if len(members) == 2:
-        most = slowest
-    return Ring(tuple(members), slowest, max(most, slowest), float(links.sum()), late, work)
-
-
-def _no_ring(matrix: Matrix, most: float, called: Names) -> str:
-    """Why there is none, as far as it can be said."""
-    for member in range(len(matrix)):
-        neighbours = np.flatnonzero((matrix[member] > 0) | (matrix[:, member] > 0))
-        if len(neighbours) == 1 and len(matrix) > 2:
-            return (
-                f"no ring goes through all members: {called.of(member)} has a link with "
-                f"{called.of(int(neighbours[0]))} alone"
-            )
-    cutting = bounds.cuts(np.maximum(matrix, matrix.T) > 0)
-    if cutting:
-        return f"no ring goes through all members: without {called.of(cutting[0])} the others would be apart"
-    if most == 0:
-        return "no ring goes through all members: too few links, or too many that go one way only"
-    return f"no ring through all {len(matrix)} members was found in the work that the search may take"
+    circle: list[int] = list(range(count + count % 2))  # the last may be nobody
+    found = []
+    for _ in range(len(circle) - 1):
+        pairs = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)
+        found.append([(min(pair), max(pair)) for pair in pairs if max(pair) < count])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found

@@ -31,6 +31,7 @@ from atoll.train.gradients.memory import Around, ServedTiers, Tiers, by_itself
 from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.inner import InnerRing, Replicas
 from atoll.train.group.members import WorkerMembers
+from atoll.train.group.ordering import order_for
 from atoll.train.group.rendezvous import HubRing
 from atoll.train.group.rounds import Ring
 from atoll.train.members.entering import Entrance, ServedEntrance
@@ -146,14 +147,15 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         late = member is not None and member.late
         hierarchy = Hierarchy(config.groups.count, None if late else place.world)
     ring = None
+    order = order_for(config, device) if hierarchy is None else None
     if member is not None or place.store:
-        ring = Ring(place, device, timeout, member, hierarchy, compares=True)
+        ring = Ring(place, device, timeout, member, hierarchy, order=order, compares=True)
     workers = Workers(place, ring)
     state = TrainingState(workers, device)
     records = Records(config, workers, state)
     strategy: Strategy = Alone()
     if ring is not None:
-        news = RingNews(workers, state, records, ring, hierarchy)
+        news = RingNews(workers, state, records, ring, hierarchy, order)
         ring.state, ring.told = state, news.ring_changed
         strategy = OverRing(ring)
 
@@ -165,6 +167,8 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
             kind = f"{'gloo' if device.type == 'cpu' else 'nccl'} over {state.world} workers"
         records.decided("ring", kind, "the backend that c10d has for this device")
         records.tell_of_groups(hierarchy)
+        if workers.is_first:
+            records.tell_of_order(order)
         records.tell_of_confirmations(ring)
 
     def make_tiers(memory: Memory, number: int) -> Tiers:
@@ -214,7 +218,7 @@ def _with_replicas(config: Config, place: Place, device: torch.device, member: H
     around: Around = by_itself
     inner: InnerRing | None = None
     if ring is not None:
-        news = RingNews(workers, state, records, ring, None)
+        news = RingNews(workers, state, records, ring, None, None)
         ring.state, ring.told = state, news.ring_changed
         inner = InnerRing(ring, replicas) if grouped else None
         alone = Alone() if inner is None else OverRing(inner)
@@ -320,7 +324,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         served = Served(service, workers, config, entrance)
     else:
         grouped = Grouped(service, workers, config, entrance, ring, lambda: moves)
-        news = GroupNews(in_group, state, records, pace, ring)
+        news = GroupNews(in_group, state, records, pace, ring, service.order)
         parts = Parts(
             hub=service.hub,
             ring=ring,

@@ -10,6 +10,7 @@ from atoll.train.api.pace import Pace
 from atoll.train.api.records import Records
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.group.hierarchy import Hierarchy
+from atoll.train.group.ordering import RingOrder
 from atoll.train.group.rounds import MOVING, Regrouped, Ring
 from atoll.train.members.groupworkers import GroupWorkers
 from atoll.train.members.workers import Workers
@@ -29,9 +30,10 @@ class RingNews:
         records: Records,
         ring: Ring,
         hierarchy: Hierarchy | None,
+        order: RingOrder | None,
     ) -> None:
         self._workers, self._state, self._records = workers, state, records
-        self._ring, self._hierarchy = ring, hierarchy
+        self._ring, self._hierarchy, self._order = ring, hierarchy, order
 
     def ring_changed(self, ring: Regrouped) -> None:
         """The ring goes on with other members than before. Raises RunError where one of them held the only
@@ -40,6 +42,7 @@ class RingNews:
             tiers.refuse_loss([*ring.lost, *ring.left])
         if self._workers.is_first:
             self._records.tell_of_ring(ring, "the ring")
+            self._records.tell_of_order(self._order)
         self._records.tell_of_groups(self._hierarchy)
         self._records.tell_of_confirmations(self._ring)
 
@@ -48,18 +51,27 @@ class GroupNews:
     """Of this worker's group among several: its members, and the worker's moves to other groups."""
 
     def __init__(
-        self, workers: GroupWorkers, state: TrainingState, records: Records, pace: Pace, ring: Ring
+        self,
+        workers: GroupWorkers,
+        state: TrainingState,
+        records: Records,
+        pace: Pace,
+        ring: Ring,
+        order: RingOrder | None,
     ) -> None:
         self._workers, self._state, self._records = workers, state, records
-        self._pace, self._ring = pace, ring
+        self._pace, self._ring, self._order = pace, ring, order
 
     def ring_changed(self, ring: Regrouped, group: int) -> None:
         """The ring of this worker's group, which contributes as `group`, is another one; `moved` tells of
         moves."""
         self._pace.leave_out()
         self._workers.lose([*ring.lost, *ring.left])
-        if ring.what != MOVING and self._ring.rank == 0:
+        if self._ring.rank != 0:
+            return
+        if ring.what != MOVING:
             self._records.tell_of_ring(ring, f"group {group}")
+        self._records.tell_of_order(self._order)
 
     def moved(self, uplink_of: Callable[[], Uplink], grouped: Grouped, seconds: float) -> None:
         """This worker is in another group, or was told to stay where it is."""

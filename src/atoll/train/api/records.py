@@ -30,6 +30,7 @@ from atoll.train.api.logged import finite, loggable
 from atoll.train.api.meter import Taken
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.group.hierarchy import Hierarchy
+from atoll.train.group.ordering import RingOrder
 from atoll.train.group.rounds import Regrouped, Ring
 from atoll.train.members.workers import Workers
 from atoll.train.sync.peersworker import NodeWorker
@@ -188,6 +189,12 @@ class Records:
             place = self._workers.place
             named = show(arranged.grouping, lambda rank: str(place.name_of(rank)))
             self.decided("groups", named, arranged.reason)
+
+    def tell_of_order(self, order: RingOrder | None) -> None:
+        """In which order a ring's sums pass its members, and why, where it was chosen. One of them tells."""
+        if order is not None and order.decision is not None:
+            choice, reason = order.decision.choice, order.decision.reason
+            self.decided_here(events.Decided, "ring order", choice, reason)
 
     def tell_of_ring(self, ring: Regrouped, who: str) -> None:
         """How a ring, which is `who`'s, goes on with other members than before."""

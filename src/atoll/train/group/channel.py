@@ -42,6 +42,19 @@ class Pending(Protocol):
         """Raises RuntimeError when it has failed, or is not over in time."""
 
 
+class Sums(Protocol):
+    """What sums tensors over a group's members: a Channel, or two rings at once."""
+
+    def sum(self, tensor: Tensor) -> Pending:
+        """Begin to replace `tensor`, contiguous, on every member, by the sum over members."""
+
+    def sends(self, size: int) -> int:
+        """The bytes that this member sends in a sum of `size` bytes."""
+
+    def wait(self, work: Pending, what: str) -> float:
+        """Wait for `work`; returns the seconds that it took."""
+
+
 class BrokenRingError(PeerLostError):
     """The ring is to be formed again: a member is gone, or the hub says so."""
 
@@ -52,14 +65,27 @@ class Channel:
     `purpose` names it in the store and in errors; `timeout` is in seconds. Tensors given to its collectives
     are on `device`: the CPU (Gloo) or a CUDA device (NCCL).
 
+    `order` is the order of the members' ranks round the ring in which Gloo makes a sum (i sends to i + 1); by
+    default that of their ranks. It changes neither ranks nor results, but for the order of additions.
+
     Where the place has a `watch`, whatever fails but for a deadline raises BrokenRingError, and every wait
     also ends with what `watch` raises; then only `abandon` is left to be called. A collective that was under
     way may still write into its tensors for a while.
     """
 
-    def __init__(self, place: Place, purpose: str, timeout: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        place: Place,
+        purpose: str,
+        timeout: float,
+        device: torch.device,
+        order: Sequence[int] | None = None,
+    ) -> None:
         assert place.store is not None
         self.place, self.purpose, self.timeout = place, purpose, timeout
+        order = range(place.world) if order is None else order
+        # c10d's rank of each member in this group, by rank:
+        self._seats = [order.index(rank) for rank in range(place.world)]
         self._store = PrefixStore(purpose, place.store)
         self._lates = 0
         self.seconds_waited = 0.0  # in all
@@ -80,18 +106,19 @@ class Channel:
 
     def _make(self) -> Any:
         place, deadline = self.place, timedelta(seconds=self.timeout)
+        seat = self._seats[place.rank]
         if self._on_cuda:
-            return dist.ProcessGroupNCCL(self._store, place.rank, place.world, nccl_options(deadline))
+            return dist.ProcessGroupNCCL(self._store, seat, place.world, nccl_options(deadline))
         before = listening_ports()
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         if place.watch is None and (interface or not place.host):
-            group = ProcessGroupGloo(self._store, place.rank, place.world, deadline)
+            group = ProcessGroupGloo(self._store, seat, place.world, deadline)
             self._ports = listening_ports() - before
             return group
         where = {"interface": interface} if interface else {"hostname": place.host}
         gloo = gloo_options(deadline, **where)
         self._ports = listening_ports() - before
-        return ProcessGroupGloo(self._store, place.rank, place.world, gloo)
+        return ProcessGroupGloo(self._store, seat, place.world, gloo)
 
     def _connecting(self) -> str:
         """Describe the wait for the group to connect, with the address at which this worker listens."""
@@ -171,20 +198,23 @@ class Channel:
 
     def exchange(self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int]) -> Work:
         """Begin to send `tensor` in pieces of `sends` elements, the r-th to the worker of rank r; `into`
-        takes the pieces that the workers have for this one, by rank, of `takes` elements."""
+        takes the pieces that the workers have for this one, by rank, of `takes` elements. Not in an order of
+        their own."""
+        assert self._seats == list(range(self.place.world))
         return self._begin("alltoall_base", into, tensor, list(takes), list(sends), dist.AllToAllOptions())
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Begin to replace `tensor` by that of the worker of rank `root`."""
         options = dist.BroadcastOptions()
-        options.rootRank = root
+        options.rootRank = self._seats[root]
         options.rootTensor = 0
         return self._begin("broadcast", [tensor], options)
 
     def all_gather(self, tensor: Tensor) -> tuple[list[Tensor], Work]:
         """Begin to collect each worker's `tensor`, all of one shape and dtype, in order of rank."""
         parts = [torch.empty_like(tensor) for _ in range(self.place.world)]
-        return parts, self._begin("allgather", [parts], [tensor])
+        work = self._begin("allgather", [parts], [tensor])
+        return [parts[seat] for seat in self._seats], work
 
     def gather(self, payload: bytes, what: str) -> list[bytes]:
         """Each worker's bytes, in order of rank; on the CPU. Waits as `wait` does."""

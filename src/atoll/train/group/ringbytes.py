@@ -5,10 +5,15 @@ What is short, as nearly all of it is, takes one collective.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import msgspec
 import torch
 
+from atoll.core.errors import RunError
 from atoll.train.group.channel import Channel
 
+_Word = TypeVar("_Word", bound=msgspec.Struct)
 _FIRST = 248  # bytes that travel with their number
 _COUNT = 8  # bytes of that number
 
@@ -24,6 +29,20 @@ def gather_bytes(channel: Channel, payload: bytes, what: str) -> list[bytes]:
     parts, work = channel.all_gather(_padded(payload, longest))
     channel.wait(work, what)
     return [_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def gather_words(channel: Channel, own: _Word, what: str) -> list[_Word]:
+    """Return every member's word, by rank: structs of one kind. A collective; `what` is waited for.
+
+    Raises RunError for a word that is not of this kind.
+    """
+    try:
+        words = gather_bytes(channel, msgspec.msgpack.encode(own), what)
+        return [msgspec.msgpack.decode(each, type=type(own)) for each in words]
+    except msgspec.DecodeError as error:
+        raise RunError(
+            f"worker {channel.place.name} cannot read a worker's word on {what}: {error}"
+        ) from None
 
 
 def broadcast_bytes(channel: Channel, payload: bytes | None, what: str, root: int = 0) -> bytes:

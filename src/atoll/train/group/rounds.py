@@ -20,9 +20,10 @@ from atoll.core import points
 from atoll.core.errors import CheckpointError, DeadlineError, MismatchError, RunError, UserError
 from atoll.core.stands import Stand
 from atoll.train.api.place import Place
-from atoll.train.group.channel import BrokenRingError, Channel
+from atoll.train.group.channel import BrokenRingError, Channel, Sums
 from atoll.train.group.confirmation import Confirmations
 from atoll.train.group.hierarchy import Hierarchy
+from atoll.train.group.ordering import RingOrder
 from atoll.train.group.solo import SoloChannel
 from atoll.train.group.standing import Standing
 from atoll.wire.messages import Reformed
@@ -91,11 +92,12 @@ class Regrouped:
 
 @dataclass(frozen=True)
 class _Channels:
-    data: Channel
+    data: Sums
     agreement: Channel
     session: Channel
     confirmations: Confirmations | None  # where rings go on, and are of several
-    inside: tuple[Channel, ...] = ()  # of this worker's group within the ring
+    inside: tuple[Channel, ...]  # of this worker's group within the ring
+    all: Sequence[Channel]  # that were opened
 
     def close(self) -> None:
         if self.confirmations is not None:
@@ -109,11 +111,6 @@ class _Channels:
         for channel in self.all:
             channel.abandon()
 
-    @property
-    def all(self) -> list[Channel]:
-        channels = (*self.inside, self.data, self.agreement, self.session)
-        return list({id(each): each for each in channels}.values())
-
 
 class Ring:
     """A group's channels: `data` carries chunks (on their device), `agreement` small vectors, `session` what
@@ -121,8 +118,9 @@ class Ring:
 
     With a `member`, it goes on when it breaks: `place` and all channels are then new, `generation` is one
     higher, `state` and `told` hear of it. A worker that came late is alone (`outside`) until `enter`. With a
-    `hierarchy`, `data` sums group by group. `inside` are groups that train replicas of their own: their
-    members' channels are opened with the ring's, and a newcomer takes the state of a member of its group.
+    `hierarchy`, `data` sums group by group. An `order` chooses in which order sums pass the members. `inside`
+    are groups that train replicas of their own: their members' channels are opened with the ring's, and a
+    newcomer takes the state of a member of its group.
     Raises DeadlineError when the other workers do not come within `timeout` seconds.
     """
 
@@ -134,6 +132,7 @@ class Ring:
         member: Member | None = None,
         hierarchy: Hierarchy | None = None,
         *,
+        order: RingOrder | None = None,
         compares: bool = False,
         inside: Inside | None = None,
     ) -> None:
@@ -149,7 +148,7 @@ class Ring:
         self.told: Callable[[Regrouped], None] = lambda _regrouped: None
         self.outside = member is not None and member.late
         self._device, self._timeout, self._member = device, timeout, member
-        self._hierarchy, self._inner = hierarchy, inside
+        self._hierarchy, self._inner, self._order = hierarchy, inside, order
         self._fresh = self.outside  # it has no state yet
         self._number = 0  # of the round that is made now, or next
         self._holds = False  # all of its result
@@ -182,7 +181,7 @@ class Ring:
         return (tuple(range(self.world)),) if arranged is None else arranged.grouping.groups
 
     @property
-    def data(self) -> Channel:
+    def data(self) -> Sums:
         return self._all.data
 
     @property
@@ -546,20 +545,23 @@ class Ring:
         if place.store is None:
             solo = SoloChannel(place, timeout)
             inside = [] if self._inner is None else self._inner.open(solo, self._device)
-            self._channels = _Channels(solo, solo, solo, None, tuple(inside))
+            self._channels = _Channels(solo, solo, solo, None, tuple(inside), [*inside, solo])
             self.generation += 1
             return
         opened: list[Channel] = []
         try:
-            opened.append(Channel(place, "session", timeout, _CPU))
+            opened.append(session := Channel(place, "session", timeout, _CPU))
             if self._hierarchy is None:
-                opened.append(Channel(place, "ring", timeout, self._device))
+                ring = Channel(place, "ring", timeout, self._device)
             else:
-                opened.append(self._hierarchy.open(opened[0], self._device))
+                ring = self._hierarchy.open(session, self._device)
+            opened.append(ring)
+            data: Sums = ring
+            if self._order is not None:
+                data = self._order.open(session, ring, opened)
             if self._device.type != "cpu":
                 opened.append(Channel(place, "agreement", timeout, _CPU))
-            session, data = opened[:2]
-            agreement = opened[2] if len(opened) > 2 else data
+            agreement = opened[1] if self._device.type == "cpu" else opened[-1]
             inside = [] if self._inner is None else self._inner.open(session, self._device)
             opened += inside
             confirmations = Confirmations(agreement) if self._member is not None else None
@@ -567,7 +569,7 @@ class Ring:
             for channel in opened:
                 channel.abandon()
             raise
-        self._channels = _Channels(data, agreement, session, confirmations, tuple(inside))
+        self._channels = _Channels(data, agreement, session, confirmations, tuple(inside), opened)
         self.generation += 1
 
     def _abandon(self) -> None:

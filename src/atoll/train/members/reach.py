@@ -44,7 +44,7 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 def whereabouts() -> Whereabouts:
     """Return this process's machine, and the address that c10d would choose."""
     name = socket.gethostname()
-    return Whereabouts(_machine() or name, name, "" if os.environ.get(INTERFACE_VARIABLE) else _default(name))
+    return Whereabouts(machine(), name, "" if os.environ.get(INTERFACE_VARIABLE) else _default(name))
 
 
 def host_among(
@@ -111,13 +111,14 @@ def _missing(store: Store, keys: Sequence[str]) -> str:
     return " and ".join(late) or "the other workers"
 
 
-def _machine() -> str:
-    """Identify the network namespace in which processes share a loopback interface; empty where unknown."""
+def machine() -> str:
+    """Identify the network namespace in which processes share a loopback interface; by the machine's name
+    where the system does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
     except OSError:
-        return ""
+        return socket.gethostname()
 
 
 def _default(name: str) -> str:

@@ -31,6 +31,7 @@ from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.api.device import device_of
 from atoll.train.api.place import Place
 from atoll.train.data.leased_sampler import LeasedSampler
+from atoll.train.group.ordering import RingOrder, order_for
 from atoll.train.group.rendezvous import GroupRing, HubRing
 from atoll.train.group.rounds import Ring
 from atoll.train.members.hub_client import HubClient
@@ -113,11 +114,13 @@ class Service:
         self.hub, self.welcome = hub, hub.welcome
         self._rings: GroupRing | None = None
         self.ring: Ring | None = None  # of this worker's group, where workers are in groups
+        self.order: RingOrder | None = None  # in which its sums pass the members
         if config.run.strategy == "ps-hra":
             hub.wait_for_links()
             timeout, device = config.timeout_seconds, device_of(self.place)
             self._rings = GroupRing(hub, address, keys, timeout)
-            self.ring = Ring(self._rings.place, device, timeout, self._rings, compares=True)
+            self.order = order_for(config, device)
+            self.ring = Ring(self._rings.place, device, timeout, self._rings, order=self.order, compares=True)
         self.warn: Callable[[str], None] = print_warning  # the session's, once there is one
         hub.tell = self._tell
         hub.meanwhile = _WITHOUT_HUB_BSP if config.sync.consistency == "bsp" else _WITHOUT_HUB

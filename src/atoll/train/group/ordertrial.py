@@ -1,0 +1,202 @@
+"""A trial of a ring's orders: that of the ranks, the best one by the links, and both ways round at once.
+
+Links tell which order can be faster; only a trial tells whether it is: several links may share one line, and
+a machine may be unable to fill its links. All members of the ring make the trial together, and decide alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from atoll.core.errors import RunError
+from atoll.core.units import format_bytes, format_seconds
+from atoll.rings.order import Order, Topology, is_same_ring
+from atoll.train.group.channel import Channel, Sums
+from atoll.train.group.ringbytes import gather_words
+from atoll.train.group.ringpair import RingPair
+
+WHAT = "the choice of the ring's order"
+MESSAGE = 2**20  # bytes that a ring is chosen for: about what a message of gradients has
+_SECONDS = 0.3  # that a sum of the trial takes at least, unless it is of the most bytes
+_BYTES = (2**16, 2**24)
+_TURNS = 2  # of each order, of which the best counts
+_NAMED = 16  # members of an order that are named in a line
+
+
+_Number = Annotated[float, Meta(ge=0)]
+
+
+class _Took(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    seconds: list[_Number]
+
+
+class Found(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a trial has found: how many times as fast as the order of ranks the best one was, where it won (0:
+    it did not, or was not tried); and the share of the first ring, 1 of one alone (0: not tried)."""
+
+    gain: _Number = 0.0
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+class OrderTrial:
+    """The trial, and the words for what comes of it.
+
+    Args:
+        session: for what the members tell one another.
+        natural: a channel in the order of ranks.
+        opened: takes and loses channels as they are opened and closed.
+        topology: where the members are.
+        places: the names of the members' places, by rank.
+        margin: what another order, or a second ring, must be faster by.
+        before: what an earlier trial over these machines has found. What has won is not tried again: after
+            a loss the members that are left wait for the ring.
+    """
+
+    def __init__(
+        self,
+        session: Channel,
+        natural: Channel,
+        opened: list[Channel],
+        topology: Topology,
+        places: Sequence[str],
+        margin: float,
+        before: Found,
+    ) -> None:
+        self._session, self._natural, self._opened = session, natural, opened
+        self._topology, self._places, self._margin = topology, places, margin
+        self._size = 0  # bytes of a sum; 0: not known yet
+        self.found = before
+        self.choice = ""
+        self.reasons: list[str] = []
+
+    def open(self) -> Sums:
+        """Return what the members sum with from now on, and keep its channels in `opened`."""
+        topology = self._topology
+        order, best = topology.natural, topology.best(MESSAGE)
+        self.choice = f"natural: {self._named(order)}"
+        channel = self._natural
+        if is_same_ring(best, order) or topology.gain(best, MESSAGE) < self._margin:
+            self.reasons.append(f"no order of the {topology.count} machines is better, by their links")
+        elif (other := self._tried(best)) is not None:
+            channel, order, self.choice = other, best, self._named(best)
+        return channel if topology.count < 3 else self._both_ways(channel, order)
+
+    def _tried(self, best: Order) -> Channel | None:
+        """Return a channel in the best order, if it wins or has won; then the natural one is closed."""
+        other = self._channel("ring/order", best)
+        gain, when = self.found.gain, "in the trial before"
+        if not gain:
+            before, after = self._compare(self._natural, other)
+            gain, when = before / after, f"in a trial ({self._took_in_words(before, after)})"
+        faster = f"{gain:.2f} times as fast {when}"
+        if gain < self._margin:
+            self._close(other)
+            self.reasons.append(f"{self._named(best)} is {faster}: at least {self._margin:g} is asked for")
+            return None
+        self._close(self._natural)
+        self.found = msgspec.structs.replace(self.found, gain=gain)
+        self.reasons.append(f"{self._difference(best)}; {faster}")
+        return other
+
+    def _both_ways(self, first: Channel, order: Order) -> Sums:
+        """Where a second ring makes sums faster, return both. The other way round it takes the other
+        direction of each link, which the first ring leaves idle."""
+        share = self.found.share
+        if share == 1:
+            return first
+        second = self._channel("ring/back", order[::-1])
+        if not share:
+            share = self._share(first, second)
+            self.found = msgspec.structs.replace(self.found, share=share)
+        if share == 1:
+            self._close(second)
+            return first
+        self.choice += f", and {100 * (1 - share):.0f} % of the bytes the other way round"
+        return RingPair(first, second, share)
+
+    def _share(self, first: Channel, second: Channel) -> float:
+        """Return the share of the bytes that the first ring takes; 1 where a second one brings too little."""
+        alone, back = self._compare(first, second)
+        share = back / (alone + back)
+        alone, both = self._compare(first, RingPair(first, second, share))
+        gain = f"{alone / both:.2f} times as fast as one ({self._took_in_words(alone, both)})"
+        if alone < self._margin * both:
+            self.reasons.append(f"a second ring, the other way round, would be {gain}")
+            return 1.0
+        self.reasons.append(f"two rings at once are {gain}")
+        return share
+
+    def _channel(self, purpose: str, order: Order) -> Channel:
+        channel = Channel(self._natural.place, purpose, self._natural.timeout, torch.device("cpu"), order)
+        self._opened.append(channel)
+        return channel
+
+    def _close(self, channel: Channel) -> None:
+        self._opened.remove(channel)
+        channel.close()
+
+    # -- the trial ----------------------------------------------------------------------------------------
+
+    def _compare(self, one: Sums, other: Sums) -> tuple[float, float]:
+        """Return the seconds of a sum over each, on the slowest member: the best of some turns."""
+        if not self._size:
+            self._size = _BYTES[0]
+            self._took([one, other])
+            while self._took([one, other])[0] < _SECONDS and self._size < _BYTES[1]:
+                self._size *= 4
+        self._took([other])  # a connection begins slowly
+        turns = [self._took([one, other]) for _ in range(_TURNS)]
+        return min(turn[0] for turn in turns), min(turn[1] for turn in turns)
+
+    def _took(self, rings: Sequence[Sums]) -> list[float]:
+        """Return the seconds of a sum over each of `rings`, on the slowest member."""
+        tensor = torch.zeros(self._size // 4)
+        seconds = []
+        for ring in rings:
+            begin = time.perf_counter()
+            ring.wait(ring.sum(tensor), WHAT)
+            seconds.append(time.perf_counter() - begin)
+        told = gather_words(self._session, _Took(seconds), WHAT)
+        if any(len(each.seconds) != len(seconds) for each in told):
+            raise RunError(
+                "another worker tells of another trial of the ring's order; start all with one version"
+            )
+        return [max(1e-9, *turn) for turn in zip(*(each.seconds for each in told), strict=True)]
+
+    # -- words --------------------------------------------------------------------------------------------
+
+    def _took_in_words(self, before: float, after: float) -> str:
+        size = format_bytes(self._size)
+        return f"a sum of {size} takes {format_seconds(after)} instead of {format_seconds(before)}"
+
+    def _named(self, order: Order) -> str:
+        names = [str(self._session.place.name_of(rank)) for rank in order]
+        more = f"-... ({len(names)} workers)" if len(names) > _NAMED else ""
+        return "-".join(names[:_NAMED]) + more
+
+    def _difference(self, order: Order) -> str:
+        """What an order does less than that of the ranks."""
+        topology = self._topology
+        now, before = self._crossed(order), self._crossed(topology.natural)
+        fewer = before - now
+        if fewer and len(set(self._places)) < topology.count + (not topology.links):
+            most = max(fewer, key=lambda way: fewer[way])
+            return f"crosses {' - '.join(most)} {now[most]} times instead of {before[most]}"
+        totals = [topology.crossings(each).total() for each in (order, topology.natural)]
+        if totals[0] < totals[1]:  # the machines have one name, or one each
+            return f"goes from one machine to another {totals[0]} times instead of {totals[1]}"
+        laps = [format_seconds(topology.lap(each, MESSAGE)) for each in (order, topology.natural)]
+        return f"{format_bytes(MESSAGE)} takes {laps[0]} once round instead of {laps[1]}"
+
+    def _crossed(self, order: Order) -> Counter[tuple[str, str]]:
+        """Count how often a ring crosses from one place to another, by their names."""
+        at = [self._places[rank] for rank in order]
+        ways = zip(at, at[1:] + at[:1], strict=True)
+        return Counter((min(way), max(way)) for way in ways if way[0] != way[1])
