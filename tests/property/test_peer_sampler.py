@@ -39,7 +39,9 @@ class Node:
         firsts = [sum(self.devices[:node]) for node in range(len(self.devices))]
         workers_of = [range(f, f + n) for f, n in zip(firsts, self.devices, strict=True)]
         introduction = SimpleNamespace(devices=self.devices, workers_of=lambda node: workers_of[node])
-        self.worker: Any = SimpleNamespace(introduction=introduction, late=False)
+        self.worker: Any = SimpleNamespace(
+            introduction=introduction, late=False, on=lambda _kind, _handler: None
+        )
         for rank in workers_of[self.number]:
             workers: Any = SimpleNamespace(
                 place=SimpleNamespace(rank=rank), ranks=list(range(sum(self.devices)))
