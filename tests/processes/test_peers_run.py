@@ -84,7 +84,7 @@ def kill_hubs(command: Command, times: int) -> None:
         found = []
         for process in command.alive():
             try:
-                if "--shards" in process.cmdline() and process.pid not in killed:
+                if "atoll.cli.hub" in process.cmdline() and process.pid not in killed:
                     found.append(process)
             except psutil.Error:
                 continue

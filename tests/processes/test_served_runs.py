@@ -146,7 +146,7 @@ def test_a_shard_that_is_killed_again_and_again_ends_the_run_with_one_line(comma
     def ended() -> bool:
         for each in command.alive():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if each.pid not in killed and "--shard 1" in " ".join(each.cmdline()):
+                if each.pid not in killed and "server-1" in each.cmdline():
                     killed.add(each.pid)
                     each.kill()
         return process.poll() is not None
