@@ -171,7 +171,7 @@ def test_a_push_may_be_a_pull(start: Callable[..., Run]) -> None:
 
 def test_parameters_on_their_way_do_not_change(start: Callable[..., Run]) -> None:
     run = start(1, 1, consistency="asp")
-    (worker,), model = run.workers, run.cluster.shards[0]._model
+    (worker,), model = run.workers, run.cluster.shards[0].model
     assert model is not None
     lent = {chunk: model.lend(chunk) for chunk in model.chunks}  # as by a message that is not sent yet
     before = {chunk: bytes(payload) for chunk, payload in lent.items()}

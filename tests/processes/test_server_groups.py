@@ -17,7 +17,8 @@ from torch import Tensor
 from atoll.net.endpoint import Server
 from atoll.server import peers as peers_module
 from atoll.server.journal import Folder, Journal
-from atoll.server.recovery import CONTRIBUTION, encode_image, find
+from atoll.server.model import CONTRIBUTION
+from atoll.server.recovery import encode_image, find
 from atoll.server.shard import Shard
 from atoll.wire import messages as m
 
@@ -418,13 +419,13 @@ def test_a_shard_that_is_started_again_has_the_shares_that_it_had(
     run.close()
     for index, folder in enumerate(folders):
         folder.close()
-        before, parts = run.cluster.shards[index].image()
+        before, parts = run.cluster.shards[index].revival.image()
         found = find(Folder(tmp_path / str(index), "test", index))
         assert found is not None
         server = Server("tcp://127.0.0.1:0", None, limit=2**24, name="shard")
         again = Shard(index, server, run="test", workers=1)
-        again.recover(found)
-        image, kept = again.image()
+        again.revival.recover(found)
+        image, kept = again.revival.image()
         assert encode_image(image) == encode_image(before)
         assert [(part, bytes(payload)) for part, payload in kept] == [
             (part, bytes(payload)) for part, payload in parts

@@ -245,14 +245,14 @@ def test_a_shard_that_is_started_again_knows_what_was_lost(
     worker.heard()
     run.close()
     folder.close()
-    before, _ = run.cluster.shards[0].image()
+    before, _ = run.cluster.shards[0].revival.image()
     found = find(Folder(tmp_path, "test", 0))
     assert found is not None
     server = Server("tcp://127.0.0.1:0", None, limit=2**24, name="shard")
     again = Shard(0, server, run="test", workers=1)
-    again.recover(found)
+    again.revival.recover(found)
     server.close()
-    assert encode_image(again.image()[0]) == encode_image(before)
+    assert encode_image(again.revival.image()[0]) == encode_image(before)
     model = again.model
     assert model is not None
     staged = before.model.held.staged.get((0, 1), {})

@@ -42,7 +42,7 @@ class Kept:
 
         def prepare(shard: Any) -> None:
             if found is not None:
-                shard.recover(found)
+                shard.revival.recover(found)
             journal.begin_segment(fresh=found is None)
 
         self.cluster = Cluster(1, 1, prepare=prepare, snapshots=snapshots, journal=journal)

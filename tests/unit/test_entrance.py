@@ -11,8 +11,8 @@ import pytest
 
 from atoll.server.entrance import Entrance
 from atoll.server.logkeeper import KeeperState, LogKeeper
-from atoll.server.site import SiteLog
-from atoll.wire.messages import Fence, GiveState, Setup, WantState
+from atoll.server.sitelog import SiteLog
+from atoll.wire.messages import Fence, GiveState, Setup, WantState, WorkerStand
 
 
 class Peers:
@@ -41,6 +41,11 @@ class Above(list[Any]):
 
     def give(self, give: GiveState, payload: memoryview | None) -> None:
         self.append((give, payload))
+
+    def meet(self, number: int, what: str, part: bytes, stand: WorkerStand | None) -> None:
+        self.append((number, what, part, stand))
+
+    differ = list.append
 
 
 def made() -> tuple[Peers, Entrance]:
@@ -184,10 +189,7 @@ def keeper() -> LogKeeper:
 
 
 def site_log() -> SiteLog:
-    def nothing(*_: object) -> None:
-        pass
-
-    return SiteLog(2, cast(Any, Peers()), nothing, Above(), nothing)
+    return SiteLog(2, cast(Any, Peers()), lambda _sequence, _entry: None, Above())
 
 
 @pytest.mark.parametrize(

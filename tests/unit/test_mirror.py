@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from atoll.net.endpoint import Received
 from atoll.server import mirror
 from atoll.server.durability import Durability
+from atoll.server.heard import Heard
 from atoll.server.mirror import Mirror
 from atoll.server.peers import Peers
 from atoll.wire.messages import (
@@ -79,8 +79,7 @@ def test_what_a_link_has_lost_is_told_to_the_standby_and_the_journal() -> None:
     push = Push(incarnation=1, iteration=0, chunk=0, chunks_in_all=1, present=b"\1")
     lost = msgspec.structs.replace(push, lost=LostBlocks(2, b"\1", "borne"))
     hello = Hello(version=VERSION, run="r", role="worker", worker=0, incarnation=1)
-    received = Received(b"peer", encode(push), memoryview(bytes(8)), lost.lost)
-    Durability(note, note, None).note_message(hello, lost, received.header, received.payload)
+    Durability(note, note, None).note_message(Heard(b"peer", hello, lost, memoryview(bytes(8))), encode(push))
     assert [decode_untrusted(header) for header in kept] == [lost, lost]
 
 

@@ -11,9 +11,8 @@ import pytest
 from atoll.core.errors import CheckpointError, UserError
 from atoll.server.journal import Folder, Journal
 from atoll.server.logkeeper import LogKeeper
-from atoll.server.model import ModelState
-from atoll.server.recovery import CONTRIBUTION, ShardImage
-from atoll.server.siterecovery import SiteImage, encode_site_image, find_site
+from atoll.server.model import CONTRIBUTION, ModelState, SiteState
+from atoll.server.recovery import ShardImage, encode_image, find_site
 from atoll.store.records import Part, Told
 from atoll.store.shard import ShardState
 from atoll.wire.messages import Meet, Setup, encode
@@ -31,7 +30,7 @@ SETUP = Setup(
 )
 
 
-def image(clock: int) -> SiteImage:
+def image(clock: int) -> ShardImage:
     state: Any = LogKeeper(1, None, lambda *_: None).state  # type: ignore[arg-type]
     model = ModelState(
         setup=SETUP,
@@ -41,11 +40,9 @@ def image(clock: int) -> SiteImage:
         replaced=[],
         payloads=[1],
         handles=1,
+        site=SiteState(between=SETUP, hyperparameters=[{"lr": 0.2}], clock=clock),
     )
-    shard = ShardImage(
-        generation=1, next_entry=3, setter=(0, 1), bases={}, readies={}, model=model, log=state
-    )
-    return SiteImage(shard=shard, between=SETUP, hyperparameters=[{"lr": 0.2}], clock=clock, met=2)
+    return ShardImage(generation=1, next_entry=3, setter=(0, 1), bases={}, readies={}, model=model, log=state)
 
 
 def told(number: int) -> Told:
@@ -80,7 +77,7 @@ def test_it_goes_on_from_the_latest_whole_state(tmp_path: Path) -> None:
     assert find_site(folder) is None
     journal.begin_segment(fresh=True)
     journal.append(told(0))
-    journal.begin_segment(encode_site_image(image(4)), [(Part(CONTRIBUTION, 1), b"gradient")])
+    journal.begin_segment(encode_image(image(4)), [(Part(CONTRIBUTION, 1), b"gradient")])
     journal.append(told(1))
     journal.append(told(2))
     end(folder, journal)
@@ -95,7 +92,7 @@ def test_it_goes_on_from_the_latest_whole_state(tmp_path: Path) -> None:
     journal.begin_segment()  # the next life of it
     journal.append(told(3))
     # It dies as it writes its next state, which lacks a part.
-    journal.begin_segment(encode_site_image(image(9)), [(Part(CONTRIBUTION, 1), b"x" * 1000)])
+    journal.begin_segment(encode_image(image(9)), [(Part(CONTRIBUTION, 1), b"x" * 1000)])
     end(folder, journal)
     last = sorted(tmp_path.glob("journal-*.bin"))[-1]
     last.write_bytes(last.read_bytes()[:-500])

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from atoll.server.heard import Heard
 from atoll.server.journal import Journal
 from atoll.server.mirror import Mirror
 from atoll.server.mirror import Source as Mirrored
@@ -19,7 +20,7 @@ from atoll.server.recovery import encode_image
 from atoll.server.snapshot import Heading, Snapshots
 from atoll.store.records import Told
 from atoll.wire import messages
-from atoll.wire.messages import AnyMessage, Hello
+from atoll.wire.messages import Hello
 
 _SMALL_JOURNAL = 2**28  # bytes of a segment that are no reason for a snapshot
 _LARGE_JOURNAL = 8  # times what the shard holds: a snapshot is due
@@ -51,21 +52,17 @@ class Source(Mirrored, Protocol):
 
 
 class Durability:
-    """One shard's `journal`, `mirror` (of its standby) and `snapshots`.
-
-    `broke(line)` is called when the journal breaks: nobody may go on from what is on disk until the next
-    snapshot is whole.
-    """
+    """One shard's `journal`, `mirror` (of its standby) and `snapshots`. Where the journal breaks, nobody may
+    go on from what is on disk until the next snapshot is whole."""
 
     def __init__(
         self,
         journal: Journal | None,
         mirror: Mirror | None,
         snapshots: Snapshots | None,
-        broke: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.journal, self.mirror, self.snapshots = journal, mirror, snapshots
-        self._broke = broke
+        self._trouble = ""  # why the journal broke, until it is taken
         self.replaying = False  # what the shard hears is noted already, and nobody is answered
         self.is_on_disk = True  # the journal, where there is one, suffices to go on from
         self.wants_snapshot = False
@@ -81,18 +78,24 @@ class Durability:
         """Whether there is a standby that holds all that was acknowledged."""
         return self.mirror is not None and self.mirror.gated
 
+    def take_trouble(self) -> str:
+        """Why the journal broke, once; empty where it has not."""
+        trouble, self._trouble = self._trouble, ""
+        return trouble
+
     # -- what is noted, and what waits for it -------------------------------------------------------------
 
-    def note_message(
-        self, hello: Hello, message: AnyMessage, header: bytes, payload: memoryview | None
-    ) -> None:
+    def note_message(self, heard: Heard, header: bytes) -> None:
         """Note a message that is about to be handled, if it changes the shard; it came as this header."""
+        message = heard.message
         if isinstance(message, messages.GiveState):
-            self.note(hello, header)  # its payload is only passed on
+            self.note(heard.hello, header)  # its payload is only passed on
         elif isinstance(message, messages.Push) and message.lost is not None:
-            self.note(hello, messages.encode(message), payload)  # with what the header does not say
+            self.note(
+                heard.hello, messages.encode(message), heard.payload
+            )  # with what the header does not say
         elif isinstance(message, _JOURNALLED):
-            self.note(hello, header, payload)
+            self.note(heard.hello, header, heard.payload)
 
     def note(self, hello: Hello, header: bytes, payload: memoryview | None = None) -> None:
         """Write into the journal what is about to be handled, and tell the standby."""
@@ -130,7 +133,7 @@ class Durability:
             self.journal.release()
             if self.journal.is_broken and self.is_on_disk:
                 self.is_on_disk, self.wants_snapshot = False, True
-                self._broke(self.journal.trouble)
+                self._trouble = self.journal.trouble
         if self.mirror is not None:
             self.mirror.release()
 

@@ -1,59 +1,53 @@
-"""What shard 0 is told for the log: who says it is checked here, and the log decides.
+"""What shard 0 is told for the log: what is said is checked here, and the log decides.
 
 Other shards refuse it all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
-
 from atoll.core.errors import UserError
+from atoll.server.heard import NOT_SET_UP, Handler, Heard
 from atoll.server.logkeeper import LogKeeper
-from atoll.server.model import Model
 from atoll.server.peers import Peers
+from atoll.server.training import Training
 from atoll.wire import messages
-from atoll.wire.messages import Hello
-
-# Takes (connection, who that is, message, payload); returns why the message is refused, or nothing.
-Handler: TypeAlias = Callable[[bytes, Hello, Any, memoryview | None], str]
 
 
 class LogDesk:
-    """`log` is None at all shards but 0, of which this is `index`; `model` gives what is trained."""
+    """`log` is what shard 0 keeps; `training` is what it trains."""
 
-    def __init__(
-        self, index: int, log: LogKeeper | None, peers: Peers, model: Callable[[], Model | None]
-    ) -> None:
-        self._index, self._log, self._peers, self._model = index, log, peers, model
+    def __init__(self, log: LogKeeper, peers: Peers, training: Training) -> None:
+        self._log, self._peers, self._training = log, peers, training
+        contribution = Handler(self._handle_contribution)
+        entering = Handler(self._handle_entering, "workers enter at shard 0")
+        shard = Handler(self._handle_shard, "shards speak for themselves, to shard 0", "shard")
+        looks = "the hub asks for workers' connections, at shard 0"
+        differ = "sites and groups tell shard 0 that their scripts differ"
         self.handlers: dict[type, Handler] = {
-            messages.Commit: self._handle_contribution,
-            messages.Step: self._handle_contribution,
-            messages.Meet: self._handle_meet,
-            messages.Ends: self._handle_ends,
-            messages.Mismatch: self._handle_mismatch,
-            messages.Arrive: self._handle_entering,
-            messages.WantState: self._handle_entering,
-            messages.GiveState: self._handle_entering,
-            messages.Fence: self._handle_fence,
-            messages.Look: self._handle_look,
-            messages.Follow: self._handle_shard,
-            messages.Staged: self._handle_shard,
+            messages.Commit: contribution,
+            messages.Step: contribution,
+            messages.Meet: Handler(self._handle_meet, "workers meet at shard 0"),
+            messages.Ends: Handler(self._handle_ends, "workers end at shard 0"),
+            messages.Mismatch: Handler(self._handle_mismatch, differ),
+            messages.Arrive: entering,
+            messages.WantState: entering,
+            messages.GiveState: entering,
+            messages.Fence: Handler(self._handle_fence, "the hub fences workers, at shard 0", "hub"),
+            messages.Look: Handler(self._handle_look, looks, "hub"),
+            messages.Follow: shard,
+            messages.Staged: shard,
         }
 
-    def _hear(self, log: LogKeeper, peer: bytes, hello: Hello) -> None:
+    def _hear(self, heard: Heard) -> None:
         """A worker has a word for the log, which answers on this connection."""
-        if self._peers.speaks(peer):
-            log.handle_speaker(hello.worker, hello.incarnation)
+        if self._peers.speaks(heard.peer):
+            self._log.handle_speaker(*heard.life)
 
-    def _handle_contribution(
-        self, peer: bytes, hello: Hello, message: messages.Commit | messages.Step, _: memoryview | None
-    ) -> str:
-        if self._log is None:
-            return f"shard {self._index} keeps no log; shard 0 does"
-        model = self._model()
-        if model is None or not model.complete or hello.role != "worker":
-            return "this shard is not set up yet"
+    def _handle_contribution(self, heard: Heard) -> str:
+        message: messages.Commit | messages.Step = heard.message
+        model = self._training.model
+        if model is None or not model.complete:
+            return NOT_SET_UP
         if reason := messages.unreadable(message.stand):
             return reason
         asynchronous = isinstance(message, messages.Commit) and model.setup.consistency != "bsp"
@@ -63,72 +57,63 @@ class LogDesk:
                 model.optimizer.check_hyperparameters(message.hyperparameters)
             except UserError as error:
                 return str(error)
-        self._hear(self._log, peer, hello)
-        return self._log.handle_worker(hello.worker, message)
+        self._hear(heard)
+        return self._log.handle_worker(heard.worker, message)
 
-    def _handle_meet(self, peer: bytes, hello: Hello, meet: messages.Meet, payload: memoryview | None) -> str:
-        if self._log is None or hello.role != "worker":
-            return "workers meet at shard 0"
-        if reason := messages.unreadable(meet.stand):
+    def _handle_meet(self, heard: Heard) -> str:
+        if reason := messages.unreadable(heard.message.stand):
             return reason
-        self._hear(self._log, peer, hello)
-        return self._log.handle_meet(hello.worker, meet, payload)
+        self._hear(heard)
+        return self._log.handle_meet(heard.worker, heard.message, heard.payload)
 
-    def _handle_ends(self, peer: bytes, hello: Hello, ends: messages.Ends, _: memoryview | None) -> str:
-        if self._log is None or hello.role != "worker":
-            return "workers end at shard 0"
-        if reason := messages.unreadable(ends.stand):
+    def _handle_ends(self, heard: Heard) -> str:
+        if reason := messages.unreadable(heard.message.stand):
             return reason
-        self._hear(self._log, peer, hello)
-        self._log.handle_end(hello.worker, ends)
+        self._hear(heard)
+        self._log.handle_end(heard.worker, heard.message)
         return ""
 
-    def _handle_mismatch(
-        self, _peer: bytes, hello: Hello, message: messages.Mismatch, _: memoryview | None
-    ) -> str:
-        if self._log is None or hello.role != "worker":
-            return "sites and groups tell shard 0 that their scripts differ"
-        if not (message.line.strip() and message.line.isprintable()):
+    def _handle_mismatch(self, heard: Heard) -> str:
+        line = heard.message.line
+        if not (line.strip() and line.isprintable()):
             return "a line that is empty or cannot be printed"
-        self._log.handle_mismatch(message.line)
+        self._log.handle_mismatch(line)
         return ""
 
-    def _handle_entering(
-        self,
-        peer: bytes,
-        hello: Hello,
-        message: messages.Arrive | messages.WantState | messages.GiveState,
-        payload: memoryview | None,
-    ) -> str:
+    def _handle_entering(self, heard: Heard) -> str:
         """A worker comes late, or a living one gives it its state."""
-        if self._log is None or hello.role != "worker":
-            return "workers enter at shard 0"
-        self._hear(self._log, peer, hello)
+        self._hear(heard)
+        message = heard.message
         if isinstance(message, messages.Arrive):
-            return self._log.handle_arrive(hello.worker, hello.incarnation, message.meeting)
+            return self._log.handle_arrive(*heard.life, message.meeting)
         if isinstance(message, messages.WantState):
-            self._log.handle_want(hello.worker, hello.incarnation, message)
+            self._log.handle_want(*heard.life, message)
         else:
-            self._log.handle_give(message, payload)
+            self._log.handle_give(message, heard.payload)
         return ""
 
-    def _handle_fence(self, _peer: bytes, hello: Hello, fence: messages.Fence, _: memoryview | None) -> str:
-        if self._log is None or hello.role != "hub":
-            return "the hub fences workers, at shard 0"
-        self._peers.heard_of(fence.incarnation)
-        self._log.handle_fence(fence)
+    def _handle_fence(self, heard: Heard) -> str:
+        self._peers.heard_of(heard.message.incarnation)
+        self._log.handle_fence(heard.message)
         return ""
 
-    def _handle_look(self, peer: bytes, hello: Hello, look: messages.Look, _: memoryview | None) -> str:
-        if self._log is None or hello.role != "hub":
-            return "the hub asks for workers' connections, at shard 0"
+    def _handle_look(self, heard: Heard) -> str:
+        look: messages.Look = heard.message
         lost = self._peers.has_lost(look.worker, look.incarnation)
-        self._peers.send(peer, messages.Looked(worker=look.worker, incarnation=look.incarnation, lost=lost))
+        looked = messages.Looked(worker=look.worker, incarnation=look.incarnation, lost=lost)
+        self._peers.send(heard.peer, looked)
         return ""
 
-    def _handle_shard(
-        self, _peer: bytes, hello: Hello, message: messages.Follow | messages.Staged, _: memoryview | None
-    ) -> str:
-        if self._log is None or hello.role != "shard" or message.shard != hello.shard or hello.shard == 0:
+    def _handle_shard(self, heard: Heard) -> str:
+        shard = heard.hello.shard
+        if heard.message.shard != shard or shard == 0:
             return "shards speak for themselves, to shard 0"
-        return self._log.handle_shard(hello.shard, message)
+        return self._log.handle_shard(shard, heard.message)
+
+
+def elsewhere(index: int) -> dict[type, Handler]:
+    """What shard `index`, which keeps no log, says to the log's messages."""
+    told = Handler(lambda _heard: f"shard {index} keeps no log; shard 0 does", role="")
+    kinds = (messages.Commit, messages.Step, messages.Meet, messages.Ends, messages.Mismatch, messages.Arrive)
+    more = (messages.WantState, messages.GiveState, messages.Fence, messages.Look, messages.Follow)
+    return dict.fromkeys((*kinds, *more, messages.Staged), told)

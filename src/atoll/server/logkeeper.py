@@ -17,6 +17,7 @@ from atoll.server.peers import Peers
 from atoll.store.entries import Entry, encode_entry
 from atoll.store.log import CommitLog
 from atoll.store.outcomes import Meeting, Outcome
+from atoll.store.records import Part
 from atoll.store.waits import deadlock
 from atoll.wire import messages
 from atoll.wire.messages import Count, Setup
@@ -25,6 +26,10 @@ Outgoing: TypeAlias = Callable[[int, Entry], None]  # (sequence, entry): for thi
 IN_FLIGHT = 2  # iterations of one worker that are pushed and not in the log
 _GENERATION = 2**32  # sequence numbers of one generation
 _LONGEST_LINE = 4000  # characters of a mismatch's
+MEETING, LAST_MEETING = (
+    "meeting",
+    "last meeting",
+)  # what a part of an image is of; the first's key is a handle
 _KEPT = 10_000  # lines that a follower who lost its connection may still ask for
 
 
@@ -59,13 +64,14 @@ class KeeperState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     last: LastMeeting | None = None
     wants: dict[Life, Want] = {}
     mismatch: str = ""
+    met: Count = 0  # at a site: how many meetings of sites are over
 
 
 class LogKeeper:
     """`apply(sequence, entry)` takes each new line for this shard; the run begins with `workers` workers.
 
-    For a journal there are its `state`, the `payloads` of meetings under way by handle, and the
-    `last_payload`, of the meeting that ended last. `above` is the global log, where this is a site's.
+    `payloads` are those of meetings under way by handle, and `last_payload` that of the meeting that ended
+    last. `above` is the global log, where this is a site's.
     """
 
     def __init__(self, workers: int, peers: Peers, apply: Outgoing, above: Above | None = None) -> None:
@@ -78,6 +84,13 @@ class LogKeeper:
         """Go on from what another one has left."""
         self.state, self.payloads, self.last_payload = state, payloads, last
         self._entrance = Entrance(self._peers, state.wants, self._above)
+
+    def parts(self) -> list[tuple[Part, memoryview | bytes]]:
+        """The payloads that the state goes with."""
+        parts: list[tuple[Part, memoryview | bytes]] = [
+            (Part(MEETING, handle), payload) for handle, payload in self.payloads.items()
+        ]
+        return parts + ([(Part(LAST_MEETING, 0), self.last_payload)] if self.last_payload is not None else [])
 
     @property
     def _meetings(self) -> CommitLog:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 
 from atoll.core.points import reach
 from atoll.net.endpoint import Client
@@ -15,7 +14,7 @@ from atoll.net.keys import Keys
 from atoll.server.durability import Durability
 from atoll.server.links import HubLink, LogLink
 from atoll.server.logkeeper import sequence_of
-from atoll.server.model import Model
+from atoll.server.training import Training
 from atoll.store.entries import Entry, Fenced, Step, decode_entry_untrusted
 from atoll.store.outcomes import StoreError
 from atoll.wire import messages
@@ -28,7 +27,7 @@ _LOG = Hello(version=messages.VERSION, run="", role="shard", shard=0)  # from wh
 
 
 class LogLines:
-    """The lines for shard `index` of `run`. `hub` says where shard 0 is; `model` gives what is trained."""
+    """The lines for shard `index` of `run`. `hub` says where shard 0 is; `training` is what is trained."""
 
     def __init__(
         self,
@@ -37,10 +36,10 @@ class LogLines:
         keys: Keys | None,
         hub: HubLink | None,
         kept: Durability,
-        model: Callable[[], Model | None],
+        training: Training,
     ) -> None:
         self._index, self._run, self._keys, self._hub = index, run, keys, hub
-        self._kept, self._model = kept, model
+        self._kept, self._training = kept, training
         self.generation = 0  # how many Setups were put into effect
         self.next_entry = 0  # of this generation
         self._entries: deque[tuple[int, Entry]] = deque()  # sequence; not applied yet
@@ -87,7 +86,7 @@ class LogLines:
     @property
     def is_held(self) -> bool:
         """Whether the next line needs edited gradients that are still on their way here."""
-        model = self._model()
+        model = self._training.model
         if not self._entries or model is None:
             return False
         entry = self._entries[0][1]
@@ -141,7 +140,7 @@ class LogLines:
         if self._link is None:
             return
         self._link.follow(self._next_line)
-        model = self._model()
+        model = self._training.model
         if model is not None:
             for staged in model.state.whole():
                 self.tell_staged(*staged)

@@ -24,10 +24,9 @@ from atoll.server.journal import Folder, Journal, JournalError
 from atoll.server.links import HubLink
 from atoll.server.mirror import Mirror
 from atoll.server.options import ServerOptions
-from atoll.server.recovery import find, first_segment
+from atoll.server.recovery import find, find_site, first_segment
 from atoll.server.shard import Shard
 from atoll.server.site import SiteShard
-from atoll.server.siterecovery import find_site
 from atoll.server.snapshot import Heading, Snapshots
 from atoll.server.standby import MARK, Standby
 from atoll.tensors.shardoptimizer import warm_up
@@ -151,7 +150,7 @@ def serve(
             shard = make()
             stack.callback(shard.close)
             if found is not None:
-                goes_on(shard.recover(found))
+                goes_on(shard.revival.recover(found))
             if journal is not None:
                 journal.begin_segment(fresh=found is None)
             ready(own)
@@ -181,7 +180,7 @@ def _drop_older(shard: Shard, journal: Journal, heading: Heading) -> None:
     """A snapshot is whole: with the journal since, it is all that the shard holds."""
     if journal.is_broken or heading.journal not in journal.folder.segments():
         return  # it broke meanwhile
-    shard.journal_is_whole()
+    shard.door.journal_is_whole()
     (journal.folder.path / MARK).unlink(missing_ok=True)
     journal.drop_before(heading.journal)
 
@@ -231,7 +230,7 @@ def serve_site(
         )
         stack.callback(shard.close)
         if found is not None:
-            goes_on(shard.recover_site(found))
+            goes_on(shard.revival.recover(found))
         if journal is not None:
             journal.begin_segment(fresh=found is None)
         ready(own)

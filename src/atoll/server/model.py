@@ -27,6 +27,7 @@ from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
 from atoll.store.losses import absent
 from atoll.store.pulls import AnyPull, Pulls
+from atoll.store.records import Part
 from atoll.store.shard import ShardState
 from atoll.store.streams import SCALED
 from atoll.tensors.compensation import Origins, compensated
@@ -36,6 +37,7 @@ from atoll.tensors.shardoptimizer import ShardOptimizer
 from atoll.wire.lost import flaw
 from atoll.wire.messages import (
     Count,
+    Hyperparameters,
     LostBlocks,
     Pull,
     PullMean,
@@ -48,6 +50,8 @@ from atoll.wire.messages import (
 
 Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
 _MOST_SHARDS = 4096
+# What a part of an image is of; its key is a handle, or a chunk.
+CONTRIBUTION, MEAN, HELD = "contribution", "mean", "held back"
 # Before the name of a tensor that an open step is made again from, or that a contributor went on from:
 OPEN, THEN = "open.", "then."
 
@@ -77,6 +81,16 @@ class MeanState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     alike: float = 1.0
 
 
+class SiteState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a site's model remembers beside: the Setup as the site's workers gave it, how many iterations of
+    the site count, and by chunk the weight of what is held back of it, which is a part."""
+
+    between: Setup
+    hyperparameters: Hyperparameters
+    clock: Count
+    held: dict[int, float] = {}
+
+
 class ModelState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that a Model remembers, but for what a snapshot has, and payloads: `payloads` are their handles."""
 
@@ -87,6 +101,12 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     replaced: list[tuple[Count, Count, Count]]
     payloads: list[Count]
     handles: Count
+    site: SiteState | None = None
+
+    @property
+    def given(self) -> Setup:
+        """The Setup as workers gave it."""
+        return self.setup if self.site is None else self.site.between
 
 
 class Holder(Protocol):
@@ -195,9 +215,8 @@ class Model:
 
     # -- a journal's --------------------------------------------------------------------------------------
 
-    def remembered(self) -> tuple[ModelState, dict[int, memoryview], dict[int, memoryview]]:
-        """What it remembers beside the chunks and their optimizer, for a journal; payloads in flight, by
-        handle; the mean's values, by chunk."""
+    def remembered(self) -> tuple[ModelState, list[tuple[Part, memoryview]]]:
+        """What it remembers beside the chunks and their optimizer, for a journal, and the payloads."""
         mean = self.mean
         state = ModelState(
             setup=self.setup,
@@ -217,22 +236,22 @@ class Model:
             payloads=list(self._payloads),
             handles=self._handles,
         )
-        values = {} if mean is None else {chunk: payload_of(flat) for chunk, (flat, _) in mean.chunks.items()}
-        return state, dict(self._payloads), values
+        parts = [(Part(CONTRIBUTION, handle), payload) for handle, payload in self._payloads.items()]
+        values = {} if mean is None else mean.chunks
+        return state, parts + [(Part(MEAN, chunk), payload_of(flat)) for chunk, (flat, _) in values.items()]
 
-    def remember(
-        self, state: ModelState, payloads: Mapping[int, memoryview], mean: Mapping[int, memoryview]
-    ) -> None:
-        """Be what `remembered` gave, once the chunks and their optimizer are as they were then."""
+    def remember(self, state: ModelState, parts: Mapping[str, Mapping[int, memoryview]]) -> None:
+        """Be what `remembered` gave, once the chunks and their optimizer are as they were then. `parts` are
+        payloads by kind and key."""
         self.state = state.held
         self.pulls = Pulls(self.state)
         self.iterations, self._handles = state.iterations, state.handles
         self._replaced = set(state.replaced)
-        self._payloads = {handle: payloads[handle] for handle in state.payloads}
+        self._payloads = {handle: parts[CONTRIBUTION][handle] for handle in state.payloads}
         self.complete = True
         if state.mean is not None:
             chunks = {
-                chunk: (tensor_of(mean[chunk], self.optimizer.dtype(chunk)), present)
+                chunk: (tensor_of(parts[MEAN][chunk], self.optimizer.dtype(chunk)), present)
                 for chunk, present in state.mean.present.items()
             }
             mean_of = state.mean

@@ -22,7 +22,13 @@ class Peers:
     """One connection for each worker, shard and hub: the latest that said Hello. A group of several is one
     worker, and has one for each of its members."""
 
-    def __init__(self, server: Server, run: str) -> None:
+    def __init__(
+        self,
+        server: Server,
+        run: str,
+        when_kept: Callable[[Callable[[], None]], None] = lambda send: send(),
+    ) -> None:
+        """`when_kept` lets nothing leave before what it may tell of is in the journal, where there is one."""
         self._server, self._run = server, run
         self._hellos: dict[bytes, Hello] = {}
         self._connections: dict[Name, bytes] = {}
@@ -31,8 +37,7 @@ class Peers:
         self._speakers: dict[int, int] = {}  # worker -> the member that spoke to the log last
         self._lost: dict[int, int] = {}  # worker -> its incarnation, all of whose connections have gone
         self._waiting: dict[bytes, deque[tuple[bytes, Any]]] = {}  # what a full queue did not take
-        # Lets nothing leave before what it may tell of is in the journal, where there is one.
-        self.when_kept: Callable[[Callable[[], None]], None] = lambda send: send()
+        self.when_kept = when_kept
 
     def greet(self, peer: bytes, hello: Hello) -> str:
         """Remember who this is; returns why not, in one line."""

@@ -1,4 +1,8 @@
-"""How a shard that is started again goes on: from its latest snapshot, and the records that came after it."""
+"""How a shard that is started again goes on: from its latest snapshot, and the records that came after it.
+
+A site's shard has no snapshots: the parameters are the global shards', and are fetched from there. It goes on
+from the latest state in its journal, and what came after it.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,13 @@ import msgspec
 from atoll.core.errors import CheckpointError
 from atoll.core.texts import one_line
 from atoll.server.journal import Folder, Payload, read_segments
-from atoll.server.logkeeper import KeeperState
-from atoll.server.model import ModelState
+from atoll.server.logkeeper import LAST_MEETING, MEETING, KeeperState
+from atoll.server.model import CONTRIBUTION, HELD, MEAN, ModelState
 from atoll.server.snapshot import Heading, whole_snapshots
 from atoll.store.records import Begun, Part, Record, Told
 
 Parts: TypeAlias = list[tuple[Part, Payload]]
 KeptParts: TypeAlias = dict[str, dict[int, memoryview]]  # payloads by kind and key
-
-# What a Part's payload is of; its key is a handle, or a chunk of the mean.
-CONTRIBUTION, MEAN, MEETING, LAST_MEETING = "contribution", "mean", "meeting", "last meeting"
 
 
 class ShardImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,13 +55,13 @@ def decode_image(raw: bytes | memoryview) -> ShardImage:
 
 def no_parts() -> KeptParts:
     """Room for the payloads of a state."""
-    return {kind: {} for kind in (CONTRIBUTION, MEAN, MEETING, LAST_MEETING)}
+    return {kind: {} for kind in (CONTRIBUTION, MEAN, MEETING, LAST_MEETING, HELD)}
 
 
 @dataclass(frozen=True)
 class Found:
-    """What lies in a shard's folder: the latest snapshot with the image that goes with it, or neither, and
-    the records since then. `next_segment` is where the journal goes on."""
+    """What lies in a shard's folder: the latest snapshot with the image that goes with it, or neither (a
+    site's: the image alone), and the records since then. `next_segment` is where the journal goes on."""
 
     snapshot: Path | None
     image: ShardImage | None
@@ -102,7 +103,6 @@ def _begin(
     records: Iterator[tuple[Record, Payload]],
 ) -> tuple[ShardImage | None, KeptParts]:
     """The image at the beginning, and its payloads by kind and key."""
-    parts = no_parts()
     begun = first[0] if first is not None else None
     if not isinstance(begun, Begun) or not (begun.fresh or heading is not None):
         raise CheckpointError(
@@ -110,20 +110,57 @@ def _begin(
             "cannot go on from it"
         )
     if heading is None:
-        return None, parts
+        return None, no_parts()
     if not begun.state:
         raise CheckpointError(
             f"{folder.segment(heading.journal)}: lacks the state that its snapshot goes with"
         )
+    parts = _parts_of(begun, records)
+    if parts is None:
+        raise CheckpointError(f"{folder.segment(heading.journal)}: lacks a part of its state")
+    return _image(folder, begun, heading.journal), parts
+
+
+def find_site(folder: Folder) -> Found | None:
+    """What a site's shard left in this folder; None where there is nothing.
+
+    Raises CheckpointError where what is left does not suffice.
+    """
+    segments = folder.segments()
+    for start in sorted(segments, reverse=True):
+        records = read_segments(folder, start)
+        first = next(records, None)
+        begun = first[0] if first is not None else None
+        if not isinstance(begun, Begun):
+            continue  # it was killed as it began this one
+        parts = no_parts() if begun.fresh else _parts_of(begun, records) if begun.state else None
+        if parts is not None:
+            image = None if begun.fresh else _image(folder, begun, start)
+            return Found(None, image, parts, _told(records), max(segments) + 1)
+    if len(segments) < 2:
+        return None  # a shard that died as it began
+    raise CheckpointError(
+        f"{folder.path}: holds a part of a site's journal, and no state that it goes on from; the site's "
+        "shard cannot go on from it"
+    )
+
+
+def _parts_of(begun: Begun, records: Iterator[tuple[Record, Payload]]) -> KeptParts | None:
+    """The payloads of a state; None where it was killed before all were written."""
+    parts = no_parts()
     for _ in range(begun.parts):
         part, payload = next(records, (None, None))
         if not isinstance(part, Part) or payload is None or part.kind not in parts:
-            raise CheckpointError(f"{folder.segment(heading.journal)}: lacks a part of its state")
+            return None
         parts[part.kind][part.key] = payload
+    return parts
+
+
+def _image(folder: Folder, begun: Begun, segment: int) -> ShardImage:
     try:
-        return decode_image(begun.state), parts
+        return decode_image(begun.state)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder.segment(heading.journal)}: {error}") from None
+        raise CheckpointError(f"{folder.segment(segment)}: {error}") from None
 
 
 def _told(records: Iterator[tuple[Record, Payload]]) -> Iterator[tuple[Told, memoryview | None]]:

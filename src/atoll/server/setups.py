@@ -1,33 +1,39 @@
-"""Which set-up each worker is at, and who waits for one to be complete."""
+"""How a shard is set up: which set-up each worker is at, who brings the values, and who waits for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
-from atoll.server.loglines import LogLines
+from atoll.core.points import reach
+from atoll.server.common import Common
+from atoll.server.door import Door
+from atoll.server.heard import Handler, Heard, Life
 from atoll.server.model import Model
-from atoll.server.peers import Peers
-from atoll.wire.messages import Ready
-
-Life: TypeAlias = tuple[int, int]  # a worker, and its incarnation
+from atoll.wire import messages
+from atoll.wire.messages import Ready, Setup
 
 
 class SetUps:
-    """All workers make the same sequence of set-ups; each begins a generation of the log's `lines`.
+    """All workers make the same sequence of set-ups; each begins a generation of the log's `lines`, and
+    `make(setup, generation)` makes its model."""
 
-    `refuse(connection, reason, request)` tells a worker that it is not to have what it asked for."""
-
-    def __init__(self, lines: LogLines, peers: Peers, refuse: Callable[[bytes, str, str], None]) -> None:
-        self._lines, self._peers, self._refuse = lines, peers, refuse
+    def __init__(self, common: Common, door: Door, make: Callable[[Setup, int], Model]) -> None:
+        self._lines, self._peers, self._kept = common.lines, common.peers, common.kept
+        self._log, self._training, self._tell = common.log, common.training, common.tell
+        self._door, self.make = door, make
         self.setter: Life = (-1, 0)  # who brought the Setup
-        self.setter_member = 0  # which of its members did, the latest that has
+        self._setter_member = 0  # which of its members did, the latest that has
         self.bases: dict[Life, int] = {}  # the generation that a worker's set-up 0 would be
         self.readies: dict[Life, int] = {}  # the generation that a worker's latest Ready is for
         # By worker, incarnation and member, with the generation that it is for.
         self._waiting: dict[tuple[int, int, int], tuple[int, Ready]] = {}
+        self.handlers: dict[type, Handler] = {
+            Setup: Handler(self._handle_setup, "a worker brings the Setup"),
+            messages.SetChunk: Handler(self._handle_set_chunk),
+            Ready: Handler(self._handle_ready, "workers ask whether a shard is ready"),
+        }
 
-    def next_of(self, who: Life, number: int = 0) -> int:
+    def _next_of(self, who: Life, number: int = 0) -> int:
         """The generation that a worker's Setup and Ready of this number are for (0: its next): who comes late
         begins with the one under way."""
         latest = max(self._lines.generation, 1)
@@ -35,12 +41,79 @@ class SetUps:
             return self.bases.setdefault(who, latest - number) + number
         return self.readies.get(who, latest - 1) + 1
 
-    def wait(self, who: Life, member: int, ready: Ready) -> None:
-        """A worker, by one of its members, asks to be told when its set-up is complete."""
-        generation = self.readies[who] = self.next_of(who, ready.number)
-        self._waiting[who[0], who[1], member] = generation, ready
+    def _handle_setup(self, heard: Heard) -> str:
+        setup, who, model = heard.message, heard.life, self._training.model
+        wanted = self._next_of(who, setup.number)
+        if model is not None and model.complete and who != self.setter:
+            if setup.codec != model.setup.codec:
+                return _unlike_codecs(heard.worker, setup.codec, self.setter[0], model.setup.codec)
+            if setup.digest != model.setup.digest:
+                return self._trains_another()
+            if wanted <= self._lines.generation:
+                return ""  # a first worker that has come anew: what is here is the truth, it pulls it
+        if setup.number and wanted <= self._lines.generation and who == self.setter:
+            self._setter_member = heard.hello.member
+            return ""  # it comes again
+        made = self._made(setup)
+        if isinstance(made, str):
+            return made
+        self._begin(made, who)
+        self._setter_member = heard.hello.member
+        return ""
 
-    def answer(self, model: Model | None) -> None:
+    def _made(self, setup: Setup) -> Model | str:
+        """The model, or why none can be made."""
+        try:
+            return self.make(setup, self._lines.generation + 1)
+        except Exception as error:  # a layout that no memory holds, say: the sender's mistake
+            return (str(error) or type(error).__name__).splitlines()[0]
+
+    def _trains_another(self) -> str:
+        return f"this shard trains another model or optimizer, brought by worker {self.setter[0]}"
+
+    def _begin(self, model: Model, setter: Life) -> None:
+        """Train this from now on; `setter` brings it."""
+        setup = model.setup
+        self._kept.abandon_snapshot()
+        self._training.model, self.setter = model, setter
+        self._lines.begin()
+        self._kept.set_up()
+        if self._log is not None:
+            self._log.set_up(setup, model.holders)
+        else:
+            self._lines.follow()
+        if not self._kept.replaying:
+            held = f"{len(model.chunks)} chunks, {model.held_bytes} bytes"
+            self._tell.decide(
+                "shard",
+                f"{held}, {setup.optimizer}, {setup.consistency}",
+                f"worker {setter[0]} describes the model",
+            )
+
+    def _handle_set_chunk(self, heard: Heard) -> str:
+        model = self._training.model
+        if model is None:
+            return "Setup comes before SetChunk"
+        if heard.life != self.setter:
+            return "" if model.complete else f"worker {self.setter[0]} brings this shard's values"
+        if heard.message.number and model.complete:
+            return ""  # it comes again
+        if not self._kept.replaying:
+            reach("shard.setup")
+        return model.set_chunk(heard.message, heard.payload)
+
+    def _handle_ready(self, heard: Heard) -> str:
+        """A worker asks to be told when all is there that its set-up brings."""
+        model, member = self._training.model, heard.hello.member
+        brings = heard.life == self.setter and member == self._setter_member
+        if model is not None and brings and not model.complete and (reason := model.finish()):
+            return reason
+        generation = self.readies[heard.life] = self._next_of(heard.life, heard.message.number)
+        self._waiting[heard.worker, heard.hello.incarnation, member] = generation, heard.message
+        self._answer(model)
+        return ""
+
+    def _answer(self, model: Model | None) -> None:
         """Answer all who wait for what `model` is of, or for a set-up before it, once it is complete."""
         if model is None or not model.complete:
             return
@@ -52,18 +125,18 @@ class SetUps:
             if ready.digest == model.setup.digest:
                 self._peers.send(peer, ready)
             elif peer is not None:
-                self._refuse(peer, self._differs(who[0], ready, model), "Ready")
+                self._door.refuse(peer, self._differs(who[0], ready, model), "Ready")
 
     def _differs(self, worker: int, ready: Ready, model: Model) -> str:
         if ready.codec != model.setup.codec:
-            return unlike_codecs(worker, ready.codec, self.setter[0], model.setup.codec)
+            return _unlike_codecs(worker, ready.codec, self.setter[0], model.setup.codec)
         return (
             f"worker {worker} has another model, layout or optimizer than worker {self.setter[0]} has "
             "described; start the same script with the same settings everywhere"
         )
 
 
-def unlike_codecs(worker: int, own: str, other: int, others: str) -> str:
+def _unlike_codecs(worker: int, own: str, other: int, others: str) -> str:
     """The line for two workers that write gradients by unlike codecs."""
     return (
         f"worker {worker} has sync.codec {own!r}, and worker {other} has {others!r}: a run's gradients are "

@@ -13,7 +13,6 @@ was lost of all before, and so what is held back is what it was.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -26,22 +25,21 @@ from atoll.chunks import ChunkMap
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
-from atoll.exchange.feedback import Feedback, Written
-from atoll.exchange.link import LOG, Link
-from atoll.server.model import Done, Holder, MeanOf, Model
+from atoll.exchange.feedback import Feedback
+from atoll.exchange.link import Link
+from atoll.server.model import HELD, Done, Holder, MeanOf, Model, ModelState, SiteState
+from atoll.server.payloads import payload_of
 from atoll.server.siteplace import Place
+from atoll.server.uplink import CONTRIBUTION, SET_UP, STATE, STEP, Edits, Uplink
 from atoll.store.actions import CombineChunks, StepChunks
 from atoll.store.balance import balance
+from atoll.store.records import Part
 from atoll.tensors.payload import tensor_of
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Setup, Used, WorkerStand
 
-# What messages are sent again until, to a global shard that was lost.
-SET_UP, CONTRIBUTION, STEP, STATE = "set-up", "contribution", "step", "state"
-
 Passing: TypeAlias = Callable[[Link], None]  # what is to be done with the global shards
 Gradients: TypeAlias = tuple[Tensor, bytes]  # a chunk's, and which of its parameters have one
-Edits: TypeAlias = dict[int, tuple[memoryview, bytes]]  # by chunk
 
 
 class PassingValues:
@@ -124,8 +122,7 @@ class SiteModel(Model):
         inside = msgspec.structs.replace(setup, consistency="bsp", slack=0, workers=workers, shards=1)
         super().__init__(inside, 0, codec=codec)
         self.between, self._place, self._shards, self._number = setup, place, shards, number
-        self._above, self._used, self._alive, self._settle = upstream, used, alive, settle
-        self._note, self._stand = note, stand
+        self._above, self._used, self._alive, self._settle, self._note = upstream, used, alive, settle, note
         self._due: list[Passing] = []  # of a journal: what may not have been done
         sizes = {chunk.id: chunk.nbytes for chunk in self.optimizer.layout.trainable}
         places = balance(list(sizes.values()), shards)
@@ -133,6 +130,7 @@ class SiteModel(Model):
         self.feedback = Feedback(
             self.optimizer.layout.trainable, self._shard_of, link or LinkOptions(), self.coding
         )
+        self._up = Uplink(place.incarnation, self._shard_of, self.feedback, stand, upstream)
         self.clock = setup.steps  # iterations of the site that count globally
         self._lacking: set[int] = set()  # chunks that are waited for
         self._consumed = setup.consumed  # by all sites, as the global shards have told
@@ -143,6 +141,31 @@ class SiteModel(Model):
 
     def _hold(self, layout: ChunkMap) -> Holder:
         return PassingValues(layout, self.setup.chunks, self.setup.hyperparameters)
+
+    def remembered(self) -> tuple[ModelState, list[tuple[Part, memoryview]]]:
+        state, parts = super().remembered()
+        held = self.feedback.state()
+        # What is held now is changed while the journal still writes it.
+        parts += [(Part(HELD, chunk), payload_of(values.clone())) for chunk, (values, _) in held.items()]
+        site = SiteState(
+            between=self.between,
+            hyperparameters=self.optimizer.hyperparameters,
+            clock=self.clock,
+            held={chunk: weight for chunk, (_, weight) in held.items()},
+        )
+        return msgspec.structs.replace(state, site=site), parts
+
+    def remember(self, state: ModelState, parts: Mapping[str, Mapping[int, memoryview]]) -> None:
+        super().remember(state, parts)
+        assert state.site is not None
+        self.optimizer.set_hyperparameters(state.site.hyperparameters)
+        self.clock = state.site.clock
+        self.feedback.restore(
+            {
+                chunk: (tensor_of(parts[HELD][chunk], self.optimizer.dtype(chunk)), weight)
+                for chunk, weight in state.site.held.items()
+            }
+        )
 
     # -- with the global shards, and without --------------------------------------------------------------
 
@@ -160,7 +183,7 @@ class SiteModel(Model):
 
     def go_on(self, upstream: Link) -> None:
         """The journal is at its end: do once more what may not have been done, and fetch the values."""
-        self._above = upstream
+        self._above = self._up.link = upstream
         due, self._due = self._due, []
         for passing in due:
             passing(upstream)
@@ -176,18 +199,8 @@ class SiteModel(Model):
 
     def describe(self) -> None:
         """One of this site's workers brings the values: tell the global shards what they are of."""
-        self._pass(self._describe, begins=False)
-
-    def _describe(self, upstream: Link) -> None:
-        for shard in range(self._shards):
-            setup = msgspec.structs.replace(
-                self.between,
-                chunks=[chunk for chunk, place in self._shard_of.items() if place == shard],
-                workers=len(self._place.names),
-                shards=self._shards,
-                number=self._number,
-            )
-            upstream.send(shard, setup, until=SET_UP)
+        setup = msgspec.structs.replace(self.between, workers=len(self._place.names), number=self._number)
+        self._pass(lambda _: self._up.describe(setup, self._shards), begins=False)
 
     def set_chunk(self, message: messages.SetChunk, payload: memoryview | None) -> str:
         """Pass on a chunk's values or a state of its optimizer."""
@@ -237,7 +250,7 @@ class SiteModel(Model):
         # The gradients are let go before this is done, if it is.
         means = {chunk: self._mean_of(action, chunk) for chunk in self.chunks}
         for chunk, (values, present) in means.items():
-            self._outgoing(chunk, values, present, action.weight, self.clock)
+            self._up.outgoing(chunk, values, present, action.weight, self.clock)
         self._pass(lambda _: self._pass_mean(action, means.__getitem__, used, _nothing))
 
     def _pass_mean(
@@ -245,9 +258,9 @@ class SiteModel(Model):
     ) -> None:
         """bsp: the site's mean goes up, and the mean over all sites comes down."""
         for chunk in self.chunks:
-            self._push(chunk, *mean(chunk), action.weight, self.clock, CONTRIBUTION)
+            self._up.push(chunk, *mean(chunk), action.weight, self.clock, CONTRIBUTION)
         counted = action.weight, action.samples, action.basis, action.alike
-        self._commit(counted, [], used, self.clock, CONTRIBUTION)
+        self._up.commit(counted, [], used, self.clock, CONTRIBUTION)
         self._await_mean(action.iteration, done)
 
     def _await_mean(self, iteration: int, done: Done) -> None:
@@ -268,8 +281,8 @@ class SiteModel(Model):
 
         upstream = self._upstream
         upstream.on(messages.Mean, take)
-        for shard in self._holders():
-            pull = messages.PullMean(incarnation=self._incarnation, iteration=self.clock)
+        for shard in self._up.holders:
+            pull = messages.PullMean(incarnation=self._place.incarnation, iteration=self.clock)
             upstream.send(shard, pull, until=CONTRIBUTION)
         reach("site.passed", self.clock)
         upstream.wait(lambda: not self._lacking, self._missing, f"the mean of iteration {self.clock}")
@@ -301,7 +314,7 @@ class SiteModel(Model):
         if self.between.consistency == "bsp":
             # Where nobody has said this step, the other sites do; as a rule they accept it.
             self._settle_losses(action.accepted or action.nobody)
-            word = partial(self._say_step, action, edits, clock)
+            word = partial(self._up.say_step, action, edits, clock)
         else:
             assert mean is not None
             # What nobody has stepped with is in no step: its samples are dealt again once the site ends.
@@ -311,7 +324,7 @@ class SiteModel(Model):
             word = partial(self._contribute, action, mean, edits, settings, used, clock)
             if self._above is None and self.feedback.loses:
                 for chunk, values, present in self._made_of(action, mean, edits):
-                    self._outgoing(chunk, values, present, _weight(action, mean), clock)
+                    self._up.outgoing(chunk, values, present, _weight(action, mean), clock)
 
         def passing(_upstream: Link) -> None:
             word()
@@ -321,28 +334,6 @@ class SiteModel(Model):
 
         self._pass(passing)
         self.clock = clock + 1
-
-    def _say_step(self, action: StepChunks, edits: Edits, clock: int) -> None:
-        """bsp: have the global shards step with the mean that all sites have."""
-        digest = hashlib.blake2b(digest_size=16)
-        for chunk, (payload, present) in sorted(edits.items()):
-            digest.update(present)
-            digest.update(payload)
-            replace = messages.Replace(
-                incarnation=self._incarnation, iteration=clock, chunk=chunk, present=present
-            )
-            self._upstream.send(self._shard_of[chunk], replace, payload, until=STEP)
-        step = messages.Step(
-            incarnation=self._incarnation,
-            iteration=clock,
-            scale=action.scale,
-            hyperparameters=action.hyperparameters,
-            edited=sorted(edits),
-            edits=digest.hexdigest() if edits else "",
-            accepted=action.accepted,
-            follows=action.nobody,
-        )
-        self._upstream.send(LOG, step, until=STEP)
 
     def _contribute(
         self,
@@ -356,8 +347,8 @@ class SiteModel(Model):
         """ssp, asp: what the site's workers have made of their mean is the site's contribution."""
         weight = _weight(action, mean)
         for chunk, values, present in self._made_of(action, mean, edits):
-            self._push(chunk, values, present, weight, clock, STEP)
-        self._commit((weight, mean.samples, mean.basis, mean.alike), settings, used, clock, STEP)
+            self._up.push(chunk, values, present, weight, clock, STEP)
+        self._up.commit((weight, mean.samples, mean.basis, mean.alike), settings, used, clock, STEP)
 
     def _made_of(self, action: StepChunks, mean: MeanOf, edits: Edits) -> Iterator[tuple[int, Tensor, bytes]]:
         """What the site's workers have made of their mean: chunk, gradients, presence."""
@@ -370,51 +361,10 @@ class SiteModel(Model):
             else:
                 yield chunk, values if action.scale == 1 else values * action.scale, present
 
-    def _outgoing(self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int) -> Written:
-        """What is sent of a chunk's gradients, (extent,), with what was held back; and how."""
-        return self.feedback.write(clock, chunk, values, present, weight)
-
     def _settle_losses(self, counted: bool = True) -> None:
         """The contribution that is under way, if one is, is over."""
         for clock in self.feedback.under_way:
             self.feedback.settle(clock, counted=counted)
-
-    def _push(
-        self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int, until: str
-    ) -> None:
-        shard, upstream = self._shard_of[chunk], self._upstream
-        written = self._outgoing(chunk, values, present, weight, clock)
-        push = messages.Push(
-            incarnation=self._incarnation,
-            iteration=clock,
-            chunk=chunk,
-            chunks_in_all=sum(place == shard for place in self._shard_of.values()),
-            present=present,
-            late=self.feedback.holds_back,
-        )
-        upstream.send(shard, push, written.payload, until, written.lossy)
-
-    def _commit(
-        self,
-        counted: tuple[float, float, str, float],
-        hyperparameters: list[dict[str, Any]],
-        used: list[Used],
-        clock: int,
-        until: str,
-    ) -> None:
-        weight, samples, basis, alike = counted
-        commit = messages.Commit(
-            incarnation=self._incarnation,
-            iteration=clock,
-            weight=weight,
-            samples=samples,
-            basis=basis,
-            alike=alike,
-            hyperparameters=hyperparameters,
-            used=used,
-            stand=self._stand(),
-        )
-        self._upstream.send(LOG, commit, until=until)
 
     def _fetch(self, clock: int, done: Done) -> None:
         """Have the parameters with which a site that has committed `clock` iterations goes on."""
@@ -436,8 +386,8 @@ class SiteModel(Model):
 
         upstream = self._upstream
         upstream.on(messages.Parameters, take)
-        for shard in self._holders():
-            pull = messages.Pull(incarnation=self._incarnation, clock=clock)
+        for shard in self._up.holders:
+            pull = messages.Pull(incarnation=self._place.incarnation, clock=clock)
             upstream.send(shard, pull, until=STEP)
         reach("site.passed", clock - 1)
         what = f"the parameters after iteration {clock - 1}" if clock else "the parameters to begin with"
@@ -456,18 +406,11 @@ class SiteModel(Model):
 
         upstream.on(messages.State, lambda _shard, message, payload: send(message, payload))
         upstream.on(messages.StateEnd, end)
-        asked = messages.PullState(incarnation=self._incarnation)
+        asked = messages.PullState(incarnation=self._place.incarnation)
         upstream.ask(range(self._shards), asked, STATE, ended, "the optimizer's state")
         send(messages.StateEnd(steps=max(ended.values())), None)
 
     # -- small things -------------------------------------------------------------------------------------
-
-    @property
-    def _incarnation(self) -> int:
-        return self._place.incarnation
-
-    def _holders(self) -> list[int]:
-        return sorted(set(self._shard_of.values()))
 
     def _missing(self) -> list[int]:
         return sorted({self._shard_of[chunk] for chunk in self._lacking})

@@ -96,7 +96,7 @@ class Standby:
     def _anew(self) -> Shard:
         shard = self._make()
         shard.stand_by()
-        shard.meanwhile = self._meanwhile
+        shard.applier.meanwhile = self._meanwhile
         return shard
 
     def run(self, until: Callable[[], bool]) -> bool:
@@ -283,7 +283,7 @@ class Standby:
 
     def _handle(self, message: AnyMessage, payload: memoryview | None) -> None:
         if isinstance(message, Copy):
-            self.shard.hear_again(_told(message), payload)
+            self.shard.revival.hear_again(_told(message), payload)
         elif isinstance(message, CopyChunk):
             self._take_chunk(message, payload)
         elif isinstance(message, CopyPart):
@@ -302,10 +302,10 @@ class Standby:
         if self._image is None or self._parts_left:
             return
         image, self._image = self._image, None
-        model = self.shard.make_model(image)
+        model = self.shard.revival.make_model(image)
         model.own.set_hyperparameters(self._groups)
         model.awaited = set(model.chunks)
-        self.shard.stand_as(model, image, self._parts)
+        self.shard.revival.stand_as(model, image, self._parts)
 
     def _take_chunk(self, message: CopyChunk, payload: memoryview | None) -> None:
         model = self.shard.model

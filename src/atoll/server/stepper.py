@@ -6,62 +6,57 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atoll.core.points import reach
-from atoll.server.durability import Durability
-from atoll.server.model import Model
+from atoll.server.common import Common
+from atoll.server.heard import NOT_SET_UP, Handler, Heard
+from atoll.server.model import Model, no_share
 from atoll.server.payloads import payload_of
-from atoll.server.peers import Peers
 from atoll.store.entries import Entry
-from atoll.store.pulls import Asked
+from atoll.store.pulls import AnyPull, Asked
 from atoll.wire import messages
+from atoll.wire.messages import Hello
 
 
 class Stepper:
-    """`model` gives what is trained; `meanwhile` is called between two chunks, to see to others."""
+    """Steps what is trained."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        kept: Durability,
-        model: Callable[[], Model | None],
-        meanwhile: Callable[[], None],
-    ) -> None:
-        self._peers, self._kept, self._find_model, self._meanwhile = peers, kept, model, meanwhile
+    def __init__(self, common: Common) -> None:
+        self._peers, self._kept, self._training = common.peers, common.kept, common.training
         self._active: list[Asked] = []  # those who get each chunk as it is ready
         self._done: list[int] | None = None  # while a line is applied: the chunks that are
+        pull = Handler(self.handle_pull)
+        self.handlers: dict[type, Handler] = {
+            messages.Pull: pull,
+            messages.PullMean: pull,
+            messages.PullState: Handler(self._handle_pull_state),
+        }
 
     @property
     def _model(self) -> Model:
-        model = self._find_model()
-        assert model is not None
-        return model
+        return self._training.there
 
-    @property
-    def is_stepping(self) -> bool:
-        """Whether a line is being applied."""
-        return self._done is not None
-
-    def apply(self, entry: Entry) -> None:
-        """Do what a line says, and answer those whom it makes ready, chunk by chunk."""
+    def apply(self, entry: Entry, meanwhile: Callable[[], None]) -> None:
+        """Do what a line says, and answer those whom it makes ready, chunk by chunk. `meanwhile` is called
+        between two chunks, to see to others."""
         model = self._model
         if not self._kept.replaying:
             reach("shard.logged", getattr(entry, "iteration", -1))
         actions = model.state.handle_entry(entry)
         self._active = model.pulls.take_ready()
         done = self._done = []
+
+        def finish(chunk: int) -> None:
+            """Send a chunk to all who are to get it, and those before it to whoever has asked meanwhile."""
+            done.append(chunk)
+            for asked in self._active:
+                self._answer(asked, chunk)
+            meanwhile()
+
         for action in actions:
-            model.act(action, self._kept.before_change, self._chunk_is_done)
+            model.act(action, self._kept.before_change, finish)
         for chunk in model.chunks:
             if chunk not in done:
-                self._chunk_is_done(chunk)
+                finish(chunk)
         self._active, self._done = [], None
-
-    def _chunk_is_done(self, chunk: int) -> None:
-        """Send a chunk to all who are to get it, and those before it to whoever has asked meanwhile."""
-        assert self._done is not None
-        self._done.append(chunk)
-        for asked in self._active:
-            self._answer(asked, chunk)
-        self._meanwhile()
 
     def join(self, asked: Asked) -> None:
         """One who is ready has asked meanwhile: it gets what is done, and the rest as it comes."""
@@ -69,11 +64,29 @@ class Stepper:
             self._answer(asked, chunk)
         self._active.append(asked)
 
-    def pull(self, asked: Asked) -> None:
+    def handle_pull(self, heard: Heard) -> str:
         """Send all chunks to one who asks for them, if it is ready; else it waits for a line."""
-        if self.is_ready(asked):
-            for chunk in self._model.chunks:
+        model, pull = self._training.model, heard.message
+        if model is None:
+            return NOT_SET_UP
+        if pull.share >= pull.shares:
+            return no_share(pull.share, pull.shares)
+        reason = model.state.refusal(heard.worker, pull.incarnation)
+        asked = Asked(heard.worker, pull, heard.hello.member)
+        if not reason and self.is_ready(asked):
+            for chunk in model.chunks:
                 self._answer(asked, chunk)
+        return reason
+
+    def may_pull(self, hello: Hello, pull: AnyPull) -> bool:
+        """Whether this one may be answered between two chunks."""
+        return (
+            self._done is not None
+            and hello.role == "worker"
+            and hello.incarnation == pull.incarnation
+            and pull.share < pull.shares
+            and not self._model.state.refusal(hello.worker, pull.incarnation)
+        )
 
     def is_ready(self, asked: Asked) -> bool:
         """Whether what is asked for is there; if not, it is remembered who asks."""
@@ -129,9 +142,11 @@ class Stepper:
             payload_of(values)[run],
         )
 
-    def send_state(self, peer: bytes, asked: messages.PullState) -> None:
+    def _handle_pull_state(self, heard: Heard) -> str:
         """Send the optimizer's state, of all chunks or of one, for a checkpoint."""
-        model = self._model
+        model, asked, peer = self._training.model, heard.message, heard.peer
+        if model is None:
+            return NOT_SET_UP
         for chunk in model.chunks:
             if asked.chunk not in (-1, chunk):
                 continue
@@ -141,3 +156,4 @@ class Stepper:
             for key, flat in elements.items() if not asked.words else ():
                 self._peers.send(peer, messages.State(chunk=chunk, key=key), payload_of(flat))
         self._peers.send(peer, messages.StateEnd(steps=model.iterations))
+        return ""

@@ -1,0 +1,134 @@
+"""Who comes in at a shard, and who is refused."""
+
+from __future__ import annotations
+
+from atoll.core.points import reach
+from atoll.server.common import Common
+from atoll.store.entries import Fenced
+from atoll.wire import messages
+from atoll.wire.messages import Hello, Refused
+
+_WARNED = 4096  # workers of which a refusal is told
+_REFUSED_STRANGERS = 1000  # beyond, those who did not say Hello get no answer
+
+
+class Door:
+    """Where workers, other shards and the hub come in."""
+
+    def __init__(self, common: Common) -> None:
+        self._index, self._run, self._site = common.index, common.run, common.site
+        self._server, self._peers, self._kept = common.server, common.peers, common.kept
+        self._log, self._training, self._tell = common.log, common.training, common.tell
+        self._strangers = 0
+        self._warned: set[tuple[int, int]] = set()  # workers whose first refusal was told
+        self._port_told: set[str] = set()  # kinds of reports on the port
+        self.refused = 0  # messages
+
+    def greet(self, peer: bytes, hello: Hello) -> str:
+        """Somebody says who it is; returns why it may not come in."""
+        reason = self._peers.greet(peer, hello)
+        if reason:
+            return reason
+        late = False
+        if hello.role == "worker" and hello.site != self._site:
+            self._peers.forget(
+                peer
+            )  # it looks for another shard, whose port this one has got: see `_welcome`
+        elif hello.role == "worker":
+            reach("shard.hello")
+            if self._log is not None:
+                late = self._log.is_late(hello.worker, hello.incarnation)
+                self._kept.note(hello, messages.encode(hello))
+                reason = self._log.handle_join(hello.worker, hello.incarnation)
+            elif self._training.model is not None:
+                reason = self._training.model.state.refusal(hello.worker, hello.incarnation)
+        elif self._log is None:
+            reason = f"shard {self._index} keeps no log; shard 0 does"
+        elif hello.role == "shard":
+            self._log.greet_shard(hello.shard)
+        if reason:
+            self._peers.forget(peer)
+            return reason
+        self._welcome(peer, hello, late)
+        if hello.role == "hub" and self._log is not None:
+            self._log.greet_hub()
+        return ""
+
+    def _welcome(self, peer: bytes, hello: Hello, late: bool) -> None:
+        """Say who this is: who looks for another shard goes on looking."""
+        welcome = messages.Welcome(
+            run=self._run,
+            worker=hello.worker,
+            incarnation=hello.incarnation,
+            shard=self._index,
+            sites=[self._site] if self._site else [],
+            comes_back=self._kept.comes_back,
+            late=late,
+        )
+        self._peers.send(peer, welcome)
+
+    def refuse(self, peer: bytes, reason: str, request: str) -> None:
+        """Tell a peer why its message, a `request`, is not taken."""
+        if self._kept.replaying:
+            return
+        self.refused += 1
+        hello = self._peers.who(peer)
+        if hello is not None and request in ("Push", "Commit"):
+            self._warn_refused(hello, reason)
+        if hello is None:
+            self._strangers += 1
+            if self._strangers > _REFUSED_STRANGERS and request != "Hello":
+                return
+        self._peers.send(peer, Refused(reason=reason[:4000], request=request))
+
+    def _warn_refused(self, hello: Hello, reason: str) -> None:
+        """Leave word of what a worker was refused first, since its process may say nothing."""
+        who = hello.worker, hello.incarnation
+        if who not in self._warned and len(self._warned) < _WARNED:
+            self._warned.add(who)
+            self._tell.warn(f"{self._tell.name} refuses what worker {hello.worker} contributes: {reason}")
+
+    def refuse_fenced(self, entry: Fenced) -> None:
+        """Tell a worker's processes that nothing of theirs is taken any more."""
+        reason = (
+            f"worker {entry.worker} of incarnation {entry.incarnation} was given up, or has left: nothing of "
+            "it is taken any more"
+        )
+        for peer in self._peers.members(entry.worker, entry.incarnation):
+            self.refuse(peer, reason, "")
+
+    def tell_of_port(self) -> None:
+        """Tell people the first report of each kind on the port; later ones go into the records alone."""
+        report = self._server.take_report()
+        if not report:
+            return
+        line, kind = f"{self._tell.name}'s port {self._server.address}: {report}", report.partition(" ")[0]
+        if kind in self._port_told:
+            self._tell.warn(line)
+        else:
+            self._port_told.add(kind)
+            self._tell.people(line)
+
+    # -- whether the shard comes back ---------------------------------------------------------------------
+
+    def tell_of_journal(self) -> None:
+        """Where the journal has broken, the shard serves on without it: tell people, and workers that it does
+        not come back."""
+        if line := self._kept.take_trouble():
+            self._tell.people(line)
+            self.tell_comes_back()
+
+    def journal_is_whole(self) -> None:
+        """A snapshot is whole, and the journal since: the shard may be waited for again."""
+        kept = self._kept
+        if not kept.is_on_disk:
+            kept.is_on_disk = True
+            self.tell_comes_back()
+            if kept.journal is not None and not kept.journal.required:
+                self._tell.people(f"{self._tell.name}: its journal is written again")
+
+    def tell_comes_back(self) -> None:
+        """Whether the shard may be waited for is another than it was."""
+        welcome = messages.Welcome(run=self._run, shard=self._index, comes_back=self._kept.comes_back)
+        for peer in [*self._peers.workers(), *self._peers.shards()]:
+            self._peers.send(peer, welcome)

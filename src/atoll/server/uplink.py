@@ -1,0 +1,118 @@
+"""What a site contributes, as its messages to the global shards, to which it is one worker."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+from torch import Tensor
+
+from atoll.exchange.feedback import Feedback, Written
+from atoll.exchange.link import LOG, Link
+from atoll.store.actions import StepChunks
+from atoll.wire import messages
+from atoll.wire.messages import Setup, Used, WorkerStand
+
+# What messages are sent again until, to a global shard that was lost.
+SET_UP, CONTRIBUTION, STEP, STATE = "set-up", "contribution", "step", "state"
+
+Edits: TypeAlias = dict[int, tuple[memoryview, bytes]]  # by chunk
+
+
+class Uplink:
+    """Sends over `link`, of which there is none while a journal is replayed. `shard_of` has each chunk's
+    shard, and `stand()` is the place of one worker's script."""
+
+    def __init__(
+        self,
+        incarnation: int,
+        shard_of: Mapping[int, int],
+        feedback: Feedback,
+        stand: Callable[[], WorkerStand | None],
+        link: Link | None,
+    ) -> None:
+        self._incarnation, self._shard_of, self._feedback = incarnation, shard_of, feedback
+        self._stand, self.link = stand, link
+
+    @property
+    def _up(self) -> Link:
+        assert self.link is not None
+        return self.link
+
+    @property
+    def holders(self) -> list[int]:
+        """The shards that hold trainable chunks."""
+        return sorted(set(self._shard_of.values()))
+
+    def describe(self, setup: Setup, shards: int) -> None:
+        """Tell each of the global shards what it is to train."""
+        for shard in range(shards):
+            chunks = [chunk for chunk, place in self._shard_of.items() if place == shard]
+            own = msgspec.structs.replace(setup, chunks=chunks, shards=shards)
+            self._up.send(shard, own, until=SET_UP)
+
+    def outgoing(self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int) -> Written:
+        """What is sent of a chunk's gradients, (extent,), with what was held back; and how."""
+        return self._feedback.write(clock, chunk, values, present, weight)
+
+    def push(self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int, until: str) -> None:
+        """Send a chunk of the site's contribution to its `clock`-th iteration."""
+        shard = self._shard_of[chunk]
+        written = self.outgoing(chunk, values, present, weight, clock)
+        push = messages.Push(
+            incarnation=self._incarnation,
+            iteration=clock,
+            chunk=chunk,
+            chunks_in_all=sum(place == shard for place in self._shard_of.values()),
+            present=present,
+            late=self._feedback.holds_back,
+        )
+        self._up.send(shard, push, written.payload, until, written.lossy)
+
+    def commit(
+        self,
+        counted: tuple[float, float, str, float],
+        hyperparameters: list[dict[str, Any]],
+        used: list[Used],
+        clock: int,
+        until: str,
+    ) -> None:
+        """Commit the contribution; `counted` are its weight, samples, basis, and weight where all count
+        alike."""
+        weight, samples, basis, alike = counted
+        commit = messages.Commit(
+            incarnation=self._incarnation,
+            iteration=clock,
+            weight=weight,
+            samples=samples,
+            basis=basis,
+            alike=alike,
+            hyperparameters=hyperparameters,
+            used=used,
+            stand=self._stand(),
+        )
+        self._up.send(LOG, commit, until=until)
+
+    def say_step(self, action: StepChunks, edits: Edits, clock: int) -> None:
+        """bsp: have the global shards step with the mean that all sites have."""
+        digest = hashlib.blake2b(digest_size=16)
+        for chunk, (payload, present) in sorted(edits.items()):
+            digest.update(present)
+            digest.update(payload)
+            replace = messages.Replace(
+                incarnation=self._incarnation, iteration=clock, chunk=chunk, present=present
+            )
+            self._up.send(self._shard_of[chunk], replace, payload, until=STEP)
+        step = messages.Step(
+            incarnation=self._incarnation,
+            iteration=clock,
+            scale=action.scale,
+            hyperparameters=action.hyperparameters,
+            edited=sorted(edits),
+            edits=digest.hexdigest() if edits else "",
+            accepted=action.accepted,
+            follows=action.nobody,
+        )
+        self._up.send(LOG, step, until=STEP)

@@ -1,0 +1,159 @@
+"""A site's way up: what its shard sends to the global shards, to which it is one worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from atoll.core.config import LinkOptions
+from atoll.core.errors import DeadlineError
+from atoll.exchange.link import LOG, Handler, Link, ignored
+from atoll.net.endpoint import Endpoint, poll
+from atoll.net.keys import Keys
+from atoll.server.links import HubLink
+from atoll.server.siteplace import Place
+from atoll.wire import messages
+from atoll.wire.messages import AnyMessage, WorkerStand
+
+_ASK_SECONDS = 1.0  # of a wait, between questions to the global log for whom it waits
+_LOOK_SECONDS = 0.25  # between looks at the hub, while it is waited for
+_MEETING = "meeting"  # what a Meet is sent again until, with its number
+_ENTERING = "entering"  # the same, of a WantState
+
+# The site's shard that was here before may have asked for what comes now.
+_ANSWERS: tuple[type[AnyMessage], ...] = (
+    messages.Ready,
+    messages.Committed,
+    messages.Mean,
+    messages.Parameters,
+    messages.State,
+    messages.StateEnd,
+    messages.Ended,
+)
+
+
+class Upward:
+    """Of the site at `place` of `run`. `hub` says where the global shards are, `options` how they are
+    reached, and `timeout` in seconds is the deadline of each wait. `warn` takes lines for people, and
+    `when_kept` lets nothing leave before what it tells of is in the journal. `link` is there once the global
+    shards are found."""
+
+    def __init__(
+        self,
+        place: Place,
+        run: str,
+        keys: Keys | None,
+        hub: HubLink,
+        timeout: float,
+        options: LinkOptions,
+        warn: Callable[[str], None],
+        when_kept: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._place, self._run, self._keys, self._hub = place, run, keys, hub
+        self._timeout, self._options = timeout, options
+        self._warn, self._when_kept = warn, when_kept
+        self.link: Link | None = None
+        self.meets: dict[int, tuple[messages.Meet, memoryview]] = {}  # that are not over, by number
+
+    def is_found(self, since: float, why: str) -> bool:
+        """Look whether the hub knows where all global shards are: they may come later than the site's
+        workers. Raises DeadlineError, with `why` they are waited for, where they do not come."""
+        if self._hub.addresses:
+            return True
+        waited = time.monotonic() - since
+        if waited > self._timeout:
+            raise DeadlineError(
+                f"site {self._place.name!r} waited {waited:.1f} s for the hub at "
+                f"{self._hub.client.address} on the global shards' addresses, {why} (deadline "
+                f"--timeout, {self._timeout:g} s)"
+            )
+        poll([self._hub.client], _LOOK_SECONDS)
+        self._hub.take()
+        return False
+
+    def connect(
+        self,
+        handlers: Mapping[type[AnyMessage], Handler],
+        meanwhile: Callable[[], None],
+        beside: Callable[[], list[Endpoint]],
+    ) -> Link:
+        """Connect to the global shards; `handlers` take what comes without being asked for, and `meanwhile`
+        and `beside` are as Link's."""
+        link = self.link = Link(
+            self._hub.addresses,
+            self._keys,
+            hello=self._place.hello(self._run),
+            parties=self._place.parties,
+            timeout=self._timeout,
+            where=self._where,
+            tell=self._warn,
+            meanwhile=meanwhile,
+            beside=beside,
+            asks_every=_ASK_SECONDS,
+            options=self._options,
+        )
+        for kind in _ANSWERS:
+            link.on(kind, ignored)
+        for kind, handle in handlers.items():
+            link.on(kind, handle)
+        for number in self.meets:
+            self._send_meet(link, number)
+        return link
+
+    def _where(self) -> list[str] | None:
+        self._hub.ask_where()
+        return self._hub.addresses or None
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+
+    # -- meetings, and scripts that differ ----------------------------------------------------------------
+
+    def meet(self, number: int, what: str, part: bytes, stand: WorkerStand | None) -> None:
+        """Send up the site's part of a meeting of sites, with one worker's place."""
+        meet = messages.Meet(incarnation=self._place.incarnation, number=number, what=what, stand=stand)
+        self.meets[number] = meet, memoryview(part)
+        link = self.link
+        if link is not None:
+            self._when_kept(lambda: self._send_meet(link, number))
+
+    def _send_meet(self, link: Link, number: int) -> None:
+        meet, part = self.meets[number]
+        link.send(LOG, meet, part, until=(_MEETING, number))
+        link.waits.expect(f"every site's part in {meet.what}", LOG)
+
+    def met(self, number: int) -> bool:
+        """All sites have met; False for the answer to what was sent twice."""
+        if number not in self.meets or self.link is None:
+            return False
+        self.link.waits.came()
+        self.link.answered((_MEETING, number))
+        return True
+
+    def differ(self, line: str) -> None:
+        """Scripts differ in this site: all sites are to hear that `line`."""
+        if self.link is not None:
+            self.link.send(LOG, messages.Mismatch(line=line))
+
+    def end(self, stand: WorkerStand) -> None:
+        """The site's scripts have ended; one of them stood there."""
+        if self.link is not None:
+            self.link.send(LOG, messages.Ends(incarnation=self._place.incarnation, stand=stand))
+
+    # -- who comes late where nobody lives ----------------------------------------------------------------
+
+    def ask(self, iteration: int) -> None:
+        """Ask the global log for the state of another site's worker."""
+        if self.link is not None:  # else who comes late asks again
+            self.link.send(LOG, messages.WantState(iteration=iteration), until=_ENTERING)
+
+    def asked(self) -> None:
+        """Another site's worker has given its state."""
+        if self.link is not None:
+            self.link.answered(_ENTERING)
+
+    def give(self, give: messages.GiveState, payload: memoryview | None) -> None:
+        """Pass up what this site's worker gives to another site."""
+        if self.link is not None:
+            self.link.send(LOG, give, payload)
