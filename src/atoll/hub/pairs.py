@@ -82,7 +82,7 @@ class Pairs:
             life=hello.life,
             since=hello.since,
         )
-        there = self._members.roll.known
+        newest = self._members.roll.newest
         admission = self._book.come(came)
         if admission.waits and may_wait and len(self._rivals) < _MOST_RIVALS:
             self._rivals = [each for each in self._rivals if each.hello.life != hello.life]
@@ -91,7 +91,7 @@ class Pairs:
         if admission.refused:
             self._hub.refuse(peer, admission.refused)
             return
-        if admission.incarnation not in there:
+        if admission.incarnation > newest:  # else it says Hello once more
             self._hub.keep(came)
             self._decisions.add("shard joined", f"shard {hello.shard}", admission.reason)
         self._hub.welcome(peer, admission.incarnation)

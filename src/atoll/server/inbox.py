@@ -17,6 +17,8 @@ from atoll.wire import messages
 from atoll.wire.lost import ZERO
 from atoll.wire.messages import AnyMessage, Hello, WireError, decode_untrusted
 
+IN_BOX = 64  # messages taken while chunks are stepped, and kept for later
+
 
 class Inbox:
     """Messages come from outside: each is checked before anything is kept for it, and what is wrong is

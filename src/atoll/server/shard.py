@@ -22,7 +22,7 @@ from atoll.server.contributions import Contributions
 from atoll.server.door import Door
 from atoll.server.durability import Durability
 from atoll.server.heard import Handler, Heard
-from atoll.server.inbox import Inbox
+from atoll.server.inbox import IN_BOX, Inbox
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink, earliest
 from atoll.server.logdesk import LogDesk, elsewhere
@@ -57,7 +57,7 @@ class Shard:
     shard is driven by `server/standby.py` until it `serves`. With `site`, it is that site's.
     """
 
-    in_box = 64  # messages taken while chunks are stepped, and kept for later
+    in_box = IN_BOX
     at_once: tuple[type, ...] = (messages.WhoIsMissing,)  # handled while chunks are stepped, too
 
     def __init__(

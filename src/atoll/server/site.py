@@ -43,6 +43,7 @@ from atoll.store.pulls import AnyPull
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Hello, Setup
 
+IN_BOX = 4096  # messages of the site's workers that wait while the global shards are waited for
 _FAREWELL = 0.5  # seconds from the last worker's end to the site's: for what the hub is yet to be told
 _LOOK_SECONDS = 0.25  # between looks at the journal, while it is waited for
 _LARGE_JOURNAL = 8  # times what the chunks hold: the journal begins anew
@@ -131,7 +132,7 @@ class SiteShard(Shard):
     one before it was killed. `link` is how it reaches the global shards.
     """
 
-    in_box = 4096  # messages of the site's workers that wait while the global shards are waited for
+    in_box = IN_BOX
     # Another site may wait for what a worker gives, and this one for that site.
     at_once = (messages.WhoIsMissing, messages.Goodbye, messages.GiveState)
 
@@ -338,7 +339,7 @@ class SiteShard(Shard):
             messages.Mismatch: self._handle_mismatch_from_above,
             messages.GiveState: self._handle_given_from_above,
         }
-        self._up.connect(from_above, self._meanwhile, self._door_with_room)
+        self._up.open(from_above, self._meanwhile, self._door_with_room)
         held = ", and what is lost is held back" if self._options.holds_back else ""
         shards = f"{len(self._link_up.addresses)} global shards{held}"
         self._tell.decide("link", self._options.transport, f"link.transport: to {shards}")

@@ -71,7 +71,7 @@ class Upward:
         self._hub.take()
         return False
 
-    def connect(
+    def open(
         self,
         handlers: Mapping[type[AnyMessage], Handler],
         meanwhile: Callable[[], None],
