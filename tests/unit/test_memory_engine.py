@@ -404,7 +404,7 @@ def test_a_chunk_that_cannot_be_read_is_told_of_and_comes_the_next_time(
     for _ in range(3 if planned else 0):
         step(model, optimizer)
     expected = copy.deepcopy(model)(torch.ones(2, 32))
-    store: Any = fitted.engine.payloads
+    store: Any = fitted.engine.home.payloads
     pin, threads = store.pin, set()
 
     def fail(key: tuple[int, str], **options: Any) -> Any:

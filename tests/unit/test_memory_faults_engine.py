@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.memory import Memory
-from atoll.memory import planning
+from atoll.memory import fitted as fitted_module
+from atoll.memory import planning, residents
 from atoll.memory.bandwidth import measure
-from atoll.memory.engine import Engine
+from atoll.memory.bringing import Bringing
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Moving
+from atoll.memory.stays import Stay
 
 BLOCK = 4096
 X = torch.ones(2, 32)
@@ -72,11 +74,12 @@ def fail_once(
     return failures
 
 
-@pytest.mark.parametrize("where", ["next_used", "refresh"])
+@pytest.mark.parametrize("where", ["in_order_of_use", "refresh"])
 def test_a_step_is_not_lost_to_who_reads_meanwhile(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, moving = fitted()
     kept = model[0].weight.view(-1)
-    plain: Callable[..., Any] = getattr(moving.engine, where)
+    owner: Any = fitted_module if where == "in_order_of_use" else moving.engine
+    plain: Callable[..., Any] = getattr(owner, where)
 
     def read() -> None:
         values(model)
@@ -90,7 +93,7 @@ def test_a_step_is_not_lost_to_who_reads_meanwhile(where: str, monkeypatch: pyte
         assert not thread.is_alive()
         return plain(*args)
 
-    monkeypatch.setattr(moving.engine, where, meanwhile)
+    monkeypatch.setattr(owner, where, meanwhile)
     train(model, optimizer, 3)
     other, its_optimizer = made()
     train(other, its_optimizer, 3)
@@ -115,17 +118,34 @@ def test_a_step_whose_refresh_was_cut_short_counts(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
-    "name", ["_decide", "_write_back", "_take_away", "_enter", "_copy", "_lay", "_prefetch", "_put"]
+    ("part", "name"),
+    [
+        ("engine", "_decide"),
+        ("engine", "_write_back"),
+        ("engine", "_prefetch"),
+        ("residents", "_take_away"),
+        ("residents", "enter"),
+        ("residents", "lay"),
+        ("bringing", "bring"),
+        ("module", "_put"),
+    ],
 )
 def test_a_move_that_was_cut_short_is_put_right(
-    name: str, after: bool, monkeypatch: pytest.MonkeyPatch
+    part: str, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer, moving = fitted()
     train(model, optimizer, 3)
     with torch.no_grad():
         model[0].weight.add_(1)
     expected = values(model)
-    failures = fail_once(monkeypatch, moving.engine, name, KeyboardInterrupt(), after=after)
+    engine = moving.engine
+    parts = {
+        "engine": engine,
+        "residents": engine._residents,
+        "bringing": engine._bringing,
+        "module": residents,
+    }
+    failures = fail_once(monkeypatch, parts[part], name, KeyboardInterrupt(), after=after)
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
         model(model(X))
     assert failures
@@ -142,15 +162,15 @@ def test_a_move_that_was_cut_short_is_put_right(
 def test_an_interrupted_wait_leaves_the_block_to_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, moving = fitted()
     train(model, optimizer, 3)
-    expected, copy, gate = values(model), Engine._copy, threading.Event()
+    expected, copy, gate = values(model), Bringing._copy, threading.Event()
 
-    def slow(engine: Engine, stay: Any, stream: Any = None) -> None:
+    def slow(bringing: Bringing, stay: Stay, *, tells: bool) -> None:
         if threading.current_thread() is not threading.main_thread():
             assert gate.wait(60)
-        copy(engine, stay, stream)
+        copy(bringing, stay, tells=tells)
 
-    monkeypatch.setattr(Engine, "_copy", slow)
-    fail_once(monkeypatch, moving.engine, "_wait", KeyboardInterrupt())
+    monkeypatch.setattr(Bringing, "_copy", slow)
+    fail_once(monkeypatch, moving.engine._bringing, "settle", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
         model(X)
     gate.set()
@@ -175,7 +195,7 @@ def test_what_is_written_through_a_view_of_a_view_stays() -> None:
 def test_a_close_that_failed_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, moving = fitted()
     train(model, optimizer, 1)
-    expected, plain, calls = values(model), moving.engine._value, list[int]()
+    expected, plain, calls = values(model), moving.engine.home.value, list[int]()
 
     def failing(*args: Any) -> Tensor:
         calls.append(1)
@@ -183,7 +203,7 @@ def test_a_close_that_failed_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError("no memory")
         return plain(*args)
 
-    monkeypatch.setattr(moving.engine, "_value", failing)
+    monkeypatch.setattr(moving.engine.home, "value", failing)
     with pytest.raises(torch.OutOfMemoryError):
         moving.close()
     moving.close()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as functional
@@ -19,7 +20,7 @@ from torch.nn.utils import parametrizations
 
 from atoll.core.errors import RunError, UserError
 from atoll.core.memory import Memory
-from atoll.memory import engine, initialising
+from atoll.memory import home, initialising
 from atoll.memory.fit import fit
 from atoll.memory.initialising import init, resident_bytes, take
 from atoll.memory.spillfile import SpillFile
@@ -301,7 +302,7 @@ def test_lazy_modules_and_the_meta_device_are_left_alone() -> None:
 def test_too_small_a_budget_says_what_would_do(
     memory: Memory, make: Callable[[], nn.Module], message: str, tmp_path: Path
 ) -> None:
-    memory.disk = memory.disk.format(tmp_path) if memory.disk else ""
+    memory = msgspec.structs.replace(memory, disk=memory.disk.format(tmp_path) if memory.disk else "")
     with pytest.raises(UserError) as raised, init(memory):
         make()
     assert str(raised.value) == message.format(tmp_path)
@@ -353,7 +354,7 @@ def test_what_is_built_and_what_trains_together_stay_within_the_disk_s_budget(
         take(parameter, into)
         peaks.append(on_disk(tmp_path))
 
-    monkeypatch.setattr(engine, "take", seen)
+    monkeypatch.setattr(home, "take", seen)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with fit(model, optimizer, memory=memory) as fitted:
         assert max(peaks) <= budget
@@ -408,7 +409,7 @@ _BUILD = """
 import pathlib, re, sys, torch
 from torch import nn
 from atoll.core.memory import Memory
-from atoll.memory import initialising
+from atoll.memory import home, initialising
 from atoll.memory.initialising import init
 def resident(what):
     return int(re.search(what + r":\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])

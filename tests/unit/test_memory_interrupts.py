@@ -108,7 +108,7 @@ def test_after_ctrl_c_at_any_moment_training_goes_on(tmp_path: Path) -> None:
         train(model, optimizer, clip)
     assert moving._stepper is not None
     moving._stepper.wait_all()
-    moving.engine._bringing.submit(lambda: None).result(60)
+    moving.engine._bringing.settle_all()
     assert [key for key, payload in moving._store._payloads.items() if payload.pinned_by] == []
     assert not any(moving.engine._pins.values())
     plain, its_optimizer = made()
@@ -142,7 +142,7 @@ def test_after_ctrl_c_while_chunks_are_stepped_early_training_goes_on(
         train(model, optimizer, lambda: None)
     assert moving._stepper is not None
     moving._stepper.wait_all()
-    moving.engine._bringing.submit(lambda: None).result(60)  # what is brought is pinned meanwhile
+    moving.engine._bringing.settle_all()  # what is brought is pinned meanwhile
     assert [key for key, payload in moving._store._payloads.items() if payload.pinned_by] == []
     assert moving.stats().stepped_early
     plain, its_optimizer = made()

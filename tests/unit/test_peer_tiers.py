@@ -21,7 +21,7 @@ from atoll.exchange.globalparameters import GlobalParameters
 from atoll.exchange.hostmemory import host_bytes, plan_memory, slots_for
 from atoll.memory import copies, planning
 from atoll.memory.bandwidth import measure
-from atoll.memory.engine import Engine
+from atoll.memory.bringing import Bringing
 from atoll.memory.lent import LentModel, Turns
 from atoll.memory.parameters import ChunkParameter
 from atoll.memory.payloads import GRADIENT
@@ -284,7 +284,7 @@ def test_a_copy_under_way_has_ended_before_the_buffer_is_given_back(
 ) -> None:
     lent.step()
     armed, begun, waited_for = threading.Event(), threading.Event(), threading.Event()
-    copy, wait, ended = copies.to_device, Engine._wait, LentModel.step_ended
+    copy, wait, ended = copies.to_device, Bringing.settle, LentModel.step_ended
 
     def end(self: LentModel) -> None:
         armed.set()
@@ -296,13 +296,13 @@ def test_a_copy_under_way_has_ended_before_the_buffer_is_given_back(
             assert waited_for.wait(10.0), "nobody waited for a copy from the buffer"
         copy(target, source)
 
-    def told(self: Engine, stay: Stay) -> None:
+    def told(self: Bringing, stay: Stay) -> None:
         if armed.is_set() and stay.coming is not None and not stay.coming.done():
             waited_for.set()
         wait(self, stay)
 
     monkeypatch.setattr(copies, "to_device", held_up)
-    monkeypatch.setattr(Engine, "_wait", told)
+    monkeypatch.setattr(Bringing, "settle", told)
     monkeypatch.setattr(LentModel, "step_ended", end)
     lent.step()  # at its end what the next one uses first is brought
     assert begun.wait(10.0)

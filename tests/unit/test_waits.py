@@ -260,11 +260,11 @@ REVIEWED: dict[str, str] = {
     "cpuside/calculating.py: Calculating._run: self._given.wait()": (
         "the thread that computes waits for the next job; `close` ends it"
     ),
-    "memory/engine.py: Engine.__init__: ThreadPoolExecutor(1, thread_name_prefix='atoll-bringing')": (
+    "memory/bringing.py: Bringing.__init__: ThreadPoolExecutor(1, thread_name_prefix='atoll-bringing')": (
         "its thread copies chunks, and what it waits for, a chunk's step or its read, has a deadline"
     ),
-    "memory/engine.py: Engine.close: self._bringing.shutdown()": "the same: at most the copies begun",
-    "memory/engine.py: Engine.abandon: self._bringing.shutdown(wait=False, cancel_futures=True)": (
+    "memory/bringing.py: Bringing.close: self._thread.shutdown()": "the same: at most the copies begun",
+    "memory/bringing.py: Bringing.abandon: self._thread.shutdown(wait=False, cancel_futures=True)": (
         "it does not wait"
     ),
     "memory/sharedgradients.py: SharedGradients._sum.end_first: work.wait()": (

@@ -10,52 +10,45 @@ reached" and "Moves".
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from atoll.core.errors import DeadlineError, UserError
+from atoll.core.errors import UserError
 from atoll.core.scriptline import at_script_line, waiting_line
 from atoll.core.units import format_bytes
 from atoll.memory.arena import Arena, exactly
+from atoll.memory.bringing import Bringing
 from atoll.memory.gradients import Gradients, TrainedChunk
-from atoll.memory.initialising import resident_bytes, spilled_to, take
+from atoll.memory.home import Home
+from atoll.memory.initialising import resident_bytes, spilled_to
 from atoll.memory.interrupts import uninterrupted
-from atoll.memory.parameters import give_back, place_of, put, take_over, version
-from atoll.memory.payloads import VALUES, Payloads
-from atoll.memory.saved import ADDRESSES, Packed, Place
-from atoll.memory.stays import Stay, stand_ins
+from atoll.memory.parameters import give_back, place_of, version
+from atoll.memory.residents import Residents
+from atoll.memory.saved import Packed, Place
+from atoll.memory.stays import Stay
 from atoll.moves import Cache, Full, StepStatistics
 from atoll.moves.cache import Decision
-
-_DEADLINE = 600.0  # seconds for one chunk to come: the slowest disk has read it by then
 
 
 class Engine:
     """Keeps the chunks of a model in the device's arena, by the decisions of `moves`.
 
-    `chunks` are those that move, by their id. `payloads` holds the values that count, in host memory, under
-    the kind "values"; before they are read, `wait_stepped(chunk)` waits for the chunk's optimizer step and
-    raises what that has raised (with `tells=False` not to the script), and after they were written
+    `chunks` are those that move, by their id. `home` has the values that count. After values were written
     `edited(chunk)` is told, and `written(chunk)` where the script has surely changed them. All methods may be
     called from several threads.
     """
 
-    def __init__(
-        self, chunks: Sequence[TrainedChunk], arena: Arena, cache: Cache[int], payloads: Payloads
-    ) -> None:
+    def __init__(self, chunks: Sequence[TrainedChunk], arena: Arena, cache: Cache[int], home: Home) -> None:
         self.chunks = {each.chunk.id: each for each in chunks}
-        self.arena, self.cache, self.payloads = arena, cache, payloads
-        self.wait_stepped: Callable[..., None] = lambda _, **__: None
-        # Fills memory on the device with the values of a chunk, past the host; False: they come by there.
-        self.fill: Callable[[int, Tensor], bool] = lambda _chunk, _memory: False
+        self.arena, self.cache, self.home = arena, cache, home
+        self._residents = Residents(self.chunks, arena, self)
+        self._resident = self._residents.here
+        self._bringing = Bringing(home, arena.device)
         self.edited: Callable[[int], None] = lambda _: None
         self.written: Callable[[int], None] = lambda _: None
         # Whether writes past autograd's count (`p.data.mul_()`) are to be `written` too, for a checksum
@@ -66,9 +59,7 @@ class Engine:
         self.moves, self.nbytes = Counter[str](), Counter[str]()  # by direction
         self.written_back, self.waited = 0, 0.0
         self.beside = 0  # bytes of the device's budget that are not in the arena
-        self._lock = threading.RLock()
-        self._resident: dict[int, Stay] = {}
-        self._stays: dict[tuple[int, int], Stay] = {}  # by chunk and first block
+        self.lock = threading.RLock()
         self._pins = Counter[int]()  # by chunk
         # Stepped elsewhere: until `refresh`, what lies on the device is not to be written back.
         self._void: set[int] = set()
@@ -77,62 +68,41 @@ class Engine:
         self._cut_short = False
         self.is_closed = False
         self._why_closed = "this graph was made before close() of memory.fit; make its forward again"
-        self._absent = {chunk: stand_ins(each) for chunk, each in self.chunks.items()}
-        # One thread: a link has one direction to the device.
-        self._bringing = ThreadPoolExecutor(1, thread_name_prefix="atoll-bringing")
-        device = arena.device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def take_over(self) -> None:
-        """Put all values into the payloads, chunk by chunk, and let the parameters' own memory go."""
+        """Let the home have all values, chunk by chunk, and let the parameters' own memory go."""
         for each in sorted(self.chunks.values(), key=_taken_first):
-            self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
-            with self._values(each, overwrites=True) as values:
-                for slot, parameter in enumerate(each.parameters):
-                    take(parameter, each.run(values, slot))
-            for slot, parameter in enumerate(each.parameters):
-                place = Place(self, each.chunk.id, slot)
-                take_over(parameter, place)
-                stand_in = self._absent[each.chunk.id][slot]
-                put(parameter, stand_in)
-                ADDRESSES.add(stand_in.untyped_storage().data_ptr(), place, absent=True)
+            self.home.take(each)
+            self._residents.take_over(each)
 
     def close(self) -> None:
         """Give every parameter memory of its own, with its present value. After an error, call it again."""
-        with self._lock:
+        with self.lock:
             self._mend()
             for chunk, each in self.chunks.items():
                 if (stay := self._resident.get(chunk)) is not None:
-                    self._wait(stay)
+                    self._bringing.settle(stay)
                     self._write_back(chunk)
                 for slot, parameter in enumerate(each.parameters):
                     if place_of(parameter) is not None:
-                        give_back(parameter, self._value(each, slot))
-            self._bringing.shutdown()
-            self._let_all_go()
+                        give_back(parameter, self.home.value(each, slot))
+            self._bringing.close()
+            self.is_closed = True
+            self._residents.forget()
 
     def abandon(self, why: str) -> None:
         """Let go of everything; parameters are left without values, and who uses one is told `why`."""
         self._why_closed = why
-        self._bringing.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            self._let_all_go()
-
-    def _let_all_go(self) -> None:
-        self.is_closed = True
-        for stand_in in itertools.chain(*self._absent.values()):
-            ADDRESSES.remove(stand_in.untyped_storage().data_ptr())
-        for stay in self._resident.values():
-            for address in stay.addresses:
-                ADDRESSES.remove(address)
-        self._resident.clear()
-        self._stays.clear()
+        self._bringing.abandon()
+        with self.lock:
+            self.is_closed = True
+            self._residents.forget()
 
     # Uses
 
     def pin(self, chunks: Sequence[int], *, gives_out: bool = False) -> None:
         """Make these chunks resident together until `unpin`; raises UserError when the budget cannot."""
-        with self._lock:
+        with self.lock:
             pinned_here: list[int] = []
             try:
                 for chunk in chunks:
@@ -149,7 +119,7 @@ class Engine:
 
     def unpin(self, chunks: Iterable[int]) -> None:
         """End `pin`. Whoever has a view by now may write through a view of it, which nothing counts."""
-        with self._lock:
+        with self.lock:
             for chunk in chunks:
                 self._pins[chunk] -= 1
                 if not self._pins[chunk] and (stay := self._resident.get(chunk)) is not None and stay.ready:
@@ -161,7 +131,7 @@ class Engine:
         place = packed.place
         if self.unpacked is not None:
             self.unpacked(place)
-        with self._lock:
+        with self.lock:
             stay = self._bring(place.chunk)
             view = stay.views[place.slot]
             if packed.whole:
@@ -190,10 +160,11 @@ class Engine:
         if not decision.hit:
             self._evict(decision)
             began = time.perf_counter()
-            stay = self._enter(chunk, decision.place)
-            self._copy(stay)
+            stay = self._residents.enter(chunk, decision.place)
+            self._bringing.bring(stay)
             self.waited += time.perf_counter() - began
-            self._lay(stay)
+            self._residents.lay(stay)
+            self._count("to_device", stay.each)
         return self._settled(chunk)
 
     def _check_open(self) -> None:
@@ -206,7 +177,7 @@ class Engine:
         except Full:
             gc.collect()  # views may hang on in cycles, such as those of an exception
             for stay in self._resident.values():
-                self._wait(stay)  # who is on its way may leave again once it is there
+                self._bringing.settle(stay)  # who is on its way may leave again once it is there
         return self.cache.handle_use(chunk, held=self._is_held)
 
     def _mend(self) -> None:
@@ -218,14 +189,9 @@ class Engine:
         if not self._cut_short:
             return
         for stay in list(self._resident.values()):
-            self._wait(stay)
-        self._wait_for(self._bringing.submit(lambda: None), "what is on its way")  # or nobody has noted
-        for chunk, stay in list(self._resident.items()):
-            if not stay.ready:
-                self._take_away(stay)
-                del self._resident[chunk]
-        self.arena.keep([stay.block for stay in self._resident.values()])
-        self.cache.resume({chunk: stay.block.first for chunk, stay in self._resident.items()})
+            self._bringing.settle(stay)
+        self._bringing.settle_all()
+        self.cache.resume(self._residents.keep_ready())
         self._cut_short = False
 
     def _too_small(self, chunk: int, full: Full, together: Sequence[int]) -> UserError:
@@ -235,8 +201,11 @@ class Engine:
             names[3:] = [f"{len(names) - 3} more"]
         beside = f" beside {', '.join(names)}, which are in use or of which views are kept" if names else ""
         needed = {*together, chunk, *(c for c in self._resident if self._is_held(c))}
-        least = max(full.least_blocks, sum(map(self._blocks, needed))) * self.arena.block_bytes + self.beside
-        whole = sum(map(self._blocks, self.chunks)) * self.arena.block_bytes + self.beside
+        least = (
+            max(full.least_blocks, sum(map(self._residents.blocks, needed))) * self.arena.block_bytes
+            + self.beside
+        )
+        whole = sum(map(self._residents.blocks, self.chunks)) * self.arena.block_bytes + self.beside
         raised = f"{exactly(whole)}, which holds all parameters"
         if least < whole:
             raised = f"at least {exactly(least)}; {exactly(whole)} hold all parameters"
@@ -260,52 +229,8 @@ class Engine:
         self._cut_short = True
         while (decision := self.cache.poll_prefetch(self._is_held)) is not None:
             self._evict(decision)
-            stay = self._enter(decision.chunk, decision.place)
-            if self._stream is not None:
-                # What still reads the block's former values has been queued before.
-                computing = torch.accelerator.current_stream(self.arena.device)
-                self._stream.wait_event(computing.record_event())
-            stay.coming = self._bringing.submit(self._copy, stay, self._stream, ahead=True)
+            self._bringing.begin(self._residents.enter(decision.chunk, decision.place))
         self._cut_short = False
-
-    def _enter(self, chunk: int, place: int) -> Stay:
-        """A place for the chunk, without its values: not ready."""
-        block = self.arena.take(self._blocks(chunk), at=place)
-        stay = self._stays.get((chunk, place))
-        if stay is None:
-            # A script may be in inference mode; the parameters are to be trained afterwards.
-            with torch.inference_mode(False), torch.no_grad():
-                stay = self._stays[chunk, place] = Stay(self.chunks[chunk], block)
-        stay.block = block
-        self._resident[chunk] = stay
-        return stay
-
-    def _blocks(self, chunk: int) -> int:
-        each = self.chunks[chunk]
-        return self.arena.blocks_for(each.chunk.numel * each.dtype.itemsize)
-
-    def _copy(self, stay: Stay, stream: torch.Stream | None = None, *, ahead: bool = False) -> None:
-        """Bring the values; `ahead` of their use on a thread of its own, with a stream where there is one."""
-        if stream is not None:
-            torch.accelerator.set_stream(stream)
-        with torch.inference_mode(False), torch.no_grad():
-            self.wait_stepped(stay.each.chunk.id, tells=not ahead)
-            if stay.is_apart or not self.fill(stay.each.chunk.id, stay.memory):
-                with self._values(stay.each, tells=not ahead) as values:
-                    stay.bring(values)
-
-    def _wait(self, stay: Stay) -> None:
-        """Wait until nobody copies into it any more, whether the values came or not."""
-        if stay.coming is not None:
-            self._wait_for(stay.coming, stay.each.words)
-
-    @staticmethod
-    def _wait_for(coming: Future[None], what: str) -> None:
-        if not coming.done() and not wait([coming], timeout=_DEADLINE).done:
-            raise DeadlineError(
-                f"waited {_DEADLINE:.0f} s for {what} to come to the device: the disk of memory.disk, or a "
-                "worker that holds it, is too slow or stands still"
-            )
 
     def _settled(self, chunk: int) -> Stay:
         """The stay of a chunk that is resident or on its way, once its values are there."""
@@ -314,84 +239,39 @@ class Engine:
         if not stay.ready:
             assert stay.coming is not None
             began = time.perf_counter()
-            self._wait(stay)
-            self.wait_stepped(chunk)
+            self._bringing.settle(stay)
+            self.home.wait_stepped(chunk)
             stay.coming.result(timeout=0)
             self.waited += time.perf_counter() - began
-            self._lay(stay)
+            self._residents.lay(stay)
+            self._count("to_device", stay.each)
         self._cut_short = False
         if chunk in self._void and threading.get_ident() == self._void_by:
             self._refresh(stay)  # the step was cut short: it is over for the thread that made it
         return stay
 
-    def _lay(self, stay: Stay) -> None:
-        """The values are there: let the parameters lie there."""
-        each = stay.each
-        with torch.inference_mode(False):
-            self._put(each, stay.views)
-        for slot, address in enumerate(stay.addresses):
-            ADDRESSES.add(address, Place(self, each.chunk.id, slot))
-        self._count("to_device", each)
-        stay.begin(self._versions(each))
-
     def _evict(self, decision: Decision[int]) -> None:
         for eviction in decision.evict:
             self._write_back(eviction.chunk)
-            self._let_go(eviction.chunk)
-
-    def _let_go(self, chunk: int) -> None:
-        """Take a chunk's memory away, whatever is in it."""
-        stay = self._resident[chunk]
-        self._take_away(stay)
-        del self._resident[chunk]
-        self.arena.give(stay.block)
-
-    def _take_away(self, stay: Stay) -> None:
-        stay.ready = False  # first: what is cut short from here on is not written back
-        for address in stay.addresses:
-            ADDRESSES.remove(address)
-        self._put(stay.each, self._absent[stay.each.chunk.id])
-        stay.coming = None
-        if stay.is_apart:
-            self._stays.pop((stay.each.chunk.id, stay.block.first), None)
-
-    @staticmethod
-    def _put(each: TrainedChunk, memory: Iterable[Tensor]) -> None:
-        """Let the parameters lie there, but for those that a `close` has given back before it failed."""
-        for parameter, part in zip(each.parameters, memory, strict=True):
-            if place_of(parameter) is not None:
-                put(parameter, part)
+            self._residents.let_go(eviction.chunk)
 
     def _count(self, direction: str, each: TrainedChunk) -> None:
         self.moves[direction] += 1
         self.nbytes[direction] += each.chunk.extent * each.dtype.itemsize
 
-    @staticmethod
-    def _versions(each: TrainedChunk) -> list[int]:
-        return [version(parameter) for parameter in each.parameters]
-
-    @contextmanager
-    def _values(
-        self, each: TrainedChunk, *, writes: bool = False, overwrites: bool = False, tells: bool = True
-    ) -> Iterator[Tensor]:
-        """The chunk's values in host memory, (extent,), as its latest step has left them."""
-        self.wait_stepped(each.chunk.id, tells=tells)
-        with self.payloads.pin((each.chunk.id, VALUES), writes=writes, overwrites=overwrites) as values:
-            yield values[: each.chunk.extent]
-
     # Values that change
 
     def has_edits(self, chunk: int) -> bool:
         """Whether the script has written to it where it lies on the device, and that is not written back."""
-        with self._lock:
+        with self.lock:
             stay = self._resident.get(chunk)
             if stay is None or not stay.ready or chunk in self._void:
                 return False
-            return self._versions(stay.each) != stay.versions or stay.is_seal_broken
+            return stay.written() != stay.versions or stay.is_seal_broken
 
     def write_back(self) -> None:
         """Hand what the script has written on the device to the payloads."""
-        with self._lock:
+        with self.lock:
             self._mend()
             if self._void_by == threading.get_ident():
                 self._refresh_void()
@@ -402,11 +282,11 @@ class Engine:
         stay, each = self._resident[chunk], self.chunks[chunk]
         if not stay.ready or chunk in self._void:
             return
-        versions = self._versions(each)
+        versions = stay.written()
         if versions == stay.versions and not stay.given_out:
             return
         is_changed = versions != stay.versions or stay.is_seal_broken
-        with torch.no_grad(), self._values(each, writes=True) as values:
+        with torch.no_grad(), self.home.values(each, writes=True) as values:
             stay.return_to(values)
         self.written_back += 1
         self._count("to_host", each)
@@ -415,6 +295,7 @@ class Engine:
         stay.seal(anew=True)
         self.edited(chunk)
         stay.versions = versions  # last: what was cut short is written back again
+        self.home.written_back(each)
 
     def out_of_date(self, chunks: Iterable[int]) -> None:
         """The values of these chunks are about to change in host memory: what lies on the device is dropped.
@@ -422,7 +303,7 @@ class Engine:
         A chunk of which somebody holds a view stays, and one that another thread uses meanwhile comes;
         neither is written back until `refresh` has brought its new values.
         """
-        with self._lock:
+        with self.lock:
             self._mend()
             self._cut_short = True
             for chunk in chunks:
@@ -430,16 +311,16 @@ class Engine:
                 self._void_by = threading.get_ident()
                 stay = self._resident.get(chunk)
                 if stay is not None:
-                    self._wait(stay)
+                    self._bringing.settle(stay)
                     if self._is_held(chunk):
                         continue
-                    self._let_go(chunk)
+                    self._residents.let_go(chunk)
                 self.cache.forget(chunk)
             self._cut_short = False
 
     def refresh(self, chunks: Iterable[int]) -> None:
         """Bring the new values of those of these chunks that lie on the device."""
-        with self._lock:
+        with self.lock:
             self._mend()
             self._void.update(chunks)
             self._refresh_void()
@@ -453,60 +334,40 @@ class Engine:
                 self._refresh(stay)
             else:  # on its way, perhaps with the values before the step
                 self._cut_short = True
-                self._wait(stay)
-                self._let_go(chunk)
+                self._bringing.settle(stay)
+                self._residents.let_go(chunk)
                 self.cache.forget(chunk)
                 self._void.discard(chunk)
                 self._cut_short = False
 
     def _refresh(self, stay: Stay) -> None:
         """Bring a chunk's new values to where it lies."""
-        self._copy(stay)
-        stay.versions = self._versions(stay.each)
+        self._bringing.bring(stay)
+        stay.versions = stay.written()
         stay.seal(anew=True)
         self._count("to_device", stay.each)
         self._void.discard(stay.each.chunk.id)
 
     def handle_step_ended(self) -> StepStatistics:
         """A step is over: its order of use is expected of the next."""
-        with self._lock:
+        with self.lock:
             self._mend()
             self._cut_short = True
             ended = self.cache.handle_step_ended()
             self._prefetch()
             return ended
 
-    def next_used(self, chunks: Iterable[int]) -> list[int]:
-        """These chunks in the order in which the next step uses them first, as far as that is known."""
-        first: dict[int, int] = {}
-        order = self.cache.order
-        for position, chunk in enumerate(order.uses if order is not None else ()):
-            first.setdefault(chunk, position)
-        last = len(first)
-
-        def key(chunk: int) -> tuple[int, int]:
-            return first.get(chunk, last), min(slot.parameter for slot in self.chunks[chunk].chunk.slots)
-
-        return sorted(chunks, key=key)
-
     @uninterrupted
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A copy of a parameter's present value in ordinary memory of its device; nothing is brought."""
         place = place_of(parameter)
         assert place is not None
-        with self._lock:
+        with self.lock:
             self._check_open()
             self._mend()
             if place.chunk in self._resident:
                 self._write_back(place.chunk)
-            return self._value(self.chunks[place.chunk], place.slot)
-
-    def _value(self, each: TrainedChunk, slot: int) -> Tensor:
-        like = each.likes[slot]
-        with torch.inference_mode(False), torch.no_grad():
-            copy = torch.empty_strided(like.shape, like.stride(), dtype=each.dtype, device=each.device)
-            with self._values(each) as values:
-                return copy.copy_(each.part(values, slot))
+            return self.home.value(self.chunks[place.chunk], place.slot)
 
     @uninterrupted
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -524,37 +385,27 @@ class Engine:
                     f"parameter {self.name(place)!r} got data of another {what} ({given}, not {wanted}) "
                     "under budgets of memory; change the model before it is prepared, or after the session"
                 )
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             self._check_open()
             self._mend()
             if place.chunk in self._resident:
                 stay = self._settled(place.chunk)
                 if stay.is_slot_viewed(place.slot):  # which plain PyTorch leaves as it is
-                    self._set_apart(stay, place.slot)
+                    self._residents.set_apart(stay, place.slot)
                 stay.views[place.slot].copy_(value)
                 stay.given_out = True
                 self.written(place.chunk)
                 return
-            with self._values(each, writes=True) as values:
+            with self.home.values(each, writes=True) as values:
                 each.part(values, place.slot).copy_(value)
             self.written(place.chunk)
             self.edited(place.chunk)
-
-    def _set_apart(self, stay: Stay, slot: int) -> None:
-        """Let the parameter lie in new memory, with anything in it; who has views of the former keeps it."""
-        ADDRESSES.remove(stay.addresses[slot])
-        put(stay.each.parameters[slot], stay.set_apart(slot))
-        ADDRESSES.add(stay.addresses[slot], Place(self, stay.each.chunk.id, slot))
 
     # What parameters ask
 
     def name(self, place: Place) -> str:
         """The parameter's name."""
         return self.chunks[place.chunk].names[place.slot]
-
-    def like(self, place: Place) -> Tensor:
-        """A tensor of the parameter's shape, strides and dtype on the meta device."""
-        return self.chunks[place.chunk].likes[place.slot]
 
     def version(self, place: Place) -> int:
         """How often the parameter was written into."""
@@ -565,3 +416,17 @@ def _taken_first(each: TrainedChunk) -> tuple[int, int]:
     """The order in which `Engine.take_over` never holds more than the budgets: those in memory, whose room is
     free then, and then from the end of the file."""
     return -resident_bytes(each.parameters), -spilled_to(each.parameters)
+
+
+def in_order_of_use(engine: Engine, chunks: Iterable[int]) -> list[int]:
+    """Sort chunks by when the next step uses them first, as far as that is known."""
+    first: dict[int, int] = {}
+    order = engine.cache.order
+    for position, chunk in enumerate(order.uses if order is not None else ()):
+        first.setdefault(chunk, position)
+    last = len(first)
+
+    def key(chunk: int) -> tuple[int, int]:
+        return first.get(chunk, last), min(slot.parameter for slot in engine.chunks[chunk].chunk.slots)
+
+    return sorted(chunks, key=key)

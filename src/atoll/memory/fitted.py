@@ -18,8 +18,9 @@ from atoll.core.units import format_bytes
 from atoll.memory import interrupts
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
-from atoll.memory.engine import Engine
+from atoll.memory.engine import Engine, in_order_of_use
 from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.home import HostHome
 from atoll.memory.initialising import spilled_bytes, take
 from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.saved import leave_gone, watch_modules
@@ -207,7 +208,7 @@ class Moving(Fitted):
                 self._store.disk.reserve()
             if optimizer is not None:
                 self._stepper = self._stepper_of(optimizer)
-                self.engine.wait_stepped = self._stepper.wait_stepped
+                self._home.stepped = self._stepper.wait_stepped
                 self.engine.edited = self._stepper.values_edited
             self._ready()
             for chunk in self._staying:
@@ -221,7 +222,8 @@ class Moving(Fitted):
     # (memory/lent.py).
 
     def _engine_of(self, chunks: Sequence[TrainedChunk], cache: Cache[int]) -> Engine:
-        return Engine(chunks, self._arena, cache, self._payloads(chunks))
+        self._home = HostHome(self._payloads(chunks))
+        return Engine(chunks, self._arena, cache, self._home)
 
     def _payloads(self, _chunks: Sequence[TrainedChunk]) -> Payloads:
         return self._store
@@ -306,7 +308,7 @@ class Moving(Fitted):
         self._owners.check()
         self.engine.write_back()
         self.engine.out_of_date(chunks)
-        self._stepped = self.engine.next_used(chunks)
+        self._stepped = in_order_of_use(self.engine, chunks)
         return self._stepped
 
     def _after_step(self) -> None:

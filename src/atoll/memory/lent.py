@@ -22,15 +22,13 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap, lay_out_memory
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory import planning
-from atoll.memory.arena import Arena
 from atoll.memory.engine import Engine
 from atoll.memory.fitted import Moving
 from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.home import HostHome, copied
 from atoll.memory.initialising import let_go
 from atoll.memory.interrupts import uninterrupted
-from atoll.memory.parameters import put, take_over
 from atoll.memory.payloads import VALUES, Key, Payloads, TensorPayloads
-from atoll.memory.saved import ADDRESSES, Place
 from atoll.memory.stays import Stay
 from atoll.moves import Cache
 from atoll.moves.search import MemoryPlan
@@ -94,47 +92,64 @@ class Loan:
         return self._flats[chunk][place.offset : place.offset + place.numel]
 
 
-class LentEngine(Engine):
-    """Brings chunks from a loan. What the script has written is in payloads of its own, in host memory
+class LentHome:
+    """The home of chunks that are lent. What the script has written is in payloads of its own, in host memory
     outside of all budgets, for as long as it differs from what is lent."""
 
-    def __init__(self, chunks: Sequence[TrainedChunk], arena: Arena, cache: Cache[int], loan: Loan) -> None:
-        super().__init__(chunks, arena, cache, TensorPayloads())
-        self._loan = loan
-        self._written: set[int] = set()  # chunks
+    def __init__(self, loan: Loan) -> None:
+        self._loan, self._own = loan, HostHome(TensorPayloads())
+        self._written: dict[int, TrainedChunk] = {}  # by chunk
 
-    def take_over(self) -> None:
-        for each in self.chunks.values():
-            self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
-            for slot, parameter in enumerate(each.parameters):
-                let_go(parameter)
-                place = Place(self, each.chunk.id, slot)
-                take_over(parameter, place)
-                stand_in = self._absent[each.chunk.id][slot]
-                put(parameter, stand_in)
-                ADDRESSES.add(stand_in.untyped_storage().data_ptr(), place, absent=True)
+    def take(self, each: TrainedChunk) -> None:
+        self._own.add(each)
+        for parameter in each.parameters:
+            let_go(parameter)
+
+    def wait_stepped(self, chunk: int, *, tells: bool = True) -> None:
+        """Nothing is stepped here."""
+
+    @contextmanager
+    def values(self, each: TrainedChunk, *, writes: bool = False, tells: bool = True) -> Iterator[Tensor]:
+        chunk = each.chunk.id
+        if writes and chunk not in self._written:
+            with self._own.values(each, overwrites=True) as values:
+                for slot, place in enumerate(each.chunk.slots):
+                    each.run(values, slot).copy_(self._loan.run(place.parameter))
+            self._written[chunk] = each
+        with self._own.values(each, writes=writes, tells=tells) as values:
+            yield values
+
+    def bring(self, stay: Stay, *, tells: bool = True) -> None:
+        if stay.each.chunk.id in self._written:
+            self._own.bring(stay, tells=tells)
+            return
+        for slot, place in enumerate(stay.each.chunk.slots):
+            stay.bring_slot(slot, self._loan.run(place.parameter))
+
+    def value(self, each: TrainedChunk, slot: int) -> Tensor:
+        if each.chunk.id in self._written:
+            return self._own.value(each, slot)
+        like, lent = each.likes[slot], self._loan.run(each.chunk.slots[slot].parameter)
+        return copied(each, slot, lent.as_strided(like.shape, like.stride(), lent.storage_offset()))
+
+    def written_back(self, each: TrainedChunk) -> None:
+        if not any(True for _ in self._differing(each)):
+            self._forget(each.chunk.id)
 
     def changed(self) -> list[str]:
-        """The parameters whose values the script has changed, and not changed back."""
-        with self._lock:
-            self.write_back()
-            return [
-                each.names[slot]
-                for each in self.chunks.values()
-                if each.chunk.id in self._written
-                for slot in self._differing(each)
-            ]
+        """The parameters whose values the script has changed, and not changed back, by what was written
+        back."""
+        return [each.names[slot] for each in self._written.values() for slot in self._differing(each)]
 
     def lend(self, chunks: Sequence[int], flats: Flats) -> None:
-        """New values of these chunks, which are `out_of_date`: no copy from the former ones is under way."""
-        with self._lock:
-            self._loan.lend(flats)
-            for chunk in self._written.intersection(chunks):
-                self._forget(chunk)
+        """New values of these chunks; no copy from the former ones is under way."""
+        self._loan.lend(flats)
+        for chunk in self._written.keys() & set(chunks):
+            self._forget(chunk)
 
     def _differing(self, each: TrainedChunk) -> Iterator[int]:
         """The slots of a written chunk that are not as they are lent."""
-        with super()._values(each) as values:
+        with self._own.values(each) as values:
             for slot, place in enumerate(each.chunk.slots):
                 # By their bits: NaN is itself.
                 lent, own = self._loan.run(place.parameter), each.run(values, slot)
@@ -142,46 +157,8 @@ class LentEngine(Engine):
                     yield slot
 
     def _forget(self, chunk: int) -> None:
-        self._written.discard(chunk)
-        self.payloads.drop((chunk, VALUES))
-
-    def _write_back(self, chunk: int) -> None:
-        before = self.written_back
-        super()._write_back(chunk)
-        if self.written_back != before and not any(True for _ in self._differing(self.chunks[chunk])):
-            self._forget(chunk)
-
-    @contextmanager
-    def _values(
-        self, each: TrainedChunk, *, writes: bool = False, overwrites: bool = False, tells: bool = True
-    ) -> Iterator[Tensor]:
-        chunk = each.chunk.id
-        if writes and chunk not in self._written:
-            with super()._values(each, overwrites=True) as values:
-                for slot, place in enumerate(each.chunk.slots):
-                    each.run(values, slot).copy_(self._loan.run(place.parameter))
-            self._written.add(chunk)
-        with super()._values(each, writes=writes, overwrites=overwrites, tells=tells) as values:
-            yield values
-
-    def _copy(self, stay: Stay, stream: torch.Stream | None = None, *, ahead: bool = False) -> None:
-        if stay.each.chunk.id in self._written:
-            super()._copy(stay, stream, ahead=ahead)
-            return
-        if stream is not None:
-            torch.accelerator.set_stream(stream)
-        with torch.inference_mode(False), torch.no_grad():
-            for slot, place in enumerate(stay.each.chunk.slots):
-                stay.bring_slot(slot, self._loan.run(place.parameter))
-
-    def _value(self, each: TrainedChunk, slot: int) -> Tensor:
-        if each.chunk.id in self._written:
-            return super()._value(each, slot)
-        like = each.likes[slot]
-        with torch.inference_mode(False), torch.no_grad():
-            copy = torch.empty_strided(like.shape, like.stride(), dtype=each.dtype, device=each.device)
-            lent = self._loan.run(each.chunk.slots[slot].parameter)
-            return copy.copy_(lent.as_strided(like.shape, like.stride(), lent.storage_offset()))
+        del self._written[chunk]
+        self._own.payloads.drop((chunk, VALUES))
 
 
 class LentModel(Moving):
@@ -202,6 +179,7 @@ class LentModel(Moving):
         peak: int,
     ) -> None:
         self._loan, self._left, self._peak = Loan(chunk_map, values), gradients, peak
+        self._lent_home = LentHome(self._loan)
         self._lent_chunks: list[TrainedChunk] = []
         super().__init__(model, None, budgets, plan, layout_of(model, plan))
 
@@ -211,8 +189,7 @@ class LentModel(Moving):
         for chunk in self._loan.chunk_map.trainable:
             held = [names[slot.parameter] for slot in chunk.slots]
             self._lent_chunks.append(TrainedChunk(chunk, held, [parameters[name] for name in held]))
-        self._lent_engine = LentEngine(chunks, self._arena, cache, self._loan)
-        return self._lent_engine
+        return Engine(chunks, self._arena, cache, self._lent_home)
 
     def _gradients_of(self, trained: Sequence[TrainedChunk]) -> Gradients:
         del trained  # they lie by the lender's chunks
@@ -233,7 +210,9 @@ class LentModel(Moving):
 
     def changed(self) -> list[str]:
         """The parameters that the script has changed since they were taken, and not changed back."""
-        return self._lent_engine.changed()
+        with self.engine.lock:
+            self.engine.write_back()
+            return self._lent_home.changed()
 
     @uninterrupted
     def take(self, values: Flats) -> None:
@@ -250,7 +229,8 @@ class LentModel(Moving):
         ]
         former = [self._loan.run(number) for number, _ in numbers]
         self.engine.out_of_date(ids)
-        self._lent_engine.lend(ids, values)
+        with self.engine.lock:
+            self._lent_home.lend(ids, values)
         changed = [
             parameter
             for (number, parameter), before in zip(numbers, former, strict=True)

@@ -97,7 +97,9 @@ class ChunkParameter(nn.Parameter):
                 return func(*args, **kwargs)
         parameters = list(_chunk_parameters((args, kwargs)))
         if func in _LAYOUT:
-            return func(_engine(parameters[0]).like(parameters[0]._atoll), *args[1:], **kwargs)
+            place = parameters[0]._atoll
+            like = _engine(parameters[0]).chunks[place.chunk].likes[place.slot]  # on the meta device
+            return func(like, *args[1:], **kwargs)
         if func in _REPLACE:
             engine, place = _engine(parameters[0]), parameters[0]._atoll
             raise UserError(

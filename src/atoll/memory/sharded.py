@@ -20,6 +20,7 @@ from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory import interrupts
 from atoll.memory.agreeing import NO_EPOCHS, BatchEpochs, StepAgreement
 from atoll.memory.calls import caller
+from atoll.memory.engine import in_order_of_use
 from atoll.memory.fitted import Moving
 from atoll.memory.foreign import SharedStates, described
 from atoll.memory.gradients import Gradients, TrainedChunk
@@ -65,7 +66,7 @@ class Sharded(Moving):
         self._agreement = StepAgreement(self.sharing, self.gradients, self._trained, optimizer, epochs)
         self._foreign = [chunk for chunk in self.engine.chunks if not self.sharing.holds_all(chunk)]
         self.engine.written = self.sharing.written
-        self.engine.fill = self.sharing.fill
+        self._home.fill = self.sharing.fill
         self.engine.must_tell = lambda chunk: not self.sharing.holds_all(chunk)
         self._handles.append(model.register_forward_pre_hook(LeftBehind(self._before_forward)))
         before, after = LeftBehind(self._before_load), LeftBehind(self._after_load)
@@ -199,7 +200,7 @@ class Sharded(Moving):
         # From here on nobody reads the values before this step, so that they may be stepped.
         self._agreement.agree()
         self._count_writes()
-        return self.engine.next_used(chunks)
+        return in_order_of_use(self.engine, chunks)
 
     def _count_writes(self) -> None:
         """For autograd, what others alone step is written into here too."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from atoll.memory import copies
 from atoll.memory.arena import Block
 from atoll.memory.gradients import TrainedChunk
+from atoll.memory.parameters import version
 from atoll.tensors.binding import carve
 from atoll.tensors.torch_compat import storage_handle, storage_uses
 
@@ -37,12 +38,16 @@ class Stay:
         self._unheld = 0  # uses of all storages by the engine and the parameters alone
         self._unheld_by_slot: list[int] = []
 
-    def begin(self, versions: list[int]) -> None:
+    def begin(self) -> None:
         """The values and the parameters are here."""
-        self.versions, self.given_out, self._seal = versions, False, None
+        self.versions, self.given_out, self._seal = self.written(), False, None
         self._unheld = self._uses()
         self._unheld_by_slot = list(map(storage_uses, self._ids))
         self.ready, self.coming = True, None
+
+    def written(self) -> list[int]:
+        """How often each parameter was written into, by slot."""
+        return [version(parameter) for parameter in self.each.parameters]
 
     @property
     def is_viewed(self) -> bool:
