@@ -16,7 +16,7 @@ from atoll.core.errors import UserError
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
-from atoll.train.data.sampler import epoch_order
+from atoll.train.data.order import Order
 
 LENGTH, BATCH, EPOCHS = 50, 12, 2  # the last batch of an epoch has 2 samples: of 3 workers, one gets none
 RING = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s", global_batch=BATCH))
@@ -51,7 +51,7 @@ def plain() -> list[np.ndarray[Any, Any]]:
     model, optimizer = make()
     trajectory = []
     for epoch in range(EPOCHS):
-        for batch in epoch_order(LENGTH, 4, epoch, True).split(BATCH):
+        for batch in Order(LENGTH, 4, True).of(epoch).split(BATCH):
             optimizer.zero_grad()
             loss_of(model, *data[batch]).backward()  # type: ignore[arg-type]
             optimizer.step()

@@ -398,7 +398,7 @@ with HubClient(address, None, timeout=60) as hub:
             if dies and epoch:
                 print(me.worker, len(batch), flush=True)
                 sys.stdin.read()
-            sampler.consumed += len(batch)
+            sampler.count(len(batch))
             commit = Commit(
                 incarnation=me.incarnation, iteration=iteration, weight=len(batch), used=sampler.used()
             )

@@ -89,4 +89,4 @@ def _train(samplers: list[ShardedSampler], batch: int, steps: int, seen: dict[in
                 samples = [index for index in row if index is not None]
                 seen.setdefault(samplers[0].epoch, []).extend(samples)
                 for sampler, index in zip(samplers, row, strict=True):
-                    sampler.consumed += index is not None
+                    sampler.count(index is not None)

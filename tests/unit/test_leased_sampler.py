@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections import Counter
@@ -15,7 +16,8 @@ from atoll.core.errors import CheckpointError, RunError, UserError
 from atoll.store.leases import Leases
 from atoll.train.data.epochs import epoch_of
 from atoll.train.data.leased_sampler import FIRST_LEASE, LeasedBatches, LeasedSampler
-from atoll.train.data.sampler import ShardedSampler, epoch_order
+from atoll.train.data.order import Order
+from atoll.train.data.sampler import ShardedSampler
 from atoll.wire.messages import Lease, Leased
 
 
@@ -56,7 +58,7 @@ def train(office: Office, rank: int, sampler: LeasedSampler, batch: int) -> list
     indices = iter(sampler)
     while part := list(itertools.islice(indices, batch)):
         had += part
-        sampler.consumed += len(part)
+        sampler.count(len(part))
         office.commit(rank, sampler)
     return had
 
@@ -84,7 +86,7 @@ def test_an_epoch_of_a_loader_is_one_loop_over_it(in_batches: bool) -> None:
         had = []
         for batch in epoch_of(loader, [sampler], lambda: None):
             had += batch.tolist()
-            sampler.consumed += len(batch)
+            sampler.count(len(batch))
             office.commit(0, sampler)
         assert sorted(had) == list(range(10))
         assert sampler.epoch == epoch
@@ -117,7 +119,7 @@ def test_a_loader_over_it_with_any_prefetch() -> None:
             seen: list[int] = []
             for batch in loader:
                 seen += batch.tolist()
-                sampler.consumed += len(batch)
+                sampler.count(len(batch))
                 office.commit(0, sampler)
             assert sorted(seen) == list(range(20))
             assert office.used[epoch] == Counter(range(20))
@@ -160,7 +162,7 @@ def _loop(office: Office, rank: int, length: int, epochs: int, chance: random.Ra
                     ready.append(part)
                 yield
             if ready:
-                sampler.consumed += len(ready.pop(0))
+                sampler.count(len(ready.pop(0)))
                 if chance.random() < 0.8:  # else the next commit has two batches
                     office.commit(rank, sampler)
             yield
@@ -176,7 +178,7 @@ def test_a_faster_worker_takes_more() -> None:
         part = list(itertools.islice(both[turn], 2))
         counts[turn] += len(part)
         sampler = (fast, slow)[turn]
-        sampler.consumed += len(part)
+        sampler.count(len(part))
         office.commit(turn, sampler)
         if not part:
             break
@@ -188,7 +190,7 @@ def test_what_a_dead_worker_held_is_dealt_again() -> None:
     office = Office()
     alive, dead = (office.sampler(rank, 40, lease_size=8) for rank in range(2))
     had = list(itertools.islice(iter(dead), 6))
-    dead.consumed += 4
+    dead.count(4)
     office.commit(1, dead)
     first = iter(alive)
     mine = list(itertools.islice(first, 10))
@@ -240,7 +242,7 @@ def test_an_iteration_that_was_broken_off_goes_on_after_what_was_consumed() -> N
     sampler = office.sampler(0, 20, lease_size=6)
     order = list(ShardedSampler(20, rank=0, world=1))
     assert list(itertools.islice(iter(sampler), 9)) == order[:9]
-    sampler.consumed += 8
+    sampler.count(8)
     assert train(office, 0, sampler, 4) == order[8:]
     assert office.used[0] == Counter(range(20))
     assert sampler.epoch == 0
@@ -250,7 +252,7 @@ def test_an_iteration_that_took_all_and_not_the_end_is_followed_by_the_next_epoc
     office = Office()
     sampler = office.sampler(0, 20)
     assert len(list(itertools.islice(iter(sampler), 20))) == 20
-    sampler.consumed += 20
+    sampler.count(20)
     office.commit(0, sampler)
     assert len(train(office, 0, sampler, 5)) == 20
     assert sampler.epoch == 1
@@ -278,7 +280,7 @@ def test_a_tail_that_makes_no_batch_comes_in_the_next_epoch() -> None:
     indices = iter(sampler)
     for _ in range(2):
         assert len(list(itertools.islice(indices, 4))) == 4
-        sampler.consumed += 4
+        sampler.count(4)
         office.commit(0, sampler)
     tail = list(indices)  # a loader with drop_last takes it and gives no batch
     assert len(tail) == 2
@@ -299,7 +301,7 @@ def test_samples_that_the_script_leaves_out_do_not_come_again() -> None:
         had = 0
         while part := list(itertools.islice(indices, 10)):
             had += len(part)
-            sampler.consumed += 1
+            sampler.count(1)
             office.commit(0, sampler)
         assert (sampler.epoch, had) == (epoch, 100)
 
@@ -354,7 +356,7 @@ def test_a_checkpoint_names_what_all_workers_have_used(world: int) -> None:
     for rank in (0, 1, 0, 0, 1):
         part = list(itertools.islice(indices[rank], 3))
         seen += part
-        team[rank].consumed += len(part)
+        team[rank].count(len(part))
         office.commit(rank, team[rank])
     state = team[0].state_dict([sampler.place() for sampler in team])
     assert state["epoch"] == 0
@@ -378,7 +380,7 @@ def _together(office: Office, team: list[LeasedSampler]) -> list[int]:
         for rank, given in list(indices.items()):
             part = list(itertools.islice(given, 2))
             seen += part
-            team[rank].consumed += len(part)
+            team[rank].count(len(part))
             office.commit(rank, team[rank])
             if not part:
                 del indices[rank]
@@ -401,7 +403,7 @@ def test_a_second_checkpoint_in_a_resumed_epoch() -> None:
     for _ in range(3):
         part = list(itertools.islice(iter(sampler), 7))
         seen += part
-        sampler.consumed += 7
+        sampler.count(7)
         office.commit(0, sampler)
         state = sampler.state_dict()
         sampler = office.sampler(0, 30, lease_size=4)
@@ -418,7 +420,7 @@ def test_workers_in_different_epochs() -> None:
     next(iter(behind))
     assert len(train(office, 0, ahead, 4)) == 16
     list(itertools.islice(iter(ahead), 4))
-    ahead.consumed += 4
+    ahead.count(4)
     office.commit(0, ahead)
     state = ahead.state_dict([ahead.place(), behind.place()])
     assert (state["epoch"], state["offset"]) == (0, 0)
@@ -447,7 +449,7 @@ def test_a_sharded_samplers_state_is_taken_and_the_other_way_round() -> None:
     sampler.load_state_dict(theirs.state_dict(6))
     part = list(itertools.islice(iter(sampler), 3))
     assert part == whole[6:9]
-    sampler.consumed += 3
+    sampler.count(3)
     office.commit(0, sampler)
     theirs.load_state_dict(sampler.state_dict())
     assert list(theirs) == whole[9:]
@@ -480,8 +482,8 @@ def test_memory_of_a_large_data_set_is_its_order_alone() -> None:
     sampler = office.sampler(0, 1_000_000, lease_size=10)
     part = list(itertools.islice(iter(sampler), 25))
     assert len(set(part)) == 25
-    assert len(sampler._orders) == 1
-    assert isinstance(sampler._orders[0][0], torch.Tensor)
+    kept = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.numel() == 1_000_000]
+    assert len(kept) == 1
 
 
 def test_it_goes_on_from_a_sharded_samplers_deal_in_which_parts_are_left() -> None:
@@ -492,7 +494,7 @@ def test_it_goes_on_from_a_sharded_samplers_deal_in_which_parts_are_left() -> No
     sampler = office.sampler(0, 40, seed=9)
     sampler.load_state_dict(state)
     given = train(office, 0, sampler, 4)
-    orders = [epoch_order(40, 3, epoch, True).tolist() for epoch in range(2)]
+    orders = [Order(40, 3, True).of(epoch).tolist() for epoch in range(2)]
     expected = orders[0][2:5] + orders[1][4:6] + orders[1][20:21] + orders[1][30:]
     assert sorted(given) == sorted(expected)
     assert len(train(office, 0, sampler, 4)) == 40  # the next epoch, whole
@@ -505,7 +507,7 @@ def test_one_that_enters_leases_of_the_same_order() -> None:
     first.load_state_dict({"seed": 3, "epoch": 2, "offset": 10, "length": 40, "shuffle": True})
     indices = iter(first)
     had = [next(indices) for _ in range(8)]
-    first.consumed += 8
+    first.count(8)
     office.commit(0, first)
     newcomer = office.sampler(1, 40, seed=1)
     state = first.deal_state()
@@ -513,7 +515,7 @@ def test_one_that_enters_leases_of_the_same_order() -> None:
     newcomer.load_deal_state(state)
     office.die(0)
     had += train(office, 1, newcomer, 4)
-    assert sorted(had) == sorted(epoch_order(40, 3, 2, True).tolist()[10:])
+    assert sorted(had) == sorted(Order(40, 3, True).of(2).tolist()[10:])
     with pytest.raises(CheckpointError, match="loaded -1 times"):
         newcomer.check_deal_state({**state, "loads": -1})
 
@@ -524,7 +526,7 @@ def test_members_of_a_new_group_go_to_where_the_furthest_is() -> None:
     ahead, behind = office.sampler(0, 20, seed=1), office.sampler(1, 20, seed=1)
     indices = iter(behind)
     assert len(list(itertools.islice(indices, 4))) == 4
-    behind.consumed += 4
+    behind.count(4)
     office.commit(1, behind)
     behind.leave_leased()
     office.die(1)  # its old contributor, of which 16 samples are free again

@@ -89,7 +89,7 @@ def test_on_index_is_called_before_each_index() -> None:
     indices = iter(sampler)
     assert seen == []
     list(indices)
-    sampler.consumed = 2
+    sampler.count(2)
     list(sampler)
     assert seen == [(0, 0), (0, 0), (1, 0), (1, 0)]
 

@@ -36,7 +36,7 @@ class Script:
     def __init__(self, sampler: Any, workers: int, per: int) -> None:
         self.sampler, self.made, self.ends = sampler, 0, dict[int, int]()
         self.epochs: list[int] = []
-        data = Numbers(sampler._length)
+        data = Numbers(sampler._order.length)
         if isinstance(sampler, ShardedSampler):
             self.loader = DataLoader(data, BATCH, sampler=sampler, num_workers=workers)  # type: ignore[arg-type, var-annotated]
         else:
@@ -196,7 +196,7 @@ def test_torchs_loader_asks_again_one_that_has_ended(workers: dict[str, Any]) ->
     scripts: list[Script] = []
     scripts.append(member := script_of(peer_batches, 0, 0))
     sampler = peer_batches(2, scripts)
-    data: Any = Numbers(sampler._length)
+    data: Any = Numbers(sampler._order.length)
     loader = DataLoader(data, batch_sampler=sampler, **workers)
     for stood, at in [(7, 11), (8, 13)]:
         made = 0
@@ -220,7 +220,7 @@ def test_a_return_is_taken_up_where_the_loader_asks(workers: int) -> None:
     heard: list[dict[str, Any]] = []
     sampler = peer_batches(2, scripts)
     sampler._asked = lambda: sampler.return_to(heard.pop()) if heard else None
-    loader = DataLoader(Numbers(sampler._length), batch_sampler=sampler, num_workers=workers)  # type: ignore[arg-type, var-annotated]
+    loader = DataLoader(Numbers(sampler._order.length), batch_sampler=sampler, num_workers=workers)  # type: ignore[arg-type, var-annotated]
     last = 8 if workers == 0 else 7
     loop = 0
     for batch in loader:
@@ -269,7 +269,7 @@ def test_an_epoch_in_as_many_loops_as_it_takes(make: Any, workers: int) -> None:
     scripts.append(member := script_of(make, 0, 0))
     member.until(12)
     sampler = make(2, scripts)
-    data: Any = Numbers(sampler._length)
+    data: Any = Numbers(sampler._order.length)
     how = {"batch_size": BATCH, "sampler": sampler} if make is sharded else {"batch_sampler": sampler}
     loader = DataLoader(data, num_workers=workers, **how)  # type: ignore[arg-type, var-annotated]
     came_back: list[int] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError
-from atoll.train.data.sampler import ShardedSampler, SizesSeen, epoch_order
+from atoll.train.data.given import GivenIndices
+from atoll.train.data.order import Order
 from atoll.wire.messages import Leased, Used
 
 FIRST_LEASE = 32  # samples, until a batch has been seen
@@ -76,25 +77,20 @@ class LeasedSampler(Sampler[int]):
         sampler before each index. `mixes(line)` is called with a warning where samples of an earlier epoch
         come in the loop of a later one. Raises UserError for a dataset without a length.
         """
-        self._plain = ShardedSampler(dataset, rank=0, world=1, seed=seed, shuffle=shuffle)
-        self._length = len(self._plain)
-        self._lease, self._number, self._workers = lease, number, max(1, workers)
-        self._lease_size, self._wait, self._on_index, self._mixes = lease_size, wait, on_index, mixes
+        self._samples = Samples(Order(dataset, seed, shuffle))
+        self._leasing = Leasing(self._samples, lease, number, lease_size)
+        self._workers = max(1, workers)
+        self._wait, self._on_index, self._mixes = wait, on_index, mixes
         self.shuffle = shuffle
         self.given = 0  # indices given since the iteration started
-        self._consumed = self._reported = 0  # of those given: trained on; named by `used`
+        self._taken = GivenIndices()
+        self._reported = 0  # of those consumed: named by `used`
         self._batch = 0  # the most samples that were consumed at once
-        self._sizes_seen = SizesSeen()
-        self._seed, self._epoch, self._loads = int(seed), 0, 0
+        self._epoch = 0
         self._begun = self._whole = False  # the iteration of this epoch was begun; has reached its end
-        self._queue: deque[Run] = deque()  # leased, and given before anything else is leased
-        self._held: deque[Run] = deque()  # given and not named by `used`, in the order given
-        self._seen: list[Run] = []  # from iterations before: to be named by the next `used`
+        self._hand = InHand()
         self._pending: list[int] = []  # epochs of which something may come back
         self._target = 0  # the epoch at which its group is: those before it end at once
-        self._done: Ranges = {}  # what was used before the load, by epoch
-        self._used: Ranges = {}  # what was used here since, likewise
-        self._orders: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     @property
     def epoch(self) -> int:
@@ -104,24 +100,20 @@ class LeasedSampler(Sampler[int]):
     @property
     def resumed(self) -> bool:
         """Whether the iteration begins inside an epoch, where a checkpoint was made."""
-        return bool(self._done.get(self._epoch))
+        return self._samples.done(self._epoch) > 0
 
     @property
     def consumed(self) -> int:
-        """Samples that this worker has trained on since the iteration started; the session adds to it."""
-        return self._consumed
-
-    @consumed.setter
-    def consumed(self, value: int) -> None:
-        self._batch = max(self._batch, value - self._consumed)
-        self._consumed = value
+        """Samples that this worker has trained on since the iteration started."""
+        return self._taken.consumed
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration one of `epoch`; of one that the workers have used up, nothing is left."""
         if epoch != self._epoch or self._whole:
             self._turn_back()
             if not self._whole:
-                self._queue.clear()  # the script leaves the epoch: what is left of it is not for the next
+                # The script leaves the epoch: what is left of it is not for the next.
+                self.leave_leased()
             self._begin(int(epoch))
 
     def __iter__(self) -> Iterator[int]:
@@ -133,7 +125,7 @@ class LeasedSampler(Sampler[int]):
     def __len__(self) -> int:
         """An even share of the epoch in progress, else of the next, rounded up. It is an estimate: a faster
         worker gets more."""
-        left = self._length - _count(self._done.get(self._epoch + self._whole, []))
+        left = self._samples.order.length - self._samples.done(self._epoch + self._whole)
         return -(-left // self._workers)
 
     def used(self) -> list[Used]:
@@ -141,41 +133,34 @@ class LeasedSampler(Sampler[int]):
 
         The samples consumed are those given first. Call it once for each commit.
         """
-        runs = _merge([*self._seen, *self._take_consumed()])
-        self._seen.clear()
+        runs = _merge([*self._hand.take_seen(), *self._take_consumed()])
         for run in runs:
-            self._note_used(run)
-        return [Used(sampler=self._key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
+            self._samples.note_used(run)
+        return self._named(runs)
+
+    def _named(self, runs: Iterable[Run]) -> list[Used]:
+        key = self._leasing.key
+        return [Used(sampler=key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
 
     def count(self, samples: float) -> float:
         """A backward has reached this many samples; how many of them count: not those that a batch was filled
         up with."""
-        filled = self._filled_among(self._consumed - self._reported, int(samples))
-        self.consumed += int(samples)
-        self._sizes_seen.counted(self.given)
+        filled = self._hand.filled_among(self.consumed - self._reported, int(samples))
+        self._batch = max(self._batch, int(samples))
+        self._taken.count(samples, self.given)
         return samples - filled
 
     def next_sizes(self) -> set[float]:
         """Return the possible sizes of the next batch; see DealtSampler."""
-        return self._sizes_seen.next(self.given - self._consumed)
-
-    def _filled_among(self, first: int, count: int) -> int:
-        """How many of `count` samples, from the `first` that is held on, only fill up."""
-        filled, place = 0, 0
-        for epoch, start, stop in self._held:
-            if epoch < 0:
-                filled += max(0, min(place + stop - start, first + count) - max(place, first))
-            place += stop - start
-        return filled
+        return self._taken.next_sizes(self.given)
 
     def held(self) -> list[Used]:
         """What this worker was given, or has consumed, and `used` has not named yet."""
-        runs = _merge([*self._seen, *(run for run in self._held if run[0] >= 0)])
-        return [Used(sampler=self._key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
+        return self._named(_merge([*self._hand.seen, *(run for run in self._hand.runs if run[0] >= 0)]))
 
     def leave_leased(self) -> None:
         """What is leased and was not given is another's from now on."""
-        self._queue.clear()
+        self._leasing.queue.clear()
 
     def where(self) -> Where:
         """Where this worker is in its data, for `go_to` of all members of its group."""
@@ -199,13 +184,7 @@ class LeasedSampler(Sampler[int]):
     def place(self) -> dict[str, Any]:
         """This worker's part of a checkpoint, as JSON can hold it; `state_dict` takes every worker's."""
         whole = self._whole and not self._pending
-        used = [
-            [epoch, start, stop]
-            for ranges in (self._done, self._used)
-            for epoch, parts in ranges.items()
-            for start, stop in parts
-        ]
-        return {"epoch": min([self._epoch + whole, *self._pending]), "used": used}
+        return {"epoch": min([self._epoch + whole, *self._pending]), "used": self._samples.used()}
 
     def state_dict(self, consumed: int | Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """What the workers have used, from their `place`s; from this one's alone unless given.
@@ -216,7 +195,7 @@ class LeasedSampler(Sampler[int]):
         """
         places: Sequence[Mapping[str, Any]]
         if isinstance(consumed, int):
-            offset = min(_count(self._done.get(self._epoch, [])) + consumed, self._length)
+            offset = min(self._samples.done(self._epoch) + consumed, self._samples.order.length)
             places = [{"epoch": self._epoch, "used": [[self._epoch, 0, offset]] if offset else []}]
         else:
             places = [self.place()] if consumed is None else consumed
@@ -224,25 +203,26 @@ class LeasedSampler(Sampler[int]):
         used = _merge(
             sorted((epoch, start, stop) for p in places for epoch, start, stop in p["used"] if epoch >= first)
         )
+        order = self._samples.order
         return {
-            "seed": self._seed,
+            "seed": order.seed,
             "epoch": first,
             "offset": used[0][2] if used and used[0][:2] == (first, 0) else 0,
-            "length": self._length,
-            "shuffle": self.shuffle,
+            "length": order.length,
+            "shuffle": order.shuffle,
             "used": [list(run) for run in used],
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError where `state` is of another dataset or another order than this sampler's."""
-        self._plain.check_state(state)
+        self._samples.order.check(state)
         runs = state.get("used", [])
         right = isinstance(runs, (list, tuple)) and all(
             isinstance(run, (list, tuple))
             and len(run) == 3
             and all(isinstance(number, int) for number in run)
             and run[0] >= state["epoch"]
-            and 0 <= run[1] < run[2] <= self._length
+            and 0 <= run[1] < run[2] <= self._samples.order.length
             for run in runs
         )
         if not right:
@@ -255,35 +235,32 @@ class LeasedSampler(Sampler[int]):
         Raises CheckpointError as `check_state` does.
         """
         self.check_state(state)
-        self._seed, self._epoch = state["seed"], state["epoch"]
+        self._epoch = state["epoch"]
         left = [_run(run) for run in state.get("left", [])]  # a ShardedSampler's: not used, before the offset
-        before = {epoch: self._length for epoch, _, _ in left} | {self._epoch: state["offset"]}
+        before = {epoch: self._samples.order.length for epoch, _, _ in left} | {self._epoch: state["offset"]}
         offset = [run for epoch, stop in before.items() for run in _without((epoch, 0, stop), left)]
-        self._done, self._used = {}, {}
-        for epoch, start, stop in _merge(sorted(map(_run, [*offset, *state.get("used", [])]))):
-            self._done.setdefault(epoch, []).append((start, stop))
-        self._queue.clear()
-        self._held.clear()
-        self._seen.clear()
+        self._samples.load(state, _merge(sorted(map(_run, [*offset, *state.get("used", [])]))))
+        self._hand = InHand()
         self._pending = sorted({epoch for epoch, _, _ in left if epoch != self._epoch})
-        self._orders.clear()
-        self.given = self._consumed = self._reported = 0
+        self.given = self._reported = 0
+        self._taken.begin()
         self._begun = self._whole = False
         self._target = 0
-        self._loads += 1  # the hub keeps its books by the sampler's number: they begin anew
-        while self._length and _count(self._done.get(self._epoch, [])) == self._length:
+        self._leasing.load()
+        while self._samples.order.length and self._samples.done(self._epoch) == self._samples.order.length:
             self._epoch += 1
 
     def deal_state(self) -> dict[str, Any]:
         """What a worker needs that enters the run, to lease of the same order: no worker's own samples."""
+        order = self._samples.order
         return {
-            "seed": self._seed,
+            "seed": order.seed,
             "epoch": self._epoch,
             "offset": 0,
-            "length": self._length,
-            "shuffle": self.shuffle,
-            "loads": self._loads,
-            "used": [[epoch, *part] for epoch, parts in self._done.items() for part in parts],
+            "length": order.length,
+            "shuffle": order.shuffle,
+            "loads": self._leasing.loads,
+            "used": self._samples.used(since_load=False),
         }
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
@@ -295,18 +272,14 @@ class LeasedSampler(Sampler[int]):
     def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
         """Lease as the worker does whose `deal_state` this is."""
         self.load_state_dict({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
-        self._epoch, self._loads = state["epoch"], state["loads"]
+        self._epoch, self._leasing.loads = state["epoch"], state["loads"]
 
     # Giving and leasing
-
-    @property
-    def _key(self) -> int:
-        return self._number + GENERATION * self._loads
 
     def _give(self) -> Iterator[int]:
         continued, self._begun = self._begun, True
         while True:
-            if not self._queue and not self._lease_more():
+            if not self._leasing.queue and not self._lease_more():
                 self._whole = True
                 if not continued or self.given:
                     return
@@ -315,80 +288,48 @@ class LeasedSampler(Sampler[int]):
                 self._begin(self._epoch + 1)
                 self._begun = True
                 continue
-            epoch, place, stop = self._queue.popleft()
-            if place + 1 < stop:
-                self._queue.appendleft((epoch, place + 1, stop))
-            self._hold((epoch, place, place + 1))
+            epoch, place = self._leasing.next()
+            self._hand.hold((epoch, place, place + 1))
             self.given += 1
             if 0 <= epoch < self._epoch:
                 self._mixes(_LATE.format(epoch, self._epoch))
             if self._on_index is not None:
                 self._on_index(self)
-            yield 0 if epoch < 0 else int(self._order(epoch)[0][place])
-
-    def _hold(self, run: Run) -> None:
-        if self._held and self._held[-1][0] == run[0] and self._held[-1][2] == run[1]:
-            run = (run[0], self._held.pop()[1], run[2])
-        self._held.append(run)
+            yield 0 if epoch < 0 else int(self._samples.left(epoch)[0][place])
 
     def _lease_more(self) -> bool:
         """Put leased positions into the queue; False when this worker's iteration is at its end. Members of a
         group all ask alike, and are answered alike."""
         if self._epoch < self._target:
             return False
+        leasing = self._leasing
         for epoch in list(self._pending):
             if epoch != self._epoch:
                 leased = self._ask(epoch)
-                if self._take_lease(leased):
+                if leasing.take(leased):
                     return True
-                if leased.over and not self._holds(epoch):
+                if leased.over and not self._hand.holds(epoch):
                     self._pending.remove(epoch)
         leased = self._ask(self._epoch)
         # Whoever waits for what this worker holds waits likewise: then the hub tells both that it is over.
         if self._wait > 0 and not leased.over and leased.start >= leased.stop and not leased.length:
             leased = self._ask(self._epoch, self._wait)
-        if self._take_lease(leased):
+        if leasing.take(leased):
             return True
         # Over with some of it in hand: others may hold some too, each waiting for the rest.
-        kept = [] if leased.over and not self._holds(self._epoch) else [self._epoch]
+        kept = [] if leased.over and not self._hand.holds(self._epoch) else [self._epoch]
         self._pending = [*(epoch for epoch in self._pending if epoch != self._epoch), *kept]
         return False
 
-    def _holds(self, epoch: int) -> bool:
-        return any(run[0] in (epoch, _filling(epoch)) for run in (*self._held, *self._seen))
-
     def _ask(self, epoch: int, wait: float = 0.0) -> Leased:
-        length = len(self._order(epoch)[0])
-        if not length:
-            return Leased(sampler=self._key, epoch=epoch, start=0, stop=0, over=True)
-        leased = self._lease(self._key, epoch, length, self._lease_count(), wait)
-        if leased.stop > length:
-            raise RunError(f"the hub leased samples to {leased.stop} of epoch {epoch}, which has {length}")
-        return leased
-
-    def _take_lease(self, leased: Leased) -> bool:
-        missing = leased.length - (leased.stop - leased.start)
-        if leased.start < leased.stop:
-            self._queue.append((leased.epoch, leased.start, leased.stop))
-        if missing > 0:  # the others of the group have more
-            self._queue.append((_filling(leased.epoch), 0, missing))
-        return bool(self._queue)
-
-    def _lease_count(self) -> int:
-        """Samples to lease: whole batches, the rest of a batch under way included."""
-        if self._lease_size:
-            return self._lease_size
-        return BATCHES * self._batch - self.given % self._batch if self._batch else FIRST_LEASE
+        return self._leasing.ask(epoch, self.given, self._batch, wait)
 
     # Between iterations
 
     def _begin(self, epoch: int) -> None:
         self._epoch, self._begun, self._whole = epoch, False, False
         current = min([epoch, *self._pending])
-        for ranges in (self._used, self._done):
-            for old in [e for e in ranges if e < current - EPOCHS_KEPT]:
-                del ranges[old]
-        self._orders = {e: order for e, order in self._orders.items() if e in (epoch, *self._pending)}
+        self._samples.keep(current - EPOCHS_KEPT, (epoch, *self._pending))
 
     def _turn_back(self) -> None:
         """Give again what was given and not consumed.
@@ -396,52 +337,182 @@ class LeasedSampler(Sampler[int]):
         After a whole iteration only what makes no batch is (of a loader with `drop_last`): where more is
         left, the script left it out or counts samples otherwise, and it would come again without end.
         """
-        self._seen += self._take_consumed()
-        left, size = _merge(self._held), sum(stop - start for _, start, stop in self._held)
-        self._held.clear()
+        hand = self._hand
+        hand.seen += self._take_consumed()
+        left, size = _merge(hand.runs), sum(stop - start for _, start, stop in hand.runs)
+        hand.runs.clear()
         if self._whole and size >= max(1, self._batch):
-            self._seen += [run for run in left if run[0] >= 0]
+            hand.seen += [run for run in left if run[0] >= 0]
         else:
-            self._queue.extendleft(reversed(left))
-        self.given = self._consumed = self._reported = 0
+            self._leasing.queue.extendleft(reversed(left))
+        self.given = self._reported = 0
+        self._taken.begin()
 
     def _take_consumed(self) -> list[Run]:
         """Take what was consumed and not taken yet from what is held."""
-        count = min(self._consumed, self.given) - self._reported
+        count = self._taken.used(self.given) - self._reported
         self._reported += count
+        return self._hand.take(count)
+
+
+class InHand:
+    """What a worker was given: `runs`, in their order, and from iterations before `seen`, which it has
+    trained on. `used` has named none of both."""
+
+    def __init__(self) -> None:
+        self.runs: deque[Run] = deque()
+        self.seen: list[Run] = []
+
+    def hold(self, run: Run) -> None:
+        """It was given this."""
+        if self.runs and self.runs[-1][0] == run[0] and self.runs[-1][2] == run[1]:
+            run = (run[0], self.runs.pop()[1], run[2])
+        self.runs.append(run)
+
+    def holds(self, epoch: int) -> bool:
+        """Whether it has anything of an epoch, or what fills its batches up."""
+        return any(run[0] in (epoch, _filling(epoch)) for run in (*self.runs, *self.seen))
+
+    def filled_among(self, first: int, count: int) -> int:
+        """How many of `count` samples, from the `first` that is held on, only fill up."""
+        filled, place = 0, 0
+        for epoch, start, stop in self.runs:
+            if epoch < 0:
+                filled += max(0, min(place + stop - start, first + count) - max(place, first))
+            place += stop - start
+        return filled
+
+    def take(self, count: int) -> list[Run]:
+        """Take the first `count` samples; those that only fill up are left out."""
         taken = []
         while count > 0:
-            epoch, start, stop = self._held.popleft()
+            epoch, start, stop = self.runs.popleft()
             cut = min(stop, start + count)
             taken.append((epoch, start, cut))
             if cut < stop:
-                self._held.appendleft((epoch, cut, stop))
+                self.runs.appendleft((epoch, cut, stop))
             count -= cut - start
         return [run for run in taken if run[0] >= 0]
 
-    def _order(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def take_seen(self) -> list[Run]:
+        """Take what is of iterations before."""
+        seen, self.seen = self.seen, []
+        return seen
+
+
+class Samples:
+    """Which samples of each epoch were used: before a checkpoint that was loaded, and here since."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self._done: Ranges = {}  # before the load, by epoch
+        self._used: Ranges = {}  # here since, likewise
+        self._left: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def done(self, epoch: int) -> int:
+        """How many of an epoch were used before the load."""
+        return sum(stop - start for start, stop in self._done.get(epoch, []))
+
+    def used(self, *, since_load: bool = True) -> list[list[int]]:
+        """The runs that were used, as JSON can hold them."""
+        both = (self._done, self._used) if since_load else (self._done,)
+        return [
+            [epoch, start, stop]
+            for ranges in both
+            for epoch, parts in ranges.items()
+            for start, stop in parts
+        ]
+
+    def load(self, state: Mapping[str, Any], done: Iterable[Run]) -> None:
+        """A checkpoint is loaded, before which these runs were used."""
+        self.order.load(state)
+        self._done, self._used = {}, {}
+        for epoch, start, stop in done:
+            self._done.setdefault(epoch, []).append((start, stop))
+        self._left.clear()
+
+    def keep(self, first: int, epochs: Collection[int]) -> None:
+        """Forget what was used before epoch `first`, and the order of all but these epochs."""
+        for ranges in (self._used, self._done):
+            for old in [epoch for epoch in ranges if epoch < first]:
+                del ranges[old]
+        self._left = {epoch: left for epoch, left in self._left.items() if epoch in epochs}
+
+    def left(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The epoch's indices as leased, int64, shape (left,), and their positions in the epoch's whole
         order (None: the same). After a load, they are those that were not used before."""
-        if epoch not in self._orders:
-            indices = epoch_order(self._length, self._seed, epoch, self.shuffle)
-            places = None
+        if epoch not in self._left:
+            indices, places = self.order.draw(epoch), None
             if self._done.get(epoch):
-                left = torch.ones(self._length, dtype=torch.bool)
+                left = torch.ones(self.order.length, dtype=torch.bool)
                 for start, stop in self._done[epoch]:
                     left[start:stop] = False
                 places = left.nonzero().flatten()
                 indices = indices[places]
-            self._orders[epoch] = indices, places
-        return self._orders[epoch]
+            self._left[epoch] = indices, places
+        return self._left[epoch]
 
-    def _note_used(self, run: Run) -> None:
+    def note_used(self, run: Run) -> None:
+        """A run of what is leased was used."""
         epoch, start, stop = run
-        places = self._order(epoch)[1]
+        places = self.left(epoch)[1]
         found = [(epoch, start, stop)]
         if places is not None:
             found = [(epoch, place, place + 1) for place in places[start:stop].tolist()]
         known = [(epoch, *part) for part in self._used.get(epoch, [])]
         self._used[epoch] = [(a, b) for _, a, b in _merge(sorted([*known, *found]))]
+
+
+class Leasing:
+    """Asks the hub for runs. `queue` is what is leased, and given before anything else is leased; `loads` is
+    how often the sampler was loaded."""
+
+    def __init__(self, samples: Samples, lease: Lessor, number: int, size: int) -> None:
+        self._samples, self._lease, self._number, self._size = samples, lease, number, size
+        self.queue: deque[Run] = deque()
+        self.loads = 0
+
+    @property
+    def key(self) -> int:
+        """What the hub knows the sampler by: it keeps its books by that."""
+        return self._number + GENERATION * self.loads
+
+    def load(self) -> None:
+        """A checkpoint is loaded: the hub's books begin anew."""
+        self.queue.clear()
+        self.loads += 1
+
+    def next(self) -> tuple[int, int]:
+        """Take the first position that is leased, and its epoch."""
+        epoch, place, stop = self.queue.popleft()
+        if place + 1 < stop:
+            self.queue.appendleft((epoch, place + 1, stop))
+        return epoch, place
+
+    def ask(self, epoch: int, given: int, batch: int, wait: float) -> Leased:
+        """Ask for samples of an epoch, for a worker that was `given` so many in batches of `batch`."""
+        length = len(self._samples.left(epoch)[0])
+        if not length:
+            return Leased(sampler=self.key, epoch=epoch, start=0, stop=0, over=True)
+        leased = self._lease(self.key, epoch, length, self._count(given, batch), wait)
+        if leased.stop > length:
+            raise RunError(f"the hub leased samples to {leased.stop} of epoch {epoch}, which has {length}")
+        return leased
+
+    def take(self, leased: Leased) -> bool:
+        """Put what is leased into the queue; whether there is anything."""
+        missing = leased.length - (leased.stop - leased.start)
+        if leased.start < leased.stop:
+            self.queue.append((leased.epoch, leased.start, leased.stop))
+        if missing > 0:  # the others of the group have more
+            self.queue.append((_filling(leased.epoch), 0, missing))
+        return bool(self.queue)
+
+    def _count(self, given: int, batch: int) -> int:
+        """Samples to lease: whole batches, the rest of a batch under way included."""
+        if self._size:
+            return self._size
+        return BATCHES * batch - given % batch if batch else FIRST_LEASE
 
 
 class LeasedBatches(Sampler[list[int]]):
@@ -501,7 +572,3 @@ def _without(run: Run, parts: Iterable[Run]) -> Iterator[Run]:
 def _run(numbers: Sequence[int]) -> Run:
     epoch, start, stop = numbers
     return epoch, start, stop
-
-
-def _count(parts: Iterable[tuple[int, int]]) -> int:
-    return sum(stop - start for start, stop in parts)

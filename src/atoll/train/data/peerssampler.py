@@ -11,20 +11,14 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, UserError
 from atoll.train.data.dealing import Item, Run
+from atoll.train.data.given import GivenBatches
+from atoll.train.data.order import Order, left_in
 from atoll.train.data.peersdealing import PeerDeal
-from atoll.train.data.sampler import (
-    ShardedSampler,
-    check_saved,
-    epoch_order,
-    left_in,
-    length_of,
-    saved_place,
-)
+from atoll.train.data.sampler import ShardedSampler
 
 
 class PeerSampler(ShardedSampler):
@@ -72,7 +66,9 @@ class PeerSampler(ShardedSampler):
         return self._worker in self._members
 
     def __iter__(self) -> Iterator[int]:
-        if not self.ended and self._made is None and self._take_present():  # an epoch is begun once more
+        if (
+            not self.ended and self._comeback.made is None and self._take_present()
+        ):  # an epoch is begun once more
             self._set_deal(self._deal_of(self._deal.runs))
         return super().__iter__()
 
@@ -161,23 +157,21 @@ class PeerBatches(Sampler[list[int]]):
         if ahead is not None and ahead < 0:
             raise UserError(f"session.batches with ahead={ahead}: batches fetched ahead are 0 or more")
         self.shuffle, self.drop_last = shuffle, drop_last
-        self._length = length_of(dataset)
+        self._order = Order(dataset, seed, shuffle)
         self._node, self._iteration, self._on_index, self._asked = node, iteration, on_index, asked
         self._device, self._devices = device, devices
-        self._seed, self._epoch = int(seed), 0
+        self._epoch = 0
         options = {} if ahead is None else {"ahead": ahead}
-        self._deal = PeerDeal(self._plain_runs(), batch, nodes, stale_max, drop_last=drop_last, **options)
-        self._sizes: list[int] = []  # of what was given and not used; 0 for a fill
-        self._consumed = 0  # samples of it that a backward has reached
+        self._deal = PeerDeal(self._order.whole(0), batch, nodes, stale_max, drop_last=drop_last, **options)
+        self._batches = GivenBatches()  # that were given and are not used up
         self._loop = 0  # the number of the latest one over its batches
         self._told = False  # it was told that there are no more
         self._whole = False  # the epoch has given its last batch
-        self._start = self._plain_runs()  # of this deal: an iteration that is broken off begins there again
+        self._start = self._order.whole(0)  # of this deal: an iteration that is broken off begins there again
         self._given = False  # something of it
         self._trained_on = False  # something of it was
         self._within = False  # it begins inside an epoch, where a checkpoint was made
         self._returned = False  # into this deal, in a loop that may not have ended
-        self._orders: dict[int, Tensor] = {}
 
     @property
     def epoch(self) -> int:
@@ -210,8 +204,7 @@ class PeerBatches(Sampler[list[int]]):
         self._asked()
         if self._returned and not self._given:
             self._whole = self.ended
-            self._sizes.clear()
-            self._consumed = 0
+            self._batches.begin()
         self._returned = False
         if self._whole:
             self._begin(self._epoch + 1, carry=not self.drop_last)
@@ -228,17 +221,17 @@ class PeerBatches(Sampler[list[int]]):
             self._asked()
         if loop != self._loop or self._told:
             raise StopIteration
-        dealt = self._deal.tick(self._deal.used + len(self._sizes))
+        dealt = self._deal.tick(self._deal.used + len(self._batches))
         if dealt is None:
             self._whole = self._told = True
             raise StopIteration
         items = self._own(dealt.part_of(self._node))
-        self._sizes.append(len(items))
+        self._batches.give(len(items), len(self._batches))
         self._given = True
         if self._on_index is not None:
             self._on_index(self)
         self._within = False
-        return [self._index(*item) for item in items] or [self._index(self._epoch, 0)]
+        return [self._order.index(*item) for item in items] or [self._order.index(self._epoch, 0)]
 
     def _own(self, of_node: list[Item]) -> list[Item]:
         begin, end = (len(of_node) * each // self._devices for each in (self._device, self._device + 1))
@@ -252,23 +245,20 @@ class PeerBatches(Sampler[list[int]]):
 
     def next_sizes(self) -> set[float]:
         """Return the possible sizes of the next batch; see DealtSampler."""
-        used = self._used()
-        return {float(max(1, self._sizes[used]))} if used < len(self._sizes) else set()
+        return self._batches.next_sizes(len(self._batches))
 
     def count(self, samples: float) -> float:
         """A backward has reached this many samples: how many of them count in the mean."""
-        used = self._used()
-        if used == len(self._sizes):  # of a deal before: its loader had it in hand
+        given = len(self._batches)
+        if self._batches.used(given) == given:  # of a deal before: its loader had it in hand
             return samples
-        self._consumed += int(samples)
         self._trained_on = True
-        return 0.0 if self._sizes[used] == 0 else samples
+        return self._batches.count(samples, given)
 
     def committed(self) -> None:
         """The backward of an iteration is whole: what was used so far counts."""
-        used = self._used()
-        self._consumed -= sum(max(1, size) for size in self._sizes[:used])
-        del self._sizes[:used]
+        used = self._batches.used(len(self._batches))
+        self._batches.use_up(used)
         self._deal.made(self._iteration(), self._deal.used + used)
 
     # Where it is
@@ -279,23 +269,23 @@ class PeerBatches(Sampler[list[int]]):
 
     def state_dict(self, _places: int | Sequence[Mapping[str, Any]] = 0) -> dict[str, Any]:
         """The place in the epoch, with all iterations so far applied, in the form of DealtSampler's."""
-        return saved_place(self._deal.left(), self._seed, self._epoch, self._length, self.shuffle)
+        return self._order.saved(self._deal.left(), self._epoch)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError where `state` is of another dataset or another order than this sampler's."""
-        check_saved(state, self._length, self.shuffle)
+        self._order.check(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the place in `state`, on every node: the next iteration gives what is left of its epoch,
         else the next epoch. Raises CheckpointError as `check_state` does."""
         self.check_state(state)
-        self._seed, self._epoch = state["seed"], state["epoch"]
-        self._orders.clear()
+        self._epoch = state["epoch"]
+        self._order.load(state)
         self._start = left_in(state)
         self._deal.begin(self._start)
         self._begun()
         self._within = state["offset"] != 0
-        if self._length and not self._deal.ticks_left:
+        if self._order.length and not self._deal.ticks_left:
             self._begin(self._epoch + 1, carry=False)
 
     def deal_state(self) -> dict[str, Any]:
@@ -316,8 +306,8 @@ class PeerBatches(Sampler[list[int]]):
     def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
         """Deal as the node does that `state` is of."""
         self.check_deal_state(state)
-        self._seed, self._epoch = state["seed"], state["epoch"]
-        self._orders.clear()
+        self._epoch = state["epoch"]
+        self._order.load(state)
         self._deal.load(state["deal"])
         self._start = [(epoch, start, stop) for epoch, start, stop in state["start"]]
         self._begun()
@@ -328,39 +318,24 @@ class PeerBatches(Sampler[list[int]]):
         a loop over its data: what its loader has fetched stands for the next ticks, as in
         `DealtSampler.return_to`. The loop goes on there, also one that was told of its end, if it asks again:
         torch's DataLoader with workers does so whenever it hands out a batch."""
-        sizes, consumed = list(self._sizes), self._consumed
+        batches = self._batches
+        self._batches = GivenBatches()
         self.load_deal_state(state)
-        self._sizes, self._consumed = sizes, consumed
+        self._batches = batches
         self._returned, self._told = True, False
 
     # Inside
 
     def _begin(self, epoch: int, *, carry: bool) -> None:
         self._epoch = epoch
-        self._orders.clear()
-        self._start = self._deal.again(self._plain_runs(), carry=carry)
+        self._order.keep()
+        self._start = self._deal.again(self._order.whole(epoch), carry=carry)
         self._begun()
 
     def _begun(self) -> None:
-        self._sizes.clear()
-        self._consumed, self._whole = 0, False
+        self._batches.begin()
+        self._whole = False
         self._given = self._within = self._trained_on = False
-
-    def _used(self) -> int:
-        """How many of the batches given have been used."""
-        left, used = self._consumed, 0
-        while used < len(self._sizes) and left >= max(1, self._sizes[used]):
-            left -= max(1, self._sizes[used])
-            used += 1
-        return used
-
-    def _plain_runs(self) -> list[Run]:
-        return [(self._epoch, 0, self._length)] if self._length else []
-
-    def _index(self, epoch: int, position: int) -> int:
-        if epoch not in self._orders:
-            self._orders[epoch] = epoch_order(self._length, self._seed, epoch, self.shuffle)
-        return int(self._orders[epoch][position])
 
 
 class _Batches:

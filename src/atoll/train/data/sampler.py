@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from typing import Any, Generic, TypeVar
 
@@ -11,12 +12,34 @@ from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError, UserError
 from atoll.train.data.dealing import Deal, Place, Run, Tick, after, merged
+from atoll.train.data.given import Given, GivenBatches, GivenIndices
+from atoll.train.data.order import Order, left_in
 
 _AT_ONCE = 4096  # ticks that are looked up together
-Given = TypeVar("Given", int, list[int])
+Thing = TypeVar("Thing", int, list[int])
 
 
-class DealtSampler(Sampler[Given], Generic[Given]):
+class Comeback:
+    """The iterations that a worker has `made` since it came back into a deal, until its loop has ended; None:
+    it has not come back. `each` is how many ticks one takes, as far as is known."""
+
+    def __init__(self) -> None:
+        self.made: int | None = None
+        self.each = 0
+
+    def committed(self, ticks: int) -> None:
+        """An iteration of so many ticks is whole."""
+        self.each = max(self.each, ticks)
+        if self.made is not None:
+            self.made += 1
+
+    def beyond(self, ticks: int) -> int:
+        """Iterations made beyond those that were left of the epoch, a deal of so many ticks; below 0: some
+        are left."""
+        return self.made - -(-ticks // self.each) if self.made and self.each else -1
+
+
+class DealtSampler(Sampler[Thing], Generic[Thing]):
     """What samplers for workers in lockstep have in common: the order, the deal, and the place in it.
 
     The order of each epoch is drawn from the seed. The epoch goes on by itself: an iteration that follows a
@@ -36,8 +59,10 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         shuffle: bool = True,
         drop_last: bool = False,
         on_index: Callable[[Any], None] | None = None,
+        taken: Given | None = None,
     ) -> None:
         """`dataset` may be its length. `on_index` is called with the sampler before each thing that it gives.
+        `taken` counts what is given and used; None: single indices.
 
         Raises UserError for a dataset without a length, and for a rank outside the world.
         """
@@ -46,21 +71,18 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         self.rank, self.world = rank, world
         self.shuffle, self.drop_last = shuffle, drop_last
         self.given = 0  # ticks
-        self.consumed = 0  # samples that this worker has trained on
+        self._taken = GivenIndices() if taken is None else taken
         self._committed = 0  # ticks of iterations that are whole
         self._before_last = 0  # and of all of them but the last
         self._before = 0  # ticks of this iteration in earlier deals
-        self._each = 0  # ticks that an iteration takes, as far as is known
-        self._made: int | None = None  # iterations since a return into this deal, until its loop has ended
-        self._sizes_seen = SizesSeen()
-        self._length = length_of(dataset)
-        self._seed, self._epoch = int(seed), 0
+        self._comeback = Comeback()
+        self._order = Order(dataset, seed, shuffle)
+        self._epoch = 0
         self._whole = False  # whether the iteration has given its last tick
         self._iterating = 0  # the number of the iteration that is asked for more; 0: none is
         self._iterations = 0
         self._on_index = on_index
-        self._orders: dict[int, Tensor] = {}
-        self._deal: Deal = self._first_deal()
+        self._deal: Deal = self._deal_of(self._order.whole(self._epoch))
 
     @property
     def epoch(self) -> int:
@@ -70,7 +92,7 @@ class DealtSampler(Sampler[Given], Generic[Given]):
     @property
     def resumed(self) -> bool:
         """Whether the iteration begins inside an epoch, where a checkpoint was made."""
-        return self._deal.runs != self._plain_runs()
+        return self._deal.runs != self._order.whole(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration one of `epoch`, from its start; an epoch just loaded keeps its place."""
@@ -82,22 +104,26 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         """Whether the loop that has just ended was the epoch's last: not where this worker came back within
         the others' epoch, and its loader had been told of the end of one before. The next loop goes on
         there."""
-        return self._whole or self._made_beyond() >= 0
+        return self._whole or self._comeback.beyond(self._deal.ticks) >= 0
 
-    def __iter__(self) -> Iterator[Given]:
+    def __iter__(self) -> Iterator[Thing]:
         if self.ended:
             self._turn_to(self._epoch + 1)
-        elif self._made:  # the loop that it came back in has ended within the epoch
-            self._skip(self._made)
-        self._made = None
-        self.given = self.consumed = self._committed = self._before_last = self._before = 0
+        elif self._comeback.made:  # the loop that it came back in has ended within the epoch
+            self._skip(self._comeback.made)
+        self._comeback.made = None
+        self._start()
         self._iterations += 1
         self._iterating = self._iterations
         return self._give(self._iterations)
 
     def __len__(self) -> int:
         """How many this worker gets from the iteration in progress, else from the next one."""
-        deal = self._first_deal() if self._whole and not self._iterating else self._deal
+        deal = (
+            self._deal_of(self._order.whole(self._epoch))
+            if self._whole and not self._iterating
+            else self._deal
+        )
         return deal.ticks + (self._before if deal is self._deal else 0)
 
     # Where it is
@@ -108,38 +134,31 @@ class DealtSampler(Sampler[Given], Generic[Given]):
             "epoch": self._epoch,
             "rank": self.rank,
             "given": self.given,
-            "used": self._used(),
+            "used": self._taken.used(self.given),
             "committed": self._committed,
             "before_last": self._before_last,
             "ended": self._whole and not self._iterating,
             "whole": self._whole,
-            "idle": not self.consumed and (self._whole or not self._iterating),
+            "idle": not self._taken.consumed and (self._whole or not self._iterating),
         }
 
-    def _used(self) -> int:
-        """Ticks that backward has reached."""
-        return min(self.consumed, self.given)
+    @property
+    def consumed(self) -> int:
+        """Samples that this worker has trained on since the iteration began."""
+        return self._taken.consumed
 
     def committed(self) -> None:
         """An iteration is whole: what was used so far counts."""
-        self._before_last, self._committed = self._committed, self._used()
-        self._each = max(self._each, self._committed - self._before_last)
-        if self._made is not None:
-            self._made += 1
+        self._before_last, self._committed = self._committed, self._taken.used(self.given)
+        self._comeback.committed(self._committed - self._before_last)
 
     def count(self, samples: float) -> float:
         """A backward has reached this many samples: how many of them count in the mean."""
-        self.consumed += int(samples)
-        self._sizes_seen.counted(self.given)
-        return samples
+        return self._taken.count(samples, self.given)
 
     def next_sizes(self) -> set[float]:
-        """Return the possible sizes of the next batch, as far as this sampler knows.
-
-        They are the number of indices given and not trained on, or the number that a prefetching loader asks
-        for at a time.
-        """
-        return self._sizes_seen.next(self.given - self.consumed)
+        """Return the possible sizes of the next batch, as far as this sampler knows."""
+        return self._taken.next_sizes(self.given)
 
     def state_dict(self, consumed: int | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The place in the epoch, from every worker's `place`; or from how many samples all have consumed.
@@ -150,11 +169,11 @@ class DealtSampler(Sampler[Given], Generic[Given]):
             left = after(self._deal.runs, consumed)
         else:
             left = self._deal.left([_place(place) for place in consumed], given=False)
-        return saved_place(left, self._seed, self._epoch, self._length, self.shuffle)
+        return self._order.saved(left, self._epoch)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError where `state` is of another dataset or another order than this sampler's."""
-        check_saved(state, self._length, self.shuffle)
+        self._order.check(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the place in `state`: the next iteration gives what is left of its epoch, else the next
@@ -163,9 +182,10 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         The seed is the saved one. Raises CheckpointError as `check_state` does.
         """
         self.check_state(state)
-        self._seed, self._epoch = state["seed"], state["epoch"]
+        self._epoch = state["epoch"]
+        self._order.load(state)
         self._set_deal(self._deal_of(left_in(state)))
-        if self._length and not self._deal.ticks:
+        if self._order.length and not self._deal.ticks:
             self._begin(self._epoch + 1)
 
     def return_to(self, state: Mapping[str, Any]) -> None:
@@ -177,27 +197,24 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         iteration than theirs, since more was fetched than the epoch has left, or all of an epoch of before,
         the next one begins where they are by then.
         """
-        in_hand, used = self.given - self._committed, self._used() - self._committed
+        in_hand, used = self.given - self._committed, self._taken.used(self.given) - self._committed
+        sizes = self._taken.sizes(self._committed)
         self.load_state_dict(state)
-        self.given, self._made = in_hand, 0
-        self._dealt_anew(used)
-
-    def _made_beyond(self) -> int:
-        """Iterations made since a return beyond those that were left of the epoch; below 0: some are left."""
-        if not self._made or not self._each:
-            return -1
-        return self._made - -(-self._deal.ticks // self._each)
+        self.given, self._comeback.made = in_hand, 0
+        self._taken.begin(sizes, used)
 
     def _turn_to(self, epoch: int) -> None:
         """Begin an epoch, some of which may be made: its first ticks are what stood for them."""
-        made = max(0, self._made_beyond())
+        made = max(0, self._comeback.beyond(self._deal.ticks))
         self._begin(epoch)
         self._skip(made)
 
     def _skip(self, made: int) -> None:
         """So many iterations of this deal are made."""
         if made:
-            self._set_deal(self._deal_of(after(self._deal.runs, made * self._each * self._deal.per_tick)))
+            self._set_deal(
+                self._deal_of(after(self._deal.runs, made * self._comeback.each * self._deal.per_tick))
+            )
 
     # Dealing anew
 
@@ -234,11 +251,11 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         used = 0 if own is None else own.used - own.committed
         self._before += 0 if own is None else own.committed
         self.given, self._committed, self._before_last = len(held[rank]), 0, 0
-        self._dealt_anew(used)
-        self._whole = self._whole_now() if not ended else own is not None and own.ended
+        self._taken.begin([len(tick) for tick in self._deal.held[rank]], used)
+        self._whole = self.given >= self._deal.ticks if not ended else own is not None and own.ended
         if own is None and not self._deal.ticks:  # it begins with the next epoch
             self._begin(self._epoch + 1)
-        self._orders = {epoch: self._order(epoch) for epoch in {run[0] for run in self._deal.runs}}
+        self._order.keep({run[0] for run in self._deal.runs})
 
     def _deal_idle(self, rank: int, world: int, over: bool) -> None:
         """Nobody trains on what this sampler gives now, nor has in this deal (it may be for evaluation): the
@@ -248,10 +265,6 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         self._whole = whole
         if over:
             self._begin(self._epoch + 1)
-
-    def _dealt_anew(self, used: int) -> None:
-        """This worker has used that many ticks of the new deal."""
-        self.consumed = used
 
     def lockstep_state(self) -> dict[str, Any]:
         """The place that all members have come to with whole iterations, in the form of `state_dict`: for one
@@ -272,13 +285,13 @@ class DealtSampler(Sampler[Given], Generic[Given]):
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError where `state` is no deal of this sampler's dataset and order."""
         self.check_state(state)
-        _check_runs(state.get("runs"), self._length)
+        self._order.check_runs(state.get("runs"))
         held = state.get("held")
         right = isinstance(held, list) and 0 < len(held) <= _MOST_WORKERS
         for ticks in held if isinstance(held, list) else ():
             right = right and isinstance(ticks, list) and all(isinstance(tick, list) for tick in ticks)
             items = [item for tick in ticks for item in tick] if right else []
-            right = right and all(_is_item(item, self._length) for item in items)
+            right = right and all(map(self._order.has, items))
         if not right or not all(isinstance(state.get(key), bool) for key in ("ended", "over")):
             raise CheckpointError("the sampler's deal names workers or samples that are none")
 
@@ -286,7 +299,8 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         """Take part in another worker's deal, as its member `rank`, who has nothing in hand; None: as nobody,
         until `deal_anew`."""
         self.check_deal_state(state)
-        self._seed, self._epoch = state["seed"], state["epoch"]
+        self._epoch = state["epoch"]
+        self._order.load(state)
         held = [[[(e, p) for e, p in tick] for tick in ticks] for ticks in state["held"]]
         runs = [(e, start, stop) for e, start, stop in state["runs"]]
         self._set_deal(self._deal_of(runs, held, state["ended"]))
@@ -296,12 +310,6 @@ class DealtSampler(Sampler[Given], Generic[Given]):
 
     # Inside
 
-    def _plain_runs(self) -> list[Run]:
-        return [(self._epoch, 0, self._length)] if self._length else []
-
-    def _first_deal(self) -> Deal:
-        return self._deal_of([(self._epoch, 0, self._length)])
-
     def _deal_of(
         self, runs: Sequence[Run], held: Sequence[Sequence[Tick]] | None = None, ended: bool = False
     ) -> Deal:
@@ -309,38 +317,30 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         return Deal(runs, held, self._batch, self.drop_last, ended)
 
     def _set_deal(self, deal: Deal) -> None:
-        self._deal, self._whole = deal, False
-        self.given = self.consumed = self._committed = self._before_last = self._before = 0
-        self._made = None
-        self._orders.clear()
+        self._deal, self._whole, self._comeback.made = deal, False, None
+        self._start()
+        self._order.keep()
+
+    def _start(self) -> None:
+        """Give the deal from its beginning."""
+        self.given = self._committed = self._before_last = self._before = 0
+        self._taken.begin()
 
     def _begin(self, epoch: int) -> None:
         over: list[Run] = self._deal.over
         self._epoch = epoch
-        self._set_deal(self._deal_of(merged([*over, *self._plain_runs()])))
+        self._set_deal(self._deal_of(merged([*over, *self._order.whole(self._epoch)])))
 
-    def _whole_now(self) -> bool:
-        return self.given >= self._deal.ticks
-
-    def _order(self, epoch: int) -> Tensor:
-        """The epoch's permutation of all indices, int64, shape (length,)."""
-        if epoch not in self._orders:
-            self._orders[epoch] = epoch_order(self._length, self._seed, epoch, self.shuffle)
-        return self._orders[epoch]
-
-    def _index(self, epoch: int, position: int) -> int:
-        return int(self._order(epoch)[position])
-
-    def _give(self, iteration: int) -> Iterator[Given]:
+    def _give(self, iteration: int) -> Iterator[Thing]:
         try:
-            self._whole = self._whole_now()
+            self._whole = self.given >= self._deal.ticks
             while self.given < self._deal.ticks and self._iterating == iteration:
                 deal = self._deal
                 for each in self._look_up(deal, self.given, min(self.given + _AT_ONCE, deal.ticks)):
                     # The last one is out before a loader asks for more: a loop that breaks there has had the
                     # epoch.
                     self.given += 1
-                    self._whole = self._whole_now()
+                    self._whole = self.given >= self._deal.ticks
                     if self._on_index is not None:
                         self._on_index(self)
                     yield each
@@ -350,9 +350,9 @@ class DealtSampler(Sampler[Given], Generic[Given]):
             if self._iterating == iteration:
                 self._iterating = 0
 
-    def _look_up(self, deal: Deal, start: int, stop: int) -> list[Given]:
+    @abstractmethod
+    def _look_up(self, deal: Deal, start: int, stop: int) -> list[Thing]:
         """What this worker gives in these ticks."""
-        raise NotImplementedError
 
 
 class ShardedSampler(DealtSampler[int]):
@@ -382,18 +382,18 @@ class ShardedSampler(DealtSampler[int]):
         """The index of a tick while some have ticks in hand."""
         items = deal.tick(self.rank, tick)
         if items:
-            return self._index(*items[0])
+            return self._order.index(*items[0])
         slots = deal.slots(self.rank, tick)
-        return self._index(self._epoch, (slots[0] - deal.size if slots else 0) % self._length)
+        return self._order.index(self._epoch, (slots[0] - deal.size if slots else 0) % self._order.length)
 
     def _indices(self, deal: Deal, slots: Tensor) -> Tensor:
         """The dataset's indices in these slots; from the pool's end on, the epoch's beginning once more."""
-        found = self._order(self._epoch)[(slots - deal.size) % self._length]
+        found = self._order.of(self._epoch)[(slots - deal.size) % self._order.length]
         begin = 0
         for epoch, start, stop in deal.runs:
             here = (slots >= begin) & (slots < begin + stop - start)
             if bool(here.any()):
-                found[here] = self._order(epoch)[slots[here] - begin + start]
+                found[here] = self._order.of(epoch)[slots[here] - begin + start]
             begin += stop - start
         return found
 
@@ -412,120 +412,16 @@ class BatchesSampler(DealtSampler[list[int]]):
         if batch < 1:
             raise UserError(f"a global batch of {batch} samples; it must be 1 or more")
         self._batch = batch
-        self._sizes: list[int] = []  # of what was given in this deal; 0 for a fill
-        super().__init__(dataset, **options)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self._sizes.clear()
-        return super().__iter__()
-
-    def _used(self) -> int:
-        left, used = self.consumed, 0
-        while used < self.given and left >= max(1, self._sizes[used]):
-            left -= max(1, self._sizes[used])
-            used += 1
-        return used
-
-    def next_sizes(self) -> set[float]:
-        used = self._used()
-        return {float(max(1, self._sizes[used]))} if used < self.given else set()
-
-    def count(self, samples: float) -> float:
-        used = self._used()
-        is_fill = used < self.given and self._sizes[used] == 0
-        self.consumed += int(samples)
-        return 0.0 if is_fill else samples
-
-    def _set_deal(self, deal: Deal) -> None:
-        super()._set_deal(deal)
-        self._sizes.clear()
-
-    def return_to(self, state: Mapping[str, Any]) -> None:
-        sizes, used = self._sizes[self._committed :], self._used() - self._committed
-        super().return_to(state)
-        self._sizes = sizes
-        self.consumed = sum(max(1, size) for size in sizes[:used])
-
-    def _dealt_anew(self, used: int) -> None:
-        self._sizes = [len(tick) for tick in self._deal.held[self.rank]]
-        self.consumed = sum(max(1, size) for size in self._sizes[:used])
+        self._batches = GivenBatches()
+        super().__init__(dataset, taken=self._batches, **options)
 
     def _look_up(self, deal: Deal, start: int, stop: int) -> list[list[int]]:
         return [self._batch_of(deal, tick) for tick in range(start, min(stop, start + 1))]
 
     def _batch_of(self, deal: Deal, tick: int) -> list[int]:
         items = deal.tick(self.rank, tick)
-        del self._sizes[tick:]
-        self._sizes.append(len(items))
-        return [self._index(*item) for item in items] or [self._index(self._epoch, 0)]
-
-
-class SizesSeen:
-    """The batch sizes of a loader that makes batches of single indices.
-
-    A size is the number of indices that the loader asks for between two trained batches. A loader with
-    workers of its own fetches ahead, and asks for one batch each time.
-    """
-
-    def __init__(self) -> None:
-        self._given = self._asked = self._usual = 0
-
-    def counted(self, given: int) -> None:
-        """Note that a batch was trained on, after `given` indices since the iteration began."""
-        asked = given - self._given if given >= self._given else given
-        if asked and asked == self._asked:
-            self._usual = asked
-        self._given, self._asked = given, asked or self._asked
-
-    def next(self, left: int) -> set[float]:
-        """Return the possible sizes of the next batch. `left` indices are given and not trained on."""
-        return {float(size) for size in (left, self._usual) if 0 < size <= left}
-
-
-def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """The epoch's permutation of all indices, int64, shape (length,)."""
-    if not shuffle:
-        return torch.arange(length)
-    generator = torch.Generator()
-    generator.manual_seed(seed + epoch)
-    return torch.randperm(length, generator=generator)
-
-
-def saved_place(left: list[Run], seed: int, epoch: int, length: int, shuffle: bool) -> dict[str, Any]:
-    """A sampler's state: what is `left` to be dealt in `epoch`, of a dataset of `length` samples."""
-    state: dict[str, Any] = {"seed": seed, "epoch": epoch, "offset": length}
-    if left and left[-1][0] == epoch and left[-1][2] == length:
-        state["offset"] = left[-1][1]
-        left = left[:-1]
-    state |= {"length": length, "shuffle": shuffle}
-    if left:
-        state["left"] = [list(run) for run in left]
-    return state
-
-
-def left_in(state: Mapping[str, Any]) -> list[Run]:
-    """What `saved_place` was told is left."""
-    runs: list[Run] = [(e, start, stop) for e, start, stop in state.get("left", [])]
-    return [*runs, (state["epoch"], state["offset"], state["length"])]
-
-
-def check_saved(state: Mapping[str, Any], expected: int, shuffle: bool) -> None:
-    """Raise CheckpointError where `state` is of another dataset or another order."""
-    epoch, offset, length = (_whole_number(state, key) for key in ("epoch", "offset", "length"))
-    _whole_number(state, "seed")
-    if length != expected:
-        raise CheckpointError(
-            f"the checkpoint's sampler is of a dataset of {length} samples, and this dataset has {expected}"
-        )
-    if state.get("shuffle") != shuffle:
-        raise CheckpointError(
-            f"the checkpoint's sampler has shuffle={state.get('shuffle')}, and this one shuffle={shuffle}"
-        )
-    if offset > length or min(epoch, offset) < 0:
-        raise CheckpointError(
-            f"the checkpoint's sampler is at sample {offset} of epoch {epoch}, which is none"
-        )
-    _check_runs(state.get("left", []), length)
+        self._batches.give(len(items), tick)
+        return [self._order.index(*item) for item in items] or [self._order.index(self._epoch, 0)]
 
 
 _MOST_WORKERS = 4096
@@ -535,48 +431,3 @@ _FIELDS = ("rank", "given", "used", "committed", "before_last")
 def _place(place: Mapping[str, Any]) -> Place:
     numbers = {field: int(place[field]) for field in _FIELDS}
     return Place(**numbers, ended=bool(place["ended"]))
-
-
-def _check_runs(runs: Any, length: int) -> None:
-    """Raise CheckpointError unless these are positions of epochs of `length` samples."""
-    right = isinstance(runs, (list, tuple)) and all(
-        isinstance(run, (list, tuple))
-        and len(run) == 3
-        and all(type(number) is int for number in run)
-        and run[0] >= 0
-        and 0 <= run[1] <= run[2] <= length
-        for run in runs
-    )
-    if not right:
-        raise CheckpointError("the checkpoint's sampler names samples that are none")
-
-
-def _is_item(item: Any, length: int) -> bool:
-    return (
-        isinstance(item, (list, tuple))
-        and len(item) == 2
-        and all(type(number) is int for number in item)
-        and item[0] >= 0
-        and 0 <= item[1] < length
-    )
-
-
-def length_of(dataset: Sized | int) -> int:
-    if isinstance(dataset, int):
-        if dataset < 0:
-            raise UserError(f"a dataset of {dataset} samples; give the dataset or its length, 0 or more")
-        return dataset
-    try:
-        return len(dataset)
-    except TypeError:
-        raise UserError(
-            f"a {type(dataset).__name__} has no length, so it cannot be dealt to workers; "
-            "give one with __len__, or its length"
-        ) from None
-
-
-def _whole_number(state: Mapping[str, Any], key: str) -> int:
-    value = state.get(key)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise CheckpointError(f"the checkpoint's sampler has {key} {value!r}, which is not a whole number")
-    return value

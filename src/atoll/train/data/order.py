@@ -1,0 +1,142 @@
+"""In which order the samples of a dataset are dealt in each epoch, and how a place in it is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import CheckpointError, UserError
+from atoll.train.data.dealing import Run
+
+
+class Order:
+    """The permutation of a dataset's `length` samples, drawn anew each epoch from `seed`; without `shuffle`
+    that of the dataset.
+
+    A run of it is an epoch, and positions in that epoch's order from the second to the third (exclusive).
+    """
+
+    def __init__(self, dataset: Sized | int, seed: int, shuffle: bool) -> None:
+        """`dataset` may be its length. Raises UserError for a dataset without a length."""
+        self.length, self.seed, self.shuffle = _length_of(dataset), int(seed), shuffle
+        self._drawn: dict[int, Tensor] = {}
+
+    def of(self, epoch: int) -> Tensor:
+        """The epoch's permutation of all indices, int64, shape (length,)."""
+        if epoch not in self._drawn:
+            self._drawn[epoch] = self.draw(epoch)
+        return self._drawn[epoch]
+
+    def draw(self, epoch: int) -> Tensor:
+        """As `of`, for who keeps it."""
+        if not self.shuffle:
+            return torch.arange(self.length)
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + epoch)
+        return torch.randperm(self.length, generator=generator)
+
+    def index(self, epoch: int, position: int) -> int:
+        """The dataset's index at a position of an epoch."""
+        return int(self.of(epoch)[position])
+
+    def keep(self, epochs: Collection[int] = ()) -> None:
+        """Forget the permutations of all other epochs."""
+        self._drawn = {epoch: order for epoch, order in self._drawn.items() if epoch in epochs}
+
+    def whole(self, epoch: int) -> list[Run]:
+        """All of an epoch."""
+        return [(epoch, 0, self.length)] if self.length else []
+
+    # -- saved places -------------------------------------------------------------------------------------
+
+    def saved(self, left: Sequence[Run], epoch: int) -> dict[str, Any]:
+        """A sampler's state, of which `left` is to be dealt in `epoch`."""
+        left, offset = list(left), self.length
+        if left and left[-1][0] == epoch and left[-1][2] == self.length:
+            offset = left.pop()[1]
+        state = {
+            "seed": self.seed,
+            "epoch": epoch,
+            "offset": offset,
+            "length": self.length,
+            "shuffle": self.shuffle,
+        }
+        return {**state, "left": [list(run) for run in left]} if left else state
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where `state` is of another dataset or another order."""
+        epoch, offset, length = (_whole_number(state, key) for key in ("epoch", "offset", "length"))
+        _whole_number(state, "seed")
+        if length != self.length:
+            raise CheckpointError(
+                f"the checkpoint's sampler is of a dataset of {length} samples, and this dataset has "
+                f"{self.length}"
+            )
+        if state.get("shuffle") != self.shuffle:
+            raise CheckpointError(
+                f"the checkpoint's sampler has shuffle={state.get('shuffle')}, and this one "
+                f"shuffle={self.shuffle}"
+            )
+        if offset > length or min(epoch, offset) < 0:
+            raise CheckpointError(
+                f"the checkpoint's sampler is at sample {offset} of epoch {epoch}, which is none"
+            )
+        self.check_runs(state.get("left", []))
+
+    def check_runs(self, runs: Any) -> None:
+        """Raise CheckpointError unless these are runs of this order."""
+        right = isinstance(runs, (list, tuple)) and all(
+            isinstance(run, (list, tuple))
+            and len(run) == 3
+            and all(type(number) is int for number in run)
+            and run[0] >= 0
+            and 0 <= run[1] <= run[2] <= self.length
+            for run in runs
+        )
+        if not right:
+            raise CheckpointError("the checkpoint's sampler names samples that are none")
+
+    def has(self, item: Any) -> bool:
+        """Whether something that was read is an epoch, and a position in it."""
+        return (
+            isinstance(item, (list, tuple))
+            and len(item) == 2
+            and all(type(number) is int for number in item)
+            and item[0] >= 0
+            and 0 <= item[1] < self.length
+        )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Draw as the sampler did that `state` is of, which is checked."""
+        self.seed = state["seed"]
+        self._drawn.clear()
+
+
+def left_in(state: Mapping[str, Any]) -> list[Run]:
+    """What `Order.saved` was told is left."""
+    runs: list[Run] = [(e, start, stop) for e, start, stop in state.get("left", [])]
+    return [*runs, (state["epoch"], state["offset"], state["length"])]
+
+
+def _length_of(dataset: Sized | int) -> int:
+    if isinstance(dataset, int):
+        if dataset < 0:
+            raise UserError(f"a dataset of {dataset} samples; give the dataset or its length, 0 or more")
+        return dataset
+    try:
+        return len(dataset)
+    except TypeError:
+        raise UserError(
+            f"a {type(dataset).__name__} has no length, so it cannot be dealt to workers; "
+            "give one with __len__, or its length"
+        ) from None
+
+
+def _whole_number(state: Mapping[str, Any], key: str) -> int:
+    value = state.get(key)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise CheckpointError(f"the checkpoint's sampler has {key} {value!r}, which is not a whole number")
+    return value
