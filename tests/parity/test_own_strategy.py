@@ -17,6 +17,8 @@ from atoll.core.memory import Memory
 from atoll.exchange.synchronizer import Contributors
 from atoll.testing.pool import WorkerPool
 from atoll.testing.runs import model, run_with
+from gpt import GPT
+from gpt import loss_of as gpt_loss
 from own_strategy import partner_of
 
 pytestmark = pytest.mark.check  # sessions of several workers
@@ -120,3 +122,90 @@ def test_between_exchanges_replicas_train_by_themselves(pool: WorkerPool) -> Non
         for own, other in zip(found[rank][0], expected, strict=True):
             assert float((own - other).abs().max()) < 1e-12
     assert not torch.equal(found[0][0][-1], found[1][0][-1])
+
+
+# -- the GPT of the examples, by each codec -----------------------------------------------------------------
+
+WINDOWS, GPT_BUDGET = 2, Memory(device="96KiB", chunk="32KiB", step="host")
+
+
+def gpt() -> tuple[GPT, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    built = GPT(layers=2, heads=2, width=32, context=16)
+    return built, torch.optim.AdamW(built.parameters(), lr=0.01)
+
+
+def windows_of(rank: int, step: int) -> torch.Tensor:
+    """Bytes that rise, from a start that moves on: a text that can be learnt."""
+    starts = torch.arange(WINDOWS)[:, None] + step + 5 * rank
+    return (starts + torch.arange(17)) % 24
+
+
+def train_gpt(session: atoll.Session) -> tuple[list[float], torch.Tensor]:
+    """The loss of each step, and the values at the end."""
+    module, optimizer = gpt()
+    torch.manual_seed(SEED)
+    module, optimizer = session.prepare(module, optimizer)
+    losses = []
+    for step in range(STEPS):
+        loss = gpt_loss(module, windows_of(session.rank, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, flat(module)
+
+
+def train_gpt_plain(contributors: list[list[int]], codec: torch.dtype) -> tuple[list[list[float]], list[Any]]:
+    """The same in one process; what is exchanged is rounded to the codec's dtype, and the rest stays."""
+    replicas = [gpt() for _ in contributors]
+    losses: list[list[float]] = [[] for _ in range(sum(map(len, contributors)))]
+    for step in range(STEPS):
+        for ranks, (module, optimizer) in zip(contributors, replicas, strict=True):
+            for rank in ranks:
+                loss = gpt_loss(module, windows_of(rank, step))
+                (loss / len(ranks)).backward()
+                losses[rank].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        first, second = (dict(module.named_parameters()) for module, _ in replicas)
+        for name in first:
+            own, other = first[name].detach().clone(), second[name].detach().clone()
+            sent, theirs = own.to(codec).float(), other.to(codec).float()
+            first[name].data.copy_(own + ((sent + theirs) / 2 - sent))
+            second[name].data.copy_(other + ((sent + theirs) / 2 - theirs))
+    return losses, [flat(module) for module, _ in replicas]
+
+
+GPT_CASES = [
+    pytest.param(groups, tiers, codec, marks=() if quick else pytest.mark.soak)
+    for groups, tiers, codec, quick in [
+        (0, False, "float32", True),
+        (0, True, "bfloat16", True),
+        (2, False, "bfloat16", True),
+        (2, True, "float32", True),
+        (0, False, "bfloat16", False),
+        (0, True, "float32", False),
+        (2, False, "float32", False),
+        (2, True, "bfloat16", False),
+    ]
+]
+
+
+@pytest.mark.parametrize(("groups", "tiers", "codec"), GPT_CASES)
+def test_the_gpt_trains_in_each_store_and_group_by_each_codec(
+    pool: WorkerPool, groups: int, tiers: bool, codec: str
+) -> None:
+    contributors = [[0, 1], [2, 3]] if groups else [[0], [1]]
+    config = configured(groups=groups).having(sync={"codec": codec})
+    if tiers:
+        config = msgspec.structs.replace(config, memory=GPT_BUDGET)
+    found = run_with(pool, config, train_gpt, world=sum(map(len, contributors)))
+    losses, values = train_gpt_plain(contributors, getattr(torch, codec))
+    for index, ranks in enumerate(contributors):
+        for rank in ranks:
+            own, flat_values = found[rank]
+            assert own == pytest.approx(losses[rank], rel=1e-4), f"worker {rank}"
+            torch.testing.assert_close(flat_values, values[index], rtol=0, atol=1e-3)
+            assert torch.equal(flat_values, found[ranks[0]][1])  # members of a group are equal to the bit
+    assert found[0][0][-1] < found[0][0][0]

@@ -201,11 +201,13 @@ def case(
     at_least: int = 1,
     prelude: Callable[[int], None] = nothing,
     groups: int | None = None,
+    strategy: str = "",
 ) -> Iterator[Case]:
-    """`workers` of them train, and the faults happen; with `groups`, under strategy hierarchical."""
+    """`workers` of them train, and the faults happen; with `groups`, under strategy hierarchical, or the
+    `strategy` that is given."""
     folder.mkdir(exist_ok=True)
     config = Config(
-        run=Run(strategy="ring" if groups is None else "hierarchical"),
+        run=Run(strategy=strategy or ("ring" if groups is None else "hierarchical")),
         chunks=Chunks(size="2KiB"),
         sync=Sync(timeout=timeout),
         groups=Groups(count=groups or 0),

@@ -49,6 +49,9 @@ POINTS: dict[str, str] = {
     # Those of a hierarchy have no iteration:
     "hierarchy.inside": "this worker holds a message's sum over its group, and the leaders' is to come",
     "hierarchy.between": "this leader holds the sum over all groups, and its group does not",
+    "exchange.launched": "under another package's strategy: this worker is about to collect an exchange",
+    "exchange.collected": "it has what the others sent, and has not yet said so to them",
+    "exchange.committed": "and its values follow the exchange",
     "enter.arrived": "a worker that comes late has told the log that it takes part",
     "enter.member": "it is a member of the next iteration and has the parameters, and asks for the rest",
     "enter.giving": "a living worker is about to give it the rest",

@@ -216,7 +216,7 @@ class Driver:
             what = f"the exchange after step {step}"
             self._ring.round(what, partial(self._attempt, exchange), step, where)
             exchange.commit()
-            points.reach("replicas.committed", step)
+            points.reach("exchange.committed", step)
         if made:
             self._agree(reducer, step)
 
@@ -228,9 +228,9 @@ class Driver:
         if known is not None and known[0] != self._ring.generation:
             self._synchronizer.change(known[1], contributors)
         exchange.launch(contributors)
-        points.reach("replicas.launched", self._mail.step)
+        points.reach("exchange.launched", self._mail.step)
         exchange.collect()
-        points.reach("replicas.collected", self._mail.step)
+        points.reach("exchange.collected", self._mail.step)
 
     def _agree(self, reducer: Reducer, step: int) -> None:
         """Learn whether newcomers wait, and how many samples all contributors have trained on."""
