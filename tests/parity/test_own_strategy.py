@@ -4,7 +4,10 @@ after every step, whoever sums first and wherever the model lies.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -14,12 +17,12 @@ from torch import nn
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.memory import Memory
-from atoll.exchange.synchronizer import Contributors
-from atoll.testing.pool import WorkerPool
+from atoll.exchange.synchronizer import Contributors, Exchange
+from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.runs import model, run_with
 from gpt import GPT
 from gpt import loss_of as gpt_loss
-from own_strategy import partner_of
+from own_strategy import EachStep, partner_of
 
 pytestmark = pytest.mark.check  # sessions of several workers
 
@@ -122,6 +125,67 @@ def test_between_exchanges_replicas_train_by_themselves(pool: WorkerPool) -> Non
         for own, other in zip(found[rank][0], expected, strict=True):
             assert float((own - other).abs().max()) < 1e-12
     assert not torch.equal(found[0][0][-1], found[1][0][-1])
+
+
+def saves(session: atoll.Session, folder: str) -> list[torch.Tensor]:
+    module = model()
+    torch.manual_seed(SEED)
+    module, optimizer = session.prepare(module, optimizer_of(module))
+    for step in range(3):
+        loss_of(module, session.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.save(folder)
+    return [flat(module)]
+
+
+def goes_on(session: atoll.Session, folder: str) -> tuple[int, list[torch.Tensor], list[torch.Tensor], int]:
+    """The iteration, the values as loaded, those after another step; and the seed."""
+    module = model(seed=1)
+    torch.manual_seed(99)
+    module, optimizer = session.prepare(module, optimizer_of(module))
+    session.load(folder)
+    loaded = flat(module)
+    loss_of(module, session.rank, 3).backward()
+    optimizer.step()
+    seed = session._state.prepared[0].reducer.state_dict().get("seed", -1)
+    return session.iteration, [loaded], [flat(module)], seed
+
+
+def test_all_replicas_go_on_from_worker_0s_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    saved = run_with(pool, configured("pairs-of-8"), saves, folder, world=2)
+    assert not torch.equal(saved[0][0], saved[1][0])  # the other replica's values are lost, as the page says
+    for iteration, loaded, after, seed in run_with(pool, configured(), goes_on, folder, world=3):
+        assert (iteration, seed) == (4, SEED)
+        assert torch.equal(loaded[0], saved[0][0])
+        assert not torch.equal(after[0], loaded[0])
+    ring = run_with(pool, configured("ring"), goes_on, folder, world=2)  # and under another strategy
+    assert torch.equal(ring[0][1][0], saved[0][0])
+    assert [each[3] for each in ring] == [-1, -1]
+
+
+def train_unequal(session: atoll.Session) -> None:
+    """Worker 1 leaves an exchange out."""
+    whole = EachStep.after_step
+
+    def fewer(self: EachStep, step: int) -> Iterator[Exchange]:
+        exchanges = list(whole(self, step))
+        return iter(exchanges[1:] if step == 2 and session.rank else exchanges)
+
+    with mock.patch.object(EachStep, "after_step", fewer):
+        train(session)
+
+
+def test_unequal_exchanges_end_the_run_with_a_line(pool: WorkerPool) -> None:
+    with pytest.raises(JobFailedError) as failed:
+        run_with(pool, configured(), train_unequal, world=2)
+    for failure in failed.value.failures.values():
+        assert failure.kind == "MismatchError"
+        assert failure.message.startswith(
+            "worker 0 is at swap 1 of exchange 1 after step 2; worker 1 is at swap 1 of exchange 1 after "
+            "step 3: the strategy must make the same exchanges on all contributors"
+        )
 
 
 # -- the GPT of the examples, by each codec -----------------------------------------------------------------

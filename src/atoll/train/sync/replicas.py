@@ -19,12 +19,13 @@ from torch import Tensor
 
 from atoll.axes.values import Run
 from atoll.core import points
-from atoll.core.errors import CheckpointError, RunError, UserError
+from atoll.core.errors import CheckpointError, MismatchError, RunError, UserError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, call
 from atoll.exchange.synchronizer import Coder, Contributors, Exchange, Parts, Synchronizer
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.stephooks import AroundStep
+from atoll.train.api.place import Place
 from atoll.train.gradients.reducer import Reducer
 from atoll.train.gradients.samples import Contribution
 from atoll.train.group.channel import Channel
@@ -106,12 +107,17 @@ class Mail:
         """`most` is how many bytes may come at once."""
         self._ring, self._replicas, self._most = ring, replicas, most
         self.sent = 0  # bytes, in all
-        self.step = 0  # for errors
+        self._at = [0, 0, 0]  # the step, the exchange's number after it, and the swap's in that
+
+    def begin(self, step: int, number: int) -> None:
+        """An exchange is about to be made: the `number`-th after this step."""
+        self._at = [step, number, 0]
 
     def swap(self, payloads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        contributors, what = self._replicas.contributors, f"the exchange after step {self.step}"
+        contributors, what = self._replicas.contributors, f"the exchange after step {self._at[0]}"
+        self._at[2] += 1
         for name, payload in payloads.items():
-            _check_payload(name, payload, contributors)
+            check_payload(name, payload, contributors)
         channel = self._ring.session
         assert channel is not None
         came = self._swap(channel, payloads if self._replicas.leads else {}, what)
@@ -126,9 +132,11 @@ class Mail:
         ranked = sorted((self._replicas.leader_of(name), payload) for name, payload in payloads.items())
         for rank, payload in ranked:
             sends[rank] = payload.numel()
-        sizes, ones = torch.zeros(world, dtype=torch.int64), [1] * world
-        channel.wait(channel.exchange(torch.tensor(sends), ones, sizes, ones), what)
-        takes: list[int] = sizes.tolist()
+        heads, each = torch.zeros((world, 1 + len(self._at)), dtype=torch.int64), [1 + len(self._at)] * world
+        own = torch.tensor([[size, *self._at] for size in sends])
+        channel.wait(channel.exchange(own.flatten(), each, heads.view(-1), each), what)
+        self._check_alike(channel.place, heads[:, 1:].tolist())
+        takes: list[int] = heads[:, 0].tolist()
         if min(takes) < 0 or sum(takes) > self._most:
             raise RunError(f"{what}: the others would send {sum(takes)} bytes, and {self._most} are the most")
         out = torch.cat([payload for _, payload in ranked]) if ranked else torch.empty(0, dtype=torch.uint8)
@@ -138,6 +146,20 @@ class Mail:
         parts = torch.split(into, takes)
         leaders = {self._replicas.leader_of(name): name for name in self._replicas.contributors.names}
         return {leaders[rank]: part for rank, part in enumerate(parts) if takes[rank] and rank in leaders}
+
+    def _check_alike(self, place: Place, places: list[list[int]]) -> None:
+        """Raise MismatchError, on all workers, unless all are at one swap of one exchange."""
+        other = next((rank for rank, at in enumerate(places) if at != places[0]), None)
+        if other is not None:
+            said = [
+                f"worker {place.name_of(rank)} is at swap {swap} of exchange {number} after step {step}"
+                for rank in (0, other)
+                for step, number, swap in [places[rank]]
+            ]
+            raise MismatchError(
+                f"{'; '.join(said)}: the strategy must make the same exchanges on all contributors, by the "
+                "step and the seed alone (docs/reference/synchronizer.md)"
+            )
 
     @staticmethod
     def _spread(
@@ -156,7 +178,8 @@ class Mail:
         return {name: part for name, part in parts if part.numel()}
 
 
-def _check_payload(name: int, payload: Tensor, contributors: Contributors) -> None:
+def check_payload(name: int, payload: Tensor, contributors: Contributors) -> None:
+    """Raise UserError for a payload that is no tensor of bytes, or for nobody else."""
     if name == contributors.own or name not in contributors.names:
         raise UserError(f"link.swap: {name} is none of the other contributors, {contributors}")
     if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.device.type != "cpu":
@@ -209,18 +232,16 @@ class Driver:
         """Make the exchanges that are due after a step."""
         self._open()
         reducer = self.reducer
-        step, made = reducer.steps, False
-        for exchange in self._synchronizer.after_step(step):
-            made, self._mail.step = True, step
-            where = partial(self._where, step)
-            what = f"the exchange after step {step}"
-            self._ring.round(what, partial(self._attempt, exchange), step, where)
+        step, number = reducer.steps, 0
+        for number, exchange in enumerate(self._synchronizer.after_step(step), start=1):
+            what, where = f"the exchange after step {step}", partial(self._where, step)
+            self._ring.round(what, partial(self._attempt, exchange, step, number), step, where)
             exchange.commit()
             points.reach("exchange.committed", step)
-        if made:
+        if number:
             self._agree(reducer, step)
 
-    def _attempt(self, exchange: Exchange) -> None:
+    def _attempt(self, exchange: Exchange, step: int, number: int) -> None:
         """One try of an exchange, with the contributors of the ring as it stands."""
         _ = self._ring.agreement  # raises on a worker that came late, and has not entered
         contributors = self._replicas.contributors
@@ -228,9 +249,10 @@ class Driver:
         if known is not None and known[0] != self._ring.generation:
             self._synchronizer.change(known[1], contributors)
         exchange.launch(contributors)
-        points.reach("exchange.launched", self._mail.step)
+        points.reach("exchange.launched", step)
+        self._mail.begin(step, number)
         exchange.collect()
-        points.reach("exchange.collected", self._mail.step)
+        points.reach("exchange.collected", step)
 
     def _agree(self, reducer: Reducer, step: int) -> None:
         """Learn whether newcomers wait, and how many samples all contributors have trained on."""
@@ -271,12 +293,12 @@ class Driver:
         if "captured" not in state:
             return  # of a run with another strategy
         try:
-            captured = base64.b64decode(state["captured"], validate=True)
+            captured, seed = base64.b64decode(state["captured"], validate=True), int(state["seed"])
             self._synchronizer.restore(captured)
-        except (TypeError, ValueError, binascii.Error) as error:
+        except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise CheckpointError(f"the state of the strategy cannot be taken over: {error}") from None
         if not self._is_open:  # else all go on with the seed that they have
-            self._seed = int(state["seed"])
+            self._seed = seed
 
     def close(self) -> None:
         """The session is over."""
