@@ -395,6 +395,20 @@ def test_a_signal_before_the_hub_listens_ends_the_launch(tmp_path: Path, strateg
     assert list(begun.launch.seen().words) == []
 
 
+def test_nobody_is_late_once_the_launch_has_ended(tmp_path: Path) -> None:
+    """Where the hub ends while workers take their time after SIGTERM, it is the hub's end that counts."""
+    begun = Begun(tmp_path / "run", "server")
+    begun.listens()
+    assert begun.launch.poll() is None
+    for rank in range(2):
+        begun.processes.latest[f"worker {rank}"].send_signal = lambda _signum: None  # type: ignore[method-assign]
+    begun.launch.send_signal(signal.SIGTERM)
+    assert begun.launch.late_workers() == ["worker 0", "worker 1"]
+    begun.hub.returncode = 1
+    assert begun.launch.poll() is not None
+    assert begun.launch.late_workers() == []
+
+
 def test_a_process_that_cannot_be_started_ends_the_run_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

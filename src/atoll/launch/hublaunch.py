@@ -121,8 +121,8 @@ class HubLaunch:
         return self.returncode
 
     def late_workers(self) -> list[str]:
-        """The names of the launches that have not ended."""
-        return self._workers.unfinished()
+        """The names of the launches that have not ended; none once this one has."""
+        return self._workers.unfinished() if self.returncode is None else []
 
     @property
     def goes_on(self) -> bool:

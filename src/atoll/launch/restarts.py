@@ -81,10 +81,6 @@ class DelayedProcess:
         elif self._ended is None:
             self._ended = -signum
 
-    def terminate(self) -> None:
-        """Act as the method of `subprocess.Popen` does."""
-        self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
         """Act as the method of `subprocess.Popen` does."""
         self.send_signal(signal.SIGKILL)

@@ -105,33 +105,36 @@ def run(
     check_run(config)
     directory, claim = _claim_directory(program, config)
     with files_for(config.run.readable) as umask:
-        return _run_in(directory, claim, program, config, summary, hub_module, warnings, umask)
+        job = _Job(directory, config, program, hub_module, umask)
+        return _run_in(job, claim, summary, warnings)
 
 
-def _run_in(
-    directory: RunDirectory,
-    claim: Claim,
-    program: Program,
-    config: Config,
-    summary: Path | None,
-    hub_module: str,
-    warnings: Sequence[str],
-    umask: int,
-) -> int:
-    """Run in a directory that is this run's alone; returns the exit status. `umask` is the user's own."""
-    screen = Screen(sys.stdout, sys.stderr)
+@dataclass(frozen=True)
+class _Job:
+    """A run that is about to begin, in a directory that is its alone. `umask` is the user's own: the script's
+    files follow it."""
+
+    directory: RunDirectory
+    config: Config
+    program: Program
+    hub_module: str
+    umask: int
+
+
+def _run_in(job: _Job, claim: Claim, summary: Path | None, warnings: Sequence[str]) -> int:
+    """Run a job; returns the exit status."""
+    screen, directory = Screen(sys.stdout, sys.stderr), job.directory
     configured = directory.config
     try:
         with _Stop() as stop:
-            configured, trouble = _prepare(directory, config)
-            warnings = [*warnings, *filter(None, [claim.trouble, trouble])]
-            watch = _Watch(directory, config, configured, stop, screen, hub_module, warnings, umask)
-            verdict = watch.run(program)
+            configured, trouble = _prepare(directory, job.config)
+            watch = _Watch(job, configured, stop, screen)
+            verdict = watch.run([*warnings, *filter(None, [claim.trouble, trouble])])
         status = verdict.status
         told: list[str] = []
         if summary is not None:
             try:
-                with files_under(umask):
+                with files_under(job.umask):
                     write_summary(watch.summary, summary)
             except UserError as error:
                 told.append(str(error))
@@ -229,21 +232,10 @@ class _Watch:
     missing = ""  # what is told at the end of records that could not be written
     losses: Sequence[str] = ()  # what is told at the end of who was lost, and came back
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        config: Config,
-        configured: Path,
-        stop: _Stop,
-        screen: Screen,
-        hub_module: str,
-        warnings: Sequence[str],
-        umask: int,
-    ) -> None:
-        self._directory, self._config, self._stop, self._screen = directory, config, stop, screen
-        self._hub_module, self._warnings = hub_module, warnings
-        self._umask = umask  # of the user: the script's own files follow it
-        self._configured = configured  # the configuration's file
+    def __init__(self, job: _Job, configured: Path, stop: _Stop, screen: Screen) -> None:
+        """`configured` is the configuration's file."""
+        self._directory, self._config, self._program = job.directory, job.config, job.program
+        self._job, self._configured, self._stop, self._screen = job, configured, stop, screen
         self._killed: Sequence[str] = ()  # the workers that had not ended when run.grace was over
         self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
         self._causes, self._words = Causes(), LastWords()
@@ -251,20 +243,20 @@ class _Watch:
         self._began = record_time()
         self._has_stalled = False  # the workers would have waited in vain for one that has ended
 
-    def run(self, program: Program) -> Verdict:
-        """Run to the end; the summary is in `summary` then."""
+    def run(self, warnings: Sequence[str]) -> Verdict:
+        """Run to the end; the summary, with `warnings` in it, is in `summary` then."""
         workers, strategy = self._config.run.workers, self._config.run.strategy
         spared = set(descendants(os.getpid()))  # what the caller of this function started is none of ours
         adopt_orphans()
         with contextlib.ExitStack() as shown:
-            with self._launcher(program, spared) as launcher:
-                title = f"{program.title} · {strategy} · {_count(workers)}"
+            with self._launcher(spared) as launcher:
+                title = f"{self._program.title} · {strategy} · {_count(workers)}"
                 progress = make_progress(title, self._screen)
                 shown.callback(progress.close)
                 recorder = Recorder(
                     self._directory, workers, strategy, _writers(self._directory, progress), self._causes.take
                 )
-                for line in self._warnings:
+                for line in warnings:
                     recorder.warn(line)
                 self._output = Output(0, self._directory.log(0), progress, recorder.warn)
                 self._follow(launcher, recorder, progress)
@@ -274,7 +266,7 @@ class _Watch:
             self.summary = recorder.close()
             self.missing = recorder.missing()
         self.losses = launcher.losses()
-        judge = self._judge(launcher, program)
+        judge = self._judge(launcher, self._program)
         self._words.close()
         if self._stop.count:
             return judge.stopped(self._stop.signum, self._stop.at, self._killed)
@@ -282,27 +274,20 @@ class _Watch:
         return judge.judge(status, self._has_stalled)
 
     @contextlib.contextmanager
-    def _launcher(self, program: Program, spared: set[int]) -> Iterator[Launch]:
+    def _launcher(self, spared: set[int]) -> Iterator[Launch]:
         """What starts the workers, while entered; afterwards neither it nor anything it started is left."""
         run = self._config.run
         with contextlib.ExitStack() as stack:
-            environment = self._environment()
+            job, words, environment = self._job, self._program.words(), self._environment()
             if run.strategy in (*SERVED, "peers") or run.elastic:
                 private = PrivateFolder(self._directory.path / "service" / KEY_FILE)
                 stack.callback(private.close)
                 environment |= private.environment()
                 launcher: Launch = HubLaunch(
-                    self._directory,
-                    self._config,
-                    program.words(),
-                    environment,
-                    self._hub_module,
-                    self._umask,
+                    job.directory, job.config, words, environment, job.hub_module, job.umask
                 )
             else:
-                launcher = TorchrunLaunch(
-                    self._directory, self._config, program.words(), environment, self._umask
-                )
+                launcher = TorchrunLaunch(job.directory, job.config, words, environment, job.umask)
             try:
                 yield launcher
             finally:
