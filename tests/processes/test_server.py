@@ -25,8 +25,8 @@ from torch import Tensor
 from atoll.core.errors import CheckpointError, UserError
 from atoll.net.endpoint import Server
 from atoll.server import snapshot as snapshot_module
+from atoll.server.followers import sequence_of
 from atoll.server.journal import Folder, Journal
-from atoll.server.logkeeper import sequence_of
 from atoll.server.main import serve
 from atoll.server.options import ServerOptions
 from atoll.server.payloads import payload_of
@@ -838,7 +838,7 @@ def test_a_shard_asks_again_for_lines_that_did_not_come(
         log = shard._log
         if log is None:
             return
-        send_line = log._send_line
+        send_line = log.followers._send_line
 
         def send_some(to: int, index: int, entry: Any) -> None:
             if index == 1 and not lost:  # a Joined, which others come after
@@ -846,7 +846,7 @@ def test_a_shard_asks_again_for_lines_that_did_not_come(
             else:
                 send_line(to, index, entry)
 
-        log._send_line = send_some  # type: ignore[method-assign]
+        log.followers._send_line = send_some  # type: ignore[method-assign]
 
     journals = [Journal(Folder(tmp_path / str(i), "test", i), 0) for i in range(2)] if journal else [None] * 2
     for each in journals:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from atoll.chunks import lay_out
 from atoll.core.errors import UserError
-from atoll.server.model import THEN, Model
+from atoll.server.model import Model, ModelState
 from atoll.server.payloads import payload_of
-from atoll.server.snapshot import OpenRecord, Snapshots, latest, restore
+from atoll.server.snapshot import Snapshots, latest, restore
 from atoll.store.entries import Apply, Fenced, Joined
 from atoll.tensors.binding import specs_of
 from atoll.tensors.compensation import Origins, compensated
+from atoll.tensors.wholechunk import THEN, OpenRecord
 from atoll.wire.lost import spans_of
 from atoll.wire.messages import LostBlocks, Push, SetChunk, Setup, plain_hyperparameters
 
@@ -174,6 +175,11 @@ def test_no_more_is_kept_than_may_be_in_flight() -> None:
         assert list(model.own.origins.tensors(0)) == [f"0.3.{5 - kept}" for kept in range(pipeline, -1, -1)]
 
 
+def state_of(model: Model) -> ModelState:
+    """What it remembers, as a journal has it."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(model.remembered()[0]), type=ModelState)
+
+
 def of_snapshot(model: Model, folder: Path) -> Model:
     snapshots = Snapshots(folder, run="r", shard=0, seconds=9.0, failed=pytest.fail)
     heading = model.heading("r", 0, 4)
@@ -185,14 +191,14 @@ def of_snapshot(model: Model, folder: Path) -> Model:
         time.sleep(0.001)
     fresh = model_of()
     restore(found, fresh.own)
-    fresh.remember(model.remembered()[0], {}, {})
+    fresh.remember(state_of(model), {})
     return fresh
 
 
 def of_copy(model: Model, _folder: Path) -> Model:
     """As a standby takes it: server/mirror.py sends these."""
     fresh = model_of()
-    fresh.remember(model.remembered()[0], {}, {})
+    fresh.remember(state_of(model), {})
     fresh.awaited = {0}
     elements, slots = model.own.state(0)
     opened = model.own.open_step(0)

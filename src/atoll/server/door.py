@@ -45,7 +45,7 @@ class Door:
         elif self._log is None:
             reason = f"shard {self._index} keeps no log; shard 0 does"
         elif hello.role == "shard":
-            self._log.greet_shard(hello.shard)
+            self._log.followers.greet(hello.shard)
         if reason:
             self._peers.forget(peer)
             return reason

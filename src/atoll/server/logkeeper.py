@@ -13,8 +13,9 @@ import msgspec
 
 from atoll.core.points import reach
 from atoll.server.entrance import Above, Entrance, Life, Want
+from atoll.server.followers import KEPT, Followers, sequence_of
 from atoll.server.peers import Peers
-from atoll.store.entries import Entry, encode_entry
+from atoll.store.entries import Entry
 from atoll.store.log import CommitLog
 from atoll.store.outcomes import Meeting, Outcome
 from atoll.store.records import Part
@@ -24,17 +25,11 @@ from atoll.wire.messages import Count, Setup
 
 Outgoing: TypeAlias = Callable[[int, Entry], None]  # (sequence, entry): for this shard itself
 IN_FLIGHT = 2  # iterations of one worker that are pushed and not in the log
-_GENERATION = 2**32  # sequence numbers of one generation
 _LONGEST_LINE = 4000  # characters of a mismatch's
 MEETING, LAST_MEETING = (
     "meeting",
     "last meeting",
 )  # what a part of an image is of; the first's key is a handle
-_KEPT = 10_000  # lines that a follower who lost its connection may still ask for
-
-
-def sequence_of(generation: int, index: int) -> int:
-    return generation * _GENERATION + index
 
 
 class LastMeeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,6 +79,7 @@ class LogKeeper:
         """Go on from what another one has left."""
         self.state, self.payloads, self.last_payload = state, payloads, last
         self._entrance = Entrance(self._peers, state.wants, self._above)
+        self.followers = Followers(state, self._peers)
 
     def parts(self) -> list[tuple[Part, memoryview | bytes]]:
         """The payloads that the state goes with."""
@@ -111,11 +107,6 @@ class LogKeeper:
                 )
                 self._peers.send(self._peers.hub, news)
 
-    def greet_shard(self, shard: int) -> None:
-        """A shard is there, perhaps anew: it says from which line on it follows. A line that was written
-        before that would come ahead of those that it lacks."""
-        self.state.follows.pop(shard, None)
-
     def set_up(self, setup: Setup, holders: Collection[int]) -> None:
         """Begin the log anew; `holders` are the shards that hold trainable chunks."""
         if self._log is not None:
@@ -142,8 +133,7 @@ class LogKeeper:
         for worker, incarnation in sorted(self.state.joined.items()):
             if not log.refusal(worker, incarnation):
                 self._act(log.handle_join(worker, incarnation))
-        ahead, self.state.ahead = self.state.ahead, []
-        for shard, message in ahead:
+        for shard, message in self.followers.take_ahead():
             self.handle_shard(shard, message)
 
     def handle_join(self, worker: int, incarnation: int) -> str:
@@ -294,23 +284,11 @@ class LogKeeper:
     def handle_shard(self, shard: int, message: messages.AnyMessage) -> str:
         """Another shard follows the log, or has staged a contribution."""
         if isinstance(message, messages.Follow):
-            generation, after = divmod(message.after, _GENERATION)
-            if generation > self.state.generation:
-                self._hold(shard, message)
-                return ""
-            self.state.follows[shard] = generation
-            return self._send_from(shard, after) if generation == self.state.generation else ""
+            return self.followers.follow(shard, message)
         assert isinstance(message, messages.Staged)
-        if any(held == shard for held, _ in self.state.ahead):
-            self._hold(shard, message)
+        if not self.followers.counts(shard, message):
             return ""
-        if self.state.follows.get(shard) != self.state.generation:
-            return ""  # of what was there before the latest Setup
         return self.handle_staged(shard, message.worker, message.incarnation, message.iteration)
-
-    def _hold(self, shard: int, message: messages.AnyMessage) -> None:
-        if len(self.state.ahead) < _KEPT:
-            self.state.ahead.append((shard, message))
 
     def handle_staged(self, shard: int, worker: int, incarnation: int, iteration: int) -> str:
         """A shard, this one too, has a whole contribution."""
@@ -324,31 +302,11 @@ class LogKeeper:
         if self._peers.takes(self._peers.hub):  # else the log keeps them together
             for news in self._log.used.take_news():
                 self._peers.send(self._peers.hub, news)
-        self._forget_old_lines()
-
-    def _forget_old_lines(self) -> None:
-        if self._log is not None and len(self._log.lines.entries) >= 2 * _KEPT:
-            self._log.lines.forget(self._log.lines.next_sequence - _KEPT)
+        self._log.lines.keep(KEPT)
 
     def waiting_for(self) -> list[str]:
         """Who is waited for and on what, in words."""
         return self._meetings.met_by() or (self._log.waiting_for() if self._log is not None else [])
-
-    def _send_from(self, shard: int, after: int) -> str:
-        assert self._log is not None
-        try:
-            lines = self._log.lines.after(after)
-        except ValueError as error:
-            return str(error)
-        for index, entry in lines:
-            self._send_line(shard, index, entry)
-        return ""
-
-    def _send_line(self, shard: int, index: int, entry: Entry) -> None:
-        line = messages.Entry(
-            sequence=sequence_of(self.state.generation, index), entry=msgspec.Raw(encode_entry(entry))
-        )
-        self._peers.send(self._peers.shard(shard), line)
 
     def _act(self, outcome: Outcome, *, entries: bool = True) -> str:
         """Do what the log's answer says; returns why it refused."""
@@ -358,9 +316,7 @@ class LogKeeper:
             assert self._log is not None
             first = self._log.lines.next_sequence - len(outcome.entries)
             for index, entry in enumerate(outcome.entries, start=first):
-                for shard, generation in self.state.follows.items():
-                    if generation == self.state.generation:
-                        self._send_line(shard, index, entry)
+                self.followers.send(index, entry)
                 self._apply(sequence_of(self.state.generation, index), entry)
         for meeting in outcome.met:
             self._end_meeting(meeting)

@@ -12,8 +12,8 @@ from atoll.core.points import reach
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
 from atoll.server.durability import Durability
+from atoll.server.followers import sequence_of
 from atoll.server.links import HubLink, LogLink
-from atoll.server.logkeeper import sequence_of
 from atoll.server.training import Training
 from atoll.store.entries import Entry, Fenced, Step, decode_entry_untrusted
 from atoll.store.outcomes import StoreError

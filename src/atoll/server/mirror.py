@@ -25,10 +25,11 @@ from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
 from atoll.server.journal import Journal
 from atoll.server.links import HubLink
-from atoll.server.model import OPEN, THEN, Model
+from atoll.server.model import Model
 from atoll.server.payloads import payload_of
 from atoll.server.recovery import Parts, ShardImage, encode_image
 from atoll.store.records import Told
+from atoll.tensors.wholechunk import WholeChunk
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
@@ -348,18 +349,12 @@ class Mirror:
         model = self._model
         assert model is not None
         reach("shard.copied", model.iterations)
-        elements, slots = model.own.state(chunk)
-        for key, flat in elements.items():
+        whole = WholeChunk.of(model.own, chunk)
+        for key, flat in whole.tensors.items():
             self._send(CopyChunk(chunk=chunk, key=key), payload_of(flat))
-        step = model.own.open_step(chunk)
-        for key, flat in (step[0] if step is not None else {}).items():
-            self._send(CopyChunk(chunk=chunk, key=OPEN + key), payload_of(flat))
-        origins = model.own.origins
-        for key, flat in (origins.tensors(chunk) if origins is not None else {}).items():
-            self._send(CopyChunk(chunk=chunk, key=THEN + key), payload_of(flat))
-        last = CopyChunk(chunk=chunk, slots=slots)
+        last, step = CopyChunk(chunk=chunk, slots=whole.slots), whole.open
         if step is not None:
-            last = msgspec.structs.replace(last, is_open=True, present=step[1], open_slots=step[2])
+            last = msgspec.structs.replace(last, is_open=True, present=step.present, open_slots=step.slots)
         self._send(last, model.lend(chunk))
 
 

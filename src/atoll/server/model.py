@@ -19,9 +19,11 @@ from atoll.core.texts import one_line
 from atoll.core.weighing import KNOWN
 from atoll.exchange.codecs import codec_named
 from atoll.exchange.coding import Coding, bytes_of
+from atoll.server.checks import Checks, wrong_size
+from atoll.server.inflight import InFlight
 from atoll.server.logkeeper import IN_FLIGHT
 from atoll.server.payloads import Lent, payload_of, weighted_mean
-from atoll.server.snapshot import Heading, OpenRecord
+from atoll.server.snapshot import Heading
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
@@ -31,10 +33,9 @@ from atoll.store.records import Part
 from atoll.store.shard import ShardState
 from atoll.store.streams import SCALED
 from atoll.tensors.compensation import Origins, compensated
-from atoll.tensors.finite import is_finite
 from atoll.tensors.payload import tensor_of
 from atoll.tensors.shardoptimizer import ShardOptimizer
-from atoll.wire.lost import flaw
+from atoll.tensors.wholechunk import OpenRecord, WholeChunk, dtype_of
 from atoll.wire.messages import (
     Count,
     Hyperparameters,
@@ -52,8 +53,6 @@ Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
 _MOST_SHARDS = 4096
 # What a part of an image is of; its key is a handle, or a chunk.
 CONTRIBUTION, MEAN, HELD = "contribution", "mean", "held back"
-# Before the name of a tensor that an open step is made again from, or that a contributor went on from:
-OPEN, THEN = "open.", "then."
 
 _layouts: msgspec.msgpack.Decoder[ChunkMap] = msgspec.msgpack.Decoder(ChunkMap)
 
@@ -155,8 +154,8 @@ class Model:
         self._valued: set[int] = set()  # chunks whose values have come
         self._given: dict[int, dict[str, Tensor]] = {}  # state that has come: chunk -> key -> values
         self._numbers: dict[int, list[dict[str, Any]]] = {}
-        self._payloads: dict[int, memoryview] = {}  # what is in flight, by handle
-        self._handles = 0
+        self._payloads = InFlight()
+        self.checks = Checks(setup, layout, self.optimizer)
         self._lent: dict[int, Lent] = {}  # chunks whose values are, or were, on their way to workers
         self._replaced: set[tuple[int, int, int]] = set()  # worker, iteration, chunk
         self.iterations = setup.steps
@@ -233,10 +232,10 @@ class Model:
                 alike=mean.alike,
             ),
             replaced=sorted(self._replaced),
-            payloads=list(self._payloads),
-            handles=self._handles,
+            payloads=list(self._payloads.held),
+            handles=self._payloads.handles,
         )
-        parts = [(Part(CONTRIBUTION, handle), payload) for handle, payload in self._payloads.items()]
+        parts = [(Part(CONTRIBUTION, handle), payload) for handle, payload in self._payloads.held.items()]
         values = {} if mean is None else mean.chunks
         return state, parts + [(Part(MEAN, chunk), payload_of(flat)) for chunk, (flat, _) in values.items()]
 
@@ -245,9 +244,10 @@ class Model:
         payloads by kind and key."""
         self.state = state.held
         self.pulls = Pulls(self.state)
-        self.iterations, self._handles = state.iterations, state.handles
+        self.iterations = state.iterations
         self._replaced = set(state.replaced)
-        self._payloads = {handle: parts[CONTRIBUTION][handle] for handle in state.payloads}
+        held = {handle: parts[CONTRIBUTION][handle] for handle in state.payloads}
+        self._payloads = InFlight(state.handles, held)
         self.complete = True
         if state.mean is not None:
             chunks = {
@@ -278,7 +278,7 @@ class Model:
                 return str(error)
         expected = self.optimizer.values(chunk).numel() * dtype.itemsize
         if payload is None or payload.nbytes != expected:
-            return _wrong_size(chunk, payload, expected)
+            return wrong_size(chunk, payload, expected)
         if message.key:
             self._given.setdefault(chunk, {})[message.key] = tensor_of(payload, dtype)
         else:
@@ -324,26 +324,10 @@ class Model:
         values = tensors.get("")
         if chunk not in self.awaited or values is None or values.nbytes != self.optimizer.nbytes(chunk):
             raise RunError(f"the primary sent a chunk {chunk} that is none of those that are awaited")
-        dtype = self.optimizer.dtype(chunk)
-        step: dict[str, Tensor] = {}
-        elements: dict[str, Tensor] = {}
-        then: dict[str, Tensor] = {}
-        for key, payload in tensors.items():
-            if key.startswith(THEN):
-                then[key.removeprefix(THEN)] = tensor_of(payload, dtype)
-            elif key.startswith(OPEN):
-                name = key.removeprefix(OPEN)
-                state = name.removeprefix("state.")
-                of = dtype if state == name else self.own.state_dtype(chunk, state)
-                step[name] = tensor_of(payload, of)
-            elif key:
-                elements[key] = tensor_of(payload, self.own.state_dtype(chunk, key))
-        self.own.set_values(chunk, tensor_of(values, dtype))
-        self.own.set_state(chunk, elements, slots)
-        if open_ is not None:
-            self.own.set_open_step(chunk, step, open_.present, open_.slots)
-        if self.own.origins is not None:
-            self.own.origins.restore(chunk, then)
+        own = self.own
+        found = {key: tensor_of(each, dtype_of(own, chunk, key)) for key, each in tensors.items()}
+        own_values = found.pop("")
+        WholeChunk(found, slots, open_).put_into(own, chunk, own_values)
         self.awaited.discard(chunk)
 
     # -- contributions ------------------------------------------------------------------------------------
@@ -354,7 +338,7 @@ class Model:
         held = push.chunk in self.chunks and push.share < push.shares
         if not held or not self.coding.writes(self._layout.chunks[push.chunk].dtype):
             return push, payload
-        start, stop = run_of(self.extent(push.chunk), push.share, push.shares)
+        start, stop = run_of(self.checks.extent(push.chunk), push.share, push.shares)
         if push.lost is None:
             return push, bytes_of(self.coding.decode(payload, stop - start))
         values, lost = self.coding.decode_lossy(payload, stop - start, push.lost)
@@ -362,20 +346,22 @@ class Model:
 
     def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
         """Stage a chunk of a contribution; returns why not, and whether the contribution is now whole."""
-        refusal = self._check_gradient(push, payload) or self._check_finite(worker, push, payload)
+        refusal = self._not_yet() or self.checks.gradient(push, payload)
+        refusal = refusal or self.checks.finite(worker, push, payload)
         if not refusal and push.chunks_in_all != len(self.chunks):
             refusal = f"{push.chunks_in_all} chunks announced, where this shard holds {len(self.chunks)}"
         if refusal:
             return refusal, False
-        outcome = self.state.handle_push(worker, push, self._handles + 1)
+        outcome = self.state.handle_push(worker, push, self._payloads.next)
         if outcome.keep:
-            self._keep(payload)
-        for handle in outcome.freed:
-            del self._payloads[handle]
+            self._payloads.keep(payload)
+        self._payloads.release(outcome.freed)
         if outcome.joins:
-            whole = b"".join([self._payloads.pop(handle) for handle in outcome.joins])
-            self._payloads[self._handles] = memoryview(whole)
+            self._payloads.join(outcome.joins)
         return outcome.refused, outcome.staged
+
+    def _not_yet(self) -> str:
+        return "" if self.complete else "this shard is not set up yet"
 
     def pull_with(self, push: Push) -> AnyPull:
         """What a push asks for that is a pull as well: the mean under bsp, else the parameters."""
@@ -390,16 +376,6 @@ class Model:
             incarnation=push.incarnation, clock=push.iteration + 1, share=push.share, shares=push.shares
         )
 
-    def run_bytes(self, chunk: int, share: int, shares: int) -> slice:
-        """Where the `share`-th of `shares` runs of a chunk lies among its bytes."""
-        size = self.optimizer.dtype(chunk).itemsize
-        start, stop = run_of(self.extent(chunk), share, shares)
-        return slice(start * size, stop * size)
-
-    def extent(self, chunk: int) -> int:
-        """How many elements a chunk has."""
-        return self.optimizer.nbytes(chunk) // self.optimizer.dtype(chunk).itemsize
-
     def lost_of(self, worker: int, pull: AnyPull, chunk: int) -> LostBlocks | None:
         """What was lost of the contribution that the answer to `pull` is of: of the asker's own."""
         if isinstance(pull, PullMean):
@@ -408,16 +384,16 @@ class Model:
             return None  # it was told with the mean
         else:
             iteration = pull.clock - 1
-        return self.state.lost_of(worker, pull, iteration, chunk, self.extent(chunk))
+        return self.state.lost_of(worker, pull, iteration, chunk, self.checks.extent(chunk))
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
         """Take what a worker made of a chunk's mean; returns why not."""
-        refusal = self._check_gradient(replace, payload)
+        refusal = self._not_yet() or self.checks.gradient(replace, payload)
         if refusal:
             return refusal
-        outcome = self.state.handle_replace(worker, replace, self._handles + 1)
+        outcome = self.state.handle_replace(worker, replace, self._payloads.next)
         if outcome.keep:
-            self._keep(payload)
+            self._payloads.keep(payload)
             self._replaced.add((worker, replace.iteration, replace.chunk))
         return outcome.refused
 
@@ -427,56 +403,6 @@ class Model:
             chunk in self.state.versions and (worker, iteration, chunk) not in self._replaced
             for chunk in edited
         )
-
-    def _check_gradient(self, message: Push | Replace, payload: memoryview | None) -> str:
-        chunk = message.chunk
-        if not self.complete:
-            return "this shard is not set up yet"
-        if chunk not in self.chunks:
-            return f"this shard does not hold chunk {chunk}"
-        if len(message.present) != self.optimizer.slots(chunk):
-            return f"chunk {chunk} has {self.optimizer.slots(chunk)} parameters, not {len(message.present)}"
-        share, shares = (message.share, message.shares) if isinstance(message, Push) else (0, 1)
-        if share >= shares:
-            return no_share(share, shares)
-        run = self.run_bytes(chunk, share, shares)
-        expected = run.stop - run.start
-        got = payload.nbytes if payload is not None else 0
-        if got == expected and (payload is not None or shares > 1):  # a run may be empty
-            lost = message.lost if isinstance(message, Push) else None
-            return flaw(lost, expected // self.optimizer.dtype(chunk).itemsize) if lost is not None else ""
-        return _wrong_size(chunk, payload, expected, f"'s share {share} of {shares}" if shares > 1 else "")
-
-    def _check_finite(self, worker: int, push: Push, payload: memoryview | None) -> str:
-        """Refuse gradients that hold NaN or infinity. Under bsp workers push before they look, and look at
-        the mean together."""
-        setup = self.setup
-        if setup.consistency == "bsp" or not setup.finite or not any(push.present) or not payload:
-            return ""
-        gradients = tensor_of(payload, self.optimizer.dtype(push.chunk))
-        if is_finite(gradients):
-            return ""
-        start, _ = run_of(self.extent(push.chunk), push.share, push.shares)
-        first = start + int(gradients.isfinite().logical_not().nonzero()[0])
-        slots = self._layout.chunks[push.chunk].slots
-        specs = self._layout.specs
-        names = [
-            specs[slot.parameter].name[:200]
-            for slot in slots
-            if slot.offset <= first < slot.offset + slot.numel and 0 <= slot.parameter < len(specs)
-        ]
-        of = f" of {names[0]!r}" if names else ""
-        return (
-            f"worker {worker} pushed a gradient{of} with NaN or infinity, in iteration {push.iteration}: it "
-            "is not taken; sync.nonfinite says what a worker does with one"
-        )
-
-    def _keep(self, payload: memoryview | None) -> None:
-        self._handles += 1
-        self._payloads[self._handles] = payload if payload is not None else memoryview(b"")
-
-    def _gradients(self, chunk: int, handle: int) -> Tensor:
-        return tensor_of(self._payloads[handle], self.optimizer.dtype(chunk))
 
     # -- doing what the log says --------------------------------------------------------------------------
 
@@ -490,8 +416,7 @@ class Model:
         elif isinstance(action, ApplyChunks):
             self._apply(action, before, done)
         elif isinstance(action, Release):
-            for handle in action.handles:
-                self._payloads.pop(handle, None)
+            self._payloads.release(action.handles)
 
     def _combine(self, action: CombineChunks, done: Done) -> None:
         self.mean = MeanOf(action.iteration, {}, action.weight, action.samples, action.basis, action.alike)
@@ -501,24 +426,17 @@ class Model:
             done(chunk)
 
     def _mean_of(self, action: CombineChunks, chunk: int) -> tuple[Tensor, bytes]:
-        parts = [
-            (weight, self._gradients(chunk, contribution[chunk][0]), contribution[chunk][1])
-            for weight, contribution in action.contributions
-        ]
+        parts, dtype = [], self.optimizer.dtype(chunk)
+        for weight, contribution in action.contributions:
+            handle, present = contribution[chunk]
+            parts.append((weight, self._payloads.gradients(handle, dtype), present))
         if not action.losses:
             return weighted_mean(parts)
         gaps = [
-            absent(each.get(chunk), self.extent(chunk), self._places(chunk, present))
+            absent(each.get(chunk), self.checks.extent(chunk), self.checks.places(chunk, present))
             for each, (_, _, present) in zip(action.losses, parts, strict=True)
         ]
         return weighted_mean(parts, gaps)
-
-    def _places(self, chunk: int, present: bytes) -> list[tuple[int, int]] | None:
-        """Where a contribution has gradients, begin and end, in order; None: everywhere."""
-        if all(present):
-            return None
-        slots = zip(self._layout.chunks[chunk].slots, present, strict=True)
-        return sorted((slot.offset, slot.offset + slot.numel) for slot, here in slots if here)
 
     def _step(self, action: StepChunks, before: Done, done: Done) -> None:
         assert self.mean is not None
@@ -532,7 +450,7 @@ class Model:
             gradients, present = mean.chunks.pop(chunk)
             if chunk in action.edited:
                 handle, present = action.edited[chunk]
-                gradients = self._gradients(chunk, handle)
+                gradients = self._payloads.gradients(handle, self.optimizer.dtype(chunk))
             elif action.scale != 1:
                 gradients = gradients * action.scale  # the mean itself may still be on its way to a worker
             if self._steps(chunk) and any(present):
@@ -558,10 +476,11 @@ class Model:
         for chunk, (handle, present) in _in_order(action.chunks):
             if self._steps(chunk):
                 self._make_way(chunk, before)
+                gradients = self._payloads.gradients(handle, self.optimizer.dtype(chunk))
                 with _told_of(chunk):
                     self.own.contribute(
                         chunk,
-                        self._compensated(action, chunk, self._gradients(chunk, handle)),
+                        self._compensated(action, chunk, gradients),
                         present,
                         action.part,
                         opens=action.opens,
@@ -641,12 +560,3 @@ def _check(setup: Setup, layout: ChunkMap, shard: int) -> Sequence[int]:
             f"shard {shard} is to hold chunks {setup.chunks[:8]}, and balancing gives it {own[:8]}"
         )
     return placed
-
-
-def no_share(share: int, shares: int) -> str:
-    """Why there is no such share."""
-    return f"share {share} of {shares}: shares are counted from 0 to {shares - 1}"
-
-
-def _wrong_size(chunk: int, payload: memoryview | None, expected: int, of: str = "") -> str:
-    return f"chunk {chunk}{of} takes {expected} bytes, and {0 if payload is None else payload.nbytes} came"

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from atoll.core.points import reach
 from atoll.server.entrance import Above
+from atoll.server.followers import KEPT
 from atoll.server.gathered import merge_untrusted, pack
 from atoll.server.logkeeper import LastMeeting, LogKeeper, Outgoing
 from atoll.server.peers import Peers
@@ -76,7 +77,8 @@ class SiteLog(LogKeeper):
 
     def poll(self) -> None:
         """What has been used goes up with the contributions: the global log tells the hub."""
-        self._forget_old_lines()
+        if self._log is not None:
+            self._log.lines.keep(KEPT)
 
     def _end_meeting(self, meeting: Meeting) -> None:
         parts = [self.payloads.pop(handle, None) for handle in meeting.handles]

@@ -308,7 +308,8 @@ class SiteModel(Model):
             return  # nobody has said this step, and the hub takes the site out of the run
         clock, told = self.clock, done if self._above is not None else _nothing
         edits = {
-            chunk: (self._payloads[handle], present) for chunk, (handle, present) in action.edited.items()
+            chunk: (self._payloads.held[handle], present)
+            for chunk, (handle, present) in action.edited.items()
         }
         word: Callable[[], None]
         if self.between.consistency == "bsp":

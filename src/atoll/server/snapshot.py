@@ -30,23 +30,15 @@ from torch import Tensor
 from atoll.core.descriptors import files_in, opened
 from atoll.core.errors import CheckpointError, UserError
 from atoll.core.points import reach
-from atoll.tensors.shardoptimizer import ShardOptimizer, SlotValues
+from atoll.tensors.shardoptimizer import ShardOptimizer
 from atoll.tensors.tensorfile import checksum_of, flush, read_tensors, write_tensors
+from atoll.tensors.wholechunk import OPEN, THEN, OpenRecord, WholeChunk
 
 _VALUES = "values"
-_OPEN = "open."
-_THEN = "then."
 _FILE = "snapshot.json"
 _PARTIAL = ".partial"
 _LOOKS = 10  # at a folder whose snapshots are replaced meanwhile
 _JOURNAL_SECONDS = 60.0  # for what the snapshot goes with to be in the journal
-
-
-class OpenRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step that was open: in which slots it has gradients, and the slots' states before it."""
-
-    present: list[bool]
-    slots: list[dict[str, Any]]
 
 
 class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -176,9 +168,8 @@ class Snapshots:
 @dataclass(frozen=True)
 class _Copy:
     chunk: int
-    tensors: dict[str, Tensor]
-    slots: SlotValues
-    open: OpenRecord | None
+    values: Tensor
+    whole: WholeChunk
 
 
 class _Taking:
@@ -220,16 +211,8 @@ class _Taking:
     def copy_now(self, chunk: int) -> None:
         if chunk in self._left:
             del self._left[chunk]
-            elements, slots = self._optimizer.state(chunk)
-            tensors = {_VALUES: self._optimizer.values(chunk).clone(), **elements}
-            record, step = None, self._optimizer.open_step(chunk)
-            if step is not None:
-                tensors.update({_OPEN + key: values for key, values in step[0].items()})
-                record = OpenRecord(present=step[1], slots=step[2])
-            origins = self._optimizer.origins
-            if origins is not None:
-                tensors.update({_THEN + key: values for key, values in origins.tensors(chunk).items()})
-            self._copies.put(_Copy(chunk, tensors, slots, record))
+            values = self._optimizer.values(chunk).clone()
+            self._copies.put(_Copy(chunk, values, WholeChunk.of(self._optimizer, chunk)))
 
     def abandon(self) -> None:
         self._stop = True
@@ -245,15 +228,16 @@ class _Taking:
             records = []
             while (copied := self._copies.get()) is not None and not self._stop:
                 file_name = f"chunk-{copied.chunk}.safetensors"
-                size, checksum = opened(partial(write_tensors, writing / file_name, copied.tensors))
+                tensors = {_VALUES: copied.values, **copied.whole.tensors}
+                size, checksum = opened(partial(write_tensors, writing / file_name, tensors))
                 records.append(
                     ChunkRecord(
                         chunk=copied.chunk,
                         version=self._versions[copied.chunk],
                         size=size,
                         checksum=checksum,
-                        slots=copied.slots,
-                        open=copied.open,
+                        slots=copied.whole.slots,
+                        open=copied.whole.open,
                     )
                 )
             if self._stop:
@@ -317,26 +301,17 @@ def restore(snapshot: Path, optimizer: ShardOptimizer) -> Contents:
         if not file.is_file() or file.stat().st_size != record.size or checksum_of(file) != record.checksum:
             raise CheckpointError(f"{file}: damaged or missing; the snapshot cannot be used")
         tensors = read_tensors(file)
-        step, then = _taken_out(tensors, _OPEN), _taken_out(tensors, _THEN)
         values = tensors.pop(_VALUES, None)
+        whole = WholeChunk(tensors, record.slots, record.open)
+        step = whole.named(OPEN)
         held = optimizer.values(record.chunk)
         of_values = [values] if record.open is None else [values, step.get("values"), step.get("mean")]
-        of_values += then.values()
+        of_values += whole.named(THEN).values()
         if any(v is None or v.shape != held.shape or v.dtype != held.dtype for v in of_values):
             raise CheckpointError(f"{file}: of another model than this shard's")
         assert values is not None
-        optimizer.set_values(record.chunk, values)
-        optimizer.set_state(record.chunk, tensors, record.slots)
-        if record.open is not None:
-            optimizer.set_open_step(record.chunk, step, record.open.present, record.open.slots)
-        if optimizer.origins is not None:
-            optimizer.origins.restore(record.chunk, then)
+        whole.put_into(optimizer, record.chunk, values)
     return contents
-
-
-def _taken_out(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin so, under the rest of their names; they are `tensors` no more."""
-    return {key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)}
 
 
 def _remove(snapshot: Path) -> None:

@@ -26,9 +26,10 @@ from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink
 from atoll.server.recovery import ShardImage, decode_image, no_parts
 from atoll.server.shard import Shard
-from atoll.server.snapshot import OpenRecord, Snapshots
+from atoll.server.snapshot import Snapshots
 from atoll.store.records import Told
 from atoll.tensors.shardoptimizer import warm_up
+from atoll.tensors.wholechunk import OpenRecord
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,

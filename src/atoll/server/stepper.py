@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atoll.core.points import reach
+from atoll.server.checks import no_share
 from atoll.server.common import Common
 from atoll.server.heard import NOT_SET_UP, Handler, Heard
-from atoll.server.model import Model, no_share
+from atoll.server.model import Model
 from atoll.server.payloads import payload_of
 from atoll.store.entries import Entry
 from atoll.store.pulls import AnyPull, Asked
@@ -100,7 +101,7 @@ class Stepper:
         peer = self._peers.member(worker, pull.incarnation, asked.member)
         if peer is None:
             return
-        run = model.run_bytes(chunk, pull.share, pull.shares)
+        run = model.checks.run_bytes(chunk, pull.share, pull.shares)
         if isinstance(pull, messages.PullMean):
             if model.mean is not None and model.mean.iteration == pull.iteration:
                 self._send_mean(peer, worker, chunk, pull, run)

@@ -25,6 +25,11 @@ class Lines(msgspec.Struct, forbid_unknown_fields=True):
             raise ValueError(f"the log has forgotten its lines before {self.first}, {number} among them")
         return list(enumerate(self.entries[number - self.first :], start=number))
 
+    def keep(self, count: int) -> None:
+        """Forget all but the latest `count` entries, once there are twice as many."""
+        if len(self.entries) >= 2 * count:
+            self.forget(self.next_sequence - count)
+
     def forget(self, before: int) -> None:
         """Drop the entries below number `before`, which every shard has: the log stays small."""
         count = min(max(before - self.first, 0), len(self.entries))

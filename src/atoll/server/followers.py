@@ -1,0 +1,90 @@
+"""The shards that follow shard 0's log: which lines each is sent, and what they say ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import msgspec
+
+from atoll.server.peers import Peers
+from atoll.store.entries import Entry, encode_entry
+from atoll.store.log import CommitLog
+from atoll.wire import messages
+from atoll.wire.messages import Count
+
+GENERATION = 2**32  # sequence numbers of one generation
+KEPT = 10_000  # lines that a follower who lost its connection may still ask for
+
+
+def sequence_of(generation: int, index: int) -> int:
+    """The sequence number of a generation's line."""
+    return generation * GENERATION + index
+
+
+class Followed(Protocol):
+    """The state of the log that is followed. `follows` has the generation that each shard follows, and
+    `ahead` the words of shards that are set up before this one."""
+
+    generation: Count
+    log: CommitLog | None
+    follows: dict[int, Count]
+    ahead: list[tuple[Count, messages.AnyMessage]]
+
+
+class Followers:
+    """Those of the log in `state`."""
+
+    def __init__(self, state: Followed, peers: Peers) -> None:
+        self._state, self._peers = state, peers
+
+    def greet(self, shard: int) -> None:
+        """A shard is there, perhaps anew: it says from which line on it follows. A line that was written
+        before that would come ahead of those that it lacks."""
+        self._state.follows.pop(shard, None)
+
+    def take_ahead(self) -> Iterator[tuple[int, messages.AnyMessage]]:
+        """What was said ahead of the generation that begins."""
+        ahead, self._state.ahead = self._state.ahead, []
+        return iter(ahead)
+
+    def follow(self, shard: int, message: messages.Follow) -> str:
+        """A shard asks for the lines from one on; returns why it gets none."""
+        generation, after = divmod(message.after, GENERATION)
+        if generation > self._state.generation:
+            self._hold(shard, message)
+            return ""
+        self._state.follows[shard] = generation
+        return self._send_from(shard, after) if generation == self._state.generation else ""
+
+    def counts(self, shard: int, message: messages.Staged) -> bool:
+        """Whether what a shard has staged is of this generation; what is of the next is held."""
+        if any(held == shard for held, _ in self._state.ahead):
+            self._hold(shard, message)
+            return False
+        return self._state.follows.get(shard) == self._state.generation
+
+    def _hold(self, shard: int, message: messages.AnyMessage) -> None:
+        if len(self._state.ahead) < KEPT:
+            self._state.ahead.append((shard, message))
+
+    def _send_from(self, shard: int, after: int) -> str:
+        assert self._state.log is not None
+        try:
+            lines = self._state.log.lines.after(after)
+        except ValueError as error:
+            return str(error)
+        for index, entry in lines:
+            self._send_line(shard, index, entry)
+        return ""
+
+    def send(self, index: int, entry: Entry) -> None:
+        """Send a new line to all who follow this generation."""
+        for shard, generation in self._state.follows.items():
+            if generation == self._state.generation:
+                self._send_line(shard, index, entry)
+
+    def _send_line(self, shard: int, index: int, entry: Entry) -> None:
+        sequence = sequence_of(self._state.generation, index)
+        line = messages.Entry(sequence=sequence, entry=msgspec.Raw(encode_entry(entry)))
+        self._peers.send(self._peers.shard(shard), line)
