@@ -32,7 +32,8 @@ from atoll.train.api.place import Place
 pytestmark = pytest.mark.check  # sessions of six steps and more, one after another
 
 STEPS, SAMPLES = 6, 4
-TOLERANCE = {"float32": 1e-10, "bfloat16": 5e-3}  # in float64, which travels as it is; in float32
+# In float64, which travels as it is; in float32. The last one is examples/own_codec.py's.
+TOLERANCE = {"float32": 1e-10, "bfloat16": 5e-3, "eight-bits": 1e-2}
 LEAST = 1e-6  # by which values differ where gradients went as bfloat16
 BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # the model takes more
 
@@ -69,9 +70,10 @@ def workers_of(cell: Cell) -> int:
     return 4 if cell.sync == "peers" else 2
 
 
-def configured(cell: Cell) -> Config:
+def configured(cell: Cell, codec: str = "") -> Config:
     # Over a link that may lose the rest, all blocks must arrive.
     config = config_of(cell).having(sync={"timeout": "60s"}, link={"high": "1"})
+    config = config.having(sync={"codec": codec or cell.codec})
     if cell.budgets:
         config = msgspec.structs.replace(config, memory=BUDGET)
     if cell.sync == "peers":
@@ -144,8 +146,8 @@ def train_plain(world: int, codec: CodecKind) -> tuple[list[list[float]], list[t
     return losses, [value.detach().clone() for value in module.state_dict().values()]
 
 
-def run(pool: WorkerPool, cell: Cell) -> list[tuple[list[float], list[torch.Tensor]]]:
-    """Train in a cell; what `train` returns, by rank."""
+def run(pool: WorkerPool, cell: Cell, codec: str = "") -> list[tuple[list[float], list[torch.Tensor]]]:
+    """Train in a cell, by its codec or by another one; what `train` returns, by rank."""
     world, grouped = workers_of(cell), cell.served and cell.group == "ring"
     wanted = Grouping([list(range(world))])
     grouping = GroupingSettings(
@@ -157,7 +159,7 @@ def run(pool: WorkerPool, cell: Cell) -> list[tuple[list[float], list[torch.Tens
     )
     return run_with(
         pool,
-        configured(cell),
+        configured(cell, codec),
         train,
         world if grouped else 1,
         cell.codec,
@@ -185,8 +187,26 @@ def test_a_cell_trains_as_one_process_or_is_refused_in_one_sentence(pool: Worker
         }
         assert issubclass(need.error, UserError)
         return
-    found = run(pool, cell)
-    (losses, expected), tolerance = train_plain(len(found), cell.codec), TOLERANCE[cell.codec]
+    check(cell, run(pool, cell), cell.codec)
+
+
+OWN = [
+    cell for cell in CELLS if cell.codec != "float32" and cell.sync != "replicas" and refusal_of(cell) is None
+]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(each, id=str(each), marks=() if each in few(OWN) else pytest.mark.soak) for each in OWN],
+)
+def test_a_cell_that_takes_a_codec_takes_one_of_another_package(pool: WorkerPool, cell: Cell) -> None:
+    """`examples/own_codec.py`, which is found by its entry point."""
+    check(cell, run(pool, cell, "eight-bits"), "eight-bits")
+
+
+def check(cell: Cell, found: list[tuple[list[float], list[torch.Tensor]]], codec: str) -> None:
+    """Hold what was trained against plain PyTorch in one process."""
+    (losses, expected), tolerance = train_plain(len(found), cell.codec), TOLERANCE[codec]
     apart = 0.0
     for rank, (own, values) in enumerate(found):
         assert own == pytest.approx(losses[rank], rel=tolerance), f"worker {rank}"

@@ -130,14 +130,14 @@ def test_a_shard_that_is_started_again_has_the_same_bits(
     worker.heard()
     run.close()
     folder.close()
-    before, parts = run.cluster.shards[0].image()
+    before, parts = run.cluster.shards[0].revival.image()
     found = find(Folder(tmp_path, "test", 0))
     assert found is not None
     server = Server("tcp://127.0.0.1:0", None, limit=2**24, name="shard")
     again = Shard(0, server, run="test", workers=1)
-    again.recover(found)
+    again.revival.recover(found)
     server.close()
-    image, held = again.image()
+    image, held = again.revival.image()
     assert encode_image(image) == encode_image(before)
     assert [(part, bytes(raw)) for part, raw in held] == [(part, bytes(raw)) for part, raw in parts]
     model = again.model

@@ -98,7 +98,7 @@ def run_with(
     """
     if shards is None:
         return pool.run(_join, config, "", script, arguments, world=world)
-    with ServedRun(world, shards, grouping=grouping) as served:
+    with ServedRun(world, shards, grouping=grouping, codec=config.sync.codec) as served:
         found = pool.run(_join, config, served.address, script, arguments, world=world)
     if served.failures:
         raise served.failures[0]

@@ -62,11 +62,13 @@ class ServedRun:
         until_done: bool = False,
         at_least: int = 1,
         grouping: GroupingSettings | None = None,
+        codec: str = "",
     ) -> None:
         """`patience`, `heartbeat`, `sites`, `until_done`, `at_least` and `grouping` as the hub's; `folder`
         gets what hub and shards keep; `keys` is a key file; `site_timeout` is the sites' deadline for the
-        global shards, and `site_link` is how they reach them."""
-        self._site_link = site_link
+        global shards, and `site_link` is how they reach them. `codec` is the one that shards may load beside
+        Atoll's own."""
+        self._site_link, self._codec = site_link, codec
         self._sites, self._site_timeout = dict(sites or {}), site_timeout
         self._site_stops = {site: threading.Event() for site in self._sites}
         self._keys, self._until_done, self._at_least = keys, until_done, at_least
@@ -125,7 +127,7 @@ class ServedRun:
             raise DeadlineError(f"{who} was not ready within {START_SECONDS:g} s")
 
     def _serve(self, index: int, ready: threading.Event) -> None:
-        options = ServerOptions(hub=self.address, shard=index, timeout=START_SECONDS)
+        options = ServerOptions(hub=self.address, shard=index, codec=self._codec, timeout=START_SECONDS)
         server.serve(
             self._with_records(options, f"shard-{index}"),
             ready=lambda _address: ready.set(),
@@ -134,7 +136,9 @@ class ServedRun:
 
     def _serve_site(self, site: str, ready: threading.Event) -> None:
         link = self._site_link or LinkOptions()
-        options = ServerOptions(hub=self.address, site=site, timeout=self._site_timeout, link=link)
+        options = ServerOptions(
+            hub=self.address, site=site, codec=self._codec, timeout=self._site_timeout, link=link
+        )
         server.serve_site(
             self._with_records(options, f"site-{site}"),
             ready=lambda _address: ready.set(),
