@@ -501,6 +501,19 @@ def incast(record: Record) -> str:
     return table(heads, rows)
 
 
+def ring_order(record: Record) -> str:
+    heads = ["workers", "step by rank", "step as chosen", "ratio", "chosen", "joined after", "target"]
+    rows = []
+    for case in record["cases"]:
+        steps = [f"{1e3 * median(case['seconds'][order]):.0f} ms" for order in ("natural", "measured")]
+        joined = f"{case['joined']['measured']:.1f} s / {case['joined']['natural']:.1f} s"
+        chosen = case["decision"][0].partition(": ")[0] if case["decision"] else "by rank"
+        if chosen == "natural":
+            chosen = ": ".join(case["decision"][0].split(": ")[:2])
+        rows.append([case["name"], *steps, f"{case['ratio']:.2f}", chosen, joined, VERDICTS[case["met"]]])
+    return table(heads, rows)
+
+
 def fairness(record: Record) -> str:
     heads = ["flows", "queue", "Jain's index", "least", "most", "Mbit/s, median", "queued, median", "target"]
     rows = []
@@ -568,6 +581,7 @@ def tables(folder: Path) -> dict[str, str]:
     shows = {
         "overhead": ratios,
         "ring": ratios,
+        "ring_order": ring_order,
         "footprint": footprint,
         "server": served,
         "consistency": consistency,

@@ -38,10 +38,12 @@ class _Took(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a trial has found: how many times as fast as the order of ranks the best one was, where it won (0:
-    it did not, or was not tried); and the share of the first ring, 1 of one alone (0: not tried)."""
+    """What a trial has found: how many times as fast as the order of ranks the best one was (0: not tried),
+    and how many times the figures had promised; and the share of the first of two rings, 1 of one alone (0:
+    not tried)."""
 
     gain: _Number = 0.0
+    promised: _Number = 0.0
     share: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
@@ -55,8 +57,8 @@ class OrderTrial:
         topology: where the members are.
         places: the names of the members' places, by rank.
         margin: what another order, or a second ring, must be faster by.
-        before: what an earlier trial over these machines has found. What has won is not tried again: after
-            a loss the members that are left wait for the ring.
+        before: what an earlier trial over these machines has found. It is not made again, unless the figures
+            promise more: after a loss the members that are left wait for the ring.
     """
 
     def __init__(
@@ -90,20 +92,29 @@ class OrderTrial:
 
     def _tried(self, best: Order) -> Channel | None:
         """Return a channel in the best order, if it wins or has won; then the natural one is closed."""
-        other = self._channel("ring/order", best)
+        promised = self._topology.gain(best, MESSAGE)
         gain, when = self.found.gain, "in the trial before"
+        if gain < self._margin and promised > self._margin * self.found.promised:
+            gain = 0.0  # there is more to win than there was
+        if 0 < gain < self._margin:
+            self._reject(best, f"{gain:.2f} times as fast {when}")
+            return None
+        other = self._channel("ring/order", best)
         if not gain:
             before, after = self._compare(self._natural, other)
             gain, when = before / after, f"in a trial ({self._took_in_words(before, after)})"
+            self.found = msgspec.structs.replace(self.found, gain=gain, promised=promised)
         faster = f"{gain:.2f} times as fast {when}"
         if gain < self._margin:
             self._close(other)
-            self.reasons.append(f"{self._named(best)} is {faster}: at least {self._margin:g} is asked for")
+            self._reject(best, faster)
             return None
         self._close(self._natural)
-        self.found = msgspec.structs.replace(self.found, gain=gain)
         self.reasons.append(f"{self._difference(best)}; {faster}")
         return other
+
+    def _reject(self, best: Order, faster: str) -> None:
+        self.reasons.append(f"{self._named(best)} is {faster}: at least {self._margin:g} is asked for")
 
     def _both_ways(self, first: Channel, order: Order) -> Sums:
         """Where a second ring makes sums faster, return both. The other way round it takes the other
@@ -148,9 +159,14 @@ class OrderTrial:
         """Return the seconds of a sum over each, on the slowest member: the best of some turns."""
         if not self._size:
             self._size = _BYTES[0]
-            self._took([one, other])
-            while self._took([one, other])[0] < _SECONDS and self._size < _BYTES[1]:
+            before = self._took([one, other])[0]  # cold
+            took = self._took([one, other])[0]
+            # Over a late link a larger sum costs little more, and shows the bandwidth too.
+            while self._size < _BYTES[1] and (
+                took < _SECONDS or (self._size < MESSAGE and took < min(2 * _SECONDS, 1.5 * before))
+            ):
                 self._size *= 4
+                before, took = took, self._took([one, other])[0]
         self._took([other])  # a connection begins slowly
         turns = [self._took([one, other]) for _ in range(_TURNS)]
         return min(turn[0] for turn in turns), min(turn[1] for turn in turns)
