@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from atoll.train.members.workers.count import Workers
 from torch import Tensor, nn
 
 from atoll.chunks import lay_out
@@ -37,6 +36,7 @@ from atoll.train.gradients.samples import Contribution
 from atoll.train.group import channel, rounds
 from atoll.train.group.channel import BrokenRingError
 from atoll.train.group.rounds import Regrouped, Ring
+from atoll.train.members.workers import Workers
 from atoll.wire.messages import (
     AnyMessage,
     Enter,

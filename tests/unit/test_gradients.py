@@ -143,4 +143,4 @@ def test_half_precision_agrees_by_a_sum_of_its_own() -> None:
             model(torch.ones(301, 4, dtype=torch.bfloat16)).float().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert session._state.prepared[0].reducer._reference == 301  # which bfloat16 cannot hold
+        assert session._state.prepared[0].reducer.sum._reference == 301  # which bfloat16 cannot hold

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
+from atoll.net.linkoptions import LinkTestOptions
 from atoll.net.linkreport import (
     Clocks,
     LinkReport,
@@ -19,7 +20,6 @@ from atoll.net.linkreport import (
     nearest_rank,
     window_note,
 )
-from atoll.net.linktester import Wish
 
 SIZE = 20_000_000
 
@@ -208,6 +208,6 @@ def test_a_word_where_the_kernel_s_buffers_hold_tcp_back() -> None:
 )
 def test_what_cannot_be_asked_for(wrong: dict[str, object], line: str) -> None:
     with pytest.raises(UserError) as caught:
-        Wish(**wrong)  # type: ignore[arg-type]
+        LinkTestOptions(**wrong)  # type: ignore[arg-type]
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
