@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atoll
-from atoll.train.sync.exchange import Exchange
+from atoll.train.sync.server import Server
 from common import MIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -88,7 +88,7 @@ class Workload:
 def fetch_newest(session: atoll.Session) -> None:
     """Put the parameters as the shards have them now into the (only) model of an asynchronous session."""
     exchange = session._state.prepared[0].reducer
-    assert isinstance(exchange, Exchange)
+    assert isinstance(exchange, Server)
     exchange.before_use()
     exchange.parameters.pull(exchange.steps)
     exchange.parameters.publish()

@@ -28,7 +28,7 @@ from atoll.testing.parity import ALONE, MAX_NORM, await_groups
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
-from atoll.train.sync.groupexchange import GroupReducer
+from atoll.train.sync.server import Server
 from atoll.train.sync.uplink import Wanted
 
 pytestmark = pytest.mark.check
@@ -81,7 +81,7 @@ def train(place: Place, case: Case, address: str, uplink: Wanted) -> Seen:
         for step in range(MOST):
             await_groups(session, step)
             reducer = session._state.prepared[0].reducer
-            assert isinstance(reducer, GroupReducer)
+            assert isinstance(reducer, Server)
             assert reducer.uplink.kind == ("members" if uplink == "members" else "leader")
             assert session._regrouping is not None
             alone = reducer.contributors == [session._regrouping.contributor]

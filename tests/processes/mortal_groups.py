@@ -46,7 +46,7 @@ from atoll.testing.pool import FORKSERVER
 from atoll.testing.served import RUN, served_worker
 from atoll.train.api.session import Session
 from atoll.train.data.leased_sampler import LeasedSampler
-from atoll.train.sync.groupexchange import GroupMeanExchange, GroupReducer
+from atoll.train.sync.server import MeanExchange, Server
 
 DEADLINE = 60.0
 PROBE = 3  # iterations
@@ -140,7 +140,7 @@ class Striker:
                 return False
             self.since = iteration if self.since is None else self.since
             reducer = session._state.prepared[0].reducer
-            assert isinstance(reducer, GroupReducer)
+            assert isinstance(reducer, Server)
             fits = fault.leads in (None, reducer.uplink.role(iteration).leads)
             if iteration >= self.since + AFTER and fits:
                 self.struck[fault] = iteration
@@ -177,7 +177,7 @@ class Counting(nn.Module):
 
 def own_among(sampler: LeasedSampler, count: int) -> Tensor:
     """Which of the `count` samples that were given last are, 1, and which only fill a batch up, 0."""
-    held = [epoch >= 0 for epoch, start, stop in sampler._held for _ in range(start, stop)]
+    held = [epoch >= 0 for epoch, start, stop in sampler._hand.runs for _ in range(start, stop)]
     return torch.tensor(held[:count], dtype=torch.float32)
 
 
@@ -263,14 +263,14 @@ def loss_of(model: nn.Module, who: int, step: int) -> Tensor:
 def trains(session: Session, who: int, folder: Path) -> dict[str, Any]:
     """bsp: train until the iteration that the test says; who counted in each is in the sum of weights."""
     weights: dict[int, float] = {}
-    exchange = GroupMeanExchange._exchange
+    exchange = MeanExchange._exchange
 
     def noting(self: Any, outgoing: Any, what: str) -> Any:
         answer, values = exchange(self, outgoing, what)
         weights[outgoing.iteration] = answer.weight
         return answer, values
 
-    GroupMeanExchange._exchange = noting  # type: ignore[method-assign]
+    MeanExchange._exchange = noting  # type: ignore[method-assign]
     model, optimizer = make()
     session.prepare(model, optimizer)
     session.resume()

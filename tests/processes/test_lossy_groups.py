@@ -24,8 +24,7 @@ from atoll.server import main as server
 from atoll.testing.pool import FORKSERVER
 from atoll.testing.served import ServedRun
 from atoll.train.api.place import Place
-from atoll.train.sync.exchange import Exchange
-from atoll.train.sync.groupexchange import GroupReducer
+from atoll.train.sync.server import Server
 
 DEADLINE = 120.0
 DYING, DIES_AT, STEPS = 2, 9, 24  # rank; from that step on, once all are in one group
@@ -36,18 +35,18 @@ def live(rank: int, address: str, way: Way, point: str, told: Connection) -> Non
     """A worker's process; the dying one tells before its books, what it holds, and what of that it has
     sent along."""
     torch.set_num_threads(1)
-    seen: list[tuple[GroupReducer, Books]] = []
+    seen: list[tuple[Server, Books]] = []
 
     def strike(reached: str, _iteration: int) -> None:
         if rank != DYING or not seen or reached != point:
             return
         exchange, books = seen[0]
-        if books.step >= DIES_AT and exchange._ring.world == way.workers:
+        if books.step >= DIES_AT and exchange.group.ring.world == way.workers:
             told.send_bytes(pickle.dumps((books, *held_by(exchange))))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def watch(exchange: Exchange, books: Books) -> None:
-        assert isinstance(exchange, GroupReducer)
+    def watch(exchange: Server, books: Books) -> None:
+        assert exchange.group is not None
         seen.append((exchange, books))
 
     points.install(strike)

@@ -27,7 +27,7 @@ from atoll.testing.parity import await_groups
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
-from atoll.train.sync.exchange import Exchange
+from atoll.train.sync.server import Server
 from atoll.wire import messages as m
 from atoll.wire.messages import LostBlocks, decode_untrusted
 
@@ -113,7 +113,7 @@ class Books:
 
 
 def train(
-    place: Place, address: str, way: Way, watch: Callable[[Exchange, Books], None] = lambda *_: None
+    place: Place, address: str, way: Way, watch: Callable[[Server, Books], None] = lambda *_: None
 ) -> Books:
     """`watch` is shown the exchange and the books before the first step."""
     books = Books()
@@ -121,7 +121,7 @@ def train(
         model = Net()
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         exchange = session._state.prepared[0].reducer
-        assert isinstance(exchange, Exchange)
+        assert isinstance(exchange, Server)
         watch(exchange, books)
         for step in range(way.steps):
             books.step = step
@@ -145,7 +145,7 @@ def train(
     return books
 
 
-def held_by(exchange: Exchange) -> tuple[list[Tensor], list[Tensor]]:
+def held_by(exchange: Server) -> tuple[list[Tensor], list[Tensor]]:
     """What a worker holds back, and what of that went along with contributions that are on their way: times
     the weights, by parameter."""
     held, on_way = ([torch.zeros(size).double() for size in SIZES] for _ in range(2))

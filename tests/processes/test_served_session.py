@@ -36,7 +36,7 @@ from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
 from atoll.train.members import hub_client
-from atoll.train.sync.exchange import Exchange
+from atoll.train.sync.server import Server
 
 CHUNKS = Chunks(size="2KiB")  # several for a tiny model
 AT_ONCE = 30.0  # seconds: half of what the deadline (sync.timeout) would take
@@ -568,7 +568,7 @@ def looks_at_once(place: Place, address: str, consistency: str) -> list[tuple[Te
     with joined(address, place.rank, consistency, lazy=True) as session:
         session.prepare(model, optimizer)
         reducer = session._state.prepared[0].reducer
-        assert isinstance(reducer, Exchange)
+        assert isinstance(reducer, Server)
         for step in range(6):
             optimizer.zero_grad()
             loss_of(model, share(session.rank, step)).backward()

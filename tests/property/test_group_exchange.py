@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -25,8 +26,10 @@ from atoll.exchange.feedback import Feedback
 from atoll.net.tunnel import Lossy
 from atoll.train.gradients.samples import Contribution
 from atoll.train.group.channel import BrokenRingError
-from atoll.train.sync.exchange import Connection
-from atoll.train.sync.groupexchange import GroupExchange, Outgoing
+from atoll.train.sync.client import Outgoing, ServerClient
+from atoll.train.sync.connection import Connection
+from atoll.train.sync.server import GroupValuesExchange
+from atoll.train.sync.together import Together
 from atoll.train.sync.uplink import Kind, Uplink
 from atoll.wire.messages import AnyMessage, Commit, Committed, LostBlocks, Push, run_of
 
@@ -113,13 +116,25 @@ class Grouped(Member):
             worker=self.ring.place.name,
             link=options,
         )
-        exchange: Any = GroupExchange.__new__(GroupExchange)
-        exchange._ring, exchange.connection, exchange.feedback = self.ring, connection, self.feedback
-        exchange.uplink = Uplink(self.kind, self.ring, connection, self.reducer._chunks, self.feedback)
-        exchange.parameters, exchange._calls = self, SimpleNamespace(leaving=lambda: None, epoch=lambda: -1)
-        exchange._grouping, exchange._pipeline, exchange._in_flight = (lambda: 0), self.pipeline, None
-        exchange._told = exchange._heard = exchange.bytes_sent = exchange.consumed = 0
-        exchange.contributors, exchange.exchange_seconds = [], 0.0
+        exchange: Any = GroupValuesExchange.__new__(GroupValuesExchange)
+        chunks, store = self.reducer._chunks, SimpleNamespace(window=None, begin_leaving=lambda: None)
+        calls: Any = SimpleNamespace(leaving=lambda: None, epoch=lambda: -1)
+        exchange.connection, exchange.feedback, exchange._store = connection, self.feedback, store
+        exchange.uplink = Uplink(self.kind, self.ring, chunks, self.feedback)
+        exchange.parameters, exchange._calls = self, calls
+        exchange._client = ServerClient(
+            chunks,
+            connection,
+            store,  # type: ignore[arg-type]
+            calls,
+            self.feedback,
+            heard=lambda _: None,
+            sent=lambda _: None,
+        )
+        together = Together(self.ring, list, grouping=lambda: 0, move=lambda _: None)
+        exchange.group = exchange._together = together
+        exchange._pipeline, exchange._in_flight = self.pipeline, None
+        exchange.consumed, exchange.exchange_seconds = 0, 0.0
         exchange._outgoing = lambda *_: self.outgoing
         self.exchange, self._exchanges = exchange, itertools.count()
 
@@ -132,7 +147,7 @@ class Grouped(Member):
         able = [place.name_of(rank) for rank in range(place.world)]
         flats = {chunk: values * (chunk + 1) for chunk in CHUNKS}
         present = {chunk: [True] for chunk in CHUNKS}
-        self.outgoing = Outgoing(iteration, flats, present, Contribution(1.0, 1.0), [], able)
+        self.outgoing = Outgoing(iteration, Contribution(1.0, 1.0), flats, present, [], able)
         self.exchange.steps = iteration
         self.exchange.step(True, [])
         if iteration == ITERATIONS - 1:
@@ -141,6 +156,19 @@ class Grouped(Member):
     # What the exchange knows of shards, and of parameters
 
     seconds_waited = staleness = consumed = 0.0
+    by_chunk = False
+
+    def on(self, *_: object) -> None:
+        pass
+
+    def stepping(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def what(self) -> str:
+        return "parameters"
+
+    def become(self, *_: object) -> None:
+        pass
 
     def send(
         self,
@@ -156,7 +184,7 @@ class Grouped(Member):
 
     def wait(self, _done: object, _missing: object, what: str) -> None:
         self._await(what)
-        self.exchange._counted = Committed(iteration=self._asked)
+        self.exchange._client.counted = Committed(iteration=self._asked)
 
     def answered(self, *_: object) -> None:
         pass
@@ -164,8 +192,8 @@ class Grouped(Member):
     def expect(self, clock: int, *, share: tuple[int, int]) -> None:
         self._asked, self._share = clock - 1, share
 
-    def collect(self) -> dict[int, Tensor]:
-        self._await("parameters")
+    def collect(self, what: Callable[[], str]) -> dict[int, Tensor]:
+        self._await(what())
         found = {}
         for chunk in CHUNKS:
             values, lost = self.shard.applied(self._asked, chunk)

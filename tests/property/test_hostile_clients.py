@@ -29,8 +29,9 @@ from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.samples import Contribution
 from atoll.train.members import hub_client
 from atoll.train.members.hub_client import HubClient
-from atoll.train.sync.exchange import AsyncExchange, Connection, MeanExchange
+from atoll.train.sync.connection import Connection
 from atoll.train.sync.service import parties_of
+from atoll.train.sync.serving import serve_alone
 from atoll.wire import messages as m
 
 RUN = "test"
@@ -158,10 +159,8 @@ class Model:
         calls = Calls(
             lambda: None, lambda _: Contribution(2.0, 2.0), lambda _own, _samples: None, lambda: None
         )
-        if kind == "bsp":
-            self.exchange: Any = MeanExchange(bound, connection, calls, lazy=False)
-        else:
-            self.exchange = AsyncExchange(bound, connection, calls, lazy=False, pipeline=kind == "pipeline")
+        policy: Any = "bsp" if kind == "bsp" else "asp"
+        self.exchange = serve_alone(policy, bound, connection, calls, pipeline=int(kind == "pipeline"))
         self.groups = m.plain_hyperparameters(torch.optim.SGD(weights, lr=0.1).param_groups)
 
     def iterate(self) -> None:

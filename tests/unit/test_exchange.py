@@ -11,12 +11,16 @@ from torch import Tensor, nn
 
 from atoll.chunks import lay_out
 from atoll.core.errors import UserError
+from atoll.exchange.coding import bytes_of
 from atoll.exchange.link import Handler
 from atoll.net.tunnel import Lossy
 from atoll.tensors.binding import BoundChunk, bind_model, specs_of
 from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.samples import Contribution
-from atoll.train.sync.exchange import AsyncExchange, Connection, bytes_of, gradient_as_it_lies
+from atoll.train.sync.answers import NewParameters
+from atoll.train.sync.connection import Connection
+from atoll.train.sync.serving import serve_alone
+from atoll.train.sync.stores import Resident, gradient_as_it_lies
 from atoll.wire.messages import AnyMessage, Commit, Committed, LostBlocks, Parameters, Pull, Push, Used
 
 
@@ -135,8 +139,8 @@ class Pipelined:
         calls = Calls(
             lambda: None, lambda _: Contribution(2.0, 2.0), lambda _own, _samples: None, lambda: None
         )
-        self.exchange = AsyncExchange(bound, connection, calls, lazy=False, pipeline=1)
-        self.bound = bound
+        self.exchange = serve_alone("asp", bound, connection, calls, pipeline=1)
+        self.bound, self.connection = bound, connection
 
     def _use(self) -> list[Used]:
         self.used += 1
@@ -258,8 +262,13 @@ def test_an_answer_to_the_pull_before_is_not_taken_for_this_one_s() -> None:
     """A shard that came back answers once more, with a later clock; what was lost of the contribution stands
     in the answer to this pull alone."""
     run = Pipelined()
-    parameters, told = run.exchange.parameters, list[tuple[int, int, bool]]()
-    parameters.told_lost = lambda iteration, chunk, lost: told.append((iteration, chunk, lost is not None))
+    told: list[tuple[int, int, bool]] = []
+    parameters = NewParameters(
+        run.bound,
+        run.connection,
+        Resident(run.bound),
+        lost=lambda iteration, chunk, lost: told.append((iteration, chunk, lost is not None)),
+    )
 
     def answer(asked: int, clock: int, lost: LostBlocks | None, chunks: slice) -> None:
         for each in run.bound[chunks]:

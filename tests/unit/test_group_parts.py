@@ -107,8 +107,7 @@ def chunks() -> list[Any]:
 
 def made(kind: Wanted, ring: Any) -> Uplink:
     """An uplink that spreads answers: it sends nothing."""
-    sends: Any = SimpleNamespace()
-    return Uplink(kind, ring, sends, chunks(), Feedback((), {}, LinkOptions()))
+    return Uplink(kind, ring, chunks(), Feedback((), {}, LinkOptions()))
 
 
 @pytest.mark.parametrize("kind", ["leader", "members"])

@@ -90,6 +90,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("connect", "_log"): "a ZeroMQ socket connects in the background",
     ("connect", "_links"): "a ZeroMQ socket connects in the background",
     ("connect", "probe"): "of a datagram socket: it only chooses the route",
+    ("read", "_store"): "a worker's gradients, in memory",
     ("read", "file"): "a regular file",
     ("read", "Spec"): "a regular file",
     ("read", "report"): "a regular file",

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from atoll.core.texts import one_line
 from atoll.exchange.parties import Parties, under_way
+from atoll.net.requests import MOST_REASON
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Waits:
 
     def hear(self, lines: Sequence[str]) -> None:
         """The log has said for whom it waits."""
-        self.behind = [self._parties.reads(line) for line in lines]
+        self.behind = [self._parties.reads(one_line(line, MOST_REASON)) for line in lines]
 
     def lines(self) -> list[str]:
         """For whom this side waits, or whose answer it expects, and on what."""

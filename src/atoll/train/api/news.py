@@ -15,7 +15,7 @@ from atoll.train.group.rounds import MOVING, Regrouped, Ring
 from atoll.train.members.groupworkers import GroupWorkers
 from atoll.train.members.workers import Workers
 from atoll.train.sync.peersworker import NodeWorker
-from atoll.train.sync.uplink import Uplink
+from atoll.train.sync.uplink import Speaker
 from atoll.wire.device import Members, Told
 from atoll.wire.messages import Grouped
 
@@ -73,7 +73,7 @@ class GroupNews:
             self._records.tell_of_ring(ring, f"group {group}")
         self._records.tell_of_order(self._order)
 
-    def moved(self, uplink_of: Callable[[], Uplink], grouped: Grouped, seconds: float) -> None:
+    def moved(self, uplink_of: Callable[[], Speaker], grouped: Grouped, seconds: float) -> None:
         """This worker is in another group, or was told to stay where it is."""
         self._pace.leave_out()
         if grouped.group:

@@ -3,7 +3,7 @@ server."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +13,10 @@ from atoll.core.errors import RunError
 from atoll.tensors.binding import BoundChunk, check_usable
 from atoll.tensors.gradienthooks import after_gradient
 from atoll.train.gradients.messages import ChunkGradients, Message
-from atoll.train.gradients.sums import Owner
+from atoll.train.gradients.sums import Gradients, Owner
 
 
-class Buckets(ABC):
+class Buckets(Gradients):
     """Gradients on their way to others: brought into messages as they come, which leave when complete.
 
     `order` is that in which messages leave, the same on every worker. The last `_held_back` messages of an
@@ -62,19 +62,16 @@ class Buckets(ABC):
         self.chunks.clear()
 
     def begin(self) -> None:
-        """Make ready for the next backward."""
         for message in self.order:
             message.begin()
         self._left = 0
         self._arrivals.clear()
 
     def drop_kept(self) -> None:
-        """A new backward begins: the last iteration's own gradients are not needed any more."""
         for chunk in self.chunks.values():
             chunk.kept = []
 
     def abandon(self) -> None:
-        """A backward raised; raises RunError if chunks had left for the other workers."""
         if self._left:
             raise RunError(
                 f"iteration {self._owner.steps}: a backward raised after {self._left} of {len(self.order)} "
@@ -83,7 +80,6 @@ class Buckets(ABC):
             )
 
     def own(self, bound: BoundChunk) -> list[Tensor | None]:
-        """This worker's own gradients of the iteration."""
         return self.chunks[bound.chunk.id].own()
 
     def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:

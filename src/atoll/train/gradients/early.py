@@ -2,79 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol
 
-from torch import Tensor
-
+from atoll.core.errors import RunError
 from atoll.tensors.binding import BoundChunk
 from atoll.train.gradients.buckets import Buckets
 from atoll.train.gradients.messages import ChunkGradients, Message, lay_messages
 from atoll.train.gradients.samples import Contribution
-from atoll.train.gradients.sums import Owner, Sum
+from atoll.train.gradients.sums import GroupSum, Owner
 
 
-class EarlySum(Sum):
-    """Of a worker that speaks to the shards for itself: each chunk leaves when its gradients have come."""
+class Pushes(Owner, Protocol):
+    """A reducer whose chunks go to shards."""
 
-    def __init__(
-        self, owner: Owner, chunks: Sequence[BoundChunk], *, leave: Callable[[Message], None]
-    ) -> None:
-        """`leave` begins to send a chunk, alone in its message."""
+    def leave(self, message: Message) -> None:
+        """Begin to send a chunk, alone in its message."""
+
+
+class EarlySum(GroupSum):
+    """Of a worker that speaks to the shards for itself: each chunk leaves when its gradients have come.
+
+    In an iteration that begins anew before the first is over nothing leaves early: some parameters may get
+    their gradients more than once.
+    """
+
+    has_sent = True
+
+    def __init__(self, owner: Pushes, chunks: Sequence[BoundChunk]) -> None:
         super().__init__(owner, chunks)
-        self._buckets = _ByChunk(owner, chunks, self._accumulators, leave)
+        self.gradients = self._buckets = _ByChunk(owner, lay_messages(chunks, 0), self._accumulators)
+        self._pushes, self._first = owner, True
 
     @property
     def chunks(self) -> dict[int, ChunkGradients]:
         """Each chunk's gradients, by its id."""
         return self._buckets.chunks
 
-    @property
-    def order(self) -> list[Message]:
-        """The messages in the order in which they leave."""
-        return self._buckets.order
-
-    @property
-    def rest(self) -> list[Message]:
-        """Those that have yet to leave."""
-        return self._buckets.rest
-
-    def close(self) -> None:
-        self._buckets.close()
-        super().close()
-
     def begin(self) -> None:
-        self._buckets.begin()
-
-    def drop_kept(self) -> None:
-        self._buckets.drop_kept()
-
-    def abandon(self) -> None:
-        self._buckets.abandon()
-
-    def own(self, bound: BoundChunk) -> list[Tensor | None]:
-        return self._buckets.own(bound)
+        super().begin()
+        if self._first:
+            self._owner.sends_early = False
 
     def reduce(self, own: Contribution) -> Contribution:
+        """Send what has not left."""
+        if any(message.dirty for message in self._buckets.order):
+            raise RunError(
+                f"iteration {self._owner.steps}: a gradient changed after its chunk had left for the shards "
+                "(a parameter in a reentrant checkpoint, only now and then?); use use_reentrant=False"
+            )
+        for message in self._buckets.rest:
+            self._pushes.leave(message)
+        self._owner.sends_early, self._first = self._owner.sends_early or self._first, False
         return own
 
 
 class _ByChunk(Buckets):
     """One chunk a message, as it is: the shards weigh."""
 
-    def __init__(
-        self,
-        owner: Owner,
-        chunks: Sequence[BoundChunk],
-        nodes: Sequence[Any],
-        leave: Callable[[Message], None],
-    ) -> None:
-        super().__init__(owner, lay_messages(chunks, 0), nodes)
-        self._send = leave
+    _owner: Pushes
 
     def _scale(self) -> float:
         self._owner.contribute()
         return 1.0
 
     def _leave(self, message: Message) -> None:
-        self._send(message)
+        self._owner.leave(message)

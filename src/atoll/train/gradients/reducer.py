@@ -1,6 +1,6 @@
 """From backward to `p.grad`: what becomes of gradients as autograd hands them over.
 
-`Reducer` has a `Sum` (`train/gradients/sums.py`) over the worker's group: over nobody, or over a ring
+`Reducer` has a `GroupSum` (`train/gradients/sums.py`) over the worker's group: over nobody, or over a ring
 (`train/gradients/ring.py`). What goes on to others from there is a reducer of its own: an exchange with the
 shards of a parameter server (`train/sync`), or with a node's CPU side (`train/node`). Source:
 docs/architecture.md, "The gradient".
@@ -176,11 +176,11 @@ class Reducer:
 
     def drop_kept(self) -> None:
         """A new backward begins: the last iteration's own gradients are not needed any more."""
-        self.sum.drop_kept()
+        self.sum.gradients.drop_kept()
 
     def abandon(self) -> None:
         """Forget a backward that raised; raises RunError if chunks had left for the other workers."""
-        self.sum.abandon()
+        self.sum.gradients.abandon()
         self.begin()
 
     def admit(self) -> bool:

@@ -45,7 +45,7 @@ from atoll.train.gradients.buckets import Buckets
 from atoll.train.gradients.messages import HEAD, ChunkGradients, Message, lay_messages
 from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.samples import Contribution
-from atoll.train.gradients.sums import MakeSum, Owner, Sum
+from atoll.train.gradients.sums import Gradients, GroupSum, MakeSum, Owner
 from atoll.train.group.channel import BrokenRingError
 from atoll.train.group.inner import AnyRing
 from atoll.train.group.ringbytes import gather_bytes
@@ -71,6 +71,10 @@ class Carrier(Protocol):
     """What a ring sums of one model: where the gradients lie, and how they travel."""
 
     chunks: dict[int, ChunkGradients]  # those in the device's memory, by id
+
+    @property
+    def gradients(self) -> Gradients:
+        """The member's own, from which sums are made again."""
 
     @property
     def bounds(self) -> list[BoundChunk]:
@@ -103,29 +107,15 @@ class Carrier(Protocol):
     def leave_in(self, order: Sequence[int]) -> None:
         """Messages leave in this order of their ids from now on; empty: in that in which they were laid."""
 
-    def begin(self) -> None: ...
-
-    def drop_kept(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def own(self, bound: BoundChunk) -> list[Tensor | None]: ...
-
     def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
         """A chunk's gradients as the script has left them, (extent,), and which slots have one."""
-
-    def own_nonfinite(self) -> list[str] | None:
-        """The parameters whose own gradients were found not to be finite as they were read; None: they are
-        here to be looked at."""
-
-    def close(self) -> None: ...
 
 
 # Makes a Carrier, given the sum, its owner, the chunks, and the nodes that accumulate their gradients.
 MakeCarrier: TypeAlias = Callable[["RingSum", Owner, Sequence[BoundChunk], Sequence[Any]], Carrier]
 
 
-class RingSum(Sum):
+class RingSum(GroupSum):
     """Sums one model's trainable chunks over a ring.
 
     Each member steps its own copy of the model where `steps_here`. With `fills_up` an iteration in which
@@ -145,14 +135,15 @@ class RingSum(Sum):
         settings: Callable[[], Settings] = list,
         fills_up: bool = False,
         steps_here: bool = True,
-        within: Callable[[], None] = lambda: None,
+        within: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Sum over `ring` for model `number` of the session; all models share a `boundary`.
 
         Args:
             carry: makes what carries the gradients.
             settings: returns the optimizer's hyperparameters, which must be equal on all members.
-            within: called in each round once its sums are there, for collectives of the caller's own.
+            within: called with the iteration in each round once its sums are there, for collectives of the
+                caller's own.
         """
         super().__init__(owner, chunks)
         self.ring, self._calls, self._number = ring, calls, number
@@ -170,6 +161,7 @@ class RingSum(Sum):
         self._epochs = ComparedEpochs(calls.epochs_mixed)
         self._means_seen: list[tuple[Tensor | None, int]] = []  # the means, and at which versions
         self.carrier = carry(self, owner, chunks, self._accumulators)
+        self.gradients = self.carrier.gradients
 
     @property
     def shows_mean(self) -> bool:  # type: ignore[override]
@@ -196,26 +188,6 @@ class RingSum(Sum):
         return (own.counts_alike if self._scaled_alike else own.weight) / self._scaled_by
 
     # -- an iteration --------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        self.carrier.begin()
-
-    def drop_kept(self) -> None:
-        self.carrier.drop_kept()
-
-    def abandon(self) -> None:
-        self.carrier.abandon()
-
-    def close(self) -> None:
-        self.carrier.close()
-        super().close()
-
-    def own(self, bound: BoundChunk) -> list[Tensor | None]:
-        return self.carrier.own(bound)
-
-    def own_nonfinite(self) -> list[str]:
-        found = self.carrier.own_nonfinite()
-        return super().own_nonfinite() if found is None else found
 
     def opens(self) -> None:
         if self._owner.sends_early and not self.admit():
@@ -309,7 +281,7 @@ class RingSum(Sum):
         self._tell_beside(own, agreed)
         points.reach("ring.agreed", self.steps)
         order = self._measured_order()
-        self._within()
+        self._within(self.steps)
         return agreed, order
 
     def _is_scaled_wrongly(self, agreed: Agreement) -> bool:
@@ -512,6 +484,10 @@ class RingBuckets(Buckets):
         self._held_back = int(self._agreement_rides)  # with what is said at the end of backward
 
     @property
+    def gradients(self) -> Gradients:
+        return self
+
+    @property
     def bounds(self) -> list[BoundChunk]:
         return [chunk.bound for chunk in self.in_order]
 
@@ -521,9 +497,6 @@ class RingBuckets(Buckets):
 
     def dirty(self) -> list[float]:
         return [float(message.dirty) for message in self.order]
-
-    def own_nonfinite(self) -> list[str] | None:
-        return None
 
     def measured(self) -> list[int]:
         return self._arrivals

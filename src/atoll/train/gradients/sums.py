@@ -1,8 +1,8 @@
 """How a worker's gradients come from autograd, and how they become their group's sum.
 
-`Reducer` has one `Sum`. A worker that sums with nobody has `Own`; one whose gradients something else keeps as
-they come has `AtEnd`. `train/gradients/ring.py` has the sum over a ring. Source: docs/architecture.md, "The
-gradient".
+`Reducer` has one `GroupSum`. A worker that sums with nobody has `Own`; one whose gradients something else
+keeps as they come has `AtEnd`. `train/gradients/ring.py` has the sum over a ring. Source:
+docs/architecture.md, "The gradient".
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from atoll.core.stands import Stand
 from atoll.tensors.binding import BoundChunk, check_usable
 from atoll.tensors.finite import is_finite
 from atoll.tensors.gradienthooks import after_gradient
@@ -37,14 +38,45 @@ class Owner(Protocol):
         """This iteration's contribution, which the first call fixes."""
 
 
-class Sum:
+class Gradients:
+    """A worker's own gradients of an iteration. These stay where autograd leaves them."""
+
+    def begin(self) -> None:
+        """Make ready for the next backward."""
+
+    def drop_kept(self) -> None:
+        """A new backward begins: the last iteration's own gradients are not needed any more."""
+
+    def abandon(self) -> None:
+        """A backward raised; raises RunError if chunks had left for the other workers."""
+
+    def own(self, bound: BoundChunk) -> list[Tensor | None]:
+        """Those of a chunk."""
+        return [parameter.grad for parameter in bound.parameters]
+
+    def own_nonfinite(self, chunks: Sequence[BoundChunk]) -> list[str]:
+        """The parameters for which one holds NaN or infinity."""
+        return [
+            name
+            for bound in chunks
+            for name, gradient in zip(bound.names, self.own(bound), strict=True)
+            if gradient is not None and not is_finite(gradient)
+        ]
+
+    def close(self) -> None:
+        """Let go of the model."""
+
+
+class GroupSum:
     """The gradients of one model's trainable chunks, on their way to the sum over a group."""
 
     shows_mean = False  # whether every worker's `p.grad` becomes the mean over all
+    has_sent = False  # whether `reduce` has sent all of this worker's gradients to the shards
 
     def __init__(self, owner: Owner, chunks: Sequence[BoundChunk]) -> None:
         self._owner, self._chunks = owner, list(chunks)
         self._accumulators = [get_gradient_edge(p).node for bound in chunks for p in bound.parameters]
+        self.gradients = Gradients()
 
     def accumulates(self) -> bool:
         """Within a backward: whether it will leave gradients in these parameters, as torch.autograd.grad
@@ -59,19 +91,15 @@ class Sum:
 
     def close(self) -> None:
         """Let go of the model."""
+        self.gradients.close()
         self._chunks.clear()
         self._accumulators.clear()
 
-    # -- an iteration's gradients --------------------------------------------------------------------------
+    # -- an iteration --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Make ready for the next backward."""
-
-    def drop_kept(self) -> None:
-        """A new backward begins: the last iteration's own gradients are not needed any more."""
-
-    def abandon(self) -> None:
-        """A backward raised; raises RunError if chunks had left for the other workers."""
+        self.gradients.begin()
 
     def admit(self) -> bool:
         """Let newcomers in where a new iteration begins with this model; whether any have come in."""
@@ -87,18 +115,16 @@ class Sum:
     def reduce(self, own: Contribution) -> Contribution:
         """A backward has ended: let `p.grad` show the group's mean; returns the group's contribution."""
 
-    def own(self, bound: BoundChunk) -> list[Tensor | None]:
-        """This worker's own gradients of the iteration."""
-        return [parameter.grad for parameter in bound.parameters]
-
     def own_nonfinite(self) -> list[str]:
         """The parameters for which this worker's own gradient holds NaN or infinity."""
-        return [
-            name
-            for bound in self._chunks
-            for name, gradient in zip(bound.names, self.own(bound), strict=True)
-            if gradient is not None and not is_finite(gradient)
-        ]
+        return self.gradients.own_nonfinite(self._chunks)
+
+    def begin_in_group(self) -> None:
+        """This worker is in another group."""
+
+    def where(self) -> Stand | None:
+        """This worker's place in its script while it waits for its group."""
+        return None
 
     # -- what the script makes of the sum ------------------------------------------------------------------
 
@@ -135,10 +161,10 @@ class Sum:
         """Take another member's `member_state`."""
 
 
-MakeSum: TypeAlias = Callable[[Owner, Sequence[BoundChunk]], Sum]
+MakeSum: TypeAlias = Callable[[Owner, Sequence[BoundChunk]], GroupSum]
 
 
-class Own(Sum):
+class Own(GroupSum):
     """Of a worker that sums with nobody: gradients stay where autograd leaves them."""
 
     def reduce(self, own: Contribution) -> Contribution:
@@ -150,7 +176,7 @@ class Own(Sum):
         return own
 
 
-class AtEnd(Sum):
+class AtEnd(GroupSum):
     """Gradients that something else keeps as they come: nothing leaves before their backward has ended."""
 
     def __init__(self, owner: Owner, chunks: Sequence[BoundChunk]) -> None:

@@ -23,7 +23,7 @@ from atoll.train.group.ringbytes import gather_bytes
 from atoll.train.group.rounds import Ring
 from atoll.train.members.hub_client import HubClient
 from atoll.train.members.served_workers import ServedWorkers
-from atoll.train.sync.groupexchange import GroupReducer
+from atoll.train.sync.server import Server
 from atoll.wire.messages import Arrive, Grouped, Leased, Reformed
 
 ARRIVING = "arriving"  # what a group's Arrive is sent again until
@@ -114,7 +114,7 @@ class Parts:
     state: Shared
     samplers: list[LeasedSampler]
     leases: Leases
-    exchange: Callable[[], GroupReducer]
+    exchange: Callable[[], Server]
     arrive: Callable[[str], None]  # wait until the shards know a new contributor
 
 

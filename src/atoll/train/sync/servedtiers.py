@@ -21,9 +21,11 @@ from atoll.net.returning import Made, Payload
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import LazyTensor
 from atoll.train.gradients.reducer import Reducer
-from atoll.train.sync.exchange import Connection, Exchange
+from atoll.train.gradients.tiersums import values_from
+from atoll.train.sync.connection import Connection
+from atoll.train.sync.server import Server
+from atoll.train.sync.stores import UNDER_WAY
 from atoll.train.sync.strategies import Served, ServedModel, Stepper, Training, numbers_of
-from atoll.train.sync.tieredexchange import UNDER_WAY, values_from
 from atoll.wire.messages import AnyMessage, PullState, State
 
 
@@ -64,7 +66,7 @@ class ServedInTiers:
         stepper.takes_states(made[0].take_states)
         return exchange, stepper
 
-    def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
+    def _make_exchange(self, training: Training, connection: Connection) -> Server:
         return self._served.make_exchange_in_tiers(training, connection, self._tiers.held)
 
     def loaded(self) -> None:

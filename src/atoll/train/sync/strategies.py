@@ -27,24 +27,17 @@ from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
 from atoll.tensors.settings import settings_of
 from atoll.train.gradients.reducer import Calls, Reducer
-from atoll.train.gradients.ring import Boundary, RingBuckets, RingReducer
+from atoll.train.gradients.ring import Boundary, RingReducer
 from atoll.train.gradients.solo import SoloReducer
+from atoll.train.gradients.tiersums import Holder
 from atoll.train.group.inner import AnyRing
 from atoll.train.group.rounds import Ring
 from atoll.train.members.regrouping import Regrouping
 from atoll.train.members.served_workers import ServedWorkers
-from atoll.train.sync.exchange import (
-    AsyncExchange,
-    Connection,
-    Exchange,
-    MeanExchange,
-    Members,
-    values_of,
-)
-from atoll.train.sync.groupexchange import GroupExchange, GroupMeanExchange, GroupReducer
+from atoll.train.sync.connection import Connection, Members, values_of
+from atoll.train.sync.server import Server
 from atoll.train.sync.service import Service
-from atoll.train.sync.tieredexchange import Holder, TieredAsync, TieredMean
-from atoll.train.sync.tieredgroups import TieredGroup, TieredGroupMean
+from atoll.train.sync.serving import serve_alone, serve_group
 from atoll.wire.messages import (
     AnyMessage,
     PullState,
@@ -177,9 +170,9 @@ class Served:
     def build_model(
         self,
         training: Training,
-        make_exchange: Callable[[Training, Connection], Exchange],
+        make_exchange: Callable[[Training, Connection], Server],
         kind: Callable[..., ServedModel],
-    ) -> tuple[Exchange, RemoteOptimizer]:
+    ) -> tuple[Server, RemoteOptimizer]:
         """As `build`, with another exchange and another `kind` of ServedModel."""
         model = kind(training, self._service, self._workers, self._members, make_exchange)
         self._models.append(model)
@@ -194,17 +187,18 @@ class Served:
         )
         return model.exchange, stepper
 
-    def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
+    def _make_exchange(self, training: Training, connection: Connection) -> Server:
         sync = training.config.sync
         # Inside a site it is always bsp; `sync.consistency` is between the sites.
-        if sync.consistency == "bsp" or self._service.site:
-            return MeanExchange(training.chunks, connection, training.calls, sync.lazy)
-        return AsyncExchange(training.chunks, connection, training.calls, sync.lazy, sync.pipeline)
+        policy = "bsp" if self._service.site else sync.consistency
+        return serve_alone(
+            policy, training.chunks, connection, training.calls, lazy=sync.lazy, pipeline=sync.pipeline
+        )
 
-    def make_exchange_in_tiers(self, training: Training, connection: Connection, held: Holder) -> Exchange:
+    def make_exchange_in_tiers(self, training: Training, connection: Connection, held: Holder) -> Server:
         """The exchange of a model that lies in tiers."""
-        kind = TieredMean if training.config.sync.consistency == "bsp" else TieredAsync
-        return kind(training.chunks, connection, training.calls, held)
+        policy = training.config.sync.consistency
+        return serve_alone(policy, training.chunks, connection, training.calls, held=held)
 
     def loaded(self) -> None:
         for model in self._models:
@@ -239,10 +233,10 @@ class Grouped(Served):
     ) -> None:
         super().__init__(service, workers, config, members)
         self._ring, self._regrouping = ring, regrouping
-        self._exchange: GroupReducer | None = None
+        self._exchange: Server | None = None
 
     @property
-    def exchange(self) -> GroupReducer:
+    def exchange(self) -> Server:
         """The model's; there is one once `build` has been called."""
         assert self._exchange is not None
         return self._exchange
@@ -251,31 +245,28 @@ class Grouped(Served):
         """As `ServedModel.arrive`."""
         self._models[0].arrive(what)
 
-    def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
-        kind = GroupMeanExchange if training.config.sync.consistency == "bsp" else GroupExchange
-        carry = partial(RingBuckets, least=message_bytes_for(training.chunk_map))
-        return self._make_group_exchange(partial(kind, carry=carry), training, connection)
+    def _make_exchange(self, training: Training, connection: Connection) -> Server:
+        return self._make_group_exchange(training, connection, None)
 
-    def make_exchange_in_tiers(self, training: Training, connection: Connection, held: Holder) -> Exchange:
-        kind = TieredGroupMean if training.config.sync.consistency == "bsp" else TieredGroup
-        return self._make_group_exchange(partial(kind, held=held), training, connection)
+    def make_exchange_in_tiers(self, training: Training, connection: Connection, held: Holder) -> Server:
+        return self._make_group_exchange(training, connection, held)
 
-    def _make_group_exchange(
-        self, kind: Callable[..., GroupReducer], training: Training, connection: Connection
-    ) -> GroupReducer:
-        """The model's exchange, of this `kind`."""
+    def _make_group_exchange(self, training: Training, connection: Connection, held: Holder | None) -> Server:
         sync = training.config.sync
-        self._exchange = kind(
+        self._exchange = serve_group(
+            sync.consistency,
             training.chunks,
-            self._ring,
             connection,
             training.calls,
+            ring=self._ring,
             uplink=sync.uplink,
+            message_bytes=message_bytes_for(training.chunk_map),
             grouping=lambda: self._regrouping().known(),
-            told=lambda grouping: self._regrouping().move(grouping),
-            hyperparameters=lambda: sent_groups(training.optimizer),
+            move=lambda grouping: self._regrouping().move(grouping),
             # A member that waits in a meeting takes part in iterations that its script does not count.
             settings=partial(settings_of, training.optimizer, scheduled=sync.consistency == "bsp"),
+            hyperparameters=lambda: sent_groups(training.optimizer),
+            held=held,
             pipeline=sync.pipeline,
         )
         return self._exchange
@@ -298,7 +289,7 @@ class ServedModel:
         service: Service,
         workers: ServedWorkers,
         members: Members,
-        make_exchange: Callable[[Training, Connection], Exchange],
+        make_exchange: Callable[[Training, Connection], Server],
     ) -> None:
         self._training, self._service, self._workers = training, service, workers
         shards = service.shards

@@ -1,4 +1,5 @@
-"""How a group talks to the shards as one: who of its members sends and asks, and how all get the answer.
+"""Who speaks to the shards: a worker for itself, or a group as one; then who of its members sends and asks,
+and how all get the answer.
 
 `leader`: one member, drawn anew for each exchange, sends whole chunks, and broadcasts what it is answered.
 `members`: each sends and fetches its own share of every chunk, and an all-gather makes the answers whole.
@@ -11,24 +12,28 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
+from atoll.core.stands import Stand
 from atoll.exchange.feedback import Feedback
-from atoll.net.returning import Made
 from atoll.tensors.binding import BoundChunk
 from atoll.train.group.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.group.rounds import Ring
-from atoll.train.sync.exchange import CONTRIBUTION, Connection
-from atoll.wire.messages import PullMean, Push, run_of
+from atoll.train.sync.answers import Answers
+from atoll.train.sync.client import Outgoing
+from atoll.wire.messages import run_of
 
 Kind = Literal["leader", "members"]
 Wanted = Literal["auto", "leader", "members"]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,32 +49,71 @@ class Role:
     able: tuple[int, ...]
 
 
+_ALONE = Role(0, leads=True, talks=True, share=(0, 1), able=(0,))
+
+
+class Self:
+    """A worker that speaks for itself."""
+
+    kind: Kind = "leader"
+    reason = "it is alone"
+
+    def join(self, contributor: int, what: str) -> None:
+        """A worker that speaks for itself joins no group."""
+
+    def role(self, *_: object) -> Role:
+        """All of it."""
+        return _ALONE
+
+    def round(self, _what: str, act: Callable[[], T], *_: object) -> T:
+        """Run an exchange: there is nobody with whom it could break."""
+        return act()
+
+    def along(self, *_: object) -> None:
+        """Nobody else has sent a contribution before."""
+
+    def hand_on(
+        self, _role: Role, answers: Answers, put: Callable[[BoundChunk, Tensor], None], _what: str
+    ) -> dict[int, Tensor]:
+        """Every chunk's values, 1-D, by chunk. Those that come one by one are `put` as they come, and are not
+        among them."""
+        if not answers.by_chunk:
+            return answers.collect(answers.what)
+        answers.begin()
+        for bound in answers.in_turn():
+            put(bound, answers.next(bound.chunk.id, answers.what))
+        return {}
+
+    def tell(self, _role: Role, word: T | None, *_: object) -> T:
+        """Nobody else is to hear it."""
+        assert word is not None
+        return word
+
+
 class Uplink:
-    """One model's. `wanted` is sync.uplink; `kind` is what it comes to in this group; `bytes_sent` counts
-    what this member has sent to shards."""
+    """A group, over its ring. `wanted` is sync.uplink; `kind` is what it comes to in this group."""
 
     def __init__(
         self,
         wanted: Wanted,
         ring: Ring,
-        connection: Connection,
         chunks: Sequence[BoundChunk],
         feedback: Feedback,
     ) -> None:
-        self._wanted, self._ring, self._connection, self._feedback = wanted, ring, connection, feedback
+        self._wanted, self._ring, self._feedback = wanted, ring, feedback
         self.kind: Kind = "leader" if wanted == "auto" else wanted
         self.reason = "sync.uplink"
         self._chunks = list(chunks)
         self.contributor = 0  # what the leader's lot is drawn with, beside the iteration
-        self.bytes_sent = 0
 
-    def choose(self, what: str) -> None:
+    def join(self, contributor: int, what: str) -> None:
         """A new group: all members decide alike, by where each of them is. A collective of the ring.
 
         A leader sends and fetches S bytes over one machine's link, and broadcasts S; m members on m machines
         S/m each, and all-gather (m - 1)/m S. So these gain where each has a link of its own; on one machine
         they share it, and m answers cost the shards more than one (docs/notes/ps-hra.md has the figures).
         """
+        self.contributor = contributor
         if self._wanted != "auto":
             return
 
@@ -92,76 +136,68 @@ class Uplink:
         share = (ranks.index(place.rank), len(ranks)) if self.kind == "members" and talks else (0, 1)
         return Role(leader, place.rank == leader, talks, share, tuple(ranks))
 
-    def push(
+    def round(
         self,
-        role: Role,
-        iteration: int,
-        flats: Mapping[int, Tensor],
-        present: Mapping[int, Sequence[bool]],
-        weight: float,
-        along: Mapping[int, Tensor] | None,
-    ) -> None:
-        """Send this member's share of each chunk (`flats`: 1-D, by chunk), and ask for the same of what comes
-        of them; `flats` must stay as they are until the answer. `weight` is the group's contribution's;
-        `along` as `Feedback.add` has it, where another member may have sent it before."""
-        shards, shard_of = self._connection.shards, self._connection.shard_of
-        for bound, start, stop, message in self._pushes(role, iteration, present, pull=True):
-            chunk_id = bound.chunk.id
-            flat, here = flats[chunk_id][start:stop], present[chunk_id]
-            run = self._feedback.write(iteration, chunk_id, flat, here, weight, start=start, along=along)
-            shards.send(shard_of[chunk_id], message, run.payload, until=CONTRIBUTION, lossy=run.lossy)
-            self.bytes_sent += run.payload.nbytes
+        what: str,
+        act: Callable[[], T],
+        iteration: int = -1,
+        where: Callable[[], Stand | None] | None = None,
+    ) -> T:
+        """Run an exchange as a round of the ring."""
+        return self._ring.round(what, act, iteration, where)
 
-    def push_made(
-        self,
-        role: Role,
-        iteration: int,
-        present: Mapping[int, Sequence[bool]],
-        make: Callable[[BoundChunk, int, int], memoryview],
-    ) -> None:
-        """The same of chunks that are put together as they leave: `make(bound, start, stop)` gives a run of
-        one, as `Made` has it. Nothing is asked for yet, and no part of it may be lost."""
-        shards, shard_of = self._connection.shards, self._connection.shard_of
-        for bound, start, stop, message in self._pushes(role, iteration, present, pull=False):
-            payload = Made(partial(make, bound, start, stop))
-            shards.send(shard_of[bound.chunk.id], message, payload, until=CONTRIBUTION)
-            self.bytes_sent += (stop - start) * bound.dtype.itemsize
+    def is_again(self, out: Outgoing) -> bool:
+        """Whether members, who may be gone by now, may have sent this contribution in a ring before this one,
+        as far as this member knows."""
+        generation = self._ring.generation
+        out.begun_in = generation if out.begun_in < 0 else out.begun_in
+        return out.begun_in != generation or not self._ring.is_settled
 
-    def _pushes(
-        self, role: Role, iteration: int, present: Mapping[int, Sequence[bool]], *, pull: bool
-    ) -> Iterator[tuple[BoundChunk, int, int, Push]]:
-        """Each chunk, from where to where this member's share of it lies, and the message that it goes with;
-        `pull`: a shard's last one asks for what comes of them."""
-        shards, shard_of = self._connection.shards, self._connection.shard_of
-        left = {shard: sum(place == shard for place in shard_of.values()) for shard in shard_of.values()}
-        for bound in self._chunks:
-            chunk_id = bound.chunk.id
-            shard = shard_of[chunk_id]
-            in_all = sum(place == shard for place in shard_of.values())
-            left[shard] -= 1
-            start, stop = run_of(bound.chunk.extent, *role.share)
-            message = Push(
-                incarnation=shards.incarnation,
-                iteration=iteration,
-                chunk=chunk_id,
-                chunks_in_all=in_all,
-                present=bytes(present[chunk_id]),
-                pull=pull and not left[shard],
-                share=role.share[0],
-                shares=role.share[1],
-                late=self._feedback.holds_back,
-            )
-            yield bound, start, stop, message
+    def has_sent(self, out: Outgoing) -> bool:
+        """Whether this member has sent its part in this ring; from now on it has."""
+        sent, out.sent_in = out.sent_in == self._ring.generation, self._ring.generation
+        return sent
 
-    def pull_mean(self, share: tuple[int, int], iteration: int, chunks: Sequence[int] = ()) -> PullMean:
-        """The message that asks for a member's share of a mean; `chunks` as wire's PullMean has them."""
-        return PullMean(
-            incarnation=self._connection.shards.incarnation,
-            iteration=iteration,
-            share=share[0],
-            shares=share[1],
-            chunks=list(chunks),
-        )
+    def along(self, out: Outgoing, what: str) -> dict[int, Tensor] | None:
+        """Where members may have sent this contribution in a ring before this one: what had gone along with
+        it of what those who live hold back, by chunk, (extent,), summed up. So all hold again what is sent,
+        to the bit. None where nobody has. A collective of the ring.
+        """
+        if not self._feedback.keeps:
+            return None
+        channel = self._ring.agreement
+        said, work = channel.all_gather(torch.tensor([int(self.is_again(out))]))
+        channel.wait(work, what)
+        if not any(bool(each) for each in said):
+            return None
+        own = self._feedback.again(out.iteration)
+        parts = gather_bytes(channel, msgspec.msgpack.encode(sorted(own)), what)
+        along = {}
+        for chunk_id in sorted({each for part in parts for each in msgspec.msgpack.decode(part)}):
+            taken, flat = own.get(chunk_id), out.flats[chunk_id]
+            assert isinstance(flat, Tensor)  # what is put together as it leaves loses nothing
+            summed = torch.zeros_like(flat, device="cpu") if taken is None else taken.clone()
+            channel.wait(channel.sum(summed), what)
+            along[chunk_id] = summed
+        return along
+
+    def hand_on(
+        self, role: Role, answers: Answers, put: Callable[[BoundChunk, Tensor], None], what: str
+    ) -> dict[int, Tensor]:
+        """What those who talk are answered, on all members: every chunk's values, 1-D, by chunk. Those that
+        come one by one are `put` as they come, and are not among them: that takes memory for one. A
+        collective of the ring."""
+        if not answers.by_chunk:
+            runs = answers.collect(answers.what) if role.talks else None
+            return self.spread(role, runs, what)
+        if role.talks:
+            answers.begin()
+        else:
+            answers.stop()  # it may have talked in a ring before this one
+        for bound in answers.in_turn():
+            run = answers.next(bound.chunk.id, answers.what) if role.talks else None
+            put(bound, self.whole(role, bound, run, what))
+        return {}
 
     def whole(self, role: Role, bound: BoundChunk, run: Tensor | None, what: str) -> Tensor:
         """One chunk's values, 1-D, from what those who talk were answered: `run` is this member's, in memory
@@ -239,12 +275,17 @@ class Uplink:
             for place, bound in enumerate(chunks)
         }
 
-    def tell(self, role: Role, word: bytes | None, what: str) -> bytes:
+    def tell(self, role: Role, word: T | None, kind: type[T], what: str) -> T:
         """The leader's word, to all. A collective of the ring."""
-        return broadcast_bytes(self._ring.agreement, word, what, role.leader)
+        packed = None if word is None else msgspec.msgpack.encode(word)
+        told = broadcast_bytes(self._ring.agreement, packed, what, role.leader)
+        return msgspec.msgpack.decode(told, type=kind)
 
 
 def _cut(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Views of `flat`, 1-D, one after the other, of these sizes."""
     ends = list(itertools.accumulate(sizes))
     return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+Speaker: TypeAlias = Self | Uplink  # who speaks for a contributor

@@ -1,0 +1,438 @@
+"""What shards answer, chunk by chunk: asked for all at once, or a few chunks at a time where those go into
+tiers of memory; means, and new parameters, which are published all at once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from atoll.core.errors import UserError
+from atoll.exchange.feedback import Feedback
+from atoll.tensors.binding import BoundChunk
+from atoll.train.sync.connection import (
+    CONTRIBUTION,
+    STEP,
+    Connection,
+    check_holder,
+    check_mean,
+    chunks_named,
+    values_of,
+)
+from atoll.train.sync.stores import Store
+from atoll.wire.messages import AnyMessage, LostBlocks, Mean, Parameters, Pull, PullMean
+
+Share = tuple[int, int]  # which run of each chunk, of how many
+
+
+class Asking:
+    """Asks shards for chunks, of which at most `window` are on their way: `ask(chunk)` makes the message,
+    which is sent until the chunk `has_come`. Shards take turns, so that all of their links are used."""
+
+    def __init__(
+        self, connection: Connection, kind: str, ask: Callable[[int], Pull | PullMean], window: int
+    ) -> None:
+        self._connection, self._kind, self._ask, self._window = connection, kind, ask, window
+        self._waiting: deque[int] = deque()
+        self._asked: set[int] = set()
+
+    def begin(self, chunks: Iterable[int]) -> None:
+        """Ask for these, and for nothing that was asked for before."""
+        self.stop()
+        self._waiting.extend(in_turn(chunks, self._connection.shard_of))
+        self._more()
+
+    def stop(self) -> None:
+        """Ask for nothing any more."""
+        self._waiting.clear()
+        for chunk in self._asked:
+            self._connection.shards.answered((self._kind, chunk))
+        self._asked.clear()
+
+    def is_asked(self, chunk: int) -> bool:
+        """Whether a chunk is on its way, or has come and is not dealt with."""
+        return chunk in self._asked
+
+    def has_come(self, chunk: int) -> None:
+        """It is dealt with: ask for another one."""
+        self._asked.discard(chunk)
+        self._connection.shards.answered((self._kind, chunk))
+        self._more()
+
+    def _more(self) -> None:
+        while self._waiting and len(self._asked) < self._window:
+            chunk = self._waiting.popleft()
+            self._asked.add(chunk)
+            shard = self._connection.shard_of[chunk]
+            self._connection.shards.send(shard, self._ask(chunk), until=(self._kind, chunk))
+
+
+def in_turn(chunks: Iterable[int], shard_of: Mapping[int, int]) -> list[int]:
+    """These, in the order in which they are asked for: one of each shard, and again."""
+    by_shard: dict[int, list[int]] = {}
+    for chunk in chunks:
+        by_shard.setdefault(shard_of[chunk], []).append(chunk)
+    longest = max(map(len, by_shard.values()), default=0)
+    return [held[turn] for turn in range(longest) for held in by_shard.values() if turn < len(held)]
+
+
+class Answers:
+    """Each chunk's answer to the latest question: its run of the values, 1-D, until it is taken."""
+
+    def __init__(
+        self,
+        chunks: Sequence[BoundChunk],
+        connection: Connection,
+        kind: str,
+        ask: Callable[[int], Pull | PullMean],
+        window: int | None,
+    ) -> None:
+        """`ask(chunk)` asks for one chunk, `kind` is what that is sent until; `window` is the store's."""
+        self._chunks = {bound.chunk.id: bound for bound in chunks}
+        self._connection = connection
+        self._asking = None if window is None else Asking(connection, kind, ask, window)
+        self._staged: dict[int, Tensor | None] = {}  # None: it is taken
+        self._share: Share = (0, 1)
+
+    @property
+    def have_arrived(self) -> bool:
+        """Whether all that was asked for is here."""
+        return len(self._staged) == len(self._chunks)
+
+    @property
+    def by_chunk(self) -> bool:
+        """Whether chunks are taken one by one."""
+        return self._asking is not None
+
+    def in_turn(self) -> list[BoundChunk]:
+        """The chunks in the order in which they are asked for: the same on all members of a group."""
+        return [self._chunks[each] for each in in_turn(self._chunks, self._connection.shard_of)]
+
+    @abstractmethod
+    def what(self) -> str:
+        """What is waited for, in words."""
+
+    def begin(self) -> None:
+        """Ask for the first chunks, where they are asked for one by one."""
+        if self._asking is not None:
+            self._asking.begin(self._chunks)
+
+    def stop(self) -> None:
+        """Ask for nothing any more."""
+        if self._asking is not None:
+            self._asking.stop()
+
+    def next(self, chunk: int, what: str | Callable[[], str]) -> Tensor:
+        """This side's run of a chunk, once it is here."""
+        shard = self._connection.shard_of[chunk]
+        self._connection.shards.wait(lambda: chunk in self._staged, lambda: [shard], what)
+        values, self._staged[chunk] = self._staged[chunk], None
+        assert values is not None
+        assert self._asking is not None
+        self._asking.has_come(chunk)
+        return values
+
+    def collect(self, what: str | Callable[[], str]) -> dict[int, Tensor]:
+        """Wait for all; each chunk's run that was not taken as it came, by chunk."""
+        self._connection.shards.wait(lambda: self.have_arrived, self._missing, what)
+        return {chunk: values for chunk, values in self._staged.items() if values is not None}
+
+    def _is_wanted(self, chunk: int, share: int, shares: int) -> bool:
+        """Whether an answer is one to the latest question: another may be to what this member asked for
+        before another was lost, or come once more."""
+        asked = self._asking is None or self._asking.is_asked(chunk)
+        return chunk in self._chunks and (share, shares) == self._share and asked
+
+    def _named_missing(self) -> str:
+        return chunks_named(chunk for chunk in self._chunks if chunk not in self._staged)
+
+    def _missing(self) -> list[int]:
+        shard_of = self._connection.shard_of
+        return sorted({shard_of[chunk] for chunk in self._chunks if chunk not in self._staged})
+
+
+class Means(Answers):
+    """A bsp iteration's mean."""
+
+    def __init__(
+        self,
+        chunks: Sequence[BoundChunk],
+        connection: Connection,
+        store: Store,
+        feedback: Feedback,
+        *,
+        of_group: bool,
+    ) -> None:
+        """`of_group`: others are told what this side is answered; else the store keeps it as it comes."""
+        super().__init__(chunks, connection, "mean", self._pull_of, store.window)
+        self._store, self._feedback, self._of_group = store, feedback, of_group
+        self._iteration = -1
+        self.words: dict[int, Mean] = {}  # by chunk
+        connection.shards.on(Mean, self._handle)
+
+    def expect(self, iteration: int, share: Share) -> None:
+        """The last push to each shard has asked for the mean, or `begin` does."""
+        self._staged.clear()
+        self.words.clear()
+        self._iteration, self._share = iteration, share
+
+    def over(self) -> None:
+        """All have it. What comes now comes once more."""
+        self.stop()
+        self._staged.clear()
+        self._iteration = -1
+        self._connection.shards.answered(CONTRIBUTION)
+
+    def what(self) -> str:
+        return f"the mean of {self._named_missing()} in iteration {self._iteration}"
+
+    def _pull(self, chunks: Sequence[int]) -> PullMean:
+        return PullMean(
+            incarnation=self._connection.shards.incarnation,
+            iteration=self._iteration,
+            share=self._share[0],
+            shares=self._share[1],
+            chunks=list(chunks),
+        )
+
+    def _pull_of(self, chunk: int) -> PullMean:
+        return self._pull([chunk])
+
+    def _handle(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, Mean)
+        if message.iteration != self._iteration:
+            return
+        if not self._is_wanted(message.chunk, message.share, message.shares):
+            return
+        bound = self._chunks[message.chunk]
+        check_mean(self._connection.shard_of, shard, message, bound)
+        if not any(self._connection.shard_of[chunk] == shard for chunk in self.words):
+            self._answers(shard)
+        self._feedback.answered(message.iteration, message.chunk, message.lost)
+        values = values_of(payload, bound, shard, self._share)
+        self._staged[message.chunk] = values.clone() if self._of_group else self._store.keep(bound, values)
+        self.words[message.chunk] = message
+
+    def _answers(self, shard: int) -> None:
+        """The shard has what was sent to it, and that counts: from now on only the rest of its answer is
+        asked for again. A group's sums in tiers stay as they are until the exchange is over."""
+        if not self.by_chunk:
+            self._connection.shards.answered(CONTRIBUTION, shard, instead=self._pull([]))
+        elif not self._of_group:
+            self._connection.shards.answered(CONTRIBUTION, shard)
+
+
+class NewParameters(Answers):
+    """Parameters on their way from the shards: staged as they arrive, and published all at once."""
+
+    def __init__(
+        self,
+        chunks: Sequence[BoundChunk],
+        connection: Connection,
+        store: Store,
+        *,
+        of_group: bool = False,
+        lost: Callable[[int, int, LostBlocks | None], None] = lambda *_: None,
+        consumed: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """Take parameters into `store`.
+
+        Args:
+            of_group: others are told what this side is answered, in memory of its own.
+            lost: told of each answer: the iteration that it is to, the chunk, and what was lost of the
+                contribution.
+            consumed: told of the number of samples of all workers that an answer has counted.
+        """
+        super().__init__(chunks, connection, "parameters", self._pull_of, store.window)
+        self._store, self._of_group, self._told_lost, self._told_consumed = store, of_group, lost, consumed
+        self._publishing = False  # the script waits for it in `step`, or before its forward
+        self._begun = False  # some values have been written, and not all
+        self._drops = False  # what comes is what the parameters are
+        self._newest = False
+        self.steps = False  # what comes is of the script's own step
+        self._asked: int | None = None  # the clock of the pull under way
+        self._until: tuple[Hashable, ...] = ()  # what its answer ends the sending again of
+        self.clock = 0  # of the latest answer: a worker that joins late begins there
+        self.staleness = 0.0  # the same answer's
+        self.consumed = 0.0  # the most samples that an answer to the latest question has counted
+        connection.shards.on(Parameters, self._handle)
+
+    @property
+    def on_their_way(self) -> bool:
+        return self._asked is not None
+
+    def pull(
+        self,
+        clock: int,
+        newest: bool = False,
+        contribution: Hashable = CONTRIBUTION,
+        share: Share = (0, 1),
+    ) -> None:
+        """Ask for the parameters with which a worker that has committed `clock` iterations goes on; `newest`
+        and `share` (the run, of how many): as wire's Pull has them. `contribution` is what the last of them
+        was sent until. Chunk by chunk, they are asked for as they are published."""
+        self.expect(clock, contribution, share)
+        self._newest = newest
+        if self.by_chunk:
+            return
+        for shard in sorted(set(self._connection.shard_of.values())):
+            self._connection.shards.send(shard, self._pull([]), until=STEP)
+
+    def expect(self, clock: int, contribution: Hashable = CONTRIBUTION, share: Share = (0, 1)) -> None:
+        """As `pull`, where the contribution before has asked for them."""
+        self._staged.clear()
+        self.consumed, self._newest = 0.0, False
+        self._asked, self._share, self._until = clock, share, (contribution, STEP)
+
+    def _pull(self, chunks: Sequence[int]) -> Pull:
+        assert self._asked is not None
+        return Pull(
+            incarnation=self._connection.shards.incarnation,
+            clock=self._asked,
+            newest=self._newest,
+            share=self._share[0],
+            shares=self._share[1],
+            chunks=list(chunks),
+        )
+
+    def _pull_of(self, chunk: int) -> Pull:
+        return self._pull([chunk])
+
+    # -- what becomes of them -------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """Wait for what was asked for, and leave the parameters as they are."""
+        if self._asked is not None:
+            self.collect(self.what)
+
+    def publish(self) -> None:
+        """Wait for what was asked for and put it into the parameters."""
+        if self._asked is None:
+            return
+        self._begin_values()
+        if self.by_chunk:
+            self.begin()
+            for bound in self.in_turn():
+                self.become(bound, self.next(bound.chunk.id, self.what))
+        else:
+            self._publish_as_they_come()
+        self.discarded()
+        self._end_values()
+
+    def _publish_as_they_come(self) -> None:
+        self._publishing = True
+        try:
+            for chunk_id, values in self._staged.items():
+                if values is not None:
+                    self.become(self._chunks[chunk_id], values)
+            self._staged = dict.fromkeys(self._staged)
+            self.collect(self.what)
+        finally:
+            self._publishing = False
+
+    def become(self, bound: BoundChunk, values: Tensor) -> None:
+        """Let a chunk's parameters have these values; `adopt` says that all have come."""
+        if self._drops:
+            return
+        if not self._begun:
+            self._begin_values()
+        self._store.write_values(bound, values)
+
+    def adopt(self, values: Mapping[int, Tensor]) -> None:
+        """Put these into the parameters: values, 1-D, of all chunks but those that are there, by chunk. What
+        was asked for is not waited for any more."""
+        self._connection.shards.answered(CONTRIBUTION)  # where another one spoke in the end
+        self.discarded()
+        for chunk_id, flat in values.items():
+            self.become(self._chunks[chunk_id], flat)
+        if self._begun:
+            self._end_values()
+
+    def discarded(self) -> None:
+        """What was asked for is not waited for any more: all shards have what it was made of."""
+        self.stop()
+        self._staged.clear()
+        self._asked = None
+        for topic in self._until:
+            self._connection.shards.answered(topic)
+
+    def discard(self) -> None:
+        """Wait for what was asked for, where it is known to be what the parameters are."""
+        what = "word that a step is left out"
+        self.begin()
+        for bound in self.in_turn() if self.by_chunk else ():
+            self.next(bound.chunk.id, what)
+        self.collect(what)
+        self.discarded()
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Within it, what comes is put nowhere: it is what the parameters are."""
+        self._drops = True
+        try:
+            yield
+        finally:
+            self._drops = False
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within it, what is published is of the script's step."""
+        self.steps = True
+        try:
+            yield
+        finally:
+            self.steps = False
+
+    def _begin_values(self) -> None:
+        self.check_unchanged()
+        self._store.begin_values()
+        self._begun = True
+
+    def _end_values(self) -> None:
+        self._begun = False
+        self._store.end_values(stepped=self.steps)
+
+    # -- what the script has changed ------------------------------------------------------------------------
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if the script has written to a parameter: the shards would not know."""
+        name = self._store.changed()
+        if name:
+            self._asked = None  # nothing is written over it
+            raise UserError(
+                f"parameter {name!r} was changed by the script after session.prepare; under strategy "
+                "'server' parameters live at the shards: change it before session.prepare, or save and "
+                "session.load it"
+            )
+
+    def forget_changes(self) -> None:
+        """What was written so far is known to the shards too."""
+        self._store.forget_changes()
+
+    # -- what comes ---------------------------------------------------------------------------------------
+
+    def what(self) -> str:
+        return f"{self._named_missing()} of the parameters after iteration {(self._asked or 0) - 1}"
+
+    def _handle(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, Parameters)
+        if self._asked is None or message.asked != self._asked:
+            return  # an answer to a pull that was given up, or to the one before, once more
+        if not self._is_wanted(message.chunk, message.share, message.shares):
+            return
+        self.clock, self.staleness = message.clock, message.staleness
+        self.consumed = max(self.consumed, message.consumed)
+        self._told_consumed(self.consumed)
+        self._told_lost(message.asked - 1, message.chunk, message.lost)
+        check_holder(self._connection.shard_of, shard, message.chunk)
+        bound = self._chunks[message.chunk]
+        values = values_of(payload, bound, shard, self._share)
+        if self._publishing:  # while the next one is on its way
+            self.become(bound, values)
+        elif self._of_group and self.by_chunk:
+            values = values.clone()
+        self._staged[message.chunk] = None if self._publishing else values
+        self._connection.staleness(message.staleness)  # the same from every shard

@@ -1,0 +1,136 @@
+"""Which exchange a model has with the shards of a parameter server: by policy, by who speaks, and by where
+the model lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, TypeAlias, cast
+
+from atoll.exchange.feedback import Feedback
+from atoll.tensors.binding import BoundChunk
+from atoll.tensors.settings import Settings
+from atoll.train.gradients.early import EarlySum
+from atoll.train.gradients.reducer import Calls
+from atoll.train.gradients.ring import RingBuckets, RingSum
+from atoll.train.gradients.sums import AtEnd, GroupSum, MakeSum, Own
+from atoll.train.gradients.tiersums import Holder, TierCarrier
+from atoll.train.group.rounds import Ring
+from atoll.train.sync.connection import Connection
+from atoll.train.sync.server import GroupValuesExchange, MeanExchange, Parts, Server, ValuesExchange
+from atoll.train.sync.stores import InTiers, Resident, Store
+from atoll.train.sync.together import Together
+from atoll.train.sync.uplink import Self, Uplink, Wanted
+from atoll.wire.messages import Hyperparameters
+
+Policy: TypeAlias = Literal["bsp", "ssp", "asp"]
+
+
+def serve_alone(
+    policy: Policy,
+    chunks: Sequence[BoundChunk],
+    connection: Connection,
+    calls: Calls,
+    *,
+    held: Holder | None = None,
+    lazy: bool = False,
+    pipeline: int = 0,
+) -> Server:
+    """The exchange of a worker that speaks for itself. `held` gives the model where it lies in tiers."""
+    make_sum: MakeSum = AtEnd if policy == "bsp" else Own
+
+    def make_store(summed: GroupSum) -> Store:
+        if held is not None:
+            return InTiers(chunks, held)
+        early = summed.chunks if isinstance(summed, EarlySum) else None
+        return Resident(chunks, early, keeps=True)
+
+    if held is None and policy == "bsp":
+        make_sum = cast(MakeSum, EarlySum)  # the owner is a MeanExchange
+    parts = Parts(
+        chunks=chunks,
+        connection=connection,
+        calls=calls,
+        make_sum=make_sum,
+        make_store=make_store,
+        speaker=Self(),
+        feedback=feedback_of(chunks, connection),
+        lazy=lazy,
+    )
+    return MeanExchange(parts) if policy == "bsp" else ValuesExchange(parts, pipeline)
+
+
+def serve_group(
+    policy: Policy,
+    chunks: Sequence[BoundChunk],
+    connection: Connection,
+    calls: Calls,
+    *,
+    ring: Ring,
+    uplink: Wanted,
+    message_bytes: int,
+    grouping: Callable[[], int],
+    move: Callable[[int], None],
+    settings: Callable[[], Settings],
+    hyperparameters: Callable[[], Hyperparameters],
+    held: Holder | None = None,
+    pipeline: int = 0,
+) -> Server:
+    """The exchange of a group, whose members sum over `ring` first.
+
+    Args:
+        policy: the configuration's sync.consistency.
+        uplink: the configuration's sync.uplink.
+        message_bytes: the least bytes of a message on the ring.
+        grouping: returns the hub's latest grouping that this worker knows.
+        move: called with a grouping after a step that was told to move to it.
+        settings: returns the hyperparameters that must be equal on all members.
+        hyperparameters: returns the optimizer's hyperparameters.
+        held: gives the model where it lies in tiers.
+        pipeline: the configuration's sync.pipeline.
+    """
+    feedback = feedback_of(chunks, connection)
+    together = Together(ring, connection.used, grouping=grouping, move=move)
+    carry = partial(RingBuckets, least=message_bytes)
+    over_ring = partial(
+        RingSum,
+        ring=ring,
+        calls=calls,
+        # bsp: the sum stays beside this member's gradients, to be sent again where another is lost meanwhile.
+        carry=carry if held is None else partial(TierCarrier, held=held, stays=policy == "bsp"),
+        settings=settings,
+        fills_up=True,  # where batches were only filled up, nothing is contributed
+        steps_here=False,
+        within=together.tell_used,
+    )
+
+    def make_store(summed: RingSum) -> Resident | InTiers:
+        if held is None:
+            return Resident(chunks, summed.carrier.chunks)
+        return InTiers(chunks, held, cast(TierCarrier, summed.carrier))
+
+    parts = Parts(
+        chunks=chunks,
+        connection=connection,
+        calls=calls,
+        make_sum=over_ring,
+        make_store=make_store,
+        speaker=Uplink(uplink, ring, chunks, feedback),
+        feedback=feedback,
+        together=together,
+    )
+    if policy == "bsp":
+        return MeanExchange(parts)
+    return GroupValuesExchange(parts, together=together, hyperparameters=hyperparameters, pipeline=pipeline)
+
+
+def feedback_of(chunks: Sequence[BoundChunk], connection: Connection) -> Feedback:
+    """What keeps what the connection drops of these chunks' gradients."""
+    names = {bound.chunk.id: bound.names[0] for bound in chunks}
+    return Feedback(
+        [bound.chunk for bound in chunks],
+        connection.shard_of,
+        connection.link,
+        connection.coding,
+        named=lambda chunk: f"parameter {names[chunk.id]!r}",
+    )

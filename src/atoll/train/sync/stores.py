@@ -1,0 +1,408 @@
+"""Where a worker of a parameter server has its gradients, their means and its values: on the device, or in
+tiers of memory.
+
+An exchange is given one `Store`, and asks for gradients as they leave, puts means and new values into it, and
+hears of it what the script has changed. Its words are those of `axes/store.py`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from atoll.exchange.coding import bytes_of
+from atoll.net.returning import MOST_UNDER_WAY, Made, Payload
+from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.tensors.changed import ChangedParameters
+from atoll.tensors.torch_compat import version_of
+from atoll.train.gradients.messages import ChunkGradients
+from atoll.train.gradients.reducer import Clipping
+from atoll.train.gradients.tiersums import Holder, TierCarrier, gradient_from, note_nonfinite, values_from
+
+UNDER_WAY = MOST_UNDER_WAY  # chunks at once, on their way out or in
+
+# Gives a run of a chunk's gradients as it leaves, by `present`, `start` and `stop`.
+Leaving: TypeAlias = Callable[[Sequence[bool], int, int], memoryview]
+
+
+class Store(Protocol):
+    """Where the chunks lie that one exchange sends, and takes."""
+
+    @property
+    def window(self) -> int | None:
+        """How many chunks may be on their way in at once; None: all of them."""
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    def begin_leaving(self) -> None:
+        """An iteration's gradients are about to leave."""
+
+    def present(self, bound: BoundChunk) -> list[bool]:
+        """Which of a chunk's parameters have a gradient that is to leave."""
+
+    def read(self, bound: BoundChunk, turn: int | None) -> Tensor | Leaving:
+        """A chunk's gradients as they leave, (extent,), zeros where there are none; or what puts a run of
+        them together as it leaves. `turn`: they stay as they are while those of another turn leave; None:
+        until the shard has answered."""
+
+    def put_away(self) -> Callable[[], None]:
+        """Take the script's gradients out of the way of an iteration of others; returns what puts them
+        back."""
+
+    def own_nonfinite(self) -> list[str] | None:
+        """The parameters whose own gradients were found not to be finite as they left; None: look at them."""
+
+    # -- the mean -----------------------------------------------------------------------------------------
+
+    def keep(self, bound: BoundChunk, values: Tensor) -> Tensor:
+        """A chunk's mean, (extent,), where it can stay until `put_mean`."""
+
+    def put_mean(self, bound: BoundChunk, values: Tensor, present: Sequence[bool]) -> None:
+        """Let `p.grad` be a chunk's mean, (extent,), of the parameters that are `present`, and None of
+        others."""
+
+    def end_mean(self) -> None:
+        """All of it is there: from now on the script's edits are noticed."""
+
+    def has_mean(self) -> bool:
+        """Whether what was shown is still there, and not all zeros."""
+
+    def edited(self) -> list[int]:
+        """The chunks in which the script has changed or replaced a gradient since it was shown."""
+
+    def clip(self, by: Clipping) -> tuple[Tensor, float]:
+        """Clip what is shown; the norm before, and the factor for the shards: 1 where what the script made of
+        the mean goes there itself."""
+
+    def made_of_mean(self, chunk: int) -> tuple[Sequence[bool], Tensor, Payload]:
+        """What the script has made of a chunk's mean: which slots have a gradient, these, (extent,), and the
+        payload that has them."""
+
+    # -- values -------------------------------------------------------------------------------------------
+
+    def changed(self) -> str:
+        """The first parameter that the script has written to; empty: none. What was changed and changed back
+        (to evaluate with an average of the weights, say) is unchanged."""
+
+    def forget_changes(self) -> None:
+        """What was written so far is known to the shards too."""
+
+    def begin_values(self) -> None:
+        """All values are about to change, as one."""
+
+    def write_values(self, bound: BoundChunk, values: Tensor) -> None:
+        """Let a chunk have new values, (extent,)."""
+
+    def end_values(self, *, stepped: bool) -> None:
+        """All have come; `stepped`: by a step that the script has made."""
+
+    def close(self) -> None:
+        """Let go of all memory."""
+
+
+class Resident:
+    """On the device: each chunk's gradients and values whole."""
+
+    window = None
+
+    def __init__(
+        self,
+        chunks: Sequence[BoundChunk],
+        published: Mapping[int, ChunkGradients] | None = None,
+        *,
+        keeps: bool = False,
+    ) -> None:
+        """Hold the chunks' gradients where they are `published`; None: where autograd leaves them. `keeps`:
+        this worker's own gradients are kept as the mean is shown, since no sum has been shown before."""
+        self._bounds, self._keeps = list(chunks), keeps
+        self._gradients = published if published is not None else {}
+        self._shown: list[tuple[Tensor | None, int]] = []
+        self._outgoing: dict[tuple[int, int], Buffer] = {}  # by chunk and turn: copies on their way
+        self._written: dict[int, Tensor] = {}  # by chunk, the values that were put into the parameters
+        self._comparing = {bound.chunk.id: ChangedParameters(bound) for bound in chunks}
+        self._versions = self._seen()
+
+    def close(self) -> None:
+        self._outgoing.clear()
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    def present(self, bound: BoundChunk) -> list[bool]:
+        return [parameter.grad is not None for parameter in bound.parameters]
+
+    def read(self, bound: BoundChunk, turn: int | None) -> Tensor:
+        chunk = self._gradients.get(bound.chunk.id)
+        if chunk is None:
+            flat = gradient_as_it_lies(bound, self.present(bound)) if turn is None else None
+            return self._copy(bound, turn or 0) if flat is None else flat
+        chunk.collect()
+        flat = chunk.published.flat
+        return flat if turn is None else flat.clone()
+
+    def begin_leaving(self) -> None:
+        """Nothing is known of them."""
+
+    def put_away(self) -> Callable[[], None]:
+        shown = [(p, p.grad, view) for c in self._gradients.values() for p, view in c.slots()]
+        for parameter, _, _ in shown:
+            parameter.grad = None
+
+        def put_back() -> None:
+            for parameter, gradient, view in shown:
+                parameter.grad = None if gradient is view else gradient  # that was written over
+
+        return put_back
+
+    def own_nonfinite(self) -> list[str] | None:
+        return None
+
+    def _copy(self, bound: BoundChunk, turn: int) -> Tensor:
+        place = bound.chunk.id, turn
+        outgoing = self._outgoing.get(place)
+        if outgoing is None:
+            memory = bound.flat.new_zeros(bound.chunk.extent)
+            outgoing = self._outgoing[place] = Buffer(bound.chunk, bound.parameters, memory)
+        for parameter, view in zip(bound.parameters, outgoing.views, strict=True):
+            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+        return outgoing.flat
+
+    # -- the mean -----------------------------------------------------------------------------------------
+
+    def keep(self, bound: BoundChunk, values: Tensor) -> Tensor:
+        return self._gradients[bound.chunk.id].published.flat.copy_(values)
+
+    def put_mean(self, bound: BoundChunk, values: Tensor, present: Sequence[bool]) -> None:
+        chunk = self._gradients[bound.chunk.id]
+        if values is not chunk.published.flat:
+            chunk.published.flat.copy_(values)
+        chunk.publish(present) if self._keeps else chunk.show(present)
+
+    def end_mean(self) -> None:
+        self._shown = self._gradients_seen()
+
+    def has_mean(self) -> bool:
+        views = [(p, view) for c in self._gradients.values() for p, view in c.slots()]
+        return any(parameter.grad is view and bool(view.any()) for parameter, view in views)
+
+    def edited(self) -> list[int]:
+        now = iter(zip(self._shown, self._gradients_seen(), strict=True))
+        found = []
+        for chunk_id, chunk in self._gradients.items():
+            pairs = [next(now) for _ in chunk.bound.parameters]
+            if any(before[0] is not after[0] or before[1] != after[1] for before, after in pairs):
+                found.append(chunk_id)
+        return found
+
+    def clip(self, by: Clipping) -> tuple[Tensor, float]:
+        edited = self.edited()
+        norm, coefficient = by.clip()
+        if edited:  # the gradients go themselves
+            return norm, 1.0
+        self._shown = self._gradients_seen()
+        return norm, coefficient
+
+    def made_of_mean(self, chunk: int) -> tuple[Sequence[bool], Tensor, Payload]:
+        gradients = self._gradients[chunk]
+        present, flat = gradients.collect(), gradients.published.flat
+        return present, flat, bytes_of(flat)
+
+    def _gradients_seen(self) -> list[tuple[Tensor | None, int]]:
+        return [
+            (p.grad, -1 if p.grad is None else version_of(p.grad))
+            for chunk in self._gradients.values()
+            for p in chunk.bound.parameters
+        ]
+
+    # -- values -------------------------------------------------------------------------------------------
+
+    def changed(self) -> str:
+        for (name, version), (_, now) in zip(self._versions, self._seen(), strict=True):
+            if version != now and self._differs(name):
+                return name
+        return ""
+
+    def forget_changes(self) -> None:
+        self._versions = self._seen()
+
+    def begin_values(self) -> None:
+        """They are written one after the other."""
+
+    def write_values(self, bound: BoundChunk, values: Tensor) -> None:
+        changed = self._comparing[bound.chunk.id].between(self._written.get(bound.chunk.id), values)
+        self._written[bound.chunk.id] = values
+        bound.flat[: values.numel()].copy_(values)
+        if changed:
+            torch.autograd.graph.increment_version(changed)
+
+    def end_values(self, *, stepped: bool) -> None:
+        del stepped
+        self._versions = self._seen()
+
+    def _seen(self) -> list[tuple[str, int]]:
+        return [
+            (name, version_of(parameter))
+            for bound in self._bounds
+            for name, parameter in zip(bound.names, bound.parameters, strict=True)
+        ]
+
+    def _differs(self, name: str) -> bool:
+        bound = next(bound for bound in self._bounds if name in bound.names)
+        values = self._written.get(bound.chunk.id)
+        return values is None or not torch.equal(bound.flat[: values.numel()].cpu(), values)
+
+
+class InTiers:
+    """In chunks over tiers: a gradient is read from its tier when it leaves, and once more if a shard dies
+    before it has answered; means and new values go into their tiers as they come.
+
+    Under way at once are `UNDER_WAY` chunks, whatever the model's size.
+    """
+
+    window = UNDER_WAY
+
+    def __init__(self, chunks: Iterable[BoundChunk], held: Holder, sums: TierCarrier | None = None) -> None:
+        """`sums`: the group's, where its members share them; None: gradients are this worker's own."""
+        self._bounds = {bound.chunk.id: bound for bound in chunks}
+        self._held, self._sums = held, sums
+        self._nonfinite: list[str] = []  # of this iteration's own gradients
+        self._all_edited = False  # clipped after the script had changed some
+        self._checksums: dict[int, list[int]] = {}  # by chunk, each slot's as it was written
+
+    def close(self) -> None:
+        """The tiers are the model's."""
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    def present(self, bound: BoundChunk) -> list[bool]:
+        if self._sums is not None and self._sums.are_apart:
+            return self._sums.present[bound.chunk.id]
+        return self._held().present(bound.parameters)
+
+    def read(self, bound: BoundChunk, turn: int | None) -> Leaving:
+        del turn
+        return partial(self._leaving, bound)
+
+    def begin_leaving(self) -> None:
+        self._nonfinite = []
+
+    def put_away(self) -> Callable[[], None]:
+        return lambda: None  # sums lie apart from them
+
+    def _leaving(self, bound: BoundChunk, present: Sequence[bool], start: int, stop: int) -> memoryview:
+        """A run of a chunk's gradients, put together as it leaves."""
+        held = self._held()
+        if self._sums is None:
+            flat = gradient_from(held, bound, present)
+            note_nonfinite(bound, flat, self._nonfinite)
+        elif not any(present):
+            return bytes_of(torch.zeros(stop - start, dtype=bound.dtype))
+        elif self._sums.are_apart:
+            flat = held.read_sums(bound.chunk, bound.parameters)
+        else:
+            slots = zip(present, bound.chunk.slots, strict=True)
+            within = [here and s.offset < stop and s.offset + s.numel > start for here, s in slots]
+            flat = gradient_from(held, bound, within)
+        run = flat[start:stop]
+        return bytes_of(run if run.numel() == flat.numel() else run.clone())  # the rest is let go
+
+    def own_nonfinite(self) -> list[str] | None:
+        return list(self._nonfinite) if self._sums is None else None
+
+    # -- the mean -----------------------------------------------------------------------------------------
+
+    def keep(self, bound: BoundChunk, values: Tensor) -> Tensor:
+        del bound
+        return values  # a few chunks at a time
+
+    def put_mean(self, bound: BoundChunk, values: Tensor, present: Sequence[bool]) -> None:
+        self._held().put_gradients(bound.chunk, bound.parameters, present, values)
+
+    def end_mean(self) -> None:
+        self._all_edited = False
+
+    def has_mean(self) -> bool:
+        held = self._held()
+        for bound in self._bounds.values():
+            present = held.present(bound.parameters)
+            if any(present) and bool(gradient_from(held, bound, present).any()):
+                return True
+        return False
+
+    def edited(self) -> list[int]:
+        held = self._held()
+        return [
+            chunk_id
+            for chunk_id, bound in self._bounds.items()
+            if self._all_edited or held.edited(bound.parameters)
+        ]
+
+    def clip(self, by: Clipping) -> tuple[Tensor, float]:
+        edited = self.edited()
+        norm, coefficient = by.clip()
+        self._all_edited = self._all_edited or bool(edited)  # then the step sends all of it
+        return norm, 1.0 if edited else coefficient
+
+    def made_of_mean(self, chunk: int) -> tuple[Sequence[bool], Tensor, Payload]:
+        present, flat = self._edit(chunk)
+        return present, flat, Made(lambda: bytes_of(self._edit(chunk)[1]))
+
+    def _edit(self, chunk: int) -> tuple[Sequence[bool], Tensor]:
+        held, bound = self._held(), self._bounds[chunk]
+        present = held.present(bound.parameters)
+        return present, gradient_from(held, bound, present)
+
+    # -- values -------------------------------------------------------------------------------------------
+
+    def changed(self) -> str:
+        held = self._held()
+        held.write_back()
+        for bound in self._bounds.values() if held.written else ():
+            if not held.is_written(bound.parameters) or bound.chunk.id not in self._checksums:
+                continue
+            now = _checksums(bound, values_from(held, bound))
+            for name, before, after in zip(bound.names, self._checksums[bound.chunk.id], now, strict=True):
+                if before != after:
+                    return name
+        held.written.clear()
+        return ""
+
+    def forget_changes(self) -> None:
+        self._held().write_back()
+        self._held().written.clear()
+        self._checksums.clear()  # of what was written before
+
+    def begin_values(self) -> None:
+        self._held().begin_values()
+
+    def write_values(self, bound: BoundChunk, values: Tensor) -> None:
+        self._held().write_values(bound.chunk, bound.parameters, values)
+        self._checksums[bound.chunk.id] = _checksums(bound, values)
+
+    def end_values(self, *, stepped: bool) -> None:
+        self._held().end_values(stepped=stepped)
+
+
+def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | None:
+    """The gradient of a chunk of one parameter, flat and in place, if it lies as the chunk would have it.
+
+    It must not change before the shard's answer; so not where the script goes on at once.
+    """
+    parameter = bound.parameters[0]
+    gradient = parameter.grad
+    if len(present) > 1 or not present[0] or gradient is None or gradient.layout != torch.strided:
+        return None
+    alike = gradient.dtype == bound.flat.dtype and gradient.stride() == parameter.stride()
+    if not alike or gradient.numel() != bound.chunk.extent or gradient.device.type != "cpu":
+        return None
+    return gradient.detach().as_strided((bound.chunk.extent,), (1,))
+
+
+def _checksums(bound: BoundChunk, flat: Tensor) -> list[int]:
+    """A checksum of each slot of `flat`, (extent,)."""
+    runs = (flat[slot.offset : slot.offset + slot.numel] for slot in bound.chunk.slots)
+    return [zlib.crc32(bytes_of(run)) for run in runs]
