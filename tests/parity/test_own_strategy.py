@@ -273,3 +273,22 @@ def test_the_gpt_trains_in_each_store_and_group_by_each_codec(
             torch.testing.assert_close(flat_values, values[index], rtol=0, atol=1e-3)
             assert torch.equal(flat_values, found[ranks[0]][1])  # members of a group are equal to the bit
     assert found[0][0][-1] < found[0][0][0]
+
+
+def train_without_a_batch(session: atoll.Session) -> list[torch.Tensor]:
+    """Worker 1 has no batch in the first step."""
+    module = model()
+    module, optimizer = session.prepare(module, optimizer_of(module))
+    for step in range(3):
+        if step or not session.rank:
+            loss_of(module, session.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [flat(module)]
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_worker_without_a_batch_takes_part_in_the_exchange(pool: WorkerPool, tiers: bool) -> None:
+    first, second = run_with(pool, configured(tiers=tiers), train_without_a_batch, world=2)
+    assert torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], flat(model()))

@@ -155,9 +155,10 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pipeline: Under `ssp` and `asp`. `1`: `step()` sends its contribution and returns with the parameters
             of the exchange before, so that an exchange goes on while the next step computes; each gradient is
             then one step late. Not together with `sync.lazy`, nor with `run.sites`.
-        codec: How gradients are written on their way to shards and other nodes ([codecs.md](codecs.md)).
-            `float32`: each dtype as it is. `bfloat16`: float32 in half the bytes; what that drops is added to
-            the next gradient. Or a codec of another package, by its name.
+        codec: How gradients are written on their way to shards and other nodes, and values on their way
+            between replicas ([codecs.md](codecs.md)). `float32`: each dtype as it is. `bfloat16`: float32 in
+            half the bytes; what that drops is added to the next gradient. Or a codec of another package, by
+            its name.
         stale_max: Strategy `peers`: how many iterations a node may be ahead of the global one that its
             parameters stand at. `0`: synchronous. Each costs the memory of a gradient.
         overlay: Strategy `peers`: which contributions that are not applied yet local parameters show: `all`,

@@ -195,6 +195,7 @@ class Prepared:
         if tiers is not None and in_tiers is not None:
             tiers.fit(model, optimizer, BatchEpochs(lambda: epoch_of(self), epochs_mixed))
         self._ready = True
+        self.reducer.ready()
         backward.add(self.reducer)
         before_unscaling(optimizer, self._before_unscaling, self._has_batch)
         self._norms: Norms = ResidentNorms(self.norm)

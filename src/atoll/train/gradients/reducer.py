@@ -29,6 +29,9 @@ _READABLE = frozenset({"cpu"})  # types of device whose memory may be read witho
 class Beside(Protocol):
     """An object whose state goes along with a reducer's into checkpoints, and to a worker that enters."""
 
+    def ready(self) -> None:
+        """The model lies where it trains, and all others' hooks on the optimizer are made."""
+
     def state(self) -> dict[str, Any]:
         """The state, as a checkpoint can hold it."""
 
@@ -116,6 +119,11 @@ class Reducer:
         self.bytes_sent = 0
         self.consumed = 0.0
         self.sum = make_sum(self, chunks)
+
+    def ready(self) -> None:
+        """The model lies where it trains, and all others' hooks on the optimizer are made."""
+        if self._calls.beside is not None:
+            self._calls.beside.ready()
 
     @property
     def is_within(self) -> bool:

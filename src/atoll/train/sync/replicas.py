@@ -218,11 +218,13 @@ class Driver:
         self._awaited = False  # newcomers wait, as all workers know
         self._agreed = 0.0  # samples of all, at the latest exchange
 
+    def ready(self) -> None:
+        """Make the hook on the step, which runs after those that were made before: tiers step in theirs."""
+        self._handle = AroundStep(self._optimizer, _nothing, self._after_step)
+
     def contribution(self, has_gradient: bool) -> Contribution:
         """An iteration's first gradient has come, or its step: let newcomers in, if any wait. Returns what
         this worker contributes."""
-        if self._handle is None:  # where the model lies in tiers, these have their own hooks by now
-            self._handle = AroundStep(self._optimizer, _nothing, self._after_step)
         if self._awaited:
             self._awaited = False
             self._ring.admit()
