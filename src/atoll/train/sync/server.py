@@ -99,6 +99,7 @@ class Server(Reducer):
         chunks, connection, calls = parts.chunks, parts.connection, parts.calls
         super().__init__(chunks, calls, parts.make_sum)
         self.connection, self._lazy = connection, parts.lazy
+        self.acts_before_forward = self.acts_before_state_dict = parts.lazy  # where parameters come late
         self.feedback, self.uplink, self.group = parts.feedback, parts.speaker, parts.together
         self._store = parts.make_store(self.sum)
         of_group = self.group is not None
@@ -124,14 +125,6 @@ class Server(Reducer):
     @property
     def losses(self) -> Feedback | None:
         return self.feedback
-
-    @property
-    def acts_before_forward(self) -> bool:  # type: ignore[override]  # where parameters come late
-        return self._lazy
-
-    @property
-    def acts_before_state_dict(self) -> bool:  # type: ignore[override]
-        return self._lazy
 
     def close(self) -> None:
         """Let the model go, with the parameters that the last step asked for, unless an error ends it."""
