@@ -20,7 +20,7 @@ KEYS = [f"{section}.{key}" for section, keys in msgspec.to_builtins(Config()).it
 # A value of each key that is not its default; none for the strategy itself.
 OTHER = {
     "run.workers": "4", "run.shards": "2", "run.sites": "2", "run.restarts": "1", "run.grace": "5s",
-    "run.elastic": "true", "run.directory": "records", "run.readable": "all",
+    "run.elastic": "true", "run.directory": "records", "run.readable": "all", "run.ring_order": "natural",
     "chunks.size": "1MiB", "sync.timeout": "1min",
     "sync.nonfinite": "skip", "sync.consistency": "ssp", "sync.slack": "2", "sync.global_batch": "32",
     "sync.lazy": "true", "sync.uplink": "leader", "sync.staleness": "rate", "sync.compensation": "0.1",
