@@ -65,6 +65,20 @@ def _ratio_row(case: Record) -> list[str]:
     ]
 
 
+def step_costs(record: Record) -> str:
+    """The ratios, the least CPU time of both, and by cause the microseconds of a step."""
+    cases = record["cases"]
+    causes = sorted({cause for case in cases for cause in case["causes"]})
+    least = ", ".join(f"{case['least_cpu_ratio']:.3f} with {case['workers']}" for case in cases)
+    heads = ["where", *(f"us, {case['workers']} workers" for case in cases)]
+    rows = [
+        [cause, *(f"{1e6 * case['causes'][cause]:.0f}" if cause in case["causes"] else "" for case in cases)]
+        for cause in causes
+    ]
+    said = f"Least CPU time of any block, Atoll's over the rival's: {least}."
+    return f"{ratios(record)}\n\n{said}\n\n{table(heads, rows)}"
+
+
 def footprint(record: Record) -> str:
     heads = ["model", "optimizer", "workers", "peak, MiB", "formula, MiB", "off by", "rivals, MiB", "target"]
     return table(heads, [_footprint_row(case) for case in record["cases"]])
@@ -582,6 +596,7 @@ def tables(folder: Path) -> dict[str, str]:
         "overhead": ratios,
         "ring": ratios,
         "ring_order": ring_order,
+        "step": step_costs,
         "footprint": footprint,
         "server": served,
         "consistency": consistency,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import sysconfig
@@ -51,8 +52,8 @@ def script_number(names: Sequence[str]) -> int | None:
     Only integers of at least 0 count. On a thread that runs no code of the user, the main thread's stack
     counts. Returns None without such a variable.
     """
-    frame = inspect.currentframe()
-    if not _line_of(frame):
+    frame = _script_frame(inspect.currentframe())
+    if frame is None:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         code = frame.f_code
@@ -92,15 +93,22 @@ def _shown(trace: TracebackType) -> str:
 
 
 def _line_of(frame: FrameType | None) -> str:
-    while frame is not None:
-        if is_script(frame.f_code.co_filename):
-            # The name may not be UTF-8, and the line goes to other workers and into records.
-            name = encoded(Path(frame.f_code.co_filename).name).decode()
-            return f"{name}:{frame.f_lineno}"
+    frame = _script_frame(frame)
+    if frame is None:
+        return ""
+    # The name may not be UTF-8, and the line goes to other workers and into records.
+    name = encoded(Path(frame.f_code.co_filename).name).decode()
+    return f"{name}:{frame.f_lineno}"
+
+
+def _script_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's own code, from `frame` outwards."""
+    while frame is not None and not is_script(frame.f_code.co_filename):
         frame = frame.f_back
-    return ""
+    return frame
 
 
+@functools.lru_cache(maxsize=4096)
 def is_script(file: str) -> bool:
     """True where a code file belongs to the user."""
     return not file.startswith(_NOT_THE_SCRIPT) and not any(folder in file for folder in _PACKAGES)

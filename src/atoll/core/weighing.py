@@ -54,7 +54,7 @@ class Certainty:
     def __init__(self, summed: Sequence[float]) -> None:
         self.workers, uncertain, self._weight, self._logarithms, *bits = summed
         self.certain = uncertain <= 0
-        self.equal = all(count in (0, self.workers) for count in bits)
+        self.equal = {0.0, self.workers}.issuperset(bits)
 
     @property
     def may_be_beyond(self) -> bool:

@@ -20,7 +20,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import is_, is_not
+from itertools import chain
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -124,7 +125,8 @@ class ChunkState:
         ]  # each slot's values; element-wise ones as views
         self.segments: list[Segment] = []
         self.present: tuple[bool, ...] | None = None  # the presence that `segments` were cut for
-        self._shown: list[tuple[Any, ...]] = [() for _ in self.slots]  # each slot's values as they were set
+        self._shown: list[Any] = []  # the slots' values as they were set, one after the other
+        self._shown_counts: list[int] = []  # how many are each slot's
         self._shown_own: list[Tensor] = []  # those of them that follow their segment's
 
     def signature(self, slot: int) -> tuple[object, ...]:
@@ -162,16 +164,14 @@ class ChunkState:
         """True where the script has replaced values in a slot's state, or written into a tensor that shows a
         segment's.
         """
-        if any(version_of(tensor) for tensor in self._shown_own):
+        if any(map(version_of, self._shown_own)) or list(map(len, self.slots)) != self._shown_counts:
             return True
-        return any(
-            len(slot) != len(shown) or any(map(is_not, slot.values(), shown))
-            for slot, shown in zip(self.slots, self._shown, strict=True)
-        )
+        return not all(map(is_, chain.from_iterable(map(dict.values, self.slots)), self._shown))
 
     def note_shown(self) -> None:
         """Remember the slots' present values as the ones that the script sees."""
-        self._shown = [tuple(slot.values()) for slot in self.slots]
+        self._shown = list(chain.from_iterable(map(dict.values, self.slots)))
+        self._shown_counts = list(map(len, self.slots))
         self._shown_own = [
             self.slots[slot][key]
             for segment in self.segments
@@ -652,7 +652,8 @@ class ChunkOptimizer:
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The step's pre-hook: parameters and state out, segments in."""
         self.restore()
-        args, kwargs = call_closure_now(args, kwargs)
+        if kwargs or len(args) > 1:
+            args, kwargs = call_closure_now(args, kwargs)
         check_groups(optimizer, self._group_parameters)
         if self._state_was_replaced():
             self._import()
@@ -702,12 +703,17 @@ class ChunkOptimizer:
         tensors.
         """
         state = self.optimizer.state
-        return any(chunk_state.is_edited() for chunk_state in self._states) or any(
-            state.get(parameter) is not slot
-            for chunk_state in self._states
-            for parameter, slot in zip(chunk_state.chunk.parameters, chunk_state.slots, strict=True)
-            if slot or parameter in state
-        )
+        for chunk_state in self._states:
+            if chunk_state.is_edited():
+                return True
+            parameters, slots = chunk_state.chunk.parameters, chunk_state.slots
+            if not all(map(is_, map(state.get, parameters), slots)) and any(
+                state.get(parameter) is not slot
+                for parameter, slot in zip(parameters, slots, strict=True)
+                if slot or parameter in state
+            ):
+                return True
+        return False
 
 
 def check_groups(

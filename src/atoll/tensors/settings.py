@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from operator import is_
 from typing import Any
 
 import msgspec
@@ -31,6 +32,34 @@ def settings_of(optimizer: torch.optim.Optimizer, *, scheduled: bool = True) -> 
     if settings and scale != 1.0:
         settings[0][GRADIENT_SCALE] = scale
     return settings
+
+
+class WatchedSettings:
+    """An optimizer's settings, made anew only where its param groups hold other values than before."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._values: list[Any] = []  # of which `_settings` were made
+        self._scale = 1.0
+        self._settings: Settings = []
+
+    def __call__(self) -> Settings:
+        """Return `settings_of` the optimizer as it is now."""
+        groups, scale = self._optimizer.param_groups, scale_of(self._optimizer)
+        values = [value for group in groups for key, value in group.items() if key != "params"]
+        known = len(values) == len(self._values) and all(map(is_, values, self._values))
+        if not known or scale != self._scale:
+            self._settings = settings_of(self._optimizer)
+            self._values = values if all(map(_is_fixed, values)) else []
+            self._scale = scale
+        return self._settings
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value is the same for as long as it is the same object."""
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return isinstance(value, (bool, int, float, str, type(None)))
 
 
 class SettingsCode:

@@ -16,6 +16,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod
@@ -163,15 +164,11 @@ def hook_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Remov
 # Tensors
 
 
-@_needs("torch.Tensor._version")
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor, or a view of its memory, was written into in place.
-
-    Autograd's own check for changed tensors. Atoll detects by it what a script has changed. Private:
-    `torch.Tensor._version`, 2.8 to 2.13. Public way: none to read it;
-    `torch.autograd.graph.increment_version` raises it.
-    """
-    return tensor._version
+# Returns how often a tensor, or a view of its memory, was written into in place: autograd's own check for
+# changed tensors. Atoll detects by it what a script has changed. Private: `torch.Tensor._version`, 2.8 to
+# 2.13. Public way: none to read it; `torch.autograd.graph.increment_version` raises it.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+_part("torch.Tensor._version", "version_of")
 
 
 @_needs("torch.UntypedStorage._cdata")
@@ -244,6 +241,10 @@ ZERO_LIST = "_foreach_zero_"
 # Compares two tensors' kinds of memory, and reads no value; `p.data = value` calls it. Private:
 # `torch._has_compatible_shallow_copy_type`, 2.8 to 2.13. Public way: none.
 compare_kinds: Any = _part("torch._has_compatible_shallow_copy_type", "compare_kinds")
+
+# Copies each tensor of the second list into that of the first, in one call. Private: `torch._foreach_copy_`,
+# 2.8 to 2.13. Public way: `copy_`, one by one.
+copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = _part("torch._foreach_copy_", "copy_all")
 
 # Moves an RNN's parameters into one piece of memory, as `flatten_parameters()` does on CUDA. Private:
 # `torch._cudnn_rnn_flatten_weight`, 2.8 to 2.13. Public way: none.
@@ -502,6 +503,7 @@ _LEFT = ("grad_scale", "found_inf")
 
 # The factor by which each optimizer's gradients were multiplied, until `forget_scale`.
 _INVERSES: WeakKeyDictionary[torch.optim.Optimizer, Tensor] = WeakKeyDictionary()
+_any_scale = False  # whether any was ever noted
 _FIRST: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
 _HAS_BATCH: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
 _unscale_gradients: Any = torch.amp.GradScaler.unscale_
@@ -639,12 +641,15 @@ def before_unscaling(
 
 def note_scale(optimizer: torch.optim.Optimizer, inverse_scale: Tensor) -> None:
     """Record that an optimizer's gradients were multiplied by `inverse_scale`."""
+    global _any_scale
+    _any_scale = True
     _INVERSES[optimizer] = inverse_scale
 
 
 def forget_scale(optimizer: torch.optim.Optimizer) -> None:
     """Forget the recorded scale: the optimizer has new gradients."""
-    _INVERSES.pop(optimizer, None)
+    if _any_scale:
+        _INVERSES.pop(optimizer, None)
 
 
 def scale_of(optimizer: torch.optim.Optimizer) -> float:
@@ -657,7 +662,7 @@ def scale_of(optimizer: torch.optim.Optimizer) -> float:
     scale = scale_left_to(optimizer)
     if isinstance(scale, Tensor):
         return _readable(inverse_of(scale))
-    inverse = _INVERSES.get(optimizer)
+    inverse = _INVERSES.get(optimizer) if _any_scale else None
     return 1.0 if inverse is None else _readable(inverse)
 
 

@@ -91,7 +91,7 @@ def are_alike(summed: Sequence[float]) -> bool:
     pass with odds of 2^-14 in each iteration. A worker that clips and one that does not never pass.
     """
     known, *counts = summed
-    return all(count in (0, known) for count in counts)
+    return {0.0, known}.issuperset(counts)
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from atoll.core.errors import RunError
@@ -96,7 +97,8 @@ class Buckets(Gradients):
             if gradient is not None and gradient is not view:
                 if gradient.dtype != view.dtype:
                     chunk.bound.check()
-                check_usable(name, gradient)
+                if gradient.requires_grad or gradient.layout != torch.strided:
+                    check_usable(name, gradient)
             self._owner.came()
             if chunk.fired[index]:
                 chunk.again()

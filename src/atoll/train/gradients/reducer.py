@@ -18,7 +18,7 @@ from atoll.core.stands import UNKNOWN, Epoch
 from atoll.exchange.feedback import Feedback
 from atoll.memory.proxies import edits_of
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.torch_compat import forget_clipping
+from atoll.tensors.torch_compat import backward_under_way, forget_clipping
 from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.gradients.samples import Contribution
 from atoll.train.gradients.sums import MakeSum, Own
@@ -110,6 +110,7 @@ class Reducer:
         self.synchronous = True  # False within no_sync
         self.sends_early = True  # while backward goes on
         self.unsent = False  # gradients have come that no reduction has seen
+        self._came_in = -1  # the backward in which the latest came
         self._reduced = False  # since the last step
         self._first_reduced: tuple[nn.Parameter, int] | None = None  # with a gradient, and how often written
         # By parameter: a gradient to which `zero_grad` has written zeros, and how often it was written then.
@@ -179,7 +180,10 @@ class Reducer:
 
     def came(self) -> None:
         """Autograd has delivered a gradient."""
-        self._calls.arm()
+        backward = backward_under_way()
+        if backward == -1 or backward != self._came_in:
+            self._came_in = backward
+            self._calls.arm()
         self.unsent = True
 
     def drop_kept(self) -> None:
@@ -217,7 +221,11 @@ class Reducer:
         return self._own
 
     def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._trained())
+        for bound in self._chunks:  # nearly always the first
+            for parameter in bound.parameters:
+                if parameter.grad is not None:
+                    return True
+        return False
 
     def _has_values(self) -> bool:
         """True where any gradient is not all zeros. On a GPU this waits."""

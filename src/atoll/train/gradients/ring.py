@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import msgspec
@@ -159,7 +160,8 @@ class RingSum(GroupSum):
         self._counts_told = False  # the line on counts that differ; alike on all members
         self._treatments = Treatments(settings)
         self._epochs = ComparedEpochs(calls.epochs_mixed)
-        self._means_seen: list[tuple[Tensor | None, int]] = []  # the means, and at which versions
+        self._means_seen: list[Tensor | None] = []  # as the script was shown them
+        self._versions_seen: list[int] = []
         self.carrier = carry(self, owner, chunks, self._accumulators)
         self.gradients = self.carrier.gradients
 
@@ -212,16 +214,16 @@ class RingSum(GroupSum):
             self._reference = own.counts_alike if alike else own.weight
         self._scaled_alike, self._scaled_by = alike, self._reference
 
-    @torch.no_grad()
     def reduce(self, own: Contribution) -> Contribution:
         """Send what has not left, wait for all of it, agree, and publish."""
         if self._boundary.begins_with < 0:
             self._boundary.begins_with = self._number
-        agreed, order = self._round(own, self.where)
-        if self._number == 0:
-            self._boundary.awaited = agreed.newcomers
-        self._treatments.latest = None  # all know
-        self._take(agreed, order)
+        with torch.no_grad():
+            agreed, order = self._round(own, self.where)
+            if self._number == 0:
+                self._boundary.awaited = agreed.newcomers
+            self._treatments.latest = None  # all know
+            self._take(agreed, order)
         self._look()
         points.reach("ring.published", self.steps)
         return agreed.contribution
@@ -335,11 +337,10 @@ class RingSum(GroupSum):
 
     def before_step(self) -> None:
         self._treatments.steps()
-        now = [each.grad for bound in self._chunks for each in bound.parameters] if self._means_seen else []
-        self._treatments.edited |= any(
-            gradient is not seen or (seen is not None and version_of(seen) != version)
-            for gradient, (seen, version) in zip(now, self._means_seen, strict=True)
-        )
+        if self._means_seen and not self._treatments.edited:
+            now = [each.grad for bound in self._chunks for each in bound.parameters]
+            unchanged = all(map(is_, now, self._means_seen)) and _versions(now) == self._versions_seen
+            self._treatments.edited = not unchanged
 
     def clipped(self, max_norm: float, norm_type: float) -> None:
         self._treatments.clipped(max_norm, norm_type)
@@ -348,8 +349,8 @@ class RingSum(GroupSum):
     def _look(self) -> None:
         """See the means as they are, to notice what the script changes where members must do alike."""
         if self._steps_here:
-            gradients = [each.grad for bound in self._chunks for each in bound.parameters]
-            self._means_seen = [(each, 0 if each is None else version_of(each)) for each in gradients]
+            self._means_seen = [each.grad for bound in self._chunks for each in bound.parameters]
+            self._versions_seen = _versions(self._means_seen)
 
     def confirm(self, what: str) -> None:
         ring = self.ring
@@ -480,6 +481,7 @@ class RingBuckets(Buckets):
         buffers = ring_sum.buffers
         super().__init__(owner, lay_messages(chunks, least, 0 if buffers is None else len(buffers)), nodes)
         self._sum, self._ring = ring_sum, ring_sum.ring
+        self._scales_by: float | None = None  # in the backward under way, once its first gradient has come
         self._agreement_rides = _agreement_rides(self.order)
         self._held_back = int(self._agreement_rides)  # with what is said at the end of backward
 
@@ -544,8 +546,18 @@ class RingBuckets(Buckets):
         for chunk, here in zip(self.in_order, present, strict=True):
             chunk.publish(here)
 
+    def begin(self) -> None:
+        super().begin()
+        self._scales_by = None
+
+    def drop_kept(self) -> None:
+        super().drop_kept()
+        self._scales_by = None
+
     def _scale(self) -> float:
-        return self._sum.scale()
+        if self._scales_by is None:
+            self._scales_by = self._sum.scale()
+        return self._scales_by
 
     def _leave(self, message: Message) -> None:
         self._sum.leaving()
@@ -597,6 +609,10 @@ def over_ring(ring: AnyRing, calls: Calls, message_bytes: int, **options: Any) -
     return partial(
         RingSum, ring=ring, calls=calls, carry=partial(RingBuckets, least=message_bytes), **options
     )
+
+
+def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
+    return [0 if each is None else version_of(each) for each in gradients]
 
 
 def refuse_unlike_members(ring: AnyRing, own: Word, what: str) -> str:

@@ -203,8 +203,11 @@ class Ring:
     @property
     def seconds_waited(self) -> float:
         """In all, on all channels."""
-        now = [] if self._channels is None else self._channels.all
-        return self._waited_before + sum(channel.seconds_waited for channel in now)
+        seconds = self._waited_before
+        if self._channels is not None:
+            for channel in self._channels.all:
+                seconds += channel.seconds_waited
+        return seconds
 
     @property
     def _all(self) -> _Channels:

@@ -25,10 +25,10 @@ from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
-from atoll.tensors.settings import settings_of
+from atoll.tensors.settings import WatchedSettings, settings_of
 from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.ring import Boundary, RingReducer
-from atoll.train.gradients.solo import SoloReducer
+from atoll.train.gradients.solo import GatheredGradients, SoloReducer, are_quickly_gathered
 from atoll.train.gradients.tiersums import Holder
 from atoll.train.group.inner import AnyRing
 from atoll.train.group.rounds import Ring
@@ -101,8 +101,15 @@ class Alone:
     brings_parameters = brings_frozen = False
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
-        reducer = SoloReducer(training.chunks, training.calls)
-        return reducer, ParameterOptimizer(training.optimizer, training.hooks)
+        chunks = training.chunks
+        reducer = SoloReducer(chunks, training.calls)
+        if not are_quickly_gathered(chunks):
+            return reducer, ParameterOptimizer(training.optimizer, training.hooks)
+        gathered = GatheredGradients(chunks)
+        stepper = ChunkOptimizer(
+            training.optimizer, chunks, training.elementwise, training.hooks, gathered.gather
+        )
+        return reducer, stepper
 
     def loaded(self) -> None:
         """There is nobody to tell."""
@@ -129,7 +136,7 @@ class OverRing:
             message_bytes=message_bytes_for(training.chunk_map),
             number=self._models,
             boundary=self._boundary,
-            settings=partial(settings_of, training.optimizer),
+            settings=WatchedSettings(training.optimizer),
         )
         self._models += 1
         stepper = ChunkOptimizer(
