@@ -238,7 +238,7 @@ def genuine(
         kind, items = taken
         frames = np.zeros((len(items), outgoing.size), dtype=np.uint8)
         frames[:, 1] = kind
-        outgoing.write(kind, items, frames)
+        outgoing.bodies.write(kind, items, frames)
         bursts.append(frames)
     return values, bursts
 
