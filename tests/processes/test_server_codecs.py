@@ -13,7 +13,7 @@ from shard_cluster import Run, Worker, gradients, mean_of
 from torch import Tensor
 
 from atoll.exchange.codecs import codec_named
-from atoll.exchange.coding import Coding, seed_of
+from atoll.exchange.coding import Coding
 from atoll.net.endpoint import Server
 from atoll.server.journal import Folder, Journal
 from atoll.server.recovery import encode_image, find
@@ -42,7 +42,7 @@ def push(worker: Worker, iteration: int, tensors: list[Tensor], share: int = 0, 
             shares=shares,
             late=True,
         )
-        worker.send(shard, message, CODING.encode(flat[start:stop], seed_of(iteration, chunk)))
+        worker.send(shard, message, CODING.encode(flat[start:stop], iteration + chunk))
 
 
 def read(tensors: list[Tensor]) -> list[Tensor]:

@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.core.errors import RunError, UserError
+from atoll.core.config import load_config
+from atoll.core.errors import ConfigError, RunError, UserError
 from atoll.exchange.codeccheck import flaw_of
 from atoll.exchange.codecs import OWN, BFloat16, codec_named
 from atoll.exchange.coding import Coding
+from atoll.exchange.seeds import seed_of
 from atoll.wire.base import WireError
 from atoll.wire.lost import LostBlocks, missing_of
 
@@ -57,7 +59,7 @@ def test_a_codec_of_atolls_own_keeps_the_contract(name: str) -> None:
 def test_a_bfloat16_is_the_nearest_one_and_of_two_the_even_one(given: int, read: int) -> None:
     coding = Coding(BFloat16())
     values = torch.tensor([struct.unpack("<f", struct.pack("<I", given))[0]])
-    payload = coding.encode(values, seed=0)
+    payload = coding.encode(values, 0)
     assert bytes(payload) == struct.pack("<H", read >> 16)  # the upper half, the lower byte first
     found = coding.decode(payload, 1)
     assert int(found.view(torch.int32)) & 0xFFFFFFFF == read
@@ -289,3 +291,21 @@ def test_a_codec_that_never_writes_some_elements_is_found() -> None:
     assert "an element holds back 128 gradients; each must have its turn" in flaw_of(
         Evens(turns=False), "evens"
     )
+
+
+@pytest.mark.parametrize("turns", [2, 3, 4, 8])
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 8])
+def test_each_turn_comes_whenever_a_parameter_has_a_gradient(turns: int, stride: int) -> None:
+    """Two parts of a GAN have gradients by turns: seeds that rose by one gave each part one turn alone."""
+    seen = [seed_of(7 + stride * number) % turns for number in range(512)]
+    last = [max(n for n, turn in enumerate(seen) if turn == each) for each in range(turns)]
+    first = [seen.index(each) for each in range(turns)]
+    assert max(first) < 64
+    assert min(last) >= 512 - 64
+
+
+def test_a_configuration_names_a_codec_that_there_is(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('[sync]\ncodec = "bfloat61"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match="sync.codec: no such choice 'bfloat61'; did you mean 'bfloat16'"):
+        load_config(file)

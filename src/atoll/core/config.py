@@ -64,6 +64,9 @@ Transport = Literal["tcp", "ltp"]
 Fill = Literal["zero", "last", "rescale"]
 Overlay = Literal["all", "own", "none"]
 PLAIN_CODEC = "float32"  # writes each dtype as it is
+CODECS: tuple[str, ...] = (PLAIN_CODEC, "bfloat16")
+# Codecs of other packages have entry points in this group (docs/own-codec.md).
+CODEC_GROUP = "atoll.codecs"
 MOST_STALE = 1024  # iterations: each keeps a gradient in memory
 MOST_STRIPES = 8  # UDP flows of one connection, as its datagrams can number them
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -515,7 +518,8 @@ def _convert(table: dict[str, Any], where: str) -> Config:
         config = msgspec.convert(_numbers_as_text(table), Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_explain(str(error), table)}") from None
-    _check_strategy(config.run.strategy, where)
+    _check_installed("run.strategy", config.run.strategy, STRATEGIES, SYNCHRONIZERS, where)
+    _check_installed("sync.codec", config.sync.codec, CODECS, CODEC_GROUP, where)
     for section, keys in keys_of_sections().items():
         for key, option in keys.items():
             try:
@@ -534,12 +538,12 @@ def _convert(table: dict[str, Any], where: str) -> Config:
     return config
 
 
-def _check_strategy(name: str, where: str) -> None:
-    """Raise ConfigError for a strategy that neither Atoll nor an installed package has."""
-    if name not in STRATEGIES:
-        known = (*STRATEGIES, *sorted({each.name for each in entry_points(group=SYNCHRONIZERS)}))
+def _check_installed(key: str, name: str, own: Sequence[str], group: str, where: str) -> None:
+    """Raise ConfigError for a name that is neither one of Atoll's own nor an entry point of the group."""
+    if name not in own:
+        known = (*own, *sorted({each.name for each in entry_points(group=group)}))
         if name not in known:
-            raise ConfigError(f"{where}: run.strategy: {no_such_choice(name, known)}")
+            raise ConfigError(f"{where}: {key}: {no_such_choice(name, known)}")
 
 
 def _numbers_as_text(table: dict[str, Any]) -> dict[str, Any]:

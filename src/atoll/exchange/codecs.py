@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from atoll.axes.codec import Codec
-from atoll.core.config import PLAIN_CODEC
+from atoll.core.config import CODEC_GROUP, PLAIN_CODEC
 from atoll.core.errors import UserError
 from atoll.core.texts import one_line
 from atoll.exchange.codeccheck import flaw_of
 from atoll.tensors.payload import tensor_of
 
-GROUP = "atoll.codecs"
 _MOST_NAMED = 8  # codecs of other packages in an error
 
 
@@ -77,13 +76,13 @@ def codec_named(name: str, *, allowed: str | None = None) -> Codec:
             f"sync.codec {one_line(name, 100)!r} is none of Atoll's own ({_listed(OWN)}), and of others this "
             f"process may load {may}: its operator names the one that it may, by --codec NAME"
         )
-    found = entry_points(group=GROUP)
+    found = entry_points(group=CODEC_GROUP)
     entry = next((each for each in found if each.name == name), None)
     if entry is None:
         raise UserError(
             f"sync.codec: there is no codec {one_line(name, 100)!r}: Atoll has {_listed(OWN)}, and installed "
-            f"packages have {_listed({each.name for each in found})} (entry points of the group {GROUP}): "
-            "install the package that has it on every machine, or correct the name"
+            f"packages have {_listed({each.name for each in found})} (entry points of the group "
+            f"{CODEC_GROUP}): install the package that has it on every machine, or correct the name"
         )
     return _loaded(entry)
 

@@ -15,6 +15,7 @@ from atoll.core.config import PLAIN_CODEC
 from atoll.core.errors import RunError
 from atoll.core.texts import one_line
 from atoll.exchange.codecs import Float32
+from atoll.exchange.seeds import seed_of
 from atoll.wire.base import WireError
 from atoll.wire.lost import LostBlocks, flaw, missing_of, spans_of
 
@@ -44,13 +45,17 @@ class Coding:
         """The bytes of a run's payload."""
         return self.codec.size(elements) if self.writes(dtype) else elements * itemsize(dtype)
 
-    def encode(self, values: Tensor, seed: int) -> memoryview:
-        """A run's payload, in memory of its own. `values`: (elements,), on the CPU, of a dtype that is
-        written."""
+    def encode(self, values: Tensor, number: int) -> memoryview:
+        """A run's payload, in memory of its own.
+
+        Args:
+            values: (elements,), on the CPU, of a dtype that is written.
+            number: of the contribution; the codec's seed is drawn from it.
+        """
         memory = np.empty(self.codec.size(values.numel()), np.uint8)
         if values.numel():
             try:
-                self.codec.encode(values, memory.data, seed)
+                self.codec.encode(values, memory.data, seed_of(number))
             except Exception as error:  # a codec may be anybody's code
                 raise RunError(f"sync.codec {self.name!r} cannot write a gradient: {_line(error)}") from error
         return memory.data
@@ -97,11 +102,6 @@ class Coding:
 
 
 PLAIN = Coding(Float32())
-
-
-def seed_of(exchange: int, chunk: int) -> int:
-    """The seed of a chunk's code in an exchange: it rises by one with each."""
-    return exchange + chunk
 
 
 def bytes_of(flat: Tensor) -> memoryview:

@@ -20,7 +20,7 @@ from atoll.axes.needs import check
 from atoll.chunks import Chunk
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError
-from atoll.exchange.coding import CODED_DTYPE, PLAIN, Coding, bytes_of, seed_of
+from atoll.exchange.coding import CODED_DTYPE, PLAIN, Coding, bytes_of
 from atoll.net.lossychunks import Priorities
 from atoll.net.returning import elements_in_block
 from atoll.net.tunnel import Lossy
@@ -134,7 +134,7 @@ class Feedback:
         added = self.add(exchange, chunk, values, present, weight, start=start, along=along)
         if not self._coding.writes(self._dtypes[chunk]):
             return Written(bytes_of(added), added, self.sent(exchange, chunk, added))
-        payload = self._coding.encode(added.detach().to("cpu"), seed_of(exchange, chunk))
+        payload = self._coding.encode(added.detach().to("cpu"), exchange + chunk)
         lossless = not self._coding.loses(self._dtypes[chunk])
         read = added if lossless else self._coding.decode(payload, added.numel())
         return Written(payload, read, self.sent(exchange, chunk, read))

@@ -64,7 +64,8 @@ class Coder(Protocol):
 
     def encode(self, values: Tensor, seed: int) -> Tensor:
         """The payload of `values`, (elements,), in host memory: uint8, (bytes,). Equal values and seeds give
-        equal bytes."""
+        equal bytes. Any number that differs from exchange to exchange will do as a seed, the step's for
+        instance: the codec's own seed is drawn from it."""
 
     def decode(self, payload: Tensor, like: Tensor) -> Tensor:
         """The values in a payload, with the shape and dtype of `like`. What a codec rounds off is lost.
