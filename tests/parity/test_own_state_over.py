@@ -124,6 +124,7 @@ def _cases() -> list[Any]:
     return cases
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("source", "to", "worlds", "name", "settings"), _cases())
 def test_lives_of_one_training(
     source: str,

@@ -181,6 +181,7 @@ def check(seen: list[tuple[list[list[float]], list[str]]], names: list[str], *, 
 TIERS = Memory(device="12KiB", chunk="1KiB", step="host")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("memory", [Memory(), TIERS], ids=["whole", "tiers"])
 @pytest.mark.parametrize("strategy", ["ring", "hierarchical"])
 def test_a_ring_weighs_by_samples_where_they_are_certain(

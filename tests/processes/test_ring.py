@@ -498,6 +498,7 @@ def clip_unlike(place: Place, way: str, meets: str, folder: Path) -> list[Tensor
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("way", "meets", "said"),
     [

@@ -305,6 +305,7 @@ def test_the_choice_is_never_worse_than_what_its_reason_names(
     assert alone == choice  # no chance is in it
 
 
+@pytest.mark.check
 @settings(max_examples=50)
 @given(clusters(), st.randoms(use_true_random=False))
 def test_other_numbers_for_the_workers_change_only_the_numbers(cluster: Cluster, random) -> None:

@@ -91,6 +91,7 @@ def said(given: Values, panel: str, about: str) -> Claim:
     return claim
 
 
+@pytest.mark.check
 @given(values)
 @settings(max_examples=40, deadline=None)
 def test_the_slopes_say_which_claims_stop(given: Values) -> None:

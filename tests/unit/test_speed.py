@@ -187,6 +187,7 @@ def slow_job(place: Place, folder: str) -> tuple[list[str], float]:
     return order, max(step.waiting for step in steps)
 
 
+@pytest.mark.check
 def test_gradients_of_a_slow_worker_leave_late(pool: WorkerPool, tmp_path: Path) -> None:
     (fast, waited), (slow, _) = pool.run(slow_job, str(tmp_path), world=2)
     assert "settle" not in fast
