@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable
 from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from atoll.core.errors import ConfigError
 from atoll.core.texts import nearest
 from atoll.core.units import bytes_per_second, parse_bytes, parse_seconds
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Unit(NamedTuple):
@@ -177,3 +180,13 @@ def _meanings(struct: type) -> dict[str, str]:
     text = inspect.cleandoc(struct.__doc__ or "").partition("\nArgs:\n")[2]
     entries = re.split(r"^    (\w+): ", text.partition("\n\n")[0], flags=re.MULTILINE)[1:]
     return {name: " ".join(said.split()) for name, said in zip(entries[::2], entries[1::2], strict=True)}
+
+
+def as_argument(options: msgspec.Struct) -> str:
+    """Write a struct as one argument of a process, in ASCII: a folder's name may be no UTF-8."""
+    return json.dumps(msgspec.to_builtins(options))
+
+
+def from_argument(text: str, kind: type[T]) -> T:
+    """Read what `as_argument` wrote."""
+    return msgspec.convert(json.loads(text), kind)

@@ -19,12 +19,12 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-import msgspec
 from msgspec.structs import replace
 
 from atoll.core.config import SOCKETS_VARIABLE
 from atoll.core.errors import AtollError
 from atoll.core.events import NO_WORKER, Ended
+from atoll.core.options import from_argument
 from atoll.core.runclock import record_time
 from atoll.core.texts import one_line, shortened
 from atoll.hub.options import HubOptions
@@ -50,9 +50,9 @@ def main(arguments: list[str], score_for: ScoreFor | None = None) -> int:
     name, text = arguments
     try:
         if name == "hub":
-            _hub(msgspec.json.decode(text, type=HubOptions), score_for)
+            _hub(from_argument(text, HubOptions), score_for)
         else:
-            _shard(msgspec.json.decode(text, type=ServerOptions))
+            _shard(from_argument(text, ServerOptions))
     except AtollError as error:
         _tell(name, str(error), error.exit_status)
         with contextlib.suppress(OSError):  # the log's disk is full

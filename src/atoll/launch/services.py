@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
 from atoll.core.config import KEYS_VARIABLE, SERVED, Config
 from atoll.core.errors import GivenUpError
+from atoll.core.options import as_argument
 from atoll.hub.options import HubOptions
 from atoll.launch.parts import called
 from atoll.launch.processes import signal_name, start_logged
@@ -179,7 +179,7 @@ class Services:
         """Start the hub or a shard, with a log of its own."""
         self._options[name] = options
         module = self._hub_module if name == "hub" else SERVICE
-        command = [sys.executable, "-m", module, name, msgspec.json.encode(options).decode()]
+        command = [sys.executable, "-m", module, name, as_argument(options)]
         environment = {**self._environment, "OMP_NUM_THREADS": "1"}
         self.processes[name] = self._start(called(name), command, self._log(name), environment)
 
