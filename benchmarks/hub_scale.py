@@ -47,7 +47,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from atoll.hub.decisions import DecisionReader
+from atoll.hub.decisions import decision_reader
 from atoll.hub.main import ADDRESS_FILE
 from atoll.net.endpoint import Client
 from atoll.net.requests import ask
@@ -563,7 +563,7 @@ def measure(count: int, connections: int, machine: int, steady: float, cores: Se
         stack.callback(workers.close)
         stranger = Stranger(hub.address)
         stack.callback(stranger.close)
-        decisions = DecisionReader(folder)
+        decisions = decision_reader(folder)
 
         spent = hub.cpu()
         workers.tell("connect")
@@ -587,7 +587,7 @@ def measure(count: int, connections: int, machine: int, steady: float, cores: Se
         odd: list[Any] = []
 
         def known(vanished: set[int]) -> bool:
-            for each in decisions.take():
+            for each in decisions.read():
                 if each.what == "worker died":
                     incarnation = int(each.choice.rpartition(" ")[2])
                     dead.add(incarnation)

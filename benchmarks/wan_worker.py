@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from atoll.core.errors import PeerLostError
 from atoll.net.keys import read_keys
+from atoll.net.linkoptions import LinkTestOptions
 from atoll.net.linkreport import Packets
-from atoll.net.linktester import LinkTester, Sender, Wish
+from atoll.net.linktester import LinkTester, Sender
 
 GLOO, STREAMS = "gloo", "tcp:bbr x8"
 STREAM, COUNT = "tcp:bbr", 8  # what the streams are, and how many
@@ -172,10 +173,10 @@ def run(plan: Plan) -> dict[str, Made]:
     """Open all contestants' ways, and let them take turns in an order drawn anew for each round."""
     keys = read_keys(Path(plan.keys))
     made = {name: Made() for name in plan.counts}
-    wish = Wish(size=plan.size, timeout=SECONDS, seed=plan.seed)
+    wish = LinkTestOptions(size=plan.size, timeout=SECONDS, seed=plan.seed)
     with (
         LinkTester(plan.address, keys, wish) as tester,
-        LinkTester(plan.address, keys, Wish(size=plan.size // COUNT, timeout=SECONDS)) as parts,
+        LinkTester(plan.address, keys, LinkTestOptions(size=plan.size // COUNT, timeout=SECONDS)) as parts,
     ):
         contestants: dict[str, Contestant] = {}
         for name in plan.counts:
