@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import lay_out_memory
-from atoll.core.errors import AtollError, ConfigError, MismatchError, PrepareError, UserError
+from atoll.core.errors import AtollError, ConfigError, MismatchError, PrepareError, RunError, UserError
 from atoll.core.memory import Memory
 from atoll.memory import copies, planning
 from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit, plan
+from atoll.memory.payloads import VALUES
 from atoll.memory.sharded import Sharded
 from atoll.memory.stages import Stages
 from atoll.moves.owners import UNIT, Groups
@@ -919,6 +920,34 @@ def test_a_member_that_fails_ends_the_others() -> None:
     with pytest.raises(ValueError, match="the script's own"):
         share_between(script, 0.5, body)
     assert {rank for rank, _ in ended} == {0, 2}
+
+
+def test_a_member_whose_steps_have_ended_says_that_it_has_gone() -> None:
+    """Who asks it for values is not told of the end of "the session", which would be taken for its own."""
+    ended, told = threading.Event(), list[str]()
+
+    def body(member: Member, _model: Any, _optimizer: Any, fitted: Sharded) -> None:
+        def over(_chunk: int) -> None:
+            raise RunError("the optimizer's step of 'w' will not come: the session ended before it")
+
+        if member.rank == 0:
+            fitted.sharing.wait_stepped = over
+        fitted.sync("the test")
+        try:
+            if member.rank == 1:
+                chunk = next(c for c in fitted.engine.chunks if fitted.sharing.others(c))
+                with fitted.sharing.pin((chunk, VALUES)):
+                    pass
+        except RunError as error:
+            told.append(str(error))
+            raise
+        finally:
+            ended.set()
+        assert ended.wait(60)
+
+    with pytest.raises(RunError):
+        share_between(Script("gpt", (1.0,) * 2), 0.5, body)
+    assert told == ["worker 0 has gone: it holds its part of the model no more"]
 
 
 def test_plans_that_members_agree_on() -> None:

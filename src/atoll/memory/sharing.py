@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atoll.chunks import Chunk
-from atoll.core.errors import DeadlineError, UserError
+from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.memory import copies
 from atoll.memory.grouping import Grouping
 from atoll.memory.members import Members
@@ -297,7 +297,14 @@ class Sharing:
         if kind == GRADIENT:
             yield self.gradient(chunk)
             return
-        self.wait_stepped(chunk)
+        try:
+            self.wait_stepped(chunk)
+        except DeadlineError:
+            raise
+        except (
+            RunError
+        ) as error:  # nobody steps any more; in those words the asker would look at its own script
+            raise RunError(f"worker {self.rank} has gone: it holds its part of the model no more") from error
         if kind in ("described", "described.size"):
             word = self.described(chunk) or b""
             yield torch.tensor([len(word)]) if kind != "described" else _bytes(word)
