@@ -14,7 +14,7 @@ from atoll.core.options import Option, options_of
 
 
 def command(do: Callable[..., None], *structs: type[msgspec.Struct]) -> Callable[..., None]:
-    """What typer makes a command of: it calls `do` with a struct of each kind, of what was given.
+    """Return a function that typer makes a command of: it calls `do` with a struct of each kind.
 
     The command's help is the docstring of `do`. Raises UserError, one line that names the option, for a value
     that is wrong.
@@ -72,7 +72,7 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 
 def help_of(option: Option) -> str:
-    """What an option means; where it stands for a key of the configuration, the first sentence on the key."""
+    """Return an option's meaning: of a key of the configuration, the first sentence."""
     if not option.mark.key:
         return option.meaning
     section, _, name = option.mark.key.partition(".")

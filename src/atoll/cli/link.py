@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What a measurement is made with, beside what is asked for.
+    """The server, the keys and the form of the answer of one measurement; LinkTestOptions has the rest.
 
     Args:
         address: Where `atoll link serve` listens.

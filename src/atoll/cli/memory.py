@@ -44,7 +44,7 @@ def _members(text: str) -> int:
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What is laid out, and how.
+    """The model to lay out, and the sizes of its chunks.
 
     Args:
         shapes: A list of objects: name, shape, dtype, and maybe feature, trainable and settings.

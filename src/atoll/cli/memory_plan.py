@@ -31,7 +31,7 @@ _WAYS = {
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is planned for.
+    """The script and the links of a plan; the budgets are options of their own.
 
     Args:
         script: A training script that calls atoll.memory.fit, or a session.

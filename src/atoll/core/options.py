@@ -1,4 +1,4 @@
-"""What the options of a command, of a service or of a section of the configuration are.
+"""Options of a command, of a service, or of a section of the configuration, as the fields of a struct.
 
 A struct's fields are the options. Its docstring says under `Args:` what each one means, in one place for
 `--help` and for the pages of the documentation. An annotation says what a type cannot: a unit, and how a
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Unit(NamedTuple):
-    """What an option's text is turned into: `parse` gives a number of `of`, `word` stands in `--help`.
+    """The unit of an option's text: `parse` gives a number of `of`, `word` stands in `--help`.
 
     `zero` is what is wrong with a value of 0; empty: nothing. `show` writes a number as a text that `parse`
     reads.
@@ -97,7 +97,7 @@ class Option(NamedTuple):
 
     @property
     def word(self) -> str:
-        """What stands for the value in `--help`."""
+        """The word for the value in `--help`."""
         return self.mark.word or (self.unit.word if self.unit is not None else "")
 
     @property
@@ -171,12 +171,12 @@ def _option(field: msgspec.structs.FieldInfo, hint: Any, meaning: str) -> Option
 
 
 def summary_of(struct: type) -> str:
-    """What a struct's docstring says before `Args:`."""
+    """Return the part of a struct's docstring before `Args:`."""
     return inspect.cleandoc(struct.__doc__ or "").partition("\nArgs:\n")[0].strip()
 
 
 def _meanings(struct: type) -> dict[str, str]:
-    """What a struct's docstring says of each field, on one line each."""
+    """Return each field's meaning from a struct's docstring, on one line each."""
     text = inspect.cleandoc(struct.__doc__ or "").partition("\nArgs:\n")[2]
     entries = re.split(r"^    (\w+): ", text.partition("\n\n")[0], flags=re.MULTILINE)[1:]
     return {name: " ".join(said.split()) for name, said in zip(entries[::2], entries[1::2], strict=True)}

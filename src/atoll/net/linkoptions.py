@@ -40,7 +40,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 class LinkTestOptions(msgspec.Struct, frozen=True):
-    """What is asked for. Raises UserError, one line, for what cannot be.
+    """One measurement of a link. Raises UserError, one line, for values out of range.
 
     Args:
         transports: Of ltp, ltp:reliable, tcp, tcp:ALGORITHM (of congestion control).
