@@ -19,6 +19,7 @@ import pytest
 
 from atoll.core.errors import RunError, UserError
 from atoll.net import udp
+from atoll.net.packetfilter import MOST_STEPS, SAMPLE, only_sessions
 from atoll.net.udp import Address, Bytes, UdpPort
 from atoll.testing.leaks import still_open
 
@@ -532,7 +533,7 @@ def test_two_processes_exchange_20_megabytes() -> None:
 def test_the_kernel_takes_only_what_it_is_told_to(host: str, count: int) -> None:
     words = [(1000 + each).to_bytes(4, "little") for each in range(count)]
     with UdpPort((host, 0)) as port, socket.socket(port.family, socket.SOCK_DGRAM) as sender:
-        assert port.take_only(1, 4, words, 17)
+        assert port.take_only(only_sessions(1, 17, 4, words))
         for bad in (
             b"",
             b"\1",
@@ -547,7 +548,7 @@ def test_the_kernel_takes_only_what_it_is_told_to(host: str, count: int) -> None
         if good:
             assert [bytes(row) for got in take(port, count) for row in got.frames] == good
         assert port.receive() == []
-        assert port.take_only(1, 0, [b"\1\0\0\0"], 4)  # in place of what was asked for before
+        assert port.take_only(only_sessions(1, 4, 0, [b"\1\0\0\0"]))  # in place of what was asked for before
         sender.sendto(b"\1\0\0\0", port.address)
         take(port, 1)
 
@@ -555,4 +556,29 @@ def test_the_kernel_takes_only_what_it_is_told_to(host: str, count: int) -> None
 @linux_only
 def test_more_words_than_a_filter_holds_are_refused() -> None:
     with UdpPort(("127.0.0.1", 0)) as port:
-        assert not port.take_only(1, 4, [each.to_bytes(4, "big") for each in range(201)], 17)
+        words = [each.to_bytes(4, "big") for each in range(MOST_STEPS // 2)]
+        assert not port.take_only(only_sessions(1, 17, 4, words))
+
+
+@linux_only
+def test_the_kernel_takes_a_known_session_only_from_its_address(host: str) -> None:
+    word = b"\7\0\0\0"
+    with (
+        UdpPort((host, 0)) as port,
+        socket.socket(port.family, socket.SOCK_DGRAM) as friend,
+        socket.socket(port.family, socket.SOCK_DGRAM) as other,
+    ):
+        for sender in (friend, other):
+            sender.bind((host, 0))
+        sources = [("127.0.0.9", 7), ("::9", 7), friend.getsockname()[:2]]
+        assert port.take_only(only_sessions(1, 17, 4, [b"\6\0\0\0"], [b"\5\0\0\0", word], sources))
+        datagram = b"\1\0\0\0" + word + bytes(20)
+        for _ in range(10 * SAMPLE):
+            other.sendto(datagram, port.address)
+        let_in = sum(len(got.frames) for got in port.receive())
+        assert 0 < let_in < 5 * SAMPLE  # one in SAMPLE: 10 of 640
+        for _ in range(50):
+            friend.sendto(datagram, port.address)
+        take(port, 50)
+        other.sendto(b"\1\0\0\0" + b"\6\0\0\0" + bytes(20), port.address)  # a session that nobody has
+        take(port, 1)

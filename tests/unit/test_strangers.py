@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from atoll.core.descriptors import files_in, opened
-from atoll.net import strangers
+from atoll.net import endpoint, strangers
 from atoll.net.endpoint import Client, Server
 from atoll.net.keys import Keys, make_keys, write_keys
 
@@ -75,6 +75,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
     """A process that may have 48 connections, of which 42 may be strangers', and 36 of one address."""
     monkeypatch.setattr(strangers, "raise_descriptor_limit", lambda: 48 + 32 + 64)
     monkeypatch.setattr(strangers, "_COUNT_SECONDS", math.inf)  # the crowd's descriptors are of this process
+    monkeypatch.setattr(strangers, "_FLOOD_RATE", math.inf)
     return 42
 
 
@@ -187,6 +188,99 @@ def test_a_port_full_of_those_who_belong_there_is_told_of(few: int) -> None:
         assert "127.0.0.1" in lines[-1]
         assert "ulimit -n" in lines[-1]
         until(lambda: watch.connections <= 16, "more are there than can be")
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
+HELLO = b"\x04\xc8\x05HELLO\x01" + bytes(193)
+WRONG = {
+    "garbage": bytes(range(256)),
+    "a byte": b"\xff",
+    "half a greeting": GREETING[:40],
+    "half a handshake": GREETING + HELLO,
+}
+
+
+@pytest.fixture
+def screened(monkeypatch: pytest.MonkeyPatch, keys: Keys | None) -> Iterator[tuple[Server, Crowd]]:
+    """A server with a small table of half-open connections, and a crowd that has flooded it."""
+    monkeypatch.setattr(endpoint, "_BACKLOG", 16)
+    monkeypatch.setattr(strangers, "_FLOOD_RATE", 1.0)  # which this process reaches on a busy machine too
+    with Server("tcp://127.0.0.1:0", keys, limit=LIMIT, name="shard 0") as server:
+        crowd = Crowd(server)
+        lines: list[str] = []
+
+        def floods() -> bool:
+            crowd.come(20, WRONG["garbage"])
+            lines.append(server.take_report())
+            return "flooded" in lines[-1]
+
+        until(floods, "the flood was not noticed")
+        assert "\n" not in lines[-1]
+        yield server, crowd
+        crowd.close()
+
+
+@linux_only
+@pytest.mark.parametrize("says", WRONG)
+def test_in_a_flood_the_kernel_drops_what_begins_otherwise(
+    screened: tuple[Server, Crowd], keys: Keys | None, says: str
+) -> None:
+    server, crowd = screened
+    wrong = crowd.come(60, WRONG[says])  # more than the table of half-open connections has room for
+    silent = crowd.come(30)
+    assert joins(server, keys) < 5.0
+    assert not any(map(is_closed, wrong + silent))  # as libzmq would have done
+
+
+@linux_only
+def test_who_comes_in_a_flood_stays_and_is_heard(screened: tuple[Server, Crowd], keys: Keys | None) -> None:
+    server, crowd = screened
+    with Client(server.address, keys, limit=LIMIT, name="shard 0") as client:
+        for number in range(20):
+            client.send(b"%d" % number, bytes(100_000))
+            received = server.receive(DEADLINE)
+            assert received is not None
+            assert received.header == b"%d" % number
+            assert server.send(received.peer, b"heard %d" % number, bytes(100_000))
+            answer = client.receive(DEADLINE)
+            assert answer is not None
+            assert answer[0] == b"heard %d" % number
+            crowd.come(5, WRONG["garbage"])
+        assert client.losses == 0
+
+
+@linux_only
+def test_after_a_while_everything_is_let_through_again(
+    monkeypatch: pytest.MonkeyPatch, keys: Keys | None
+) -> None:
+    monkeypatch.setattr(strangers, "_SCREEN_SECONDS", 0.3)
+    monkeypatch.setattr(strangers, "_FLOOD_RATE", 1.0)
+    with Server("tcp://127.0.0.1:0", keys, limit=LIMIT, name="shard 0") as server:
+        crowd = Crowd(server)
+        until(lambda: crowd.come(20, WRONG["garbage"]) and "flooded" in server.take_report(), "not noticed")
+        screen = server._strangers._screen  # type: ignore[union-attr]
+        until(lambda: not screen._until, "it does not end")
+        crowd.close()
+        crowd.links.clear()
+        until(
+            lambda: any(map(is_closed, crowd.come(2, WRONG["garbage"]) and crowd.links)),
+            "it is dropped still",
+        )
+        assert joins(server, keys) < 5.0
+        crowd.close()
+
+
+def test_clients_that_come_and_go_are_no_flood(monkeypatch: pytest.MonkeyPatch, keys: Keys | None) -> None:
+    monkeypatch.setattr(strangers, "_FLOOD_RATE", 0.0)
+    with Server("tcp://127.0.0.1:0", keys, limit=LIMIT, name="shard 0") as server:
+        watch = server._strangers
+        assert watch is not None
+        for _ in range(5):
+            joins(server, keys)
+        until(lambda: not watch.connections, "they are there still")
+        counted = watch._screen._counted_at
+        until(lambda: watch._screen._counted_at > counted, "nothing is counted")
+        assert server.take_report() == ""
 
 
 RESERVING = """

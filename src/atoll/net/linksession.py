@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from atoll.core.errors import DeadlineError, RunError
 from atoll.ltp.events import Arrived, Asked, Event, Lost, Migrated, Opened, Refused, StripeChanged
+from atoll.ltp.paths import MOST_PATHS
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Session, Status
 from atoll.net import context as process
@@ -68,6 +69,7 @@ class LinkSession:
         self.finished = False  # the link need not drive it any more
         self.deadline = -math.inf  # when the link is to drive it next
         self.blocked: UdpPort | None = None  # that has no room for what is to be sent
+        self.heard_from: tuple[Address, ...] = ()  # the other end's latest addresses
         self._session, self._ports, self._wake, self._told = session, ports, wake, told
         self._generation = process.generation()
         self._sealed = seal
@@ -137,6 +139,11 @@ class LinkSession:
             drops = self._drops + self._session.drops
             drops["seal"] += sum(opener.refused for opener in self._openers)
             return LinkStatus(self._session.status(), dict(+drops), not self._sealed, self._waiting_bytes)
+
+    @property
+    def forged(self) -> int:
+        """Datagrams that named this session and were not the other end's, or were that already."""
+        return self._drops["stripe"] + self._drops["replayed"] + sum(each.refused for each in self._openers)
 
     @property
     def over(self) -> bool:
@@ -213,6 +220,8 @@ class LinkSession:
             frames, sizes = self._opened(now, flow)
             if not len(frames):
                 return
+            if address not in self.heard_from:
+                self.heard_from = (*self.heard_from, address)[-MOST_PATHS * len(self._ports) :]
             full = self._waiting_bytes > MOST_WAITING_BYTES or len(self._events) > MOST_WAITING_EVENTS
             for batch in split_untrusted(frames, sizes, self._drops):
                 if full and batch.kind in (Kind.DATA, Kind.PARITY):
@@ -280,6 +289,8 @@ class LinkSession:
         good = opener.open(frames, sizes, now)  # it counts for itself
         if not good.all():
             frames, sizes, numbers = frames[good], sizes[good], numbers[good]
+            if not len(frames):
+                return frames, sizes
         good = self._counted(window.mark(numbers), "replayed")
         return (frames, sizes) if good.all() else (frames[good], sizes[good])
 

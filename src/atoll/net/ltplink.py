@@ -30,6 +30,7 @@ from atoll.ltp.session import Session
 from atoll.ltp.settings import Settings
 from atoll.net import context as process
 from atoll.net.linksession import CLOSE_SECONDS, LinkSession
+from atoll.net.packetfilter import MOST_STEPS, only_sessions
 from atoll.net.udp import BUFFER_BYTES, Address, Received, UdpPort, resolve, shown_address
 from atoll.wire.datagrams import HEADER, LTP_VERSION, MOST_STRIPES, SESSION_AT, headers_untrusted
 
@@ -37,6 +38,9 @@ LONGEST_SLEEP = 1.0  # seconds
 POLL_GRAIN = 0.001  # seconds that `poll` is good to; shorter sleeps are made otherwise
 NO_ROOM_SECONDS = 0.005  # until a port that had no room is tried again, though poll does not say that it has
 FLOOD_SECONDS, FLOOD_RATE = 0.1, 500.0  # how often strangers' datagrams are counted; a flood, each second
+FORGED_SECONDS = (
+    10.0  # after the last one that named a session falsely, its other end may speak from anywhere
+)
 
 
 class LtpLink:
@@ -85,8 +89,10 @@ class LtpLink:
         self._poll.register(self._woken, select.POLLIN)
         for port in self._ports:
             self._poll.register(port, select.POLLIN)
-        self._flood_from, self._flood_since = 0, 0.0  # datagrams of strangers, as counted when
-        self._filtered: frozenset[int] | None = None  # while strangers flood the ports: the sessions let in
+        self._counted_at, self._strange, self._forged = 0.0, 0, 0  # datagrams of no use, as counted when
+        self._is_flooded, self._forged_until = False, -math.inf
+        # While strangers flood the ports: the sessions that are let in, and from where (empty: anywhere).
+        self._filtered: dict[int, tuple[Address, ...]] | None = None
         self._blocked: set[UdpPort] = set()  # that had no room
         self._watched: set[UdpPort] = set()  # those of them of which poll is to say that they have
         self._thread = threading.Thread(target=self._serve, name=f"atoll link {name}", daemon=True)
@@ -292,26 +298,37 @@ class LtpLink:
         self._watched = watched
 
     def _see_to_strangers(self, sessions: Sequence[LinkSession]) -> None:
-        """Where many datagrams come that are for no session, have the kernel drop such: read here, each costs
-        fifty times as much, and fills the room of those that are."""
-        if self._filtered is not None:
-            numbers = frozenset(session.number for session in sessions)
-            if numbers != self._filtered:
-                self._let_in(numbers)
-            return
+        """Where many datagrams come that are of no use, have the kernel drop such: read here, each costs a
+        hundred times as much, and fills the room of those that are."""
         now = time.monotonic()
-        if now < self._flood_since + FLOOD_SECONDS:
-            return
-        come = self.drops.total() if hasattr(self.drops, "total") else sum(self.drops.values())
-        if come - self._flood_from > FLOOD_RATE * (now - self._flood_since):
-            self._let_in(frozenset(session.number for session in sessions))
-        self._flood_from, self._flood_since = come, now
+        if now > self._counted_at + FLOOD_SECONDS:
+            most = FLOOD_RATE * (now - self._counted_at)
+            strange, forged = sum(self.drops.values()), sum(session.forged for session in sessions)
+            new_forged = forged - self._forged
+            # While most forged ones are dropped, those that are let through show that there are more.
+            if new_forged > (0 if now < self._forged_until else most):
+                self._forged_until = now + FORGED_SECONDS
+            self._is_flooded |= strange - self._strange + new_forged > most
+            self._counted_at, self._strange, self._forged = now, strange, forged
+        if self._is_flooded:
+            are_forged = now < self._forged_until
+            self._let_in({each.number: each.heard_from if are_forged else () for each in sessions})
 
-    def _let_in(self, numbers: frozenset[int]) -> None:
-        words = [number.to_bytes(4, "little") for number in sorted(numbers)]
+    def _let_in(self, sessions: dict[int, tuple[Address, ...]]) -> None:
+        """Take datagrams of these sessions alone, and from these addresses of theirs, if there are any."""
+        if sessions == self._filtered:
+            return
+        new: list[bytes] = []
+        known: list[bytes] = []
+        for number, sources in sessions.items():
+            (known if sources else new).append(number.to_bytes(4, "little"))
+        places = {source[:2] for sources in sessions.values() for source in sources}
         least = HEADER.itemsize + 1
-        if all(port.take_only(LTP_VERSION, SESSION_AT, words, least) for port in self._ports):
-            self._filtered = numbers
+        steps = only_sessions(LTP_VERSION, least, SESSION_AT, new, known, places)
+        if len(steps) > MOST_STEPS:  # the addresses of many sessions
+            steps = only_sessions(LTP_VERSION, least, SESSION_AT, new + known)
+        if all(port.take_only(steps) for port in self._ports):
+            self._filtered = sessions
 
     def _share_out(self, grants: Grants, sessions: Sequence[LinkSession]) -> None:
         """Answers those who ask for a share of the link."""

@@ -167,6 +167,8 @@ def _memory_of(frames: Bytes) -> tuple[memoryview, int]:
     """The burst's memory from its first byte to its last, and from row to row how many bytes: rows may lie
     apart, as in an arena whose rows are wider."""
     count, size = frames.shape
+    if count == 1 and frames.strides[1] == 1:
+        return memoryview(frames[0]), size
     stride = frames.strides[0] if count > 1 else size
     if frames.strides[1] != 1 or stride < size:
         raise ValueError("a row's bytes must lie side by side, and rows one after another")

@@ -8,6 +8,9 @@ and for each address: beyond, the oldest is closed. One who belongs here takes a
 libzmq tells of each connection that it accepts by its descriptor, and not of which one a handshake has
 succeeded. The kernel tells that: a server sends its last word of a handshake only to a client that has the
 key, so a client is through once it has acknowledged more bytes than what anybody gets (ZMTP, RFC 23 and 26).
+
+A failed handshake costs libzmq 40 to 90 us. Where many fail, the kernel drops, for a while, whatever does not
+begin as a client of libzmq does: that costs this process nothing (net/packetfilter.py).
 """
 
 from __future__ import annotations
@@ -19,16 +22,18 @@ import struct
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
 from atoll.core.descriptors import Reserve, raise_descriptor_limit
+from atoll.net.packetfilter import Step, attach, detach, only_greetings
 
 EVENTS = (
     zmq.EVENT_LISTENING
     | zmq.EVENT_ACCEPTED
     | zmq.EVENT_ACCEPT_FAILED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_CLOSE_FAILED
@@ -44,6 +49,8 @@ _COUNT_SECONDS = 5.0  # between looks at how many descriptors the rest of the pr
 _REFILL_SECONDS = 0.2
 _REPORT_SECONDS = 60.0  # between lines on the same
 _MOST_NAMED = 4  # addresses in a line
+_FLOOD_SECONDS, _FLOOD_RATE = 0.2, 100.0  # how often failed handshakes are counted; a flood, each second
+_SCREEN_SECONDS = 60.0  # for which the kernel drops what begins otherwise than a client does
 _ACKED_AT, _INFO_BYTES = 120, 256  # struct tcp_info: tcpi_bytes_acked, 64 bits (include/uapi/linux/tcp.h)
 _EVENT = struct.Struct("=HI")
 _DESCRIPTORS = "/proc/self/fd"
@@ -62,18 +69,19 @@ class Strangers:
         self._limit = raise_descriptor_limit()
         self._through = _WITH_KEYS if has_keys else _TO_ANYBODY
         self._reserve = Reserve()
-        # Two descriptors of nothing: a connection's is copied over one of them, which takes no new number.
-        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._hand = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._hand = _Hand()
+        self._screen = _Screen(self._hand)
         self.bound = threading.Event()  # the port is open, and its kernel told
         self.unbound = threading.Event()  # the port is free
-        self._open: dict[int, str] = {}  # all connections: descriptor -> peer's address and port
-        self._coming: OrderedDict[int, str] = OrderedDict()  # strangers, the oldest first: the address
-        self._from: dict[str, OrderedDict[int, None]] = {}  # the same by address
+        self._open: set[int] = set()  # descriptors of all connections
+        self._coming: OrderedDict[int, str] = OrderedDict()  # strangers, the oldest first: the address, or ""
+        self._unseen: OrderedDict[int, None] = OrderedDict()  # those whose address was not asked for yet
+        self._from: dict[str, OrderedDict[int, None]] = {}  # the others by address
         self._others, self._counted_at = 64, 0.0  # descriptors that are no connections of ours
         self._fewer = self._limit  # connections beyond which an accept has failed
         self._fewer_until = 0.0
         self._refill_at = 0.0
+        self._port = 0  # of TCP
         self._lock = threading.Lock()  # guards the next three
         self._closed: Counter[str] = Counter()  # since the last report, by address
         self._closed_full = False  # connections that belong here filled the port meanwhile
@@ -93,7 +101,9 @@ class Strangers:
         return len(self._open)
 
     def take_report(self) -> str:
-        """A line, once, when connections were closed for want of room; else nothing."""
+        """A line, once, when connections were closed for want of room, or many failed; else nothing."""
+        if flood := self._screen.take_report():
+            return flood
         if not self._closed or time.monotonic() < self._report_at:
             return ""
         with self._lock:
@@ -118,8 +128,7 @@ class Strangers:
         self._thread.join(2.0)
         _all.discard(self)
         self._reserve.close()
-        os.close(self._nothing)
-        os.close(self._hand)
+        self._hand.close()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -129,6 +138,7 @@ class Strangers:
             try:
                 if self._monitor.poll(200) and self._take():
                     break
+                self._screen.poll(time.monotonic())
                 if time.monotonic() > self._refill_at:  # also what a file has taken of it, and given back
                     self._refill_at = 0.0
                     self._reserve.refill()
@@ -154,8 +164,11 @@ class Strangers:
                 self.bound.set()
             elif event == zmq.EVENT_ACCEPTED:
                 self._accepted(value)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._screen.handle_succeeded()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._forget(value)
+                self._screen.handle_ended()
             elif event == zmq.EVENT_ACCEPT_FAILED:
                 self._accept_failed()
             elif event in (zmq.EVENT_CLOSED, zmq.EVENT_CLOSE_FAILED):
@@ -167,53 +180,69 @@ class Strangers:
     def _leave_silent(self, descriptor: int) -> None:
         """Have the kernel keep a connection to itself until its client says something, as a client of ZeroMQ
         does at once: a silent one takes no descriptor."""
-        with self._look_at(descriptor) as link, contextlib.suppress(OSError):
-            if link is not None:
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_SECONDS)
+        with self._hand.at(descriptor) as link:
+            port = _name_of(link.getsockname)[1] if link is not None else 0
+            if link is not None and port:
+                self._port = port
+                with contextlib.suppress(OSError):
+                    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_SECONDS)
+                    self._screen.handle_listening(descriptor, port)
 
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)  # an earlier connection of that number
-        with self._look_at(descriptor) as link:
-            peer = _peer_of(link) if link is not None else None
-        if peer is None:
-            return  # gone again, or a path, which the file system guards
-        host, where = peer
-        self._open[descriptor] = where
-        self._coming[descriptor] = host
-        self._from.setdefault(host, OrderedDict())[descriptor] = None
-        self._make_room(host)
+        if not self._port:
+            return  # of a path, which the file system guards
+        self._screen.lift_of(descriptor)
+        self._open.add(descriptor)
+        self._coming[descriptor] = ""
+        self._unseen[descriptor] = None
+        self._make_room()
 
-    def _make_room(self, host: str) -> None:
+    def _make_room(self) -> None:
         room = self._room()
         most = max(_LEAST_STRANGERS, min(room * 7 // 8, MOST_STRANGERS))
         most_of_one = max(_LEAST_STRANGERS, most * 7 // 8)
-        while len(self._from.get(host, ())) > most_of_one:
-            self._judge(next(iter(self._from[host])))
+        if len(self._coming) > most_of_one:
+            while self._unseen:
+                host = self._see(self._unseen.popitem(last=False)[0])
+                while len(self._from.get(host, ())) > most_of_one:
+                    self._judge(next(iter(self._from[host])))
         while len(self._coming) > most:
             self._judge(next(iter(self._coming)))
         while _connections() > room and self._coming:
             self._judge(next(iter(self._coming)), full=len(self._coming) == 1)
 
+    def _see(self, descriptor: int) -> str:
+        """Ask for a stranger's address, which costs as much as all else; empty where it is gone."""
+        with self._hand.at(descriptor) as link:
+            host = self._client_of(link)
+        if host:
+            self._coming[descriptor] = host
+            self._from.setdefault(host, OrderedDict())[descriptor] = None
+        else:
+            self._forget(descriptor)
+        return host
+
     def _judge(self, descriptor: int, full: bool = False) -> None:
         """Close this connection, unless it is a stranger's no more; where the port is `full`, in any case."""
-        host = self._coming.pop(descriptor)
-        others = self._from[host]
-        del others[descriptor]
-        if not others:
-            del self._from[host]
-        with self._look_at(descriptor) as link:
-            peer = _peer_of(link) if link is not None else None
-            if link is None or peer is None or peer[1] != self._open[descriptor]:
-                del self._open[descriptor]
-                return
-            if not full and _acknowledged(link) > self._through:
-                return
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)  # libzmq closes it
-        del self._open[descriptor]
-        with self._lock:
-            self._closed[host] += 1
-            self._closed_full = self._closed_full or full
+        self._no_stranger(descriptor)
+        with self._hand.at(descriptor) as link:
+            host = self._client_of(link)
+            if host and link is not None:
+                if not full and _acknowledged(link) > self._through:
+                    return
+                with contextlib.suppress(OSError):
+                    link.shutdown(socket.SHUT_RDWR)  # libzmq closes it
+                with self._lock:
+                    self._closed[host] += 1
+                    self._closed_full = self._closed_full or full
+        self._open.discard(descriptor)
+
+    def _client_of(self, link: socket.socket | None) -> str:
+        """The address of a client of this server; empty for any other file."""
+        if link is None or _name_of(link.getsockname)[1] != self._port:
+            return ""
+        return _name_of(link.getpeername)[0]
 
     def _accept_failed(self) -> None:
         """Descriptors are used up. Until one is free libzmq tries again, without a pause."""
@@ -229,9 +258,13 @@ class Strangers:
             self._refill_at = now + _REFILL_SECONDS
 
     def _forget(self, descriptor: int) -> None:
-        self._open.pop(descriptor, None)
-        host = self._coming.pop(descriptor, None)
-        if host is not None:
+        self._open.discard(descriptor)
+        self._no_stranger(descriptor)
+
+    def _no_stranger(self, descriptor: int) -> None:
+        self._unseen.pop(descriptor, None)
+        host = self._coming.pop(descriptor, "")
+        if host:
             others = self._from[host]
             del others[descriptor]
             if not others:
@@ -248,24 +281,101 @@ class Strangers:
         room = max(_LEAST_STRANGERS, self._limit - self._others - kept_back)
         return min(room, self._fewer) if now < self._fewer_until else room
 
+
+class _Hand:
+    """Copies descriptors of libzmq's, one at a time: libzmq may close one meanwhile, and another file may get
+    its number."""
+
+    def __init__(self) -> None:
+        # Two descriptors of nothing: another's is copied over one of them, which takes no new number.
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._copy = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
     @contextlib.contextmanager
-    def _look_at(self, descriptor: int) -> Iterator[socket.socket | None]:
-        """The connection, by a copy of its descriptor: libzmq may close that one meanwhile, and another may
-        get its number. None where it is closed already."""
+    def at(self, descriptor: int) -> Iterator[socket.socket | None]:
+        """The connection of that number, or what has the number by now; None where that is nothing."""
         try:
-            os.dup2(descriptor, self._hand, inheritable=False)
+            os.dup2(descriptor, self._copy, inheritable=False)
         except OSError:
             yield None
             return
-        link: socket.socket | None = None
+        link = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, self._copy)  # asks for nothing
         try:
-            with contextlib.suppress(OSError):  # a file by now
-                link = socket.socket(fileno=self._hand)
             yield link
         finally:
-            if link is not None:
-                link.detach()
-            os.dup2(self._nothing, self._hand, inheritable=False)
+            link.detach()
+            os.dup2(self._nothing, self._copy, inheritable=False)
+
+    def close(self) -> None:
+        os.close(self._nothing)
+        os.close(self._copy)
+
+
+class _Screen:
+    """While many handshakes fail, has the kernel drop whatever does not begin as a client of libzmq does."""
+
+    def __init__(self, hand: _Hand) -> None:
+        self._hand = hand
+        self._listener, self._port = -1, 0
+        self._succeeded = 0  # handshakes whose connections are there yet
+        self._failed, self._counted_at = 0, time.monotonic()  # handshakes since then
+        self._until = 0.0  # 0: the kernel drops nothing
+        self._was_on = False
+        self._report = ""
+
+    def handle_listening(self, descriptor: int, port: int) -> None:
+        """The server listens there."""
+        self._listener, self._port = descriptor, port
+
+    def handle_succeeded(self) -> None:
+        """A client is in."""
+        self._succeeded += 1
+
+    def handle_ended(self) -> None:
+        """A connection is over. libzmq does not tell whether its handshake had succeeded: as many as have
+        succeeded are taken for such."""
+        if self._succeeded:
+            self._succeeded -= 1
+        else:
+            self._failed += 1
+
+    def lift_of(self, descriptor: int) -> None:
+        """Let everything through to an accepted connection: it has inherited what was told of the port."""
+        if self._was_on:
+            with self._hand.at(descriptor) as link:
+                if link is not None:
+                    detach(link)
+
+    def poll(self, now: float) -> None:
+        """Begin or end, where that is due."""
+        if self._until and now > self._until:
+            self._until = 0.0
+            self._set(None)
+        seconds = now - self._counted_at
+        if seconds < _FLOOD_SECONDS:
+            return
+        failed, self._failed, self._counted_at = self._failed, 0, now
+        if failed > _FLOOD_RATE * seconds and not self._until and self._set(only_greetings()):
+            self._was_on, self._until = True, now + _SCREEN_SECONDS
+            self._report = (
+                f"flooded: within {seconds:.1f} s {failed} connections did not show that they belong to the "
+                f"run; for {_SCREEN_SECONDS:g} s those that begin otherwise than a client does are dropped"
+            )
+
+    def take_report(self) -> str:
+        """A line, once, when it has begun."""
+        report, self._report = self._report, ""
+        return report
+
+    def _set(self, steps: Sequence[Step] | None) -> bool:
+        """Have the kernel run this program at the port, or none; whether it does."""
+        with self._hand.at(self._listener) as link:
+            if link is None or _name_of(link.getsockname)[1] != self._port:
+                return False  # it is closed
+            if steps is not None:
+                return attach(link, steps)
+            detach(link)
+            return True
 
 
 def _connections() -> int:
@@ -273,16 +383,13 @@ def _connections() -> int:
     return sum(len(each._open) for each in tuple(_all))
 
 
-def _peer_of(link: socket.socket) -> tuple[str, str] | None:
-    """A peer's address, and the address with its port; None for what has none."""
+def _name_of(ask: Callable[[], object]) -> tuple[str, int]:
+    """Host and port of one end of a connection; nothing, and 0, for what has none."""
     try:
-        name = link.getpeername()
+        name = ask()
     except OSError:
-        return None
-    if not isinstance(name, tuple):
-        return None
-    host = str(name[0]).removeprefix("::ffff:")
-    return host, f"{host} {name[1]}"
+        return "", 0
+    return (str(name[0]).removeprefix("::ffff:"), int(name[1])) if isinstance(name, tuple) else ("", 0)
 
 
 def _acknowledged(link: socket.socket) -> int:

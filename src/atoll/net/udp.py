@@ -8,7 +8,6 @@ its own; `UdpPort.offload` says which, and why. Nothing here waits: `poll` the p
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import socket as sockets
 import struct
@@ -24,6 +23,7 @@ import numpy.typing as npt
 
 from atoll.core.errors import RunError, UserError
 from atoll.net import context as process
+from atoll.net.packetfilter import Step, attach
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Address: TypeAlias = tuple[Any, ...]  # (host, port), of IPv6 with flow and scope: as the socket module has it
@@ -44,12 +44,6 @@ _OFFLOAD_CALLS_OFF = (errno.EIO, errno.EINVAL, errno.ENOPROTOOPT, errno.EOPNOTSU
 _UDP_SEGMENT, _UDP_GRO = 103, 104
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_TIMESTAMPNS, _SO_RXQ_OVFL = 32, 33, 35, 40
 _IP_MTU_DISCOVER, _IP_MTU, _IPV6_MTU_DISCOVER, _IPV6_MTU, _DONT_FRAGMENT = 10, 14, 23, 24, 2
-# A classic BPF program (linux/filter.h), which sees a datagram from its UDP header on.
-_SO_ATTACH_FILTER = 26
-_FILTER, _FILTER_STEP = struct.Struct("@HP"), struct.Struct("@HBBI")
-_LOAD_LENGTH, _LOAD_BYTE, _LOAD_WORD, _AT_LEAST, _EQUALS, _RETURN = 0x80, 0x30, 0x20, 0x35, 0x15, 0x06
-_MOST_WORDS = 200  # its jumps reach 255 steps
-_UDP_HEADER_BYTES = 8
 _INT = struct.Struct("=i")
 _UNSIGNED = struct.Struct("=I")
 _SHORT = struct.Struct("=H")
@@ -217,32 +211,11 @@ class UdpPort:
         self.count.received += sum(run.rows for run in runs)
         return [run.received(self._arena) for run in runs]
 
-    def take_only(self, first: int, at: int, words: Sequence[bytes], least: int) -> bool:
-        """Have the kernel drop each datagram that has fewer than `least` bytes, or another first byte than
-        `first`, or none of `words` (4 bytes each) at byte `at`; returns whether it does. That is in place of
-        what was asked for before. Of a joined burst it looks at the beginning alone. What it drops is in
-        `count.dropped`."""
-        if not _IS_LINUX or len(words) > _MOST_WORDS:
-            return False
-        count = len(words)
-        reject = 5 + count
-        steps = [
-            (_LOAD_LENGTH, 0, 0, 0),
-            (_AT_LEAST, 0, reject - 2, _UDP_HEADER_BYTES + least),
-            (_LOAD_BYTE, 0, 0, _UDP_HEADER_BYTES),
-            (_EQUALS, 0, reject - 4, first),
-            (_LOAD_WORD, 0, 0, _UDP_HEADER_BYTES + at),
-            *((_EQUALS, count - i, 0, int.from_bytes(word, "big")) for i, word in enumerate(words)),
-            (_RETURN, 0, 0, 0),
-            (_RETURN, 0, 0, 2**32 - 1),
-        ]
-        program = ctypes.create_string_buffer(b"".join(_FILTER_STEP.pack(*step) for step in steps))
-        given = _FILTER.pack(len(steps), ctypes.addressof(program))
-        try:
-            self._alive().setsockopt(sockets.SOL_SOCKET, _SO_ATTACH_FILTER, given)
-        except OSError:  # a sandbox without it
-            return False
-        return True
+    def take_only(self, steps: Sequence[Step]) -> bool:
+        """Have the kernel drop what a program of `atoll.net.packetfilter` refuses, in place of the program
+        before; returns whether it does. Of a joined burst it looks at the beginning alone. What it drops is
+        in `count.dropped`."""
+        return attach(self._alive(), steps)
 
     # -- setting up ----------------------------------------------------------------------------------------
 

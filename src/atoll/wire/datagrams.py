@@ -8,6 +8,7 @@ Source: docs/ltp.md, "Datagrams".
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ HEADER = np.dtype(
     ]
 )
 SESSION_AT = 4  # the byte of a datagram at which HEADER has the session
+_HEADER_OF_ONE = struct.Struct("<BBBBIQ")  # HEADER, without numpy
+_FIRST_KIND, _LAST_KIND = int(Kind.DATA), int(Kind.CONTROL)
 # The first half is alike in the datagrams of a group of forward error correction but for `place`; the second
 # half is what differs, and is coded with the elements: so what is restored tells where it belongs.
 SLICE = np.dtype(
@@ -270,6 +273,8 @@ def headers_untrusted(frames: Bytes, sizes: npt.NDArray[np.int64], drops: Counte
     reason, "another version" apart from the rest. Flows share memory with `frames` where all are of one."""
     width = frames.shape[1]
     sizes = np.asarray(sizes, dtype=np.int64)
+    if len(frames) == 1 and (flow := _flow_of_one(frames, sizes)) is not None:
+        return [flow]
     if _are_one_good_flow(frames, sizes):
         return [_flow_of(frames, sizes)]
     keep = np.ones(len(frames), dtype=bool)
@@ -296,6 +301,22 @@ def _flow_of(frames: Bytes, sizes: npt.NDArray[np.int64]) -> Flow:
     return Flow(int(first["session"]), int(first["stripe"]), int(first["phase"]), frames, sizes, numbers)
 
 
+def _flow_of_one(frames: Bytes, sizes: npt.NDArray[np.int64]) -> Flow | None:
+    """Read a single good datagram in a tenth of the time: acknowledgements come so, and many hostile ones."""
+    size, width = int(sizes[0]), frames.shape[1]
+    if not HEADER.itemsize + SEAL_BYTES < size <= min(width, MOST_DATAGRAM_BYTES):
+        return None
+    version, kind, phase, stripe, session, number = _HEADER_OF_ONE.unpack_from(frames[0].data)
+    if (
+        version != LTP_VERSION
+        or not _FIRST_KIND <= kind <= _LAST_KIND
+        or stripe >= MOST_STRIPES
+        or number >= MOST_NUMBER
+    ):
+        return None
+    return Flow(session, stripe, phase, frames, sizes, np.array([number], dtype=np.int64))
+
+
 def _are_one_good_flow(frames: Bytes, sizes: npt.NDArray[np.int64]) -> bool:
     """Whether all are good and of one flow, as in most bursts: asked in a third of the time. What passes here
     passes the questions one by one too."""
@@ -306,8 +327,8 @@ def _are_one_good_flow(frames: Bytes, sizes: npt.NDArray[np.int64]) -> bool:
         (words == words[0]).all()
         and frames[0, 0] == LTP_VERSION
         and frames[0, 3] < MOST_STRIPES
-        and kinds.min() >= Kind.DATA
-        and kinds.max() <= Kind.CONTROL
+        and kinds.min() >= _FIRST_KIND
+        and kinds.max() <= _LAST_KIND
         and sizes.min() > HEADER.itemsize + SEAL_BYTES
         and sizes.max() <= min(frames.shape[1], MOST_DATAGRAM_BYTES)
         and frames[:, 8:16].view("<u8").max() < MOST_NUMBER
