@@ -45,6 +45,8 @@ _INSIDE = "ATOLL_BENCHMARK_INSIDE"
 Array = npt.NDArray[np.float64]
 T = TypeVar("T")
 
+sys.path.append(str(ROOT / "tests"))  # for who imports `support` after this module
+
 
 # -- where it runs -----------------------------------------------------------------------------------------
 

@@ -32,11 +32,11 @@ from atoll.core.events import StepDone
 from atoll.hub.planner import GroupingSettings
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
 from common import MIB, options, output_folder, recorded, write_results
 from stragglers_worker import Emulated
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 from workloads import digits_network, gpt, gpt_adamw
 
 WITHIN = 0.02  # of bsp's held-out loss, on average over the seeds

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from atoll.core.config import Config, Run, Sync
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
 from common import (
     Case,
@@ -39,6 +38,7 @@ from common import (
     write_ratios,
 )
 from server import Address, Servers, cpu_seconds
+from support.pool import WorkerPool
 from workloads import DIGITS, GPT_FUSED, Workload
 
 TARGET = Target(median=1.01)

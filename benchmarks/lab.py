@@ -31,8 +31,8 @@ import numpy.typing as npt
 
 from atoll.lab.emulator import EmulatorCounters, fates_array
 from atoll.lab.topology import Link, Phase, Site, Topology
-from atoll.testing.sites import Sites, pair, phase
 from common import hindrance, options, output_folder, write_results
+from support.sites import Sites, pair, phase
 
 SIZE = 1400  # bytes of data in a datagram; 28 more on the wire
 WIRE = SIZE + 28

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from atoll.testing.sites import Sites
 from common import hindrance
+from support.sites import Sites
 
 BUFFER = 2**26
 # Of each site: room for more than a bandwidth-delay product, and windows that stay open between turns.

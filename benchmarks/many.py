@@ -35,8 +35,6 @@ from atoll.net.endpoint import Client, poll
 from atoll.net.requests import ask
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import DIRECTORY_VARIABLE
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import RUN
 from atoll.train.api.place import Place
 from atoll.wire.messages import (
     VERSION,
@@ -57,6 +55,8 @@ from atoll.wire.messages import (
 )
 from common import options, output_folder, write_results
 from server import Address, Servers
+from support.pool import WorkerPool
+from support.served import RUN
 
 WORKERS, QUICK_WORKERS = (1, 2, 4, 8, 16, 32, 64), (1, 4)
 NODES, QUICK_NODES = (2, 4, 8, 16), (2, 3)

@@ -4,7 +4,7 @@
 
 Where everything fits, the same GPT trains under `memory.fit` and in plain PyTorch, on this machine's CPU.
 Where half does, the device and its link are emulated, since a CPU's memory is its own: each matrix of the GPT
-sleeps for its share, as a thread does that waits for an accelerator, and `testing/links.py` gives the
+sleeps for its share, as a thread does that waits for an accelerator, and `tests/support/links.py` gives the
 engine's copies a rate, at which those of a step take a given part of the plain model's step. All else is
 real: the copies, the engine, the optimizer's steps on the CPU. The plan is given what `memory.fit` has
 measured of that link.
@@ -40,9 +40,9 @@ from atoll.memory.planning import choose, profile_of
 from atoll.memory.profile import Recorder
 from atoll.memory.states import ChunkStates
 from atoll.moves.timeline import EARLY_COST, Bandwidths
-from atoll.testing.links import slow_link
 from common import Case, Target, Timings, compare, interleave, milliseconds, options, write_ratios
 from overhead import same_values
+from support.links import slow_link
 from workloads import GPT_FUSED, gpt, gpt_adamw
 
 FITS, MOVES, EARLIER = Target(median=1.02), Target(median=1.15), Target(median=0.9)

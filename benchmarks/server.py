@@ -33,8 +33,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import atoll
 from atoll.core.config import KEYS_VARIABLE, Chunks, Config, Run, Sync
 from atoll.net.keys import make_keys, write_keys
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import RUN, served_worker
 from atoll.train.api.place import Place
 from common import (
     Case,
@@ -47,6 +45,8 @@ from common import (
     over_workers,
     write_ratios,
 )
+from support.pool import WorkerPool
+from support.served import RUN, served_worker
 from workloads import digits_network, fetch_newest
 
 TARGET = Target(median=1.00, bound95=1.03)

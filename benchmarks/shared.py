@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.testing.sites import Sites, pair, phase
 from labsites import emulator_record, prepare
 from shared_worker import LTP, Plan
+from support.sites import Sites, pair, phase
 
 WORKER = str(Path(__file__).parent / "shared_worker.py")
 PORT = 47730

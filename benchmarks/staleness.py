@@ -29,9 +29,9 @@ import torch
 
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.hub.planner import GroupingSettings
-from atoll.testing.pool import WorkerPool
 from common import options, output_folder, write_results
 from consistency import BSP, DEADLINE, SEEDS, WITHIN, Outcome, final, run_once
+from support.pool import WorkerPool
 
 TASK = "GPT, 0.1M parameters"
 SERVER, GROUPED, PEERS = "server", "ps-hra", "peers"

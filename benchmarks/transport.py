@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll.net.keys import make_keys, write_keys
-from atoll.testing.sites import Sites, pair, phase
 from common import options, output_folder, write_results
 from labsites import can_begin, emulator_record, prepare
+from support.sites import Sites, pair, phase
 
 DELAY = 0.02  # seconds each way
 SIZE = 20_000_000  # bytes of a transfer

@@ -34,8 +34,8 @@ from atoll.lab.namespaces import find_way
 from atoll.net.endpoint import Client, poll
 from atoll.net.keys import Keys, make_keys, read_keys, write_keys
 from atoll.net.tunnel import Lossy, TunnelClient, TunnelServer
-from atoll.testing.sites import Sites, pair, phase
 from common import options, output_folder, write_results
+from support.sites import Sites, pair, phase
 
 INSIDE = "ATOLL_BENCHMARK_INSIDE"
 LINKS = {

@@ -30,9 +30,9 @@ from typing import Any
 
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.linkreport import nearest_rank
-from atoll.testing.sites import Sites, pair, phase
 from common import options, output_folder, write_results
 from labsites import can_begin, emulator_record, prepare
+from support.sites import Sites, pair, phase
 from wan_worker import GLOO, STREAMS, Plan
 
 WORKER = Path(__file__).with_name("wan_worker.py")

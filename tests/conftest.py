@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from atoll.testing.pool import WorkerPool
+    from support.pool import WorkerPool
 
 # Without Hypothesis's deadline, which on a loaded machine tells nothing of the code.
 settings.register_profile("atoll", deadline=None)
@@ -21,7 +21,7 @@ settings.load_profile("atoll")
 
 # Workers get this path: there the strategies of examples/ and their entry points are found, as if installed.
 PACKAGES = [str(Path(__file__).parent / "packages"), str(Path(__file__).parents[1] / "examples")]
-sys.path += PACKAGES
+sys.path += [*PACKAGES, str(Path(__file__).parents[1] / "docs")]
 
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would every process of theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -59,7 +59,7 @@ def _gradients_stay_on() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """One set of worker processes for the whole test run: importing torch costs seconds, a job does not."""
-    from atoll.testing.pool import WorkerPool
+    from support.pool import WorkerPool
 
     with WorkerPool() as workers:
         yield workers

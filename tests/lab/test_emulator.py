@@ -26,7 +26,7 @@ import pytest
 from atoll.core.errors import UserError
 from atoll.lab.emulator import LinkCounters, available
 from atoll.lab.namespaces import find_way
-from atoll.testing.sites import Sites, pair, phase
+from support.sites import Sites, pair, phase
 
 INSIDE = "ATOLL_TEST_INSIDE"  # set where an ordinary user's tests run, in a user namespace
 DEADLINE = 60.0

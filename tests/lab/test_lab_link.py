@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from atoll.net.keys import make_keys, write_keys
-from atoll.testing.sites import Sites, pair, phase
 from conftest import obstacle
+from support.sites import Sites, pair, phase
 
 DEADLINE = 120.0
 RATE, DELAY, SIZE, COUNT = 1e8, 0.02, 1_000_000, 4

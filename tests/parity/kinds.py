@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from atoll.testing.runs import KINDS
+from support.runs import KINDS
 
 
 def in_step(quick: Collection[str]) -> list[Any]:

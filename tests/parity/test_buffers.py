@@ -19,9 +19,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import atoll
 from atoll.core.config import Config, Groups, Memory, Run, Sync
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 STEPS = 5
 

@@ -25,9 +25,9 @@ from atoll.core.memory import Memory
 from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.runs import model, run_with
 from atoll.train.api.place import Place
+from support.pool import JobFailedError, WorkerPool
+from support.runs import model, run_with
 
 pytestmark = pytest.mark.check  # sessions of six steps and more, one after another
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import atoll
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, alone, model, run_at
+from support.pool import WorkerPool
+from support.runs import KINDS, alone, model, run_at
 
 NAMED = "# named"
 LINES = Path(__file__).read_text().splitlines()

@@ -15,10 +15,10 @@ from atoll.core.config import Chunks, Config, Link, Run, Sync
 from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import run_with
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
+from support.runs import run_with
+from support.served import ServedRun, served_worker
 
 pytestmark = pytest.mark.check  # sessions of two workers
 

@@ -9,8 +9,8 @@ import torch
 
 import atoll
 from atoll.core.errors import UserError
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, alone, run_at
+from support.pool import WorkerPool
+from support.runs import KINDS, alone, run_at
 
 QUICK = ("ring", "asp")
 WEIGHTS = (1.0, 3.0)

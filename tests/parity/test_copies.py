@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import atoll
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, alone, model, run_at
+from support.pool import WorkerPool
+from support.runs import KINDS, alone, model, run_at
 
 QUICK = ("ring", "tiers")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.errors import BindingError
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import alone, model, run_at
+from support.pool import WorkerPool
+from support.runs import alone, model, run_at
 
 WORLD = 2
 QUICK = ("ring", "peers")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import atoll
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import alone, run_at
+from support.pool import WorkerPool
+from support.runs import alone, run_at
 
 WORLD = 2
 QUICK = ("server", "tiers")

@@ -25,10 +25,10 @@ from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.errors import UserError
 from atoll.core.memory import Memory
 from atoll.memory import fitted
-from atoll.testing.optimizers import FUSED, SETTINGS
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.optimizers import FUSED, SETTINGS
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 pytestmark = pytest.mark.check  # sessions of six steps and more, one after another
 

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.core.errors import UserError
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
 from atoll.train.data.order import Order
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 LENGTH, BATCH, EPOCHS = 50, 12, 2  # the last batch of an epoch has 2 samples: of 3 workers, one gets none
 RING = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s", global_batch=BATCH))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.errors import PrepareError
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, alone, model, run_at
+from support.pool import WorkerPool
+from support.runs import KINDS, alone, model, run_at
 
 STEPS = 4
 WORLD = 2

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, alone, run_at
+from support.pool import WorkerPool
+from support.runs import KINDS, alone, run_at
 
 WORLD = 2
 QUICK = ("server", "peers", "server tiers")

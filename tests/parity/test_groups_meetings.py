@@ -13,9 +13,9 @@ from torch import nn
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.hub.planner import GroupingSettings
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 pytestmark = pytest.mark.check
 

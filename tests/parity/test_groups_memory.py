@@ -23,13 +23,13 @@ from atoll.core.memory import Memory
 from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
 from atoll.memory.exchanged import Exchanged
-from atoll.testing.families import loss_of
-from atoll.testing.parity import ALONE, MAX_NORM, await_groups
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
 from atoll.train.sync.server import Server
 from atoll.train.sync.uplink import Wanted
+from support.families import loss_of
+from support.parity import ALONE, MAX_NORM, await_groups
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 pytestmark = pytest.mark.check
 

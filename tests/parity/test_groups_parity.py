@@ -13,9 +13,9 @@ import pytest
 from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping, sizes_of
 from atoll.hub.planner import GroupingSettings, ScoreFor
-from atoll.testing.parity import ALONE, Case, Trajectory, differences, train_grouped, train_plain
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun
+from support.parity import ALONE, Case, Trajectory, differences, train_grouped, train_plain
+from support.pool import WorkerPool
+from support.served import ServedRun
 
 SMALL = "2KiB"  # chunks, so that a model takes several
 CASES = [  # groups, shards, case

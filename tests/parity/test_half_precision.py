@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, run_at
+from support.pool import WorkerPool
+from support.runs import KINDS, run_at
 
 LARGE = 4000.0  # 32 times that is beyond float16's largest number, 65504
 RATE = 2.0**-20

@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atoll.testing.models import MODELS
-from atoll.testing.parity import Case, differences, train_atoll, train_plain
-from atoll.testing.pool import WorkerPool
+from support.models import MODELS
+from support.parity import Case, differences, train_atoll, train_plain
+from support.pool import WorkerPool
 
 pytestmark = pytest.mark.check  # many groups of processes, one after another
 

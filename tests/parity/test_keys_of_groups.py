@@ -9,8 +9,8 @@ import torch
 
 import atoll
 from atoll.core.errors import UserError
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.runs import KINDS, PACES, model, run_at
+from support.pool import JobFailedError, WorkerPool
+from support.runs import KINDS, PACES, model, run_at
 
 KEPT: dict[str, Any] = {
     "text": "encoder",

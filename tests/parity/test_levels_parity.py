@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from atoll.testing.parity import Case, differences, own_buffers, train_plain, train_served
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun
+from support.parity import Case, differences, own_buffers, train_plain, train_served
+from support.pool import WorkerPool
+from support.served import ServedRun
 
 EVEN, UNEVEN = ["paris", "paris", "berlin", "berlin"], ["paris", "berlin", "berlin", "berlin"]
 MIXED = ["paris", "berlin", "paris", "berlin"]  # ranks are the run's, and know nothing of sites

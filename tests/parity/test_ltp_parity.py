@@ -9,9 +9,9 @@ from test_groups_parity import score_for
 
 from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
-from atoll.testing.parity import Case, Trajectory, train_grouped, train_served
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun
+from support.parity import Case, Trajectory, train_grouped, train_served
+from support.pool import WorkerPool
+from support.served import ServedRun
 
 pytestmark = pytest.mark.check
 

@@ -24,10 +24,10 @@ from atoll.memory import planning
 from atoll.memory.bandwidth import measure
 from atoll.memory.sharded import Sharded
 from atoll.moves.timeline import Bandwidths
-from atoll.testing.families import batch, build, loss_of
-from atoll.testing.parity import MAX_NORM, OPTIMIZERS
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
+from support.families import batch, build, loss_of
+from support.parity import MAX_NORM, OPTIMIZERS
+from support.pool import WorkerPool
 
 CHUNK = 4096
 TOLERANCE = 1e-9  # as the ring's (test_parity.py)

@@ -20,7 +20,7 @@ from atoll.memory.fitted import Moving
 from atoll.memory.speculation import Speculation
 from atoll.memory.states import ChunkStates
 from atoll.moves.timeline import Bandwidths
-from atoll.testing.families import FAMILIES, batch, loss_of
+from support.families import FAMILIES, batch, loss_of
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SHARE = 0.4  # of the need, on the device

@@ -31,8 +31,8 @@ from atoll.memory.fit import plan
 from atoll.memory.over import over
 from atoll.memory.sharded import Sharded
 from atoll.moves.owners import UNIT, Groups
-from atoll.testing.families import build
-from atoll.testing.members import Member, together
+from support.families import build
+from support.members import Member, together
 
 __all__ = ["_poison"]
 PAIRS = ((0, 1), (2, 3))

@@ -23,9 +23,9 @@ from atoll.memory.initialising import init
 from atoll.memory.weights import load, save
 from atoll.tensors.checkpoint import read_checkpoint
 from atoll.tensors.lazy import LazyTensor
-from atoll.testing.families import batch, build, loss_of
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
+from support.families import batch, build, loss_of
 
 CHUNK = 4096
 FAMILIES = ("tied", "resnet", "lora")

@@ -1,7 +1,7 @@
 """A model that several members hold together trains as the plain one does on the same global batch.
 
-The members are threads here (`testing/members.py`); what they share goes through the same calls as between
-processes.
+The members are threads here (`tests/support/members.py`); what they share goes through the same calls as
+between processes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from atoll.memory.sharded import Sharded
 from atoll.memory.stages import Stages
 from atoll.moves.owners import UNIT, Groups
 from atoll.moves.timeline import Bandwidths
-from atoll.testing.families import FAMILIES, batch, build, loss_of
-from atoll.testing.members import Member, together
-from atoll.testing.models import TinyGPT
-from atoll.testing.optimizers import SETTINGS
+from support.families import FAMILIES, batch, build, loss_of
+from support.members import Member, together
+from support.models import TinyGPT
+from support.optimizers import SETTINGS
 
 CHUNK = 4096
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

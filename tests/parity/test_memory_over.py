@@ -15,7 +15,7 @@ from atoll.core.errors import AtollError, ConfigError, PrepareError, UserError
 from atoll.memory.fit import fit, plan
 from atoll.memory.over import over
 from atoll.memory.sharded import Sharded
-from atoll.testing.members import Member, together
+from support.members import Member, together
 
 __all__ = ["_poison"]
 STEPS = 3

@@ -21,8 +21,8 @@ from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Fitted
 from atoll.moves.timeline import Bandwidths
-from atoll.testing.families import FAMILIES, batch, build, loss_of
-from atoll.testing.models import TinyGPT
+from support.families import FAMILIES, batch, build, loss_of
+from support.models import TinyGPT
 
 CHUNK = 4096
 BUDGETS = (0.25, 0.5, 0.75)  # of the need

@@ -20,7 +20,7 @@ from atoll.memory.stepping import run_step, stepped_dtype
 from atoll.moves.owners import Part, split_evenly
 from atoll.tensors.binding import specs_of
 from atoll.tensors.optimizer import elementwise_keys
-from atoll.testing.optimizers import FUSED, SETTINGS
+from support.optimizers import FUSED, SETTINGS
 
 SHAPES = [(5, 7), (1,), (33, 31), (64,), (2, 515), (129,)]
 ABSENT = {1: 2, 2: 4}  # by step, the parameter that has no gradient

@@ -24,8 +24,8 @@ from atoll.memory.observing import as_in
 from atoll.memory.parameters import ChunkParameter
 from atoll.memory.profile import Recorder
 from atoll.moves.timeline import Bandwidths
-from atoll.testing.families import batch, build, loss_of
 from atoll.train.api.place import Place
+from support.families import batch, build, loss_of
 
 CHUNK = 4096
 SHARES = ("0", "0.3", "0.6", "1")

@@ -30,8 +30,8 @@ from atoll.memory.payloads import GRADIENT, VALUES, TensorPayloads
 from atoll.memory.stepping import StepCalls, Stepper, state_dtypes
 from atoll.tensors.binding import specs_of
 from atoll.tensors.lazy import LazyTensor
-from atoll.testing.models import MODELS
-from atoll.testing.optimizers import FUSED, SETTINGS
+from support.models import MODELS
+from support.optimizers import FUSED, SETTINGS
 
 STEPS = 5
 # Torch's own fused SGD with momentum raises when a parameter's first gradient comes after the others'.

@@ -16,9 +16,9 @@ from torch import nn
 import atoll
 from atoll.core.config import Config, Run, Sync
 from atoll.core.memory import Memory
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.pool import JobFailedError, WorkerPool
+from support.served import ServedRun, served_worker
 
 CHUNK, AT = 4096, 1
 

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 import atoll
 from atoll.core.config import Chunks, Config
-from atoll.testing.models import MODELS
-from atoll.testing.optimizers import FUSED, SETTINGS
-from atoll.testing.pool import ring_of_one
+from support.models import MODELS
+from support.optimizers import FUSED, SETTINGS
+from support.pool import ring_of_one
 
 STEPS = 8
 

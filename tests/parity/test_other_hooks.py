@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 
 import atoll
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import model, run_at
+from support.pool import WorkerPool
+from support.runs import model, run_at
 
 STEPS, WORLD = 2, 2
 Seen = list[tuple[str, float]]  # which hook has run, and a number of what it was given

@@ -15,7 +15,7 @@ from torch import nn
 import atoll
 from atoll.core.config import Config
 from atoll.core.errors import PrepareError
-from atoll.testing.pool import ring_of_one
+from support.pool import ring_of_one
 
 LAYERS, WIDTH, STEPS = 6, 64, 5
 RIGHT = [own_optimizer.RenewedMomentum, own_optimizer.TwoInTurn, own_optimizer.DecaysGradients]

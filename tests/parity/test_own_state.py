@@ -23,9 +23,9 @@ import atoll
 from atoll.core.config import Chunks, Config
 from atoll.core.memory import Memory
 from atoll.tensors.checkpoint import read_checkpoint, write_checkpoint
-from atoll.testing.optimizers import FUSED, SETTINGS
-from atoll.testing.pool import ring_of_one
 from atoll.train.api.place import Place
+from support.optimizers import FUSED, SETTINGS
+from support.pool import ring_of_one
 
 STEPS = 3
 LOADED = 1e-7

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.memory import Memory
-from atoll.testing.optimizers import FUSED, SETTINGS
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.optimizers import FUSED, SETTINGS
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 STEPS, BATCH, TOLERANCE = 3, 4, 1e-7
 # By name: the configuration, and whether there are budgets.

@@ -18,11 +18,11 @@ import atoll
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.memory import Memory
 from atoll.exchange.synchronizer import Contributors, Exchange
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.runs import model, run_with
 from gpt import GPT
 from gpt import loss_of as gpt_loss
 from own_strategy import EachStep, partner_of
+from support.pool import JobFailedError, WorkerPool
+from support.runs import model, run_with
 
 pytestmark = pytest.mark.check  # sessions of several workers
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.testing.models import MODELS
-from atoll.testing.parity import OPTIMIZERS, Case, differences, train_atoll, train_plain
-from atoll.testing.pool import WorkerPool
+from support.models import MODELS
+from support.parity import OPTIMIZERS, Case, differences, train_atoll, train_plain
+from support.pool import WorkerPool
 
 WORKERS = (1, 2, 3, 4)
 

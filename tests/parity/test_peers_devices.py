@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.errors import MismatchError, UserError
-from atoll.testing.parity import Case, differences, train_atoll, train_peers, train_plain
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
+from support.parity import Case, differences, train_atoll, train_peers, train_plain
+from support.pool import WorkerPool
 
 WORKERS, NODES = 4, 2
 

@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import atoll
 from atoll.core.config import Config, Run, Sync
-from atoll.testing.models import MODELS
-from atoll.testing.parity import (
+from atoll.train.api.place import Place
+from support.models import MODELS
+from support.parity import (
     OPTIMIZERS,
     Case,
     Trajectory,
@@ -27,8 +28,7 @@ from atoll.testing.parity import (
     train_peers,
     train_plain,
 )
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.train.api.place import Place
+from support.pool import JobFailedError, WorkerPool
 
 CASES = [Case("odd", "adamw", workers=3, accumulation=3, clip=True, chunk_size="2KiB")]
 SOAK = [

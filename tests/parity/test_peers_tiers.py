@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.memory import Memory
-from atoll.testing.families import batch, build, loss_of
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
+from support.families import batch, build, loss_of
+from support.pool import WorkerPool
 
 pytestmark = pytest.mark.check
 

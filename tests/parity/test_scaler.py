@@ -23,10 +23,10 @@ from atoll.hub.planner import GroupingSettings
 from atoll.memory.gradients import ChunkGradients
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
 from atoll.tensors.torch_compat import SCALES, count_unscaling
-from atoll.testing.parity import ALONE, await_groups
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.parity import ALONE, await_groups
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 CHUNK, SCALE, MAX_NORM, TOLERANCE = 4096, 1024.0, 0.05, 1e-6
 HOW: dict[str, dict[str, Any]] = {

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, PACES, TOGETHER, alone, model, run_at
 from atoll.train.gradients import reducer
+from support.pool import WorkerPool
+from support.runs import KINDS, PACES, TOGETHER, alone, model, run_at
 
 # Step by step: who has a batch, whose loss is infinite, and how the script clips.
 SCRIPT: list[tuple[tuple[int, ...], tuple[int, ...], str]] = [

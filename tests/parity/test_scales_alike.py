@@ -20,10 +20,10 @@ from atoll.core.memory import Memory
 from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
-from atoll.testing.parity import ALONE, await_groups
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.parity import ALONE, await_groups
+from support.pool import JobFailedError, WorkerPool
+from support.served import ServedRun, served_worker
 
 CHUNK, SCALE, AT = 4096, 1024.0, 2
 

@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import atoll
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import TOGETHER, run_at
+from support.pool import WorkerPool
+from support.runs import TOGETHER, run_at
 
 WORLD = 2
 STEPS = 7

@@ -31,11 +31,11 @@ import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.core.memory import Memory
 from atoll.memory.exchanged import Exchanged
-from atoll.testing.families import loss_of
-from atoll.testing.parity import MAX_NORM
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.families import loss_of
+from support.parity import MAX_NORM
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 
 @dataclass

@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_parity import WORKERS, cases, is_quick, meeting
 
-from atoll.testing.models import MODELS
-from atoll.testing.parity import OPTIMIZERS, Case, differences, own_buffers, train_plain, train_served
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun
+from support.models import MODELS
+from support.parity import OPTIMIZERS, Case, differences, own_buffers, train_plain, train_served
+from support.pool import WorkerPool
+from support.served import ServedRun
 
 FLOAT64 = cases(torch.float64, WORKERS, tuple(OPTIMIZERS))
 FLOAT32 = cases(torch.float32, WORKERS, ("sgd",))

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.errors import AtollError
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, alone, run_at
+from support.pool import WorkerPool
+from support.runs import KINDS, alone, run_at
 
 QUICK = ("ring", "asp")
 

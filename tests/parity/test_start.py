@@ -10,8 +10,8 @@ import torch
 
 import atoll
 from atoll.core.errors import PrepareError
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, alone, model, run_at
+from support.pool import WorkerPool
+from support.runs import KINDS, alone, model, run_at
 
 
 def begin(session: atoll.Session) -> list[float]:

@@ -12,9 +12,9 @@ from torch.distributed import HashStore
 
 import atoll
 from atoll.core.errors import PrepareError
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, alone, model, run_at
 from atoll.train.gradients.syncnorm import check_sync_batch_norm
+from support.pool import WorkerPool
+from support.runs import KINDS, alone, model, run_at
 
 GPU = torch.device("cuda")
 

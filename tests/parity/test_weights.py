@@ -17,9 +17,9 @@ from torch.distributed import PrefixStore
 
 import atoll
 from atoll.core.config import Config, Groups, Memory, Run, Sync
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 SIZES = (3, 9)  # what differs between the two workers
 BATCH = 4  # what does not

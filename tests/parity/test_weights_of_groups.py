@@ -13,10 +13,10 @@ from atoll.core.config import Config, Groups, Run, Sync
 from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
-from atoll.testing.parity import ALONE, await_groups
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.parity import ALONE, await_groups
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 SIZES, LENGTH = (1, 3, 5), 6
 

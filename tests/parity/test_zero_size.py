@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import KINDS, model, run_at
+from support.pool import WorkerPool
+from support.runs import KINDS, model, run_at
 
 QUICK = ("tiers", "server tiers")
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from atoll.launch.processes import descendants
-from atoll.testing.pool import FORKSERVER
+from support.pool import FORKSERVER
 
 _END_SECONDS = 10.0  # for the processes of a run that was killed to end
 
@@ -186,6 +186,6 @@ def _prepare(module: str) -> None:
         # Neither the picture nor TensorBoard's records, whose imports cost a second for each run.
         vars(run).update(draw_picture=lambda *_: "", _writers=lambda _directory, _progress: [])
     if module == "atoll.launch.worker" and "peers" in Path(os.environ["ATOLL_CONFIG"]).read_text():
-        from atoll.testing.cpu_sides import fork_cpu_sides
+        from support.cpu_sides import fork_cpu_sides
 
         fork_cpu_sides()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atoll.testing.pool import FORKSERVER
+from support.pool import FORKSERVER
 
 
 def _run(

@@ -11,8 +11,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from atoll.core.errors import AtollError
-from atoll.testing.pool import FORKSERVER, LOOPBACK
 from atoll.train.api.place import Place
+from support.pool import FORKSERVER, LOOPBACK
 
 SECONDS = 60.0  # more than any of them takes
 

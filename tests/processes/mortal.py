@@ -28,10 +28,10 @@ from atoll.core.config import Chunks, Config, Link, Run, Sync
 from atoll.core.memory import Memory
 from atoll.hub import main as hub
 from atoll.hub.options import HubOptions
-from atoll.testing.pool import FORKSERVER, WorkerPool
-from atoll.testing.served import RUN, served_worker
 from atoll.train.api.place import Place
 from atoll.wire.messages import Parameters
+from support.pool import FORKSERVER, WorkerPool
+from support.served import RUN, served_worker
 
 DEADLINE = 60.0
 ITERATIONS = 8

@@ -42,11 +42,11 @@ from atoll.groups.chooser import Score, ScoreFunction
 from atoll.groups.grouping import Grouping
 from atoll.hub.decisions import Decision, read_decisions
 from atoll.hub.planner import GroupingSettings, Known
-from atoll.testing.pool import FORKSERVER
-from atoll.testing.served import RUN, served_worker
 from atoll.train.api.session import Session
 from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.sync.server import MeanExchange, Server
+from support.pool import FORKSERVER
+from support.served import RUN, served_worker
 
 DEADLINE = 60.0
 PROBE = 3  # iterations

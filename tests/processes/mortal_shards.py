@@ -21,8 +21,8 @@ from atoll.core.errors import GivenUpError
 from atoll.hub.planner import GroupingSettings
 from atoll.server import main as server
 from atoll.server.options import ServerOptions
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import RUN
+from support.pool import WorkerPool
+from support.served import RUN
 
 GIVEN_UP = GivenUpError.exit_status
 POINTS_OF_SHARDS = sorted(point for point in points.POINTS if point.startswith("shard."))

@@ -18,8 +18,8 @@ from transports import site_link
 from atoll.core.config import LinkOptions
 from atoll.server import main as server
 from atoll.server.options import ServerOptions
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import RUN
+from support.pool import WorkerPool
+from support.served import RUN
 
 
 @dataclass(frozen=True)

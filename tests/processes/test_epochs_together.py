@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 import atoll
 from atoll.core.errors import MismatchError
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.runs import TOGETHER, run_at
+from support.pool import JobFailedError, WorkerPool
+from support.runs import TOGETHER, run_at
 
 
 def train(session: atoll.Session, by: str, how: str) -> int:

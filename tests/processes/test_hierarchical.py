@@ -17,9 +17,9 @@ from torch import nn
 import atoll
 from atoll.core.config import Chunks, Config, Groups, Run, Sync
 from atoll.core.errors import AtollError, ConfigError
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.pool import JobFailedError, WorkerPool
+from support.served import ServedRun, served_worker
 
 WORKERS = 4
 DEADLINE = timedelta(seconds=60)

@@ -16,11 +16,11 @@ from fake_nodes import FakeRun
 
 from atoll.hub.decisions import read_decisions
 from atoll.net.endpoint import Client
-from atoll.testing.served import RUN, ServedRun
 from atoll.wire import messages as m
 from atoll.wire import nodes
 from atoll.wire.peers import AskJoin, ScriptsDiffer
 from atoll.wire.peerviews import Accept, Prepare, ViewDecided
+from support.served import RUN, ServedRun
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "property"))
 from hostile_messages import Maker, drawing, mutated

@@ -33,13 +33,13 @@ from atoll.net.endpoint import Client, Server
 from atoll.net.keys import make_keys, read_keys, write_keys
 from atoll.net.requests import RefusedError, ask
 from atoll.net.route import own_address
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
 from atoll.train.group.rendezvous import HubLostError, HubRing, HubStore
 from atoll.train.members.hub_client import HubClient
 from atoll.train.sync.service import enter
 from atoll.wire.messages import Reform, encode
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 DEADLINE = 30.0
 ANY = -1  # rank

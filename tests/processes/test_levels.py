@@ -40,9 +40,9 @@ from atoll.core.errors import AtollError, UserError
 from atoll.net.keys import make_keys, write_keys
 from atoll.server.main import serve_site
 from atoll.server.options import ServerOptions
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import RUN, ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
+from support.served import RUN, ServedRun, served_worker
 
 NAMES = ("paris", "berlin")
 QUICK = {"patience": 1.5, "heartbeat": 0.2}

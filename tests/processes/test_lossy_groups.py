@@ -21,10 +21,10 @@ from torch import Tensor
 
 from atoll.core import points
 from atoll.server import main as server
-from atoll.testing.pool import FORKSERVER
-from atoll.testing.served import ServedRun
 from atoll.train.api.place import Place
 from atoll.train.sync.server import Server
+from support.pool import FORKSERVER
+from support.served import ServedRun
 
 DEADLINE = 120.0
 DYING, DIES_AT, STEPS = 2, 9, 24  # rank; from that step on, once all are in one group

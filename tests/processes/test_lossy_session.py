@@ -23,13 +23,13 @@ from atoll.core.config import Chunks, Config, Consistency, Groups, Link, Run, Sy
 from atoll.net.endpoint import Received
 from atoll.server import main as server
 from atoll.tensors.payload import tensor_of
-from atoll.testing.parity import await_groups
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
 from atoll.train.sync.server import Server
 from atoll.wire import messages as m
 from atoll.wire.messages import LostBlocks, decode_untrusted
+from support.parity import await_groups
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 STEPS = 9
 SKIPPED = 7  # the step at which rank 0 has a gradient that is not finite

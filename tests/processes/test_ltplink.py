@@ -29,8 +29,8 @@ from atoll.ltp.settings import Settings
 from atoll.net import linksession, ltplink
 from atoll.net.linksession import LinkSession
 from atoll.net.ltplink import LtpLink
-from atoll.testing.leaks import still_open
 from atoll.wire.datagrams import HEADER, SESSION_AT
+from support.leaks import still_open
 
 SOON = 30.0
 SECRET = bytes(range(32))

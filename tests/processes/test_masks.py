@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.events import Warned
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import EVERYWHERE, TOGETHER, run_at
 from atoll.train.gradients.masks import ALIKE
+from support.pool import WorkerPool
+from support.runs import EVERYWHERE, TOGETHER, run_at
 
 
 def drawn() -> list[bool]:

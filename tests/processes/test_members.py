@@ -19,9 +19,9 @@ from torch import Tensor
 
 from atoll.core.errors import AtollError, UserError
 from atoll.memory.payloads import Key
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
 from atoll.train.group.members import WorkerMembers
+from support.pool import WorkerPool
 
 SECONDS = 30.0
 WHAT = "chunk 7 ('h.3.mlp.weight') as of step 41"

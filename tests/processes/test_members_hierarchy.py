@@ -31,8 +31,8 @@ import atoll
 from atoll.core.config import Run, Sync
 from atoll.core.memory import Memory
 from atoll.observe.summary import read_summary
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
 
 
 def test_a_checkpoint_goes_on_in_any_grouping_and_without(pool: WorkerPool, tmp_path: Path) -> None:

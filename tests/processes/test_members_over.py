@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import atoll
 from atoll.core.memory import Memory
 from atoll.tensors import checkpoint
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
+from support.pool import WorkerPool
 
 BUDGET = Memory(device="34KiB", chunk="8448", step="host")  # of 43 KB of parameters
 PAIRS = ((0, 1), (2, 3))

@@ -26,9 +26,9 @@ from atoll.core.errors import AtollError
 from atoll.core.memory import Memory
 from atoll.memory import fitted
 from atoll.observe.summary import read_summary
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
+from support.pool import WorkerPool
 
 WIDTH = 32
 BUDGET = Memory(device="48KiB", chunk="8448", step="host")  # of 90 KB of parameters, in 11 chunks

@@ -10,8 +10,8 @@ from torch import nn
 
 import atoll
 from atoll.core.errors import CheckpointError, PrepareError
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.runs import run_at
+from support.pool import JobFailedError, WorkerPool
+from support.runs import run_at
 
 
 def values_after(

@@ -24,9 +24,9 @@ from atoll.cpuside import entering, giving, others, stage
 from atoll.exchange.globalparameters import GlobalParameters
 from atoll.exchange.hostmemory import make_file
 from atoll.net.keys import make_keys
-from atoll.testing.served import ServedRun
 from atoll.wire import device as d
 from atoll.wire import nodes as n
+from support.served import ServedRun
 
 MIB = 2**20
 

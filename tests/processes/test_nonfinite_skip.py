@@ -11,8 +11,8 @@ from torch import nn
 import atoll
 from atoll.core.events import Skipped
 from atoll.observe.progress import describe_event
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import EVERYWHERE, TOGETHER, run_at
+from support.pool import WorkerPool
+from support.runs import EVERYWHERE, TOGETHER, run_at
 
 pytestmark = pytest.mark.quick
 

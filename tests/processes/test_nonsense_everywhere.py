@@ -17,9 +17,9 @@ from torch import nn
 import atoll
 from atoll.core.errors import AtollError, UserError
 from atoll.core.events import Decided, Warned
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.runs import run_at
 from atoll.train.gradients import clipping
+from support.pool import JobFailedError, WorkerPool
+from support.runs import run_at
 
 pytestmark = pytest.mark.quick
 

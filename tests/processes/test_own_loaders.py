@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import atoll
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import TOGETHER, model, run_at
+from support.pool import WorkerPool
+from support.runs import TOGETHER, model, run_at
 
 BATCHES, FEWER, EPOCHS = 6, 4, 3
 LOOPS = ("plain", "loader", "distributed", "restarted")

@@ -21,9 +21,9 @@ from test_peers_run import SCRIPT, configured, is_warned, nodes_of, said, steps
 import atoll
 from atoll.core.config import HUB_VARIABLE, Config, Groups, Run, Sync
 from atoll.core.errors import AtollError
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
+from support.served import ServedRun
 
 
 def entered(command: Command, worker: int) -> bool:

@@ -23,9 +23,9 @@ import atoll
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, Config, Link, Run, Sync
 from atoll.core.errors import UserError
 from atoll.net.keys import make_keys, write_keys
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.pool import JobFailedError, WorkerPool
+from support.served import ServedRun, served_worker
 
 # Trains until there is a file `stop`, as all nodes agree each 32 iterations; then all compare what they hold.
 SCRIPT = """

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 import atoll
 from atoll.core.config import Config, Run, Sync
 from atoll.observe.rundir import DIRECTORY_VARIABLE
-from atoll.testing.cpu_sides import fork_cpu_sides
-from atoll.testing.pool import FORKSERVER
-from atoll.testing.served import ServedRun, served_worker
+from support.cpu_sides import fork_cpu_sides
+from support.pool import FORKSERVER
+from support.served import ServedRun, served_worker
 
 LENGTH = 60
 

@@ -24,9 +24,9 @@ from atoll.server import main as server
 from atoll.server.journal import Folder, read_segments
 from atoll.server.options import ServerOptions
 from atoll.store.records import Told
-from atoll.testing.pool import FORKSERVER, WorkerPool
-from atoll.testing.served import RUN, served_worker
 from atoll.train.api.place import Place
+from support.pool import FORKSERVER, WorkerPool
+from support.served import RUN, served_worker
 
 MIB = 2**20
 SECONDS = 60.0

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 import atoll
 from atoll.core.config import Chunks, Config, Sync
 from atoll.core.errors import CheckpointError
-from atoll.testing.models import MODELS
-from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.train.api.place import Place
+from support.models import MODELS
+from support.pool import JobFailedError, WorkerPool
 
 CONFIG = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s"))
 STEPS = 9

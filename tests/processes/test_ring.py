@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.core.errors import AtollError
-from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
+from support.pool import JobFailedError, WorkerPool
 
 pytestmark = pytest.mark.quick
 

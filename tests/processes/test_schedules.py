@@ -24,10 +24,10 @@ import atoll
 from atoll.core.config import Chunks, Config, Groups, Run, Sync
 from atoll.core.memory import Memory
 from atoll.hub.planner import GroupingSettings
-from atoll.testing.parity import ALONE, await_groups
-from atoll.testing.pool import FORKSERVER, WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.parity import ALONE, await_groups
+from support.pool import FORKSERVER, WorkerPool
+from support.served import ServedRun, served_worker
 
 BATCH, STEPS = 4, 10
 WIDTH = 32

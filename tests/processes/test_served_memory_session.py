@@ -42,9 +42,9 @@ from atoll.core.memory import Memory
 from atoll.memory import planning
 from atoll.memory.exchanged import Exchanged
 from atoll.moves.timeline import Bandwidths
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
+from support.served import ServedRun
 
 RATES = Bandwidths(to_device=10e9, to_host=8e9, host_steps=1e9, device_steps=1e9, shared=True)
 EDITS = [clips, edits_one_chunk, replaces_and_removes, gives_one_to_the_unused]

@@ -31,12 +31,12 @@ from atoll.core.errors import (
     UserError,
 )
 from atoll.net.keys import make_keys, write_keys
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
 from atoll.train.members import hub_client
 from atoll.train.sync.server import Server
+from support.pool import JobFailedError, WorkerPool
+from support.served import ServedRun, served_worker
 
 CHUNKS = Chunks(size="2KiB")  # several for a tiny model
 AT_ONCE = 30.0  # seconds: half of what the deadline (sync.timeout) would take

@@ -18,11 +18,11 @@ from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.hub.decisions import read_decisions
 from atoll.server import shard as shard_module
 from atoll.server.model import Model
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
 from atoll.train.members.hub_client import HubClient
 from atoll.train.sync.service import Service, enter
+from support.pool import JobFailedError, WorkerPool
+from support.served import ServedRun, served_worker
 
 SAMPLES = 60
 

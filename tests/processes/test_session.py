@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import atoll
 from atoll.core.config import Chunks, Config, NonFinite, Sync
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError, UserError
-from atoll.testing.models import MODELS
-from atoll.testing.parity import Case, Trajectory, differences, train_plain
-from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.train.api.place import Place
+from support.models import MODELS
+from support.parity import Case, Trajectory, differences, train_plain
+from support.pool import JobFailedError, WorkerPool
 
 pytestmark = pytest.mark.quick
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.config import Chunks, Config, LinkOptions, Run, Sync
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 __all__ = ["through_proxy"]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.config import Chunks, Config
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
 
 STEPS = 2000
 WARM = 500  # steps after which memory has settled

@@ -11,8 +11,8 @@ from differing_scripts import ASKED, AT, CALLS, HERE, PAIRS, STEPS, line_of, run
 
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
-from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.train.api.place import Place
+from support.pool import JobFailedError, WorkerPool
 
 
 def train(place: Place, stale_max: int, kind: str, which: str, folder: str) -> None:

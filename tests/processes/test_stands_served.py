@@ -19,11 +19,11 @@ from torch import nn
 import atoll
 from atoll.core.config import Chunks, Config, Groups, Run, Sync
 from atoll.hub.planner import GroupingSettings
-from atoll.testing.parity import ALONE, await_groups
-from atoll.testing.pool import JobFailedError, WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
+from support.parity import ALONE, await_groups
+from support.pool import JobFailedError, WorkerPool
+from support.served import ServedRun, served_worker
 
 SITES = ["paris", "berlin"]
 SSP = pytest.param("ssp", marks=pytest.mark.soak)

@@ -26,12 +26,12 @@ from atoll.core.errors import AtollError, DeadlineError, PeerLostError
 from atoll.exchange.link import Link
 from atoll.net.endpoint import Server
 from atoll.server.siteplace import Place as SitePlace
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
 from atoll.train.sync.service import parties_of
 from atoll.wire.messages import VERSION, Ended, Goodbye, Hello, Welcome, decode_untrusted, encode
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 DEADLINE = 60.0
 HELLO = Hello(version=VERSION, run="test", role="worker", worker=3, incarnation=1)

@@ -14,7 +14,7 @@ import pytest
 
 from atoll.core.errors import DeadlineError
 from atoll.testing import supervisor
-from atoll.testing.supervisor import Supervisor, Usage, leaks
+from support.supervisor import Supervisor, Usage, leaks
 
 DEADLINE = 60.0
 COUNTING = """

@@ -21,7 +21,7 @@ from torch import nn
 from transports import LINK_TABLE
 
 from atoll.core.config import CONFIG_VARIABLE, HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE
-from atoll.testing.served import RUN, ServedRun
+from support.served import RUN, ServedRun
 
 PATIENCE = 5.0  # seconds until the hub gives up who was killed
 DEADLINE = 90.0

@@ -30,7 +30,7 @@ from test_survival_enter import (
 from transports import site_link
 
 from atoll.core.config import SITE_VARIABLE
-from atoll.testing.served import ServedRun
+from support.served import ServedRun
 
 NAMES = ("paris", "berlin")
 

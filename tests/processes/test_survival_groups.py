@@ -24,7 +24,7 @@ from atoll.core import points
 from atoll.groups.drift import Rules
 from atoll.hub.planner import GroupingSettings
 from atoll.server import main as server
-from atoll.testing.served import ServedRun
+from support.served import ServedRun
 
 WORKERS, GROUPS = 4, ((0, 1), (2, 3))
 HEARTBEAT = 0.25

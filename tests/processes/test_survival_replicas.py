@@ -20,9 +20,9 @@ from torch import nn
 
 import atoll
 from atoll.core.config import Chunks
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import served_worker
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
+from support.served import served_worker
 
 TURNS = 4
 OTHERS = ("shard.held", "shard.promoted", "shard.copied", "shard.snapshot")  # have tests of their own

@@ -30,12 +30,12 @@ from atoll.core import points
 from atoll.core.config import Chunks, Config, Groups, Run, Sync
 from atoll.core.errors import AtollError
 from atoll.hub.decisions import read_decisions
-from atoll.testing.pool import FORKSERVER
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.session import Session
 from atoll.train.gradients.ring import RingReducer
 from atoll.train.group.channel import BrokenRingError
 from atoll.train.group.sockets import shut
+from support.pool import FORKSERVER
+from support.served import ServedRun, served_worker
 
 STEPS = 6
 STRIKE = 3  # the iteration in which a fault happens

@@ -10,7 +10,7 @@ import pytest
 from mortal import assert_equal
 from mortal_shards import Kill, kills_at, points_of_shards, run_with
 
-from atoll.testing.pool import WorkerPool
+from support.pool import WorkerPool
 
 
 @pytest.fixture(scope="module")

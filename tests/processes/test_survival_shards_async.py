@@ -9,7 +9,7 @@ import pytest
 from mortal import ITERATIONS, counted
 from mortal_shards import kills_at, points_of_shards, run_with
 
-from atoll.testing.pool import WorkerPool
+from support.pool import WorkerPool
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from atoll.net.endpoint import poll
 from atoll.net.returning import ReturningLinks
 from atoll.server.payloads import payload_of
 from atoll.tensors.payload import tensor_of
-from atoll.testing.served import RUN
 from atoll.train.members.hub_client import HubClient
 from atoll.wire import messages as m
 from atoll.wire.messages import AnyMessage, decode_untrusted
+from support.served import RUN
 
 SHARDS, MEMBERS = 2, 3
 

@@ -14,7 +14,7 @@ from mortal_shards import OF_STANDBYS, POINTS_OF_SHARDS
 from mortal_sites import Kill, run_with
 
 from atoll.core import points
-from atoll.testing.pool import WorkerPool
+from support.pool import WorkerPool
 
 # What a site's shard comes by, whose chunks the global shards step.
 AT_SITES = [

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transports import LINK, LINK_TABLE
 
 from atoll.core.errors import DeadlineError, GivenUpError
-from atoll.testing.supervisor import Supervisor, leaks
+from support.supervisor import Supervisor, leaks
 
 SHARDS = 2
 # A parameter server's, a ring through a hub, two groups with a server between, and two sites with one.

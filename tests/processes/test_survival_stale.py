@@ -16,9 +16,9 @@ from transports import LINK
 
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import served_worker
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
+from support.served import served_worker
 
 ITERATIONS = 8
 

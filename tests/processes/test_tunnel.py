@@ -33,7 +33,6 @@ from atoll.net.keys import make_keys
 from atoll.net.ltplink import LtpLink
 from atoll.net.returning import ReturningLinks, elements_in_block
 from atoll.net.tunnel import Lossy, TunnelClient, TunnelServer, Wish, block_elements
-from atoll.testing.leaks import still_open
 from atoll.wire.datagrams import LTP_VERSION
 from atoll.wire.messages import (
     VERSION,
@@ -48,6 +47,7 @@ from atoll.wire.messages import (
     encode,
 )
 from atoll.wire.tunnel import BATCHES, Batch, Entry, encode_batch
+from support.leaks import still_open
 
 SOON = 30.0
 LIMIT = 2**28

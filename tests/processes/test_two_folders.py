@@ -12,8 +12,8 @@ import torch
 
 import atoll
 from atoll.core.errors import UserError
-from atoll.testing.pool import WorkerPool
-from atoll.testing.runs import EVERYWHERE, run_at
+from support.pool import WorkerPool
+from support.runs import EVERYWHERE, run_at
 
 
 @contextmanager

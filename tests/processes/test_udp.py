@@ -21,7 +21,7 @@ from atoll.core.errors import RunError, UserError
 from atoll.net import udp
 from atoll.net.packetfilter import MOST_STEPS, SAMPLE, only_sessions
 from atoll.net.udp import Address, Bytes, UdpPort
-from atoll.testing.leaks import still_open
+from support.leaks import still_open
 
 SOON = 20.0
 HOSTS = ["127.0.0.1", "::1"]

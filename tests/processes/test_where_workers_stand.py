@@ -21,10 +21,10 @@ import atoll
 from atoll.core.config import Chunks, Config, Groups, Sync
 from atoll.core.errors import AtollError, MismatchError
 from atoll.core.memory import Memory
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 STEPS = 5
 AT = 2  # the step after which worker 1 makes its mistake

@@ -22,10 +22,10 @@ from atoll.peers.node import Node
 from atoll.peers.settings import Settings
 from atoll.peers.views import first_view, majority
 from atoll.peers.witness import Witness
-from atoll.sim.clock import VirtualClock
 from atoll.wire.peers import WITNESS, Key, PeerMessage, ScriptsDiffer
 from atoll.wire.peerviews import Life, Member, View
 from atoll.wire.workerstand import WorkerStand
+from support.sim.clock import VirtualClock
 
 MEETS_EACH = 4  # iterations: the script meets at the beginning of each such one
 STEP = 0.2  # seconds, of an iteration: the median

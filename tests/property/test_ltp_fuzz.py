@@ -19,8 +19,6 @@ from mutations import change_bytes
 
 from atoll.ltp.events import Lost, Refused
 from atoll.ltp.settings import Settings
-from atoll.sim import LinkModel
-from atoll.testing.ltp import SESSION, End, Ledger, Pair, Passing, whole_numbers
 from atoll.wire.datagrams import (
     ACK,
     CODED_FROM,
@@ -48,6 +46,8 @@ from atoll.wire.linkcontrol import (
     Ping,
     encode,
 )
+from support.ltp import SESSION, End, Ledger, Pair, Passing, whole_numbers
+from support.sim import LinkModel
 
 Sizes = npt.NDArray[np.int64]
 WIDTH = 320  # of the arena: the genuine ones have up to 300 bytes

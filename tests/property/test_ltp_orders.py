@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from atoll.ltp.events import Lost
 from atoll.ltp.settings import Fill, Settings
-from atoll.sim import LinkModel
-from atoll.testing.ltp import End, Ledger, Pair, Passing, held_bytes, whole_numbers
 from atoll.wire.datagrams import Bytes, payload_bytes
+from support.ltp import End, Ledger, Pair, Passing, held_bytes, whole_numbers
+from support.sim import LinkModel
 
 SMALL = Settings(datagram_bytes=256, idle_seconds=30.0)
 BLOCK = payload_bytes(256) // 4

@@ -13,8 +13,8 @@ from atoll.ltp.grants import Grants
 from atoll.ltp.session import Session
 from atoll.ltp.settings import Settings
 from atoll.net.seals import Opener, Sealer
-from atoll.sim import Delivery, LinkModel, Network, VirtualClock
 from atoll.wire.datagrams import headers_untrusted, payload_bytes, split_untrusted
+from support.sim import Delivery, LinkModel, Network, VirtualClock
 
 RATE, DELAY = 125e6, 0.02
 DATAGRAM = 1400 / 1428  # of the link's rate, what datagrams have

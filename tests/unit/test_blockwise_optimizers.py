@@ -22,9 +22,9 @@ from atoll.tensors import optimizer as tried
 from atoll.tensors.binding import specs_of
 from atoll.tensors.optimizer import elementwise_keys
 from atoll.tensors.shardoptimizer import ShardOptimizer
-from atoll.testing.optimizers import SETTINGS, BlockwiseSGD
-from atoll.testing.pool import ring_of_one
 from atoll.train.api.place import Place
+from support.optimizers import SETTINGS, BlockwiseSGD
+from support.pool import ring_of_one
 
 LINE = (
     "optimizer BlockwiseSGD is not element-wise (it steps parameters of 4,096 elements and more by blocks, "
@@ -62,7 +62,7 @@ def at_a_shard() -> None:
     parameters = dict(model.named_parameters())
     layout = lay_out(specs_of(parameters, dict.fromkeys(parameters.values(), "0")), chunk_bytes=2**16)
     settings = {k: v for k, v in BlockwiseSGD(model.parameters()).param_groups[0].items() if k != "params"}
-    path = "atoll.testing.optimizers:BlockwiseSGD"
+    path = "support.optimizers:BlockwiseSGD"
     ShardOptimizer(layout, [0], path.replace(":", "."), [settings], configured=path)
 
 

@@ -14,8 +14,8 @@ import atoll
 from atoll.core.config import Chunks, Config
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.optimizer import ChunkOptimizer
-from atoll.testing.pool import ring_of_one
 from atoll.train.api.place import Place
+from support.pool import ring_of_one
 
 _places: list[Callable[[], Place]] = []  # what the running test is run for
 _sessions: list[atoll.Session] = []

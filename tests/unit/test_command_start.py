@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from atoll.cli.page import page
+from generate import HOW, page_of_commands
 
 ROOT = Path(__file__).parents[2]
 SLOW = ("torch", "numpy", "zmq", "cryptography", "matplotlib", "rich", "multiprocessing", "atoll.train")
@@ -31,4 +31,4 @@ def test_the_command_imports_nothing_slow_for_its_help() -> None:
 
 def test_the_page_of_commands_is_current() -> None:
     text = (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8")
-    assert text == page(), "run `python -m atoll.cli.page docs/reference/commands.md`"
+    assert text == page_of_commands(), f"run `{HOW}`"

@@ -12,9 +12,9 @@ from atoll.axes.cells import CELLS, Cell, config_of
 from atoll.core.config import Config
 from atoll.core.errors import UserError
 from atoll.core.memory import Memory
-from atoll.testing.pool import ring_of_one
 from atoll.train.api.compose import compose
 from atoll.train.api.place import Place
+from support.pool import ring_of_one
 
 SOURCE = Path(__file__).parents[2] / "src" / "atoll"
 COMPOSE = "train/api/compose.py"

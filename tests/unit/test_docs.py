@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from atoll.core.config import Config
-from atoll.core.page import page
 from atoll.lab import topology
 from atoll.ltp.settings import Settings
 from atoll.wire import datagrams
+from generate import HOW, page_of_keys
 
 ROOT = Path(__file__).parents[2]
 PLACE = re.compile(r"`((?:\w+/)+\w+\.py)`:\s+`([\w.]+)`")
@@ -168,7 +168,7 @@ def test_every_setting_of_the_transport_is_documented() -> None:
 
 def test_every_configuration_key_is_documented() -> None:
     text = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
-    assert text == page(), "run `python -m atoll.core.page docs/reference/configuration.md`"
+    assert text == page_of_keys(), f"run `{HOW}`"
     keys = [f"{section}.{key}" for section, values in msgspec.to_builtins(Config()).items() for key in values]
     assert [key for key in keys if f"`{key}`" not in text] == []
 

@@ -16,9 +16,9 @@ import atoll
 from atoll.core.config import Chunks, Config
 from atoll.core.errors import CheckpointError
 from atoll.tensors.checkpoint import pack, unpack
-from atoll.testing.pool import ring_of_one
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
+from support.pool import ring_of_one
 
 CONFIG = Config(chunks=Chunks(size="2KiB"))
 PLACES = [None, ring_of_one]

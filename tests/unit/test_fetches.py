@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError, UserError
 from atoll.net import fetches
 from atoll.net.fetches import FetchLink, FetchService, RefusedError
-from atoll.testing.leaks import still_open
 from atoll.wire.base import WireError
 from atoll.wire.fetches import (
     ANSWER_BYTES,
@@ -33,6 +32,7 @@ from atoll.wire.fetches import (
     opening,
     opening_untrusted,
 )
+from support.leaks import still_open
 
 PAYLOAD = secrets.token_bytes(3 * 2**20 + 7)
 SECONDS = 20.0  # more than anything here takes

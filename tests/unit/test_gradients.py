@@ -14,9 +14,9 @@ from atoll.chunks import lay_out
 from atoll.core.config import Chunks, Config, Sync
 from atoll.core.errors import NonFiniteGradientError
 from atoll.tensors.binding import bind_model, specs_of
-from atoll.testing.pool import ring_of_one
 from atoll.train.gradients.clipping import GradientNorm
 from atoll.train.gradients.messages import Message, lay_messages
+from support.pool import ring_of_one
 
 
 def messages_of(sizes: list[tuple[int, torch.dtype]], chunk: int, at_least: int) -> list[Message]:

@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "atoll"
 PURE = {"ltp", "groups", "rings", "store", "peers", "moves"}
 BASE = {"msgspec", "numpy"}
 DATA = {"core", "chunks", "wire"}
-BELOW_TRAIN = DATA | PURE | {"sim", "net", "axes", "tensors", "memory", "exchange", "observe"}
+BELOW_TRAIN = DATA | PURE | {"net", "axes", "tensors", "memory", "exchange", "observe"}
 # What no decision may touch: a decision is given the time, its random numbers and its input.
 IMPURE = {
     "asyncio",
@@ -50,8 +50,7 @@ TABLE = {
     "chunks": Layer({"core"}, BASE, frozenset(IMPURE)),
     "wire": Layer({"core"}, BASE, frozenset(IMPURE)),
     **{name: Layer({"core", "chunks", "wire"}, BASE, frozenset(IMPURE)) for name in PURE},
-    "sim": Layer(DATA | PURE, BASE),
-    "plan": Layer(DATA | PURE | {"sim"}, BASE | {"matplotlib"}, lazy=frozenset({"matplotlib"})),
+    "plan": Layer(DATA | PURE, BASE | {"matplotlib"}, lazy=frozenset({"matplotlib"})),
     "net": Layer({"core", "wire", "ltp"}, BASE | {"zmq", "cryptography"}),
     "axes": Layer({"core", "chunks"}, BASE | {"torch"}, frozenset(IMPURE), lazy=frozenset({"torch"})),
     "tensors": Layer({"core", "chunks", "axes"}, BASE | {"torch", "safetensors"}),
@@ -83,10 +82,7 @@ TABLE = {
         BELOW_TRAIN | {"plan", "train", "hub", "server", "cpuside", "lab", "launch"},
         BASE | {"typer", "rich"},
     ),
-    "testing": Layer(
-        BELOW_TRAIN | {"plan", "train", "hub", "server", "cpuside", "lab", "launch"},
-        BASE | {"torch", "rich", "psutil"},
-    ),
+    "testing": Layer({"core"}, BASE),
 }
 # `import atoll` itself gives the session and the memory, and imports them only when they are asked for.
 ROOT = Layer({"core", "memory", "train"}, set(), lazy=frozenset({"atoll.memory", "atoll.train"}))
@@ -178,7 +174,7 @@ def _against(rules: Layer, layer: str, item: Import) -> str:
 def _against_layers(rules: Layer, layer: str, target: str, item: Import) -> str:
     """`target` is empty for `import atoll`, whose session the layers below train must not know."""
     if target in ("", "join", "Session", "__version__"):
-        return "" if layer in ("cli", "testing", "launch") else f"{layer} may not import the package's root"
+        return "" if layer in ("cli", "launch") else f"{layer} may not import the package's root"
     if target == layer:
         return ""
     if target not in TABLE or target not in rules.layers:
@@ -190,8 +186,6 @@ def _against_layers(rules: Layer, layer: str, target: str, item: Import) -> str:
 
 # Private names that Python documents.
 DOCUMENTED = {"os._exit", "sys._current_frames"}
-# The harness of the parity tests looks into a session for what no script is to see.
-LOOKED_INTO = {"testing/parity.py": {"session._regrouping"}}
 
 
 def foreign_private_names(source: str, file: str) -> list[str]:
@@ -218,8 +212,9 @@ def foreign_private_names(source: str, file: str) -> list[str]:
                 for name in node.names
                 if _is_private(name.name)
             ]
-    allowed = DOCUMENTED | LOOKED_INTO.get(file, set())
-    return [f"{file}:{line}: {what}" for line, name, what in used if name not in own and what not in allowed]
+    return [
+        f"{file}:{line}: {what}" for line, name, what in used if name not in own and what not in DOCUMENTED
+    ]
 
 
 def _is_private(name: str) -> bool:
@@ -259,6 +254,20 @@ def test_a_use_of_another_module_s_private_name_is_found(source: str, found: lis
 def test_a_module_imports_only_what_its_layer_may(path: Path) -> None:
     found = violations(path.read_text(encoding="utf-8"), path.relative_to(SOURCE).as_posix())
     assert not found, "\n".join(found)
+
+
+def test_what_stands_outside_imports_only_modules_that_there_are() -> None:
+    """A moved module is found here, and not by the first run of a soak test or of a benchmark."""
+    there = {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in MODULES
+    }
+    root = SOURCE.parents[1]
+    for folder in ("tests", "benchmarks", "docs", "examples"):
+        for path in (root / folder).rglob("*.py"):
+            asked = {each.module for each in imports_of(ast.parse(path.read_text(encoding="utf-8")), folder)}
+            missing = {each for each in asked if each.startswith("atoll.")} - there
+            assert not missing, f"{path.relative_to(root)}: {', '.join(missing)}"
 
 
 def test_the_table_is_a_stack() -> None:
@@ -333,7 +342,7 @@ def test_there_are_modules_to_check() -> None:
         ("launch/run.py", "import torch"),
         ("launch/run.py", "from atoll.tensors import binding"),
         ("launch/run.py", "from atoll.cli import app"),
-        ("cli/app.py", "from atoll.testing import pool"),
+        ("cli/app.py", "from atoll.testing import faults"),
         ("cli/app.py", "import torch"),
         ("train/api/session.py", "from atoll.launch import run"),
         ("train/api/session.py", "import scipy"),
@@ -368,7 +377,6 @@ def test_the_checker_finds_a_planted_violation(file: str, source: str) -> None:
         ("axes/store.py", "if TYPE_CHECKING:\n    from torch import Tensor"),
         ("launch/worker.py", "def main():\n    import torch"),
         ("train/api/session.py", "import torch\nfrom atoll.observe.journal import Journal"),
-        ("testing/pool.py", "import atoll, torch"),
         ("__init__.py", "if TYPE_CHECKING:\n    from atoll.train.api.session import join"),
         ("__init__.py", "def __getattr__(name):\n    from atoll.train.api import session"),
     ],

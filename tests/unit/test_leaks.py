@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.testing.leaks import still_open
+from support.leaks import still_open
 
 shown = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not show what is open")
 

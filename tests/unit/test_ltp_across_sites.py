@@ -13,9 +13,9 @@ import pytest
 
 from atoll.ltp.events import Arrived, Delivered
 from atoll.ltp.settings import Settings
-from atoll.sim import LinkModel
-from atoll.testing.ltp import Pair
 from atoll.wire.datagrams import payload_bytes
+from support.ltp import Pair
+from support.sim import LinkModel
 
 pytestmark = pytest.mark.check
 

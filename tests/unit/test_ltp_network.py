@@ -15,8 +15,9 @@ import pytest
 
 from atoll.ltp.events import Lost, Migrated, Opened, StripeChanged
 from atoll.ltp.settings import Fill, Settings
-from atoll.sim import LinkModel
-from atoll.testing.ltp import (
+from atoll.wire.datagrams import ACK, HEADER, SEAL_BYTES, SLICE, Bytes, Kind, payload_bytes, records_of
+from atoll.wire.linkcontrol import Closed, decode_untrusted
+from support.ltp import (
     End,
     Ledger,
     Pair,
@@ -27,8 +28,7 @@ from atoll.testing.ltp import (
     lose,
     whole_numbers,
 )
-from atoll.wire.datagrams import ACK, HEADER, SEAL_BYTES, SLICE, Bytes, Kind, payload_bytes, records_of
-from atoll.wire.linkcontrol import Closed, decode_untrusted
+from support.sim import LinkModel
 
 pytestmark = pytest.mark.check
 

@@ -13,7 +13,7 @@ import pytest
 
 from atoll.chunks import ParameterSpec, lay_out_memory, sizes_worth_trying
 from atoll.cli.app import main
-from atoll.testing.shapes import PUBLISHED
+from support.shapes import PUBLISHED
 
 ENTRY: dict[str, Any] = {"name": "a.weight", "shape": [3, 4], "dtype": "float32"}
 

@@ -13,7 +13,7 @@ import pytest
 from atoll.chunks import ChunkMap, ParameterSpec, lay_out_memory, memory, sizes_worth_trying
 from atoll.core.errors import ConfigError, PrepareError
 from atoll.moves import Cache
-from atoll.testing.shapes import PUBLISHED
+from support.shapes import PUBLISHED
 
 DOCS = Path(__file__).parents[2] / "docs"
 KIB = 2**10

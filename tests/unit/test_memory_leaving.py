@@ -20,7 +20,7 @@ from atoll.memory.fit import fit
 from atoll.memory.fitted import Moving
 from atoll.memory.leaving import Leaving
 from atoll.moves.timeline import Bandwidths
-from atoll.testing.links import slow_link
+from support.links import slow_link
 
 CPU = torch.device("cpu")
 WIDTH, LAYERS = 32, 8

@@ -23,7 +23,7 @@ from atoll.memory.profile import Recorder
 from atoll.memory.sharedplan import agree
 from atoll.moves.search import MemoryPlan, Use, search_plan
 from atoll.moves.timeline import Bandwidths
-from atoll.testing.members import Member, together
+from support.members import Member, together
 
 RATES = Bandwidths(to_device=10e9, to_host=8e9, host_steps=1e9, device_steps=1e9, shared=True)
 

@@ -12,10 +12,10 @@ import pytest
 from atoll.axes.cells import CELLS, Cell, cell_of, choices_in, config_of, refusal_of
 from atoll.axes.choices import Choices, choices_of, defaults
 from atoll.axes.needs import LOSSY_DTYPES, TABLE, Moment, Need, check, refusal
-from atoll.axes.page import FACTS, page
 from atoll.core.config import Config, load_config
 from atoll.core.memory import Memory
 from atoll.ltp.blocks import FLOATS
+from generate import FACTS, HOW, page_of_cells
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "combinations.md"
 SERVED = ["run.strategy=server"]
@@ -457,9 +457,7 @@ def test_a_configuration_of_defaults_is_refused_at_no_moment() -> None:
 
 
 def test_the_page_is_that_of_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), (
-        "write it anew: python -m atoll.axes.page docs/reference/combinations.md"
-    )
+    assert PAGE.read_text(encoding="utf-8") == page_of_cells(), f"run `{HOW}`"
 
 
 def test_every_word_of_a_row_is_a_key_an_option_or_explained() -> None:

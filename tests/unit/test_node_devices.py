@@ -22,7 +22,6 @@ import atoll
 from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import AtollError, ConfigError, GivenUpError, RunError
 from atoll.core.memory import Memory
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
 from atoll.train.group.rounds import Ring
 from atoll.train.sync.peersdevices import Devices, places_of
@@ -40,6 +39,7 @@ from atoll.wire.device import (
     Returned,
     Want,
 )
+from support.pool import WorkerPool
 
 SAMPLES = (4, 2)  # of the two devices' batches
 

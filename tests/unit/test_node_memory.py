@@ -31,7 +31,7 @@ from atoll.exchange.hostmemory import (
     plan_memory,
     slots_for,
 )
-from atoll.testing.leaks import still_open
+from support.leaks import still_open
 
 SPECS = st.lists(
     st.tuples(

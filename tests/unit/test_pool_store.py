@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
 
 
 def leaves_a_timeout(place: Place) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from atoll.lab.emulator import available, fates_array
 from atoll.lab.topology import Link, Phase
-from atoll.sim import Delivery, LinkModel, Network, VirtualClock
-from atoll.sim.links import HEADERS, Direction, Fates
+from support.sim import Delivery, LinkModel, Network, VirtualClock
+from support.sim.links import HEADERS, Direction, Fates
 
 MTU = 1500
 SLOT = 12e-6  # seconds: an MTU at 1 Gbit/s

@@ -15,10 +15,10 @@ from atoll.core import events
 from atoll.core.config import LAB_JOURNALS_VARIABLE, SPEED_VARIABLE
 from atoll.core.errors import ConfigError
 from atoll.observe.journal import JournalReader
-from atoll.testing.pool import WorkerPool
 from atoll.train.api.place import Place
 from atoll.train.api.speed import Stretch, speed_from
 from atoll.train.gradients.ring import RingBuckets
+from support.pool import WorkerPool
 
 
 class Clock:

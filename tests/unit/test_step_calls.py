@@ -20,8 +20,8 @@ from atoll.core.config import Config
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.tensors.torch_compat import seem_finite, version_of
-from atoll.testing.pool import ring_of_one
 from atoll.train.api import records
+from support.pool import ring_of_one
 
 SOURCE = str(Path(atoll.__file__).parent) + "/"
 MOST = {"alone": 95, "ring": 330}  # Python functions of Atoll's in a step of six parameters

@@ -20,11 +20,11 @@ from atoll.exchange.codecs import codec_named
 from atoll.exchange.synchronizer import Contributors
 from atoll.memory.planning import specs_for
 from atoll.tensors.binding import bind_model
-from atoll.testing.pool import ring_of_one
 from atoll.train.api.place import Place
 from atoll.train.sync.outside import Coded, synchronizer_named
 from atoll.train.sync.replicas import Values, check_payload
 from own_strategy import partner_of
+from support.pool import ring_of_one
 
 
 @pytest.fixture

@@ -222,13 +222,6 @@ REVIEWED: dict[str, str] = {
     "server/snapshot.py: _Taking._write: self._copies.get()": (
         "the thread that writes a snapshot waits for the shard's next copy; `abandon` ends it"
     ),
-    "testing/cpu_sides.py: _Forked.__init__: self._told.recv()": "`poll` has found it there, or the end",
-    "testing/cpu_sides.py: _Forked._after: self._told.recv()": "the same",
-    "testing/cpu_sides.py: _keep: os.waitpid(child, 0)": "a CPU side lives as long as its worker",
-    "testing/pool.py: WorkerPool._receive: connection.recv()": "`wait` has found an answer there, or the end",
-    "testing/pool.py: _serve: connection.recv()": "a worker of the pool without a job, until the pool ends",
-    "testing/sites.py: _elsewhere: ThreadPoolExecutor(1)": "a thread that sets up a network namespace",
-    "testing/sites.py: _elsewhere: threads.submit(function).result()": "the same",
     "train/members/peersintroduction.py: _InStore._record: store.get(_key(node))": (
         "it is there: `wait` has returned"
     ),
@@ -285,11 +278,6 @@ REVIEWED: dict[str, str] = {
     "holding self._condition": _RELEASES,
     "memory/syncpoints.py: SyncPoints.wait_until: self._condition.wait_for(lambda: self.count >= count or "
     "self._is_closed, _DEADLINE), holding self._condition": _RELEASES,
-    "testing/members.py: Member.__init__: "
-    "ThreadPoolExecutor(_SERVING, thread_name_prefix=f'serving-{rank}')": (
-        "its threads answer fetches, whose waits have deadlines"
-    ),
-    "testing/members.py: Member.close: self._service.shutdown(wait=False)": "it does not wait",
     "memory/leaving.py: Leaving.__init__: ThreadPoolExecutor(1, thread_name_prefix='atoll-leaving')": (
         "its thread copies gradients, and what it waits for, room in a tier, has a deadline"
     ),

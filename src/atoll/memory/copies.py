@@ -1,5 +1,5 @@
 """Copies between the device's arena and the host's. All of them go through these functions, so that who looks
-at speed can put a link of a known rate in their place (`testing/links.py`)."""
+at speed can put a link of a known rate in their place (`tests/support/links.py`)."""
 
 from __future__ import annotations
 

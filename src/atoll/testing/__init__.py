@@ -1,5 +1,5 @@
-"""Tiny models, a plain-PyTorch reference, and a pool of worker processes: what Atoll's own tests stand on.
+"""Plans of faults: `python -m atoll.testing.faults` lets a planned fault happen to a process of a run.
 
-Public, so that a project that trains with Atoll can hold its own models to the same proofs.
-Nothing in Atoll imports this package.
+Nothing else in Atoll imports this package. What only Atoll's own tests and benchmarks stand on is in
+`tests/support`.
 """

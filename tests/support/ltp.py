@@ -28,8 +28,8 @@ from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Burst, Session
 from atoll.ltp.settings import Settings
 from atoll.net.seals import Opener, Sealer
-from atoll.sim import Delivery, LinkModel, Network, VirtualClock
 from atoll.wire.datagrams import Bytes, Flow, Kind, headers_untrusted, payload_bytes, split_untrusted
+from support.sim import Delivery, LinkModel, Network, VirtualClock
 
 Way: TypeAlias = Literal["up", "down"]  # from the client to the server, or back
 Address: TypeAlias = tuple[str, int, int]  # a machine, a port, and which of its addresses

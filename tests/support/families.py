@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.testing.models import CONTEXT, VOCABULARY, TinyBlock, TinyGPT
+from support.models import CONTEXT, VOCABULARY, TinyBlock, TinyGPT
 
 IMAGE = 8
 CLASSES = 5

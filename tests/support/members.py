@@ -99,7 +99,7 @@ class Member:
             total += part
         tensor.copy_(total)
 
-    def meet(self, tensor: Tensor, what: str, where: Callable[[], Stand]) -> None:  # noqa: ARG002
+    def meet(self, tensor: Tensor, what: str, where: Callable[[], Stand]) -> None:
         self.sum(tensor, what)
 
     def exchange(

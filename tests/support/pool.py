@@ -26,8 +26,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 
 from atoll.core.errors import DeadlineError, RunError
 from atoll.tensors.torch_compat import SLOW_IMPORT
-from atoll.testing.cpu_sides import fork_cpu_sides
 from atoll.train.api.place import Place
+from support.cpu_sides import fork_cpu_sides
 
 # For all processes of tests that need torch. There is one fork server a process, and who forks first says
 # what it imports.

@@ -27,9 +27,9 @@ from atoll.hub.planner import GroupingSettings
 from atoll.memory import planning
 from atoll.memory.bandwidth import measure
 from atoll.moves.timeline import Bandwidths
-from atoll.testing.pool import WorkerPool
-from atoll.testing.served import ServedRun, served_worker
 from atoll.train.api.place import Place
+from support.pool import WorkerPool
+from support.served import ServedRun, served_worker
 
 _TIMEOUT = "60s"
 _BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # the model of `model` takes more

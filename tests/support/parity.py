@@ -24,9 +24,9 @@ import atoll
 from atoll.core.config import Chunks, Config, Groups, Link, Run, Sync, Transport
 from atoll.core.errors import DeadlineError, RunError
 from atoll.tensors.torch_compat import uncompiled
-from atoll.testing.models import MODELS, TinyModel
-from atoll.testing.served import served_worker
 from atoll.train.api.place import Place
+from support.models import MODELS, TinyModel
+from support.served import served_worker
 
 STEPS = 20
 ALONE = 4  # steps that workers make before they are in groups: the probe, and one that does not count

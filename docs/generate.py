@@ -1,21 +1,129 @@
-"""Write docs/reference/combinations.md from the table of needs: `python -m atoll.axes.page`.
+"""Write the generated pages of docs/reference: `python docs/generate.py`.
 
-With a path the page is written there; without one it is printed.
+`configuration.md` has the keys of the configuration's structs, `commands.md` the options of the commands, and
+`combinations.md` the table of needs.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import typer.main
 
 from atoll.axes.cells import CELLS, Cell, CodecKind, LinkKind, refusal_of, strategy_of
 from atoll.axes.needs import TABLE, Moment, Need
+from atoll.cli.app import app
+from atoll.core.config import Config, keys_of_sections
+from atoll.core.options import Option, summary_of
 
+REFERENCE = Path(__file__).parent / "reference"
 _WIDTH = 100
+HOW = "python docs/generate.py"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+# -- configuration.md ----------------------------------------------------------------------------------------
+
+_KEYS_HEADING = """
+This page is generated from the structs of `src/atoll/core/config.py` and `src/atoll/core/memory.py`. After a
+change of a key run `python docs/generate.py`.
+[configuration.md](../configuration.md) says where values come from.
+"""
+_KINDS = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`"}
+
+
+def _key_lines() -> Iterator[str]:
+    yield "# Keys of the configuration"
+    yield ""
+    yield from _wrapped(" ".join(_KEYS_HEADING.split()))
+    kinds = get_type_hints(Config)
+    for section, keys in keys_of_sections().items():
+        yield ""
+        yield f"## {section}"
+        yield ""
+        said = summary_of(kinds[section]).partition("\n\n")[0]
+        yield from _wrapped(" ".join(said.split()))
+        yield ""
+        yield "| key | value | default | meaning |"
+        yield "| --- | --- | --- | --- |"
+        for key, option in keys.items():
+            default = msgspec.json.encode(option.default).decode()
+            meaning = re.sub(r"\]\((?=[\w-]+\.md)", "](../", option.meaning).replace("|", "\\|")
+            yield f"| `{section}.{key}` | {_key_value(option)} | `{default}` | {meaning} |"
+
+
+def _key_value(option: Option) -> str:
+    """What a key's value is: its unit, its choices or its type."""
+    if option.unit is not None:
+        return {"SPAN": "span of time", "SIZE": "size", "RATE": "rate"}[option.unit.word]
+    if option.choices:
+        return ", ".join(f"`{each}`" for each in option.choices)
+    kind: Any = option.kind
+    return _KINDS[kind]
+
+
+# -- commands.md ---------------------------------------------------------------------------------------------
+
+_COMMANDS_HEADING = """# Commands
+
+This page is generated from the commands' options. After a change of one run `python
+docs/generate.py`. Spans of time are written like `90s`, sizes like `2GiB` and rates like
+`1Gbit/s`. Every command has `--help`. A command ends with status 0, with 1 if what it did failed,
+and with 2 and one line if what it was given is wrong."""
+
+
+def _command_lines(command: Any, name: str) -> Iterator[str]:
+    """A command's section, then those of the commands below it."""
+    below = getattr(command, "commands", {})
+    if not below:
+        arguments = [_option_name(each) for each in command.params if each.param_type_name == "argument"]
+        yield ""
+        yield f"## {name}"
+        yield ""
+        yield f"`{' '.join([name, '[OPTIONS]', *arguments])}`"
+        yield ""
+        yield re.sub(r"\s*\n\s*\n\s*", "\n\n", command.help or "").strip()
+        yield ""
+        yield "| option | default | meaning |"
+        yield "| --- | --- | --- |"
+        yield from map(_option_row, command.params)
+    for each in sorted(below):
+        yield from _command_lines(below[each], f"{name} {each}")
+
+
+def _option_row(option: Any) -> str:
+    default = "" if option.default in (None, "", [], False) or option.required else f"`{_default(option)}`"
+    meaning = option.help or ""
+    if option.envvar:
+        meaning += f" Also from the variable `{option.envvar}`."
+    if option.required:
+        meaning += " Required."
+    return f"| `{_option_name(option)}` | {default} | {meaning.strip()} |"
+
+
+def _default(option: Any) -> str:
+    return str(option.default).lower() if isinstance(option.default, bool) else str(option.default)
+
+
+def _option_name(option: Any) -> str:
+    """`--workers N`, `--seal / --no-seal`, or an argument's word."""
+    word = option.metavar or ("" if getattr(option, "is_flag", False) else option.name.upper())
+    if option.param_type_name == "argument":
+        return str(word)
+    names = [*option.opts, *option.secondary_opts]
+    return " ".join(filter(None, [" / ".join(names), "" if option.is_flag else word]))
+
+
+# -- combinations.md -----------------------------------------------------------------------------------------
+
 _MOMENTS: dict[Moment, str] = {
     "configuration": "When a configuration is read",
     "launch": "Before `atoll run` starts anything",
@@ -62,18 +170,12 @@ _FIRST = (get_args(LinkKind)[0], get_args(CodecKind)[0])  # of a line
 _SYNCS = {"local": "nothing", "peers": "peers", "replicas": "values, as it says"}
 
 
-def page() -> str:
-    """The page as Markdown."""
-    return "\n".join(_lines()) + "\n"
-
-
-def _lines() -> Iterator[str]:
+def _cell_lines() -> Iterator[str]:
     yield "# What can be combined"
     yield ""
     yield from _wrapped(
         "This page is generated from the table of needs (`src/atoll/axes/needs.py`), which is the one place "
-        "where Atoll refuses a combination. After a change of the table run `python -m atoll.axes.page "
-        "docs/reference/combinations.md`."
+        "where Atoll refuses a combination. After a change of the table run `python docs/generate.py`."
     )
     yield ""
     yield from _wrapped(
@@ -123,7 +225,7 @@ def _lines() -> Iterator[str]:
         yield "| --- | --- | --- |"
         for need in TABLE:
             if moment in need.moments:
-                yield f'| <a id="{need.name}"></a>{need.name} | {_cell(need)} | {_sentence(need)} |'
+                yield f'| <a id="{need.name}"></a>{need.name} | {_condition(need)} | {_sentence(need)} |'
 
 
 def _one_choice(cell: Cell, first: Cell) -> bool:
@@ -137,7 +239,7 @@ def _answer(cell: Cell) -> str:
     return "trains" if need is None else f"[{need.name}](#{need.name})"
 
 
-def _cell(need: Need) -> str:
+def _condition(need: Need) -> str:
     return "; ".join(condition.words(name) for name, condition in need.cell.items())
 
 
@@ -146,12 +248,28 @@ def _sentence(need: Need) -> str:
     return re.sub(r"\{([^{}!:]+)(![rs])?(:[^{}]*)?\}", r"*<\1>*", need.reason).replace("|", "\\|")
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+# -- the pages -----------------------------------------------------------------------------------------------
+
+
+def page_of_keys() -> str:
+    """Return configuration.md."""
+    return "\n".join(_key_lines()) + "\n"
+
+
+def page_of_commands() -> str:
+    """Return commands.md."""
+    return "\n".join([_COMMANDS_HEADING, *_command_lines(typer.main.get_command(app), "atoll")]) + "\n"
+
+
+def page_of_cells() -> str:
+    """Return combinations.md."""
+    return "\n".join(_cell_lines()) + "\n"
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(page(), encoding="utf-8")
-    else:
-        print(page(), end="")
+    for name, page in (
+        ("configuration.md", page_of_keys),
+        ("commands.md", page_of_commands),
+        ("combinations.md", page_of_cells),
+    ):
+        (REFERENCE / name).write_text(page(), encoding="utf-8")

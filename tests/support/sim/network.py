@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from atoll.sim.clock import VirtualClock
-from atoll.sim.links import HEADERS, Counters, Direction, LinkModel
+from support.sim.clock import VirtualClock
+from support.sim.links import HEADERS, Counters, Direction, LinkModel
 
 Frames = npt.NDArray[np.uint8]  # (datagrams, bytes of each)
 Node = Hashable
