@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.core.config import Chunks, Config, Link, Run, Sync
+from atoll.core.config import Chunks, Config, LinkOptions, Run, Sync
 from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping
 from atoll.hub.planner import GroupingSettings
@@ -79,7 +79,7 @@ def config_of(strategy: Any, consistency: Any, codec: str, transport: Any = "tcp
         run=Run(strategy=strategy),
         sync=Sync(timeout="60s", consistency=consistency, codec=codec),
         chunks=Chunks(size="2KiB"),
-        link=Link(transport=transport),
+        link=LinkOptions(transport=transport),
     )
 
 

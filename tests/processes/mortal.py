@@ -24,7 +24,7 @@ from transports import LINK
 
 import atoll
 from atoll.core import points
-from atoll.core.config import Chunks, Config, Link, Run, Sync
+from atoll.core.config import Chunks, Config, LinkOptions, Run, Sync
 from atoll.core.memory import Memory
 from atoll.hub import main as hub
 from atoll.hub.options import HubOptions
@@ -208,7 +208,7 @@ def counted(folder: Path) -> dict[str, int]:
 
 def config(consistency: Any, lazy: bool = False, tiers: bool = False) -> Config:
     sync = Sync(timeout="40s", consistency=consistency, slack=1, lazy=lazy)
-    run, link = Run(strategy="server"), Link() if tiers else LINK
+    run, link = Run(strategy="server"), LinkOptions() if tiers else LINK
     memory = Memory(device="24KiB", chunk="4KiB", step="host") if tiers else Memory()
     return Config(run=run, chunks=Chunks(size="4KiB"), sync=sync, link=link, memory=memory)
 

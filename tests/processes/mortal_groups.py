@@ -35,7 +35,7 @@ from transports import LINK
 
 import atoll
 from atoll.core import points
-from atoll.core.config import RUN_VARIABLE, Chunks, Config, Groups, Link, Run, Sync
+from atoll.core.config import RUN_VARIABLE, Chunks, Config, Groups, LinkOptions, Run, Sync
 from atoll.core.errors import AtollError
 from atoll.core.memory import Memory
 from atoll.groups.chooser import Score, ScoreFunction
@@ -301,7 +301,7 @@ def work(who: int, plan: Plan, lingers: str = "") -> None:
         chunks=Chunks(size="2KiB"),
         sync=Sync(timeout="30s", consistency=plan.consistency, uplink=plan.uplink),  # type: ignore[arg-type]
         groups=Groups(probe=PROBE),
-        link=Link() if plan.tiers else LINK,
+        link=LinkOptions() if plan.tiers else LINK,
         memory=Memory(device="16KiB", chunk="4KiB") if plan.tiers else Memory(),
     )
     with (folder / f"{who}.err").open("a") as sys.stderr:

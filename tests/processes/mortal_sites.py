@@ -13,7 +13,7 @@ from typing import Any
 
 from losing import LosingServer, lost_by_content
 from mortal import DEADLINE, NAMES, Mortal, begin_life, site_of, train_in
-from transports import site_link
+from transports import LINK
 
 from atoll.core.config import LinkOptions
 from atoll.server import main as server
@@ -45,7 +45,7 @@ def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: 
     goes_on = partial(print, flush=True)
     if who in NAMES:
         # The transport itself loses nothing for good; what it is said to have lost is the same in every run.
-        link = LinkOptions(transport="ltp", usable=1.0) if loses else site_link()
+        link = LinkOptions(transport="ltp", usable=1.0) if loses else LINK
         server.serve_site(ServerOptions(hub=address, site=who, link=link, **options), goes_on=goes_on)
     else:
         if loses:  # this process is of this shard alone

@@ -19,7 +19,7 @@ from mortal_shards import OF_STANDBYS, POINTS_OF_SHARDS, Kill, MortalRun, kills_
 from torch import Tensor, nn
 
 import atoll
-from atoll.core.config import Chunks, Config, Consistency, Groups, Link, Run, Sync, Uplink
+from atoll.core.config import Chunks, Config, Consistency, Groups, LinkOptions, Run, Sync, Uplink
 from atoll.net.endpoint import Received
 from atoll.server import main as server
 from atoll.tensors.payload import tensor_of
@@ -71,7 +71,7 @@ class Way:
                 uplink=self.group or "auto",
             ),
             groups=Groups(probe=2),
-            link=Link(transport="ltp", fill_above=self.fill_above, target_loss=0.0),
+            link=LinkOptions(transport="ltp", fill_above=self.fill_above, target_loss=0.0),
         )
 
 

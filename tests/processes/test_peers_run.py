@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import atoll
-from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, Config, Link, Run, Sync
+from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, Config, LinkOptions, Run, Sync
 from atoll.core.errors import UserError
 from atoll.net.keys import make_keys, write_keys
 from atoll.train.api.place import Place
@@ -364,7 +364,7 @@ def trains_on_batches(place: Place, folder: str, transport: str) -> list[list[fl
     each iteration of this node was of."""
     data = torch.arange(60.0).reshape(60, 1)
     config = settings(stale_max=1, global_batch=8)
-    link = Link(transport=transport, reliable=transport == "ltp")  # type: ignore[arg-type]
+    link = LinkOptions(transport=transport, reliable=transport == "ltp")  # type: ignore[arg-type]
     config = msgspec.structs.replace(config, link=link)
     seen: list[list[float]] = []
     with atoll.join(config, place=place) as session:

@@ -27,7 +27,7 @@ from test_survival_enter import (
     merged,
     plain,
 )
-from transports import site_link
+from transports import LINK
 
 from atoll.core.config import SITE_VARIABLE
 from support.served import ServedRun
@@ -65,7 +65,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., SiteWorkers]]:
 
     def make(workers: int, sync: str, **plan: Any) -> SiteWorkers:
         sites = Counter(NAMES[rank % 2] for rank in range(workers))
-        served = ServedRun(workers, 2, patience=PATIENCE, heartbeat=0.3, sites=sites, site_link=site_link())
+        served = ServedRun(workers, 2, patience=PATIENCE, heartbeat=0.3, sites=sites, site_link=LINK)
         runs.append(served)
         runs[-1].__enter__()
         teams.append(SiteWorkers(tmp_path, runs[-1].address, sync, plan))

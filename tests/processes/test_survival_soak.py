@@ -53,7 +53,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import atoll
-from atoll.core.config import Config, Link, Run, Sync
+from atoll.core.config import Config, LinkOptions, Run, Sync
 
 folder, mode, number = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.set_num_threads(1)
@@ -84,7 +84,7 @@ data = torch.arange({SAMPLES})
 strategy, consistency = {{
     "ring": ("ring", "bsp"), "groups": ("ps-hra", "asp"), "sites": ("server", "asp")
 }}.get(mode, ("server", mode))
-link = Link(transport="tcp" if mode == "ring" else "{LINK.transport}")
+link = LinkOptions(transport="tcp" if mode == "ring" else "{LINK.transport}")
 config = Config(run=Run(strategy=strategy), sync=Sync(consistency=consistency, timeout="120s"), link=link)
 notes = os.open(folder / f"notes-{{number}}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import atoll
-from atoll.core.config import Chunks, Config, Groups, Link, Run, Sync, Transport
+from atoll.core.config import Chunks, Config, Groups, LinkOptions, Run, Sync, Transport
 from atoll.core.errors import DeadlineError, RunError
 from atoll.tensors.torch_compat import uncompiled
 from atoll.train.api.place import Place
@@ -120,7 +120,7 @@ def train_served(
         run=Run(strategy="server"),
         chunks=Chunks(size=case.chunk_size),
         sync=Sync(timeout="60s", lazy=lazy),
-        link=Link(transport=transport),
+        link=LinkOptions(transport=transport),
     )
     site = sites[place.rank] if sites else ""
     with served_worker(address, place.rank, site=site), atoll.join(config) as session:
@@ -136,7 +136,7 @@ def train_grouped(
         chunks=Chunks(size=case.chunk_size),
         sync=Sync(timeout="60s", uplink=uplink, consistency="bsp"),  # type: ignore[arg-type]
         groups=Groups(probe=ALONE - 1),
-        link=Link(transport=transport),
+        link=LinkOptions(transport=transport),
     )
     with served_worker(address, place.rank), atoll.join(config) as session:
         seen = _train(session, place.rank, case, await_groups)

@@ -19,7 +19,7 @@ from atoll.exchange.feedback import Feedback, Losses
 from atoll.ltp.blocks import Mask
 from atoll.wire.messages import LostBlocks
 
-LTP = LinkOptions(transport="ltp", high=0.25)
+LTP = LinkOptions(transport="ltp", high="0.25")
 BLOCK = 4
 
 
@@ -98,7 +98,7 @@ def test_the_largest_blocks_must_arrive_and_those_that_are_not_finite() -> None:
 
 def test_what_is_lost_again_and_again_becomes_large_enough_to_arrive() -> None:
     chunk = chunk_of(16)
-    feedback = feedback_of(chunk, LinkOptions(transport="ltp", high=0.25))
+    feedback = feedback_of(chunk, LinkOptions(transport="ltp", high="0.25"))
     arrived = []
     for exchange in range(40):
         _, high = send(feedback, chunk, exchange, [4.0] * 4 + [1.0] * 12)

@@ -65,7 +65,7 @@ def server(options: ServerOptions) -> None:
 
         configured = load_config(options.config)
         check_configuration(configured)
-        options = replace(options, link=configured.link_options)
+        options = replace(options, link=configured.link)
     from atoll.net.endpoint import check_listen
     from atoll.net.keys import read_keys
 

@@ -255,7 +255,7 @@ class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regroup: bool = True
 
 
-class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LinkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[link]`: how chunks travel between workers, or their groups or sites, and the shards.
 
     Args:
@@ -292,22 +292,6 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reliable: bool = False
     rate: Annotated[str, RATE] = ""
 
-
-class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`[link]`, resolved: what a worker's and a site's connections to shards are made with. `high` is a share
-    of the blocks, or None for a derived one; `rate` is in bytes per second, 0 for none."""
-
-    transport: Transport = "tcp"
-    high: Share | None = None
-    fill: Fill = "zero"
-    fill_above: Share = 0.03
-    usable: Share = 0.97
-    feedback: bool = True
-    target_loss: Share = 0.01
-    stripes: Annotated[int, msgspec.Meta(ge=1, le=MOST_STRIPES)] = 1
-    reliable: bool = False
-    rate: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-
     @property
     def lossy(self) -> bool:
         """Whether parts of gradients may be lost."""
@@ -317,6 +301,24 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     def holds_back(self) -> bool:
         """Whether what was lost is added to the next gradient."""
         return self.lossy and self.feedback
+
+    @property
+    def high_share(self) -> float | None:
+        """`high` as a share of the blocks; None for auto."""
+        if self.high == "auto":
+            return None
+        try:
+            share = float(self.high)
+        except ValueError:
+            share = -1.0
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(f"{self.high!r} is neither a share between 0 and 1 nor auto")
+        return share
+
+    @property
+    def bytes_per_second(self) -> float:
+        """`rate`; 0 for none."""
+        return bytes_per_second(self.rate) if self.rate else 0.0
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -328,7 +330,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server: Server = Server()
     hub: Hub = Hub()
     groups: Groups = Groups()
-    link: Link = Link()
+    link: LinkOptions = LinkOptions()
     memory: Memory = Memory()
 
     def having(self, **keys: Any) -> Config:
@@ -381,27 +383,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def links_seconds(self) -> float:
         return parse_seconds(self.groups.links)
-
-    @property
-    def link_options(self) -> LinkOptions:
-        """`[link]`, resolved."""
-        plain = msgspec.structs.asdict(self.link)
-        rate = bytes_per_second(self.link.rate) if self.link.rate else 0.0
-        return LinkOptions(**{**plain, "high": self._high, "rate": rate})
-
-    @property
-    def _high(self) -> float | None:
-        """`link.high` as a share; None for auto."""
-        given = self.link.high
-        if given == "auto":
-            return None
-        try:
-            share = float(given)
-        except ValueError:
-            share = -1.0
-        if not 0.0 <= share <= 1.0:
-            raise ConfigError(f"{given!r} is neither a share between 0 and 1 nor auto")
-        return share
 
 
 def load_config(
@@ -527,7 +508,7 @@ def _convert(table: dict[str, Any], where: str) -> Config:
             except ConfigError as error:
                 raise ConfigError(f"{where}: {section}.{key}: {error}") from None
     try:
-        _ = config._high
+        _ = config.link.high_share
     except ConfigError as error:
         raise ConfigError(f"{where}: link.high: {error}") from None
     try:

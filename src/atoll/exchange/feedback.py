@@ -87,7 +87,7 @@ class Feedback:
         self._residuals = {
             chunk.id: _Residual(chunk) for chunk in chunks if link.holds_back or coding.loses(chunk.dtype)
         }
-        self._priorities = Priorities(link.high)
+        self._priorities = Priorities(link.high_share)
         self._flights: dict[int, dict[int, _Flight]] = {}  # by exchange and chunk, until they are settled
         self._lost: dict[tuple[int, bool], int] = {}  # blocks by shard, and whether they were borne
 

@@ -98,13 +98,13 @@ class Services:
             common,
             optimizer=config.server.optimizer,
             journal=config.server.journal,
-            link_rate=config.link_options.rate,
+            link_rate=config.link.bytes_per_second,
         )
         for shard in range(self._shard_count):
             for kind, beside in (("server", ""), ("second", "-second"))[: config.server.replicas]:
                 directory = str(self._folder / f"shard-{shard}{beside}")
                 self._serve(f"{kind}-{shard}", replace(shards, shard=shard, directory=directory))
-        at_sites = replace(common, timeout=config.timeout_seconds, link=config.link_options)
+        at_sites = replace(common, timeout=config.timeout_seconds, link=config.link)
         for site in sites:
             directory = str(self._folder / f"site-{site}")
             self._serve(f"site-{site}", replace(at_sites, site=site, directory=directory))

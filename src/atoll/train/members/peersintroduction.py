@@ -292,7 +292,7 @@ def _introduce_node(
 
 def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) -> str:
     """Begin with the CPU side; where it listens."""
-    sync, link = config.sync, config.link_options
+    sync, link = config.sync, config.link
     side.send(
         Begin(
             run=meeting.run,

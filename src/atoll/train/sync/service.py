@@ -141,7 +141,7 @@ class Service:
             tell=lambda line: self.warn(line),
             meanwhile=self.ring.check if self.ring is not None else lambda: None,
             # Within a site it is near; the site's shard has the long way to go.
-            options=LinkOptions() if self.site else config.link_options,
+            options=LinkOptions() if self.site else config.link,
         )
         self.shards.greet()
         self.finished = False  # the session came to its end
@@ -180,7 +180,7 @@ class Service:
 
     def describe_link(self, config: Config) -> str:
         """The way to the shards in a few words, where it is another than TCP."""
-        link = config.link_options
+        link = config.link
         if self.site:
             return (
                 f"tcp inside site {self.site!r}; its shard has the way to the others (atoll server --config)"
