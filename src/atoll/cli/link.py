@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -19,6 +16,7 @@ from atoll.cli.commands import command
 from atoll.core.config import KEYS_VARIABLE
 from atoll.core.errors import PeerLostError
 from atoll.core.options import Mark
+from atoll.core.stopping import told_to_stop
 from atoll.net.linkoptions import LinkServerOptions, LinkTestOptions
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ def serve(options: LinkServerOptions) -> None:
 
     make_ltp = functools.partial(LtpFlows, stripes=options.stripes, sealed=options.seal)
     keys = read_keys(options.key_file) if options.key_file else None
-    with LinkServer(_address(options.listen), keys, make_ltp) as server, _told_to_stop() as stop:
+    with LinkServer(_address(options.listen), keys, make_ltp) as server, told_to_stop() as stop:
         how = "with keys" if keys is not None else "without keys: only this machine can reach it"
         print(f"measures links at {server.address}, {how}; transfers come to {_ports(server)}", flush=True)
         server.serve(stop.is_set)
@@ -103,19 +101,3 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda line: print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
     finally:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _told_to_stop() -> Iterator[threading.Event]:
-    """Have SIGTERM and SIGINT set an event."""
-    stop = threading.Event()
-
-    def handle(_signum: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

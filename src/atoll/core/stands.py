@@ -13,8 +13,8 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from atoll.core.decoding import decoded
 from atoll.core.scriptline import at_script_line
-from atoll.core.texts import one_line
 
 GRADIENTS: Literal["gradients"] = "gradients"
 CALL: Literal["call"] = "call"
@@ -203,10 +203,7 @@ def decode_stand(raw: bytes | bytearray | memoryview) -> Stand:
     """Decode a Stand that another worker sent. Raises StandError for other bytes."""
     if len(raw) > MOST_BYTES:
         raise StandError(f"a place in the script of {len(raw)} bytes, where {MOST_BYTES} is the most")
-    try:
-        stand = _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StandError(f"no place in the script: {one_line(str(error), 200)}") from None
+    stand = decoded(_decoder, raw, StandError, "no place in the script")
     for text in (stand.name, stand.asks, stand.line):
         if not text.isprintable():
             raise StandError(f"no place in the script: it has the unprintable text {text[:40]!r}")

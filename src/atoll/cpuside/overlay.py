@@ -33,7 +33,6 @@ from torch import Tensor
 from atoll.exchange.globalparameters import Contribution, GlobalParameters, Step, Whose
 from atoll.tensors.shardoptimizer import Scratch, ShardOptimizer
 
-OVERLAYS = ("all", "own", "none")  # sync.overlay: whose pending contributions the local parameters have
 _WORTH_KEEPING = 4  # steps: to copy values and state costs about two
 _STAYS = 0.9  # of what is not shown, with each iteration more: so a momentum of 0.9 would show it in its turn
 _SHOWN = 160  # iterations after which nothing is left of it: 0.9 ** 160 is below single precision's rounding

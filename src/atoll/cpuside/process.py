@@ -9,7 +9,6 @@ checkpoint had made before. Source: docs/peers.md.
 from __future__ import annotations
 
 import select
-from types import TracebackType
 
 from atoll.core.errors import RunError
 from atoll.cpuside.calculating import Work
@@ -39,9 +38,7 @@ class CpuSideProcess:
     def __enter__(self) -> CpuSideProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.service is not None:
             self.service.close()
         else:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import Chunk, itemsize
+from atoll.core.decoding import decoded
 from atoll.core.errors import PrepareError, UserError
-from atoll.core.texts import one_line
 from atoll.exchange.globalparameters import GlobalParameters, sum_of_bits
 from atoll.exchange.hostmemory import ALIGNMENT, aligned, map_bytes, resize
 from atoll.exchange.sentgroups import sent_groups
@@ -161,10 +161,7 @@ def unpack(raw: memoryview, chunks: Mapping[int, Chunk]) -> Packed:
     memory = bytes_in(raw)
     if sum_of_bits(memory[_BEGIN:]) != raw[_LENGTH:_BEGIN]:
         raise UserError(f"the state given, {raw.nbytes} bytes, is not as it was packed: damaged or cut short")
-    try:
-        head = _decoder.decode(raw[_BEGIN : _BEGIN + length])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"the state given is no packed state: {one_line(str(error), 200)}") from None
+    head = decoded(_decoder, raw[_BEGIN : _BEGIN + length], UserError, "the state given is no packed state")
     end = _BEGIN + length
     payloads: list[tuple[Tensor | None, dict[str, Tensor]]] = []
     for part in head.parts:

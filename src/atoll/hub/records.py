@@ -11,8 +11,8 @@ from typing import Union
 
 import msgspec
 
+from atoll.core.decoding import decoded
 from atoll.core.errors import AtollError
-from atoll.core.texts import one_line
 from atoll.peers.witness import WitnessState
 from atoll.store.leases import Key, LeasesState
 from atoll.store.members import MembershipState
@@ -190,7 +190,4 @@ def encode_record(record: AnyRecord) -> bytes:
 
 def decode_record(raw: bytes) -> AnyRecord:
     """The record in `raw`; raises DamagedError where it is none."""
-    try:
-        return _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedError(f"no record of a hub: {one_line(str(error), 200)}") from None
+    return decoded(_decoder, raw, DamagedError, "no record of a hub")

@@ -50,7 +50,6 @@ _SPARE_BYTES = 2**18
 _RECORD_BYTES, _BLOCK_BYTES = 24, 96
 
 _VERDICTS = ("", "queue", "loss", "outage")
-_FATE_FIELDS = 5
 
 
 # -- whether it is there -----------------------------------------------------------------------------------

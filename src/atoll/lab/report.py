@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from atoll.core.decoding import decoded
 from atoll.core.errors import UserError
 from atoll.core.events import AnyEvent, Decided, Started, StepDone, decode
 from atoll.core.units import format_bytes, format_rate, format_seconds
@@ -219,11 +220,10 @@ def read(folder: Path) -> LabRecord:
     """The record that `write` left in `folder`; raises UserError where there is none."""
     path = folder / RECORD
     try:
-        return msgspec.json.decode(path.read_bytes(), type=LabRecord)
+        raw = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise UserError(f"{path}: is no lab's record: {error}") from None
+    return decoded(msgspec.json.Decoder(LabRecord), raw, UserError, f"{path}: is no lab's record")
 
 
 # What people read

@@ -14,7 +14,6 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol
 
 from atoll.core.errors import UserError
@@ -122,9 +121,7 @@ class LinkServer:
     def __enter__(self) -> LinkServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

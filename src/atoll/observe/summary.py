@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from atoll.core.decoding import decoded
 from atoll.core.errors import UserError
 from atoll.core.events import LinkFigures
 from atoll.core.memory import MemoryFigures
@@ -199,8 +200,7 @@ def _beside(path: Path) -> Path:
 def read_summary(path: Path) -> Summary:
     """The summary in `path`. Raises UserError when it is not there or not a summary."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary)
+        raw = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot read the summary: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise UserError(f"{path}: not the summary of a run: {error}") from None
+    return decoded(msgspec.json.Decoder(Summary), raw, UserError, f"{path}: not the summary of a run")

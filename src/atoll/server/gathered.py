@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from atoll.core.decoding import decoded
 from atoll.core.errors import RunError
-from atoll.core.texts import one_line
 from atoll.wire.messages import Count
 
 _SIZE = 4  # bytes
@@ -37,10 +37,9 @@ def pack(workers: Sequence[int], parts: Sequence[memoryview | None]) -> bytes:
 def unpack_untrusted(payload: memoryview) -> list[tuple[int, memoryview]]:
     """What `pack` was given: (worker, part). Raises RunError, with one line, for anything else."""
     size = int.from_bytes(payload[:_SIZE], "little")
-    try:
-        heading = _decoder.decode(payload[_SIZE : _SIZE + size])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RunError(f"a site's part of a meeting cannot be read: {one_line(str(error), 200)}") from None
+    heading = decoded(
+        _decoder, payload[_SIZE : _SIZE + size], RunError, "a site's part of a meeting cannot be read"
+    )
     body = payload[_SIZE + size :]
     if len(heading.workers) != len(heading.sizes) or sum(heading.sizes) != body.nbytes:
         raise RunError(f"a site's part of a meeting names {sum(heading.sizes)} bytes and has {body.nbytes}")

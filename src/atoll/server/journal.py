@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from atoll.core.decoding import decoded
 from atoll.core.descriptors import files_in, opened
 from atoll.core.errors import CheckpointError, RunError, UserError
 from atoll.store.frames import FRAME_BYTES, encode_frame, is_other_kind
@@ -75,6 +76,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     over: bool = False
 
 
+_identities = msgspec.json.Decoder(Identity)
+
+
 class Folder:
     """The folder of shard `shard` of `run`, or of the shard of `site`, and nobody else's while this is open.
 
@@ -110,13 +114,12 @@ class Folder:
     def _read(self, run: str, shard: int, site: str) -> Identity:
         path = self.path / _IDENTITY
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=Identity)
+            raw = path.read_bytes()
         except FileNotFoundError:
             return Identity(run=run, shard=shard, site=site)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: not a shard's: {error}") from None
+        found = decoded(_identities, raw, CheckpointError, f"{path}: not a shard's")
         if (found.run, found.shard, found.site) != (run, shard, site):
             raise UserError(
                 f"{self.path}: holds {_who(found.shard, found.site)} of run {found.run!r}; this is "

@@ -4,19 +4,18 @@ stop."""
 from __future__ import annotations
 
 import platform
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import torch
 
 from atoll.core.events import AnyEvent, Decided, Warned
 from atoll.core.heap import keep_freed_memory
 from atoll.core.runclock import record_time
+from atoll.core.stopping import told_to_stop
 from atoll.net.keys import Keys, read_keys
 from atoll.net.tunnel import TunnelServer
 from atoll.observe.journal import Journal as Events
@@ -64,7 +63,7 @@ def serve(
     kept = keep_freed_memory(messages=True)
     keys = read_keys(options.key_file) if options.key_file else None
     with ExitStack() as stack:
-        stopped = stack.enter_context(_told_to_stop(stop or threading.Event()))
+        stopped = stack.enter_context(told_to_stop(stop))
         emit: Callable[[AnyEvent], None] = lambda _event: None  # noqa: E731
         snapshots, kept_in, found, journal = None, None, None, None
         warn: Callable[[str], None] = lambda line: emit(Warned(time=record_time(), worker=-1, message=line))  # noqa: E731
@@ -201,7 +200,7 @@ def serve_site(
     keep_freed_memory(messages=True)
     keys = read_keys(options.key_file) if options.key_file else None
     with ExitStack() as stack:
-        stopped = stack.enter_context(_told_to_stop(stop or threading.Event()))
+        stopped = stack.enter_context(told_to_stop(stop))
         emit: Callable[[AnyEvent], None] = lambda _event: None  # noqa: E731
         kept_in, found, journal = None, None, None
         if folder is not None:
@@ -257,21 +256,3 @@ def _reachable(address: str) -> str:
         if address.startswith(everywhere):
             return f"tcp://{platform.node()}:{address.removeprefix(everywhere)}"
     return address
-
-
-@contextmanager
-def _told_to_stop(stop: threading.Event) -> Iterator[threading.Event]:
-    """Have SIGTERM and SIGINT set `stop`; a thread other than the main one gets no signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def handle(_signum: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

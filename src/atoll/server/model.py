@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from atoll.chunks import ChunkMap
+from atoll.core.decoding import decoded
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
-from atoll.core.texts import one_line
 from atoll.core.weighing import KNOWN
 from atoll.exchange.codecs import codec_named
 from atoll.exchange.coding import Coding, bytes_of
@@ -37,19 +37,24 @@ from atoll.tensors.payload import tensor_of
 from atoll.tensors.shardoptimizer import ShardOptimizer
 from atoll.tensors.wholechunk import OpenRecord, WholeChunk, dtype_of
 from atoll.wire.messages import (
+    AnyMessage,
     Count,
     Hyperparameters,
     LostBlocks,
     Pull,
     PullMean,
+    PullState,
     Push,
     Replace,
     SetChunk,
     Setup,
+    State,
+    StateEnd,
     run_of,
 )
 
 Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
+Send: TypeAlias = Callable[[AnyMessage, memoryview | None], None]
 _MOST_SHARDS = 4096
 # What a part of an image is of; its key is a handle, or a chunk.
 CONTRIBUTION, MEAN, HELD = "contribution", "mean", "held back"
@@ -196,6 +201,14 @@ class Model:
         return self.complete and not self.awaited
 
     @property
+    def answers(self) -> bool:
+        """Whether parameters may be asked for: a site's model has none before the global shards gave them."""
+        return True
+
+    def freshen(self, pull: AnyPull) -> None:
+        """Have the parameters that `pull` asks for: they are here, but for a site's."""
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of the chunks' values."""
         return sum(self.optimizer.nbytes(chunk) for chunk in self.chunks)
@@ -329,6 +342,18 @@ class Model:
         own_values = found.pop("")
         WholeChunk(found, slots, open_).put_into(own, chunk, own_values)
         self.awaited.discard(chunk)
+
+    def send_state(self, asked: PullState, send: Send) -> None:
+        """Hand the optimizer's state, of all chunks or of one, to `send`, message by message."""
+        for chunk in self.chunks:
+            if asked.chunk not in (-1, chunk):
+                continue
+            elements, slots = self.own.state(chunk)
+            kept = {key: str(flat.dtype).removeprefix("torch.") for key, flat in elements.items()}
+            send(State(chunk=chunk, key="", values=slots, kept=kept), None)
+            for key, flat in elements.items() if not asked.words else ():
+                send(State(chunk=chunk, key=key), payload_of(flat))
+        send(StateEnd(steps=self.iterations), None)
 
     # -- contributions ------------------------------------------------------------------------------------
 
@@ -525,10 +550,7 @@ def _in_order(parts: Parts) -> list[tuple[int, tuple[int, bytes]]]:
 
 def _layout_untrusted(setup: Setup) -> ChunkMap:
     """The layout in a Setup; raises UserError for what is none."""
-    try:
-        layout = _layouts.decode(setup.layout)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"the layout cannot be read: {one_line(str(error), 200)}") from None
+    layout = decoded(_layouts, setup.layout, UserError, "the layout cannot be read")
     for index, chunk in enumerate(layout.chunks):
         where = f"the layout's chunk {index}"
         if chunk.id != index or not 0 <= chunk.group < len(layout.groups) or not chunk.slots:

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from atoll.core.decoding import decoded
 from atoll.core.errors import CheckpointError
-from atoll.core.texts import one_line
 from atoll.server.journal import Folder, Payload, read_segments
 from atoll.server.logkeeper import LAST_MEETING, MEETING, KeeperState
 from atoll.server.model import CONTRIBUTION, HELD, MEAN, ModelState
@@ -47,10 +47,7 @@ def encode_image(image: ShardImage) -> bytes:
 
 def decode_image(raw: bytes | memoryview) -> ShardImage:
     """What `encode_image` gave; raises CheckpointError for what is none."""
-    try:
-        return _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"not a shard's state: {one_line(str(error), 200)}") from None
+    return decoded(_decoder, raw, CheckpointError, "not a shard's state")
 
 
 def no_parts() -> KeptParts:

@@ -92,7 +92,7 @@ class Shard:
         parts = self._peers, self.kept, self._lines, self._log, self._training, self._tell
         common = self._common = Common(index, run, site, server, *parts)
         self.door = Door(common)
-        stepper, setups = self._make_stepper(), self._make_setups()
+        stepper, setups = Stepper(common), self._make_setups()
         desk = elsewhere(index)
         if self._log is not None:
             desk = LogDesk(self._log, self._peers, self._training).handlers
@@ -117,9 +117,6 @@ class Shard:
 
     def _make_log(self, workers: int) -> LogKeeper | None:
         return None if self.index else LogKeeper(workers, self._peers, self._lines.queue)
-
-    def _make_stepper(self) -> Stepper:
-        return Stepper(self._common)
 
     def _make_setups(self) -> SetUps:
         return SetUps(self._common, self.door, self._make_model)

@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, MismatchError
@@ -25,7 +24,7 @@ from atoll.net.endpoint import Endpoint, Server, poll
 from atoll.net.keys import Keys
 from atoll.server.common import Common
 from atoll.server.door import Door
-from atoll.server.heard import NOT_SET_UP, Handler, Heard
+from atoll.server.heard import Handler, Heard
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink
 from atoll.server.logkeeper import LogKeeper
@@ -36,10 +35,8 @@ from atoll.server.shard import Shard
 from atoll.server.sitelog import SiteLog
 from atoll.server.sitemodel import SiteModel
 from atoll.server.siteplace import Place, in_sites
-from atoll.server.stepper import Stepper
 from atoll.server.upward import Upward
 from atoll.store.places import RETURN_PATIENCES
-from atoll.store.pulls import AnyPull
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Hello, Setup
 
@@ -86,41 +83,6 @@ class SiteSetUps(SetUps):
         self._site_log.state.loose = setup.consistency != "bsp"
         self._begin(made, (setup.first, bringer))
         (made.describe if bringer else made.begin)()
-        return ""
-
-    def _handle_ready(self, heard: Heard) -> str:
-        model = self._training.model
-        if isinstance(model, SiteModel) and heard.life == self.setter and not model.complete:
-            model.begin()  # its values have all gone up
-        return super()._handle_ready(heard)
-
-
-class SiteStepper(Stepper):
-    """A site has values once the global shards have given them. `met()` says how many meetings of sites are
-    over: who asks for the newest parameters gets those after the latest."""
-
-    def __init__(self, common: Common, met: Callable[[], int]) -> None:
-        super().__init__(common)
-        self._met, self._refreshed = met, 0
-
-    def may_pull(self, hello: Hello, pull: AnyPull) -> bool:
-        model = self._training.model
-        return model is not None and model.complete and super().may_pull(hello, pull)
-
-    def handle_pull(self, heard: Heard) -> str:
-        model, pull = self._training.model, heard.message
-        if not isinstance(model, SiteModel) or not model.complete:
-            return NOT_SET_UP  # it has no values at all
-        if isinstance(pull, messages.Pull) and pull.newest and self._refreshed < self._met():
-            self._refreshed = self._met()
-            model.refresh()
-        return super().handle_pull(heard)
-
-    def _handle_pull_state(self, heard: Heard) -> str:
-        model = self._training.model
-        if not isinstance(model, SiteModel):
-            return NOT_SET_UP
-        model.pass_state(partial(self._peers.send, heard.peer))
         return ""
 
 
@@ -191,10 +153,6 @@ class SiteShard(Shard):
         self._site_log = SiteLog(workers, self._peers, self._lines.queue, self._up)
         return self._site_log
 
-    def _make_stepper(self) -> Stepper:
-        log = self._site_log
-        return SiteStepper(self._common, lambda: log.state.met)
-
     def _make_setups(self) -> SetUps:
         return SiteSetUps(self._common, self.door, self._make_model, self._site_log, self._find)
 
@@ -208,6 +166,7 @@ class SiteShard(Shard):
             workers=welcome.workers,
             shards=welcome.shards,
             used=log.used,
+            met=lambda: log.state.met,
             stand=lambda: log.stand,
             alive=lambda: not log.has_left,
             settle=self._settle,

@@ -27,12 +27,13 @@ from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
 from atoll.exchange.feedback import Feedback
 from atoll.exchange.link import Link
-from atoll.server.model import HELD, Done, Holder, MeanOf, Model, ModelState, SiteState
+from atoll.server.model import HELD, Done, Holder, MeanOf, Model, ModelState, Send, SiteState
 from atoll.server.payloads import payload_of
 from atoll.server.siteplace import Place
 from atoll.server.uplink import CONTRIBUTION, SET_UP, STATE, STEP, Edits, Uplink
 from atoll.store.actions import CombineChunks, StepChunks
 from atoll.store.balance import balance
+from atoll.store.pulls import AnyPull
 from atoll.store.records import Part
 from atoll.tensors.payload import tensor_of
 from atoll.wire import messages
@@ -95,9 +96,10 @@ class SiteModel(Model):
     of the site, and `shards` the number of global shards.
 
     `used()` returns the samples behind the iteration that goes up. `stand()` is the place of one worker's
-    script. `alive()` says whether any worker of the site is left or may return. `settle()` waits until all
-    input is in the journal, and `note` writes a global shard's answer there. Without `upstream` a journal is
-    replayed, and `go_on` finishes the work under way. `link` says how the site's gradients go up.
+    script. `alive()` says whether any worker of the site is left or may return, and `met()` how many meetings
+    of sites are over: who asks for the newest parameters gets those after the latest. `settle()` waits until
+    all input is in the journal, and `note` writes a global shard's answer there. Without `upstream` a journal
+    is replayed, and `go_on` finishes the work under way. `link` says how the site's gradients go up.
     """
 
     optimizer: PassingValues
@@ -113,6 +115,7 @@ class SiteModel(Model):
         shards: int,
         used: Callable[[], list[Used]],
         alive: Callable[[], bool],
+        met: Callable[[], int] = lambda: 0,
         stand: Callable[[], WorkerStand | None] = lambda: None,
         settle: Callable[[], None] = lambda: None,
         note: Callable[[AnyMessage], None] = lambda _message: None,
@@ -123,6 +126,7 @@ class SiteModel(Model):
         super().__init__(inside, 0, codec=codec)
         self.between, self._place, self._shards, self._number = setup, place, shards, number
         self._above, self._used, self._alive, self._settle, self._note = upstream, used, alive, settle, note
+        self._met, self._refreshed = met, 0
         self._due: list[Passing] = []  # of a journal: what may not have been done
         sizes = {chunk.id: chunk.nbytes for chunk in self.optimizer.layout.trainable}
         places = balance(list(sizes.values()), shards)
@@ -211,6 +215,11 @@ class SiteModel(Model):
         self._pass(lambda upstream: upstream.send(shard, passed, payload, until=SET_UP), begins=False)
         return ""
 
+    def finish(self) -> str:
+        """All values have gone up; never refuses."""
+        self.begin()
+        return ""
+
     def begin(self) -> None:
         """Wait until the global shards are set up, and fetch the values."""
         self._pass(self._begin, begins=False)
@@ -230,8 +239,17 @@ class SiteModel(Model):
         upstream.ask(range(self._shards), asked, SET_UP, ready, what)
         self.refresh()
 
+    @property
+    def answers(self) -> bool:
+        return self.complete
+
+    def freshen(self, pull: AnyPull) -> None:
+        if isinstance(pull, messages.Pull) and pull.newest and self._refreshed < self._met():
+            self.refresh()
+
     def refresh(self) -> None:
         """Fetch the parameters as the global shards have them now."""
+        self._refreshed = self._met()
         self._fetch(self.clock, _nothing)
 
     # -- iterations ---------------------------------------------------------------------------------------
@@ -397,8 +415,8 @@ class SiteModel(Model):
 
     # -- the optimizer's state ----------------------------------------------------------------------------
 
-    def pass_state(self, send: Callable[[AnyMessage, memoryview | None], None]) -> None:
-        """Hand the optimizer's state, as the global shards have it, to `send`, message by message."""
+    def send_state(self, _asked: messages.PullState, send: Send) -> None:
+        """Hand all of the optimizer's state, as the global shards have it, to `send`, message by message."""
         upstream, ended = self._upstream, dict[int, int]()
 
         def end(shard: int, message: AnyMessage, _payload: memoryview | None) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from atoll.core.decoding import decoded
 from atoll.core.descriptors import files_in, opened
 from atoll.core.errors import CheckpointError, UserError
 from atoll.core.points import reach
@@ -71,6 +72,9 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     format: int = 1
     heading: Heading
     chunks: list[ChunkRecord]
+
+
+_contents = msgspec.json.Decoder(Contents)
 
 
 class Snapshots:
@@ -284,11 +288,10 @@ def whole_snapshots(folder: Path) -> list[tuple[Path, Heading]]:
 def read_contents(snapshot: Path) -> Contents:
     """What a snapshot is of; raises CheckpointError if that cannot be read."""
     try:
-        return msgspec.json.decode((snapshot / _FILE).read_bytes(), type=Contents)
+        raw = (snapshot / _FILE).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{snapshot / _FILE}: cannot read the snapshot: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{snapshot / _FILE}: not a shard's snapshot: {error}") from None
+    return decoded(_contents, raw, CheckpointError, f"{snapshot / _FILE}: not a shard's snapshot")
 
 
 def restore(snapshot: Path, optimizer: ShardOptimizer) -> Contents:

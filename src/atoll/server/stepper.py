@@ -4,6 +4,7 @@ for it as soon as it is ready."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from atoll.core.points import reach
 from atoll.server.checks import no_share
@@ -68,8 +69,9 @@ class Stepper:
     def handle_pull(self, heard: Heard) -> str:
         """Send all chunks to one who asks for them, if it is ready; else it waits for a line."""
         model, pull = self._training.model, heard.message
-        if model is None:
+        if model is None or not model.answers:
             return NOT_SET_UP
+        model.freshen(pull)
         if pull.share >= pull.shares:
             return no_share(pull.share, pull.shares)
         reason = model.state.refusal(heard.worker, pull.incarnation)
@@ -83,6 +85,7 @@ class Stepper:
         """Whether this one may be answered between two chunks."""
         return (
             self._done is not None
+            and self._model.answers
             and hello.role == "worker"
             and hello.incarnation == pull.incarnation
             and pull.share < pull.shares
@@ -145,16 +148,8 @@ class Stepper:
 
     def _handle_pull_state(self, heard: Heard) -> str:
         """Send the optimizer's state, of all chunks or of one, for a checkpoint."""
-        model, asked, peer = self._training.model, heard.message, heard.peer
+        model = self._training.model
         if model is None:
             return NOT_SET_UP
-        for chunk in model.chunks:
-            if asked.chunk not in (-1, chunk):
-                continue
-            elements, slots = model.own.state(chunk)
-            kept = {key: str(flat.dtype).removeprefix("torch.") for key, flat in elements.items()}
-            self._peers.send(peer, messages.State(chunk=chunk, key="", values=slots, kept=kept))
-            for key, flat in elements.items() if not asked.words else ():
-                self._peers.send(peer, messages.State(chunk=chunk, key=key), payload_of(flat))
-        self._peers.send(peer, messages.StateEnd(steps=model.iterations))
+        model.send_state(heard.message, partial(self._peers.send, heard.peer))
         return ""

@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias, Union
 import msgspec
 from msgspec import Meta
 
-from atoll.core.texts import one_line
+from atoll.core.decoding import decoded
 from atoll.core.weighing import KNOWN
 from atoll.store.outcomes import StoreError
 from atoll.wire.messages import Hyperparameters
@@ -116,7 +116,4 @@ def encode_entry(entry: Entry) -> bytes:
 
 def decode_entry_untrusted(raw: bytes | memoryview | msgspec.Raw) -> Entry:
     """The entry in `raw`; raises StoreError, with one line, for anything that is none."""
-    try:
-        return _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(f"no line of a log: {one_line(str(error), 200)}") from None
+    return decoded(_decoder, raw, StoreError, "no line of a log")

@@ -12,7 +12,7 @@ from typing import TypeAlias, Union
 
 import msgspec
 
-from atoll.core.texts import one_line
+from atoll.core.decoding import decoded
 from atoll.store import frames
 from atoll.store.frames import Buffer, Kind, encode_frame
 from atoll.store.outcomes import StoreError
@@ -89,10 +89,8 @@ def records(
     for frame in frames.frames(journal, SHARD):
         if segment is not None and frame.stamp % _HALF != segment % _HALF:
             return
-        try:
-            yield _decoder.decode(frame.header), frame.payload, frame.end
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise StoreError(f"no record of a journal: {one_line(str(error), 200)}") from None
+        found = decoded(_decoder, frame.header, StoreError, "no record of a journal")
+        yield found, frame.payload, frame.end
 
 
 def is_damaged(journal: memoryview, end: int, segment: int) -> bool:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from atoll.core.decoding import decoded
 from atoll.core.errors import AtollError
-from atoll.core.texts import one_line
 
 VERSION = 15  # of the protocol; both sides must have the same
 MOST_AHEAD = 2**20  # how far an incarnation may be beyond the highest that is known: they are counted
@@ -41,10 +41,7 @@ def decode_with(
     anything that is none."""
     if len(raw) > HEADER_BYTES:
         raise WireError(f"a {what} of {len(raw)} bytes, where {HEADER_BYTES} is the most")
-    try:
-        return decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no message of this protocol: {one_line(str(error), 200)}") from None
+    return decoded(decoder, raw, WireError, "no message of this protocol")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from atoll.core.texts import one_line
+from atoll.core.decoding import decoded
 from atoll.wire.base import Count, WireError
 from atoll.wire.datagrams import HEADER, MOST_DATAGRAM_BYTES, SEAL_BYTES
 
@@ -134,10 +134,7 @@ def encode(message: AnyControl) -> bytes:
 
 def decode_untrusted(body: bytes | memoryview | npt.NDArray[np.uint8]) -> AnyControl:
     """The message in `body`, which may be a row of Datagrams.bodies; raises WireError, with one line."""
-    try:
-        return _decoder.decode(body)  # type: ignore[arg-type]  # any buffer does
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no control message: {one_line(str(error), 200)}") from None
+    return decoded(_decoder, body, WireError, "no control message")
 
 
 def padded(hello: Hello, datagram_bytes: int) -> Hello:

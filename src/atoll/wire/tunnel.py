@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from atoll.core.texts import one_line
+from atoll.core.decoding import decoded
 from atoll.wire.base import HEADER_BYTES, Count, Message, Name, Text, WireError
 from atoll.wire.datagrams import MOST_STRIPES
 from atoll.wire.linktest import SECRET_BYTES
@@ -89,10 +89,7 @@ def decode_batch_untrusted(raw: bytes | memoryview) -> Batch:
     """The batch in `raw`; raises WireError, with one line, for what is none."""
     if len(raw) > HEADER_BYTES + 2 * BATCH_BYTES:
         raise WireError(f"a batch of {len(raw)} bytes, where a header of {HEADER_BYTES} is the most")
-    try:
-        batch = _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no batch of messages: {one_line(str(error), 200)}") from None
+    batch = decoded(_decoder, raw, WireError, "no batch of messages")
     for entry in batch.entries:
         if len(entry.header) > HEADER_BYTES:
             raise WireError(f"a header of {len(entry.header)} bytes, where {HEADER_BYTES} is the most")
