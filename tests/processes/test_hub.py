@@ -33,6 +33,7 @@ from hub_parts import (
 )
 
 from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.core.liveness import own_origin, read_process
 from atoll.hub.main import ADDRESS_FILE
 from atoll.hub.service import Clock
 from atoll.net.keys import make_keys, write_keys
@@ -91,6 +92,35 @@ def test_a_run_without_a_name_gets_one_and_tells_it(folder: Path, tmp_path: Path
             with raw(service) as link:
                 assert asked(link, guest, Welcome).run == names[-1]
     assert names[0] != names[1]
+
+
+def test_a_deadline_on_the_shards_says_what_their_processes_do(folder: Path) -> None:
+    with hub_of(folder, workers=1, shards=2) as service, HubClient(service.address, None, timeout=0.5) as one:
+        one.join()
+        ends = "; shard 1 is not there: start `atoll server --shard 1`"
+        absent, starting = (
+            "is not there: start `atoll server --shard 0`",
+            "has not come yet: its process runs ",
+        )
+        with subprocess.Popen(["sleep", "600"]) as process:
+            reading = wait_for(lambda: read_process(process.pid), "the process")
+            origin = f"{own_origin().split(':')[0]}:{process.pid}:{reading.started}"
+            for say, expected in (
+                (None, absent),
+                ("elsewhere:1:1", f"{starting}on another machine and is still starting, for "),
+                (origin, f"{starting}(it got 0.0 s of CPU) and is still starting, for "),
+            ):
+                if say is not None:
+                    with raw(service) as link:
+                        guest = Hello(version=VERSION, run="", role="guest", shard=0, origin=say)
+                        asked(link, guest, Welcome)
+                with pytest.raises(DeadlineError) as caught:
+                    one.shards()
+                line = str(caught.value)
+                assert line.startswith("worker 0 waited 0.5 s for the shards to come to the hub at "), line
+                assert f"(deadline sync.timeout, 0.5 s): shard 0 {expected}" in line, line
+                assert line.endswith(ends), line
+            process.kill()
 
 
 def test_until_done_the_hub_ends_its_shards_and_itself_when_all_who_began_have_left(folder: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from msgspec.structs import replace
@@ -17,11 +16,6 @@ from atoll.core.errors import UserError
 from atoll.core.sharing import files_for
 from atoll.hub.options import HubOptions
 from atoll.server.options import ServerOptions
-
-if TYPE_CHECKING:
-    from atoll.net.keys import Keys
-
-_FRAME = 2**21  # bytes of a message of the hub's
 
 
 def register(app: typer.Typer) -> None:
@@ -68,11 +62,12 @@ def server(options: ServerOptions) -> None:
         options = replace(options, link=configured.link)
     from atoll.net.endpoint import check_listen
     from atoll.net.keys import read_keys
+    from atoll.server.coming import ask_run
 
     secret = read_keys(options.key_file) if options.key_file else None
     # Before the hub is waited for, which may take a while.
     check_listen(options.listen, secret, f"shard of site {site!r}" if site else f"shard {shard}")
-    options = replace(options, run=_run_of(options.hub, secret, options.timeout))
+    options = replace(options, run=ask_run(options, secret))
     from atoll.server.main import serve, serve_site
 
     def ready(address: str) -> None:
@@ -111,15 +106,3 @@ def _check(options: ServerOptions) -> None:
         raise UserError("--config FILE goes with --site; a shard of the run takes links as workers make them")
     if not 0 <= options.udp_port < 2**16:
         raise UserError(f"--udp-port {options.udp_port}: ports are from 1 to 65535, and 0 is any free one")
-
-
-def _run_of(address: str, secret: Keys | None, deadline: float) -> str:
-    """The name of the run that the hub at `address` serves."""
-    from atoll.net.endpoint import Client
-    from atoll.net.requests import ask
-    from atoll.wire.messages import VERSION, Hello, Welcome
-
-    hello = Hello(version=VERSION, run="", role="guest", pid=os.getpid())
-    with Client(address, secret, limit=_FRAME, name="hub") as client:
-        welcome, _ = ask(client, hello, Welcome, deadline, "the run's name")
-    return welcome.run

@@ -216,10 +216,12 @@ class Hub(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[hub]`: who says which workers are there.
 
     Args:
-        patience: Under `atoll run`, with strategies `server` and `ps-hra`, or `run.elastic`: the longest that
-            a worker or a shard may be silent before it counts as dead and its samples go to others. Who was
-            heard regularly is given less, as measured, but no less than 3.5 s. Each gives a sign of life each
-            quarter second, or ten times in that span if that is shorter. `atoll hub` has `--patience`.
+        patience: Under `atoll run`, with strategies `server`, `ps-hra` and `peers`, or `run.elastic`: the
+            longest that a worker, a shard or a node may be silent before it counts as dead and its samples go
+            to others. Who was heard regularly is given less, as measured, but no less than 3.5 s, or 0.35 of
+            a patience of more than 10 s. Each gives a sign of life each quarter second, or ten times in that
+            span if that is shorter. Who is on the hub's machine and gets no CPU is waited for, however long
+            it is silent; set this higher where overloaded machines are others. `atoll hub` has `--patience`.
     """
 
     patience: SpanText = "10s"

@@ -53,6 +53,11 @@ class Guests:
         """Whether no later life of that node has greeted."""
         return self._lives[guest.node] == (guest.incarnation, guest.life)
 
+    def origin(self, node: int, incarnation: int) -> str:
+        """Where the process of a node is, as far as it has said."""
+        said = (who for who in self._guests.values() if (who.node, who.incarnation) == (node, incarnation))
+        return next((who.origin for who in said), "")
+
     def refusal(self, greet: Greet, reached_at: str) -> str:
         """Why a node is not let in; empty where it is. `reached_at`: where a node of that name is connected
         now, empty: nowhere."""

@@ -23,6 +23,7 @@ from atoll.net.post import Post
 from atoll.wire import device as d
 
 _LONGEST_WAIT = 0.25  # seconds, for what no message announces
+_TURN_SECONDS = 0.5  # of a turn, at most: what is beyond was an absence
 
 
 class Service:
@@ -31,6 +32,7 @@ class Service:
 
     def __init__(self, begin: d.Begin, post: Post, work: Work, epoll: select.epoll) -> None:
         self._work = work
+        self._turned = time.monotonic()  # when the last turn was
         self._telling = telling = Telling(post, begin.stale_max)
         self.stage = stage = Stage(begin)
         self.others = others = Others(begin, telling)
@@ -60,6 +62,7 @@ class Service:
 
     def go_on(self) -> None:
         """See to all that has come, but for the worker's messages, and to what is due."""
+        self._note_absence()
         self._states.take()
         self._hearing.go_on()
         self._work.collect()
@@ -67,6 +70,13 @@ class Service:
         self._states.go_on()
         self._publishing.go_on()
         self._free_slots()
+
+    def _note_absence(self) -> None:
+        """While this process itself got no CPU, or was stopped, no node was silent."""
+        now = time.monotonic()
+        absent, self._turned = now - self._turned - _TURN_SECONDS, now
+        if absent > 0 and self.stage.node is not None:
+            self.stage.node.handle_absence(now, absent)
 
     def _see_to_time(self) -> None:
         now, stage = time.monotonic(), self.stage

@@ -58,7 +58,8 @@ class SettingUp:
             raise UserError(f"node {begin.node} is none of those that it was introduced to")
         assert stage.view is not None
         now, life = time.monotonic(), stage.lives[begin.node]
-        stage.node = Node(life, stage.view, stage.settings(), np.random.default_rng(), now)
+        rng, judge = np.random.default_rng(), self._others.network.judge
+        stage.node = Node(life, stage.view, stage.settings(), rng, now, judge=judge)
         self._acting.do(stage.node.poll(time.monotonic()))
 
     def set_up(self, message: d.SetUp, descriptors: list[int]) -> None:

@@ -10,6 +10,7 @@ from atoll.cpuside.trained import Trained
 from atoll.exchange.globalstate import most_bytes
 from atoll.peers.node import Node
 from atoll.peers.settings import Settings
+from atoll.store.silence import USUAL_SECONDS
 from atoll.wire import device as d
 from atoll.wire.peers import Key
 from atoll.wire.peerviews import Life, View
@@ -96,6 +97,8 @@ class Stage:
         begin = self.begin
         # A node may evaluate alone, or compile, for as long as a script may: it answers meanwhile.
         fixed: dict[str, Any] = {"progress": (begin.timeout * _PROGRESS[0], begin.timeout * _PROGRESS[1])}
+        if begin.patience > USUAL_SECONDS:  # of silence, too
+            fixed["silence"] = tuple(each * begin.patience / USUAL_SECONDS for each in Settings.silence)
         if begin.round_timeout > 0:
             fixed["round"] = (begin.round_timeout, begin.round_timeout)
         if begin.backoff > 0:

@@ -167,6 +167,12 @@ class Book:
 
     def come(self, record: Came) -> Admission:
         """Somebody says Hello; a refusal changes nothing."""
+        admission = self._come(record)
+        if member := self.members.roll.known.get(admission.incarnation):
+            member.origin = record.origin or member.origin
+        return admission
+
+    def _come(self, record: Came) -> Admission:
         if record.role == "shard" and self.members.shards.pairs:
             return self.members.shards.admit_half(
                 record.at,

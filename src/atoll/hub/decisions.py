@@ -15,6 +15,7 @@ from atoll.core.runclock import record_time
 from atoll.observe.journal import LineReader
 
 FILE = "decisions.jsonl"  # in the run's directory
+WAITED_FOR = "waited for"  # ends the name of the decision to wait for who is silent and lives
 HUB = -1  # the hub's number where an event names a worker
 
 

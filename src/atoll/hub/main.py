@@ -61,7 +61,7 @@ def serve(
     Raises UserError for input that is wrong, a port in use and a directory of another run too.
     """
     workers, shards, sites, replicas = options.workers, options.shards, options.sites, options.replicas
-    patience, least_patience = options.patience, options.least_patience
+    patience, least_patience = options.patience, options.least_seconds
     heartbeat, at_least = options.heartbeat_seconds, options.at_least
     check_counts(workers, shards)
     if not 0 < heartbeat < patience / 2:

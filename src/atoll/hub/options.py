@@ -9,7 +9,7 @@ import msgspec
 from atoll.core.config import KEYS_VARIABLE, Consistency, GroupBy
 from atoll.core.errors import UserError
 from atoll.core.options import SPAN, SPAN_OR_ZERO, Mark
-from atoll.store.silence import FLOOR_SECONDS
+from atoll.store.silence import least_patience
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
 HEARTBEAT = 0.25  # seconds; the longest: a stop of 3 s must stay below the 3.5 s that are borne at least
@@ -47,6 +47,7 @@ class HubOptions(msgspec.Struct, frozen=True, kw_only=True):
             the directory goes on with the run, at the same address.
         patience: How long a worker may be silent before it counts as dead.
         least_patience: Silence that is always borne, however regular a worker was: a link's longest outage.
+            0: 3.5 s, and with a patience of more than 10 s as much more.
         heartbeat: How often members are to be heard, in seconds; 0: a tenth of the patience, and at least
             each quarter second.
         sites: A site and its workers; one for each, where there are levels.
@@ -68,7 +69,7 @@ class HubOptions(msgspec.Struct, frozen=True, kw_only=True):
     run: Annotated[str, Mark("NAME")] = ""
     directory: Annotated[str, Mark("D")] = ""
     patience: Annotated[float, SPAN] = 10.0
-    least_patience: Annotated[float, SPAN_OR_ZERO] = FLOOR_SECONDS
+    least_patience: Annotated[float, SPAN_OR_ZERO] = 0.0
     heartbeat: Annotated[float, Mark(is_hidden=True)] = 0.0
     sites: Annotated[dict[str, int], Mark("NAME=N", flag="--site", parse=_sites)] = {}
     replicas: Annotated[int, Mark("R")] = 1
@@ -80,6 +81,11 @@ class HubOptions(msgspec.Struct, frozen=True, kw_only=True):
     consistency: Annotated[Consistency, Mark("MODE")] = "asp"
     at_least: Annotated[int, Mark("M")] = 1
     until_done: bool = False
+
+    @property
+    def least_seconds(self) -> float:
+        """The silence that is always borne."""
+        return self.least_patience or least_patience(self.patience)
 
     @property
     def heartbeat_seconds(self) -> float:

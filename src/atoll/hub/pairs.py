@@ -13,7 +13,6 @@ from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
 from atoll.hub.records import AnyRecord, Came, Paired, Promoted
 from atoll.store.replicas import Half, Pair
-from atoll.store.roll import suspect_seconds
 from atoll.wire.messages import AnyMessage, Duty, Hello, InSync, LostTouch, Serves
 
 _MOST_RIVALS = 4096
@@ -81,6 +80,7 @@ class Pairs:
             before=hello.incarnation,
             life=hello.life,
             since=hello.since,
+            origin=hello.origin,
         )
         newest = self._members.roll.newest
         admission = self._book.come(came)
@@ -149,7 +149,7 @@ class Pairs:
         if half is None or self._book.over:
             return
         silence = self._members.roll.silence_of(self._hub.now(), half.incarnation)
-        if silence is None or silence >= suspect_seconds(self._members.roll.heartbeat):
+        if silence is None or silence >= self._members.roll.suspect_seconds:
             return  # it may be dead too: whoever of the two comes back goes on
         promoted = Promoted(at=self._hub.now(), shard=shard)
         self._book.apply(promoted)

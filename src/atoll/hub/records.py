@@ -55,6 +55,7 @@ class Came(Record, frozen=True):
     life: str = ""  # of a shard that is held twice: its process
     since: int = 0  # the incarnation that this process had before it was given up
     launcher: str = ""  # who may pass a worker's heartbeats on
+    origin: str = ""  # where its process is
 
 
 class Left(Record, frozen=True):

@@ -52,7 +52,8 @@ class Rings:
     """Takes what workers say about rings; `now` gives the hub's seconds, `send` and `refuse` its answers.
     `give_up(incarnation, reason)` is called for a member that is dead by what the others say of it: it ends
     in `left`. `heard_until(now)` gives up to when all that members said has been read, by which silences are
-    judged. `keep` is told of each word that changes something, for the hub's journal.
+    judged; `lives(incarnation)` says that a silent member is to be waited for. `keep` is told of each word
+    that changes something, for the hub's journal.
 
     A run without shards has one ring; where workers are put into groups each group has its own
     (`form_group`), and `grouping_of(incarnation)` is what its member is told of groupings.
@@ -73,7 +74,9 @@ class Rings:
         *,
         at_least: int = 1,
         heard_until: Callable[[float], float] = lambda now: now,
+        lives: Callable[[int], bool] = lambda _incarnation: False,
     ) -> None:
+        self._lives = lives
         self._heard_until = heard_until
         self._members, self._decisions = members, decisions
         self._clock, self._send, self._refuse, self._give_up = now, send, refuse, give_up
@@ -299,6 +302,8 @@ class Rings:
                 heard_until = self._heard_until(now)
                 if not self._members.roll.suspect(heard_until, member):
                     continue  # what it said may be unread yet
+                if self._lives(member):
+                    continue
                 silence = self._members.roll.silence_of(heard_until, member) or 0.0
                 self._give_up(member, f"the others lost touch with it, and it was silent for {silence:.1f} s")
 

@@ -40,11 +40,14 @@ from atoll.hub.records import (
 )
 from atoll.hub.rings import Rings
 from atoll.hub.sites import Sites
+from atoll.hub.starting import Starting
+from atoll.hub.vouching import Vouchers
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
 from atoll.peers.views import describe
 from atoll.store.admission import Admission
 from atoll.wire import messages
+from atoll.wire.base import GUEST
 from atoll.wire.messages import (
     VERSION,
     Accept,
@@ -68,6 +71,7 @@ from atoll.wire.messages import (
     LinkPlace,
     Looked,
     LostTouch,
+    Missing,
     Prepare,
     Reform,
     Refused,
@@ -76,12 +80,12 @@ from atoll.wire.messages import (
     StoreCall,
     Welcome,
     WhereAreShards,
+    WhoIsMissing,
     WireError,
     decode_untrusted,
     encode,
 )
 
-GUEST = "guest"  # the role of who only asks which run this is
 NODE = "node"  # the role of who only wants votes on views
 LIMIT = 2**21  # bytes of a message: the addresses of the most shards
 _LOOK_SECONDS = 0.25  # the longest wait for a message
@@ -182,6 +186,8 @@ class Hub:
             looked=self._handle_looked,
         )
         self._hearing = Hearing(server.address, keys, lambda choice, why: decisions.add("hub", choice, why))
+        self._starting = Starting(self._members, self._now)
+        self._vouching = Vouchers(self._members.roll, decisions)
         self._broken = BrokenLinks(self._members, server, self._ask_log)
         self._sites = Sites(list(self._members.sites.workers), lambda site: self._link_to(site, keys))
         self._replayed_at: float | None = None  # while what is in the journal is gone through
@@ -196,6 +202,7 @@ class Hub:
             self._keep_word,
             at_least=at_least,
             heard_until=self._heard_until,
+            lives=self._lives,
         )
         book.rings = self._rings
         self._groups = (
@@ -474,6 +481,9 @@ class Hub:
             self._handle_goodbye(peer, message)
         elif isinstance(message, WhereAreShards):
             self._handle_where(peer)
+        elif isinstance(message, WhoIsMissing):
+            site = self._book.site_of(self._owned.get(peer, 0))
+            self._send(peer, Missing(lines=self._starting.missing(site)))
         elif isinstance(message, (Serves, InSync, LostTouch)):
             if self._owns(peer, message.incarnation):  # else it hears at its next heartbeat
                 self._pairs.handle(message)
@@ -489,6 +499,7 @@ class Hub:
             self._refuse(peer, refusal, "Hello")
             return
         if hello.role == GUEST:
+            self._starting.note(hello)
             self._welcome(peer, hello.role, "", -1, 0)
             return
         if hello.role == NODE:
@@ -527,7 +538,8 @@ class Hub:
             )
         if hello.run not in ("", self._run):
             return self._of_another_run(hello.run)
-        if not f"{hello.role}{hello.address}{hello.site}{hello.token}{hello.launcher}".isprintable():
+        texts = (hello.role, hello.address, hello.site, hello.token, hello.launcher, hello.origin)
+        if not "".join(texts).isprintable():
             return "a Hello with characters that cannot be printed"
         return ""
 
@@ -545,6 +557,7 @@ class Hub:
             token=hello.token,
             before=hello.incarnation if hello.role == "shard" else 0,
             launcher=hello.launcher if hello.role == "worker" else "",
+            origin=hello.origin,
         )
         newest, site_before = self._members.roll.newest, self._members.sites.address(hello.site)
         admission = self._book.come(came)
@@ -758,10 +771,10 @@ class Hub:
         self._missing_since = min(self._missing_since, now)
         if self._book.over or now - self._missing_since < _MISSING_SECONDS:
             return
-        words = "; ".join(self._members.shards.missing())
-        if words and words != self._missing_said:
-            self._missing_said = words
-            self._decisions.add("shards", "waited for", words)
+        state = "; ".join(self._members.shards.missing())
+        if state and state != self._missing_said:
+            self._missing_said = state
+            self._decisions.add("shards", "waited for", "; ".join(self._starting.missing()))
 
     def _challenge(self, peer: bytes, hello: Hello) -> None:
         """A shard comes from elsewhere than the one of its index: that is gone, or shows that it lives."""
@@ -832,12 +845,17 @@ class Hub:
         if hearing.until > self._judged:
             self._judged = hearing.until
             for incarnation, reason in self._members.roll.poll_deaths(self._judged):
-                self._bury(incarnation, reason)
+                if not self._lives(incarnation):
+                    self._bury(incarnation, f"{reason}{self._vouching.seen(incarnation)}")
+
+    def _lives(self, incarnation: int) -> bool:
+        """True for a silent member that is to be waited for, for its process lives."""
+        return self._vouching.spares(self._clock.now(), incarnation)
 
     def _give_up(self, incarnation: int, reason: str) -> None:
         """A worker is dead, by what the others of its ring say."""
         if self._members.roll.is_there(incarnation):
-            self._bury(incarnation, reason)
+            self._bury(incarnation, f"{reason}{self._vouching.seen(incarnation)}")
 
     def _bury(self, incarnation: int, reason: str) -> None:
         """A member is dead."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atoll.core.events import AnyEvent, Decided, LinkSeen
-from atoll.hub.decisions import HUB, Decision, decision_reader
+from atoll.hub.decisions import HUB, WAITED_FOR, Decision, decision_reader
 from atoll.launch.losses import Losses, who_of
 from atoll.observe.groups import GROUPS
 from atoll.observe.journal import JournalReader
@@ -56,7 +56,7 @@ class News:
                 if each.what == "hub":
                     self.losses.take(each, self._now())
                 continue
-            if self.losses.take(each, self._now()) or each.what == GROUPS or self._is_new_of_port(each):
+            if self.losses.take(each, self._now()) or each.what == GROUPS or self._is_to_be_told(each):
                 what = each.what if each.what in ("hub", GROUPS) else f"hub: {each.what}"
                 self._news.append(
                     Decided(time=each.time, worker=HUB, what=what, choice=each.choice, reason=each.reason)
@@ -86,8 +86,11 @@ class News:
     def _now(self) -> float:
         return time.monotonic() - self._began
 
-    def _is_new_of_port(self, decision: Decision) -> bool:
-        """True for the hub's first report of its kind that its port is full, or that strangers fill it."""
+    def _is_to_be_told(self, decision: Decision) -> bool:
+        """True where the hub waits for somebody who is silent and lives, and for its first report of each
+        kind that its port is full, or that strangers fill it."""
+        if decision.what.endswith(f" {WAITED_FOR}"):
+            return True
         kind = decision.reason.partition(" ")[0]
         if decision.what != "port" or kind in self._port_told:
             return False

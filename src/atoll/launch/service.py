@@ -90,7 +90,10 @@ def _hub(options: HubOptions, score_for: ScoreFor | None) -> None:
 
 
 def _shard(options: ServerOptions) -> None:
-    from atoll.server.main import serve, serve_site
+    from atoll.server.coming import announce
+
+    announce(options)
+    from atoll.server.main import serve, serve_site  # which takes seconds: it imports torch
 
     which = "site" if options.site else f"shard-{options.shard}"
     options = replace(options, listen=_listen(which))

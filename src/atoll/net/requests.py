@@ -6,12 +6,22 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
+from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError, UserError
 from atoll.core.texts import one_line
 from atoll.net.endpoint import Buffer, Client
-from atoll.wire.messages import AnyMessage, Message, Refused, WireError, decode_untrusted, encode
+from atoll.wire.messages import (
+    AnyMessage,
+    Message,
+    Missing,
+    Refused,
+    WhoIsMissing,
+    WireError,
+    decode_untrusted,
+    encode,
+)
 
 MOST_REASON = 4096  # characters of a refusal that are shown
+_EXPLAIN_SECONDS = 2.0  # for the hub to say who is missing
 _LOOK_SECONDS = 0.1  # how often the connection's state is looked at while waiting
 
 Answer = TypeVar("Answer", bound=Message)
@@ -85,6 +95,16 @@ def wait_for(
                 aside(answer, received[1])
         if left <= 0:
             raise DeadlineError(late(client, deadline, what))
+
+
+def who_is_missing(client: Client) -> str:
+    """Ask the hub, once a deadline on the run's shards has passed, which have not come; empty where it says
+    nothing."""
+    try:
+        missing, _ = ask(client, WhoIsMissing(), Missing, _EXPLAIN_SECONDS, "whom it waits for")
+    except AtollError:
+        return ""
+    return "; ".join(one_line(line, MOST_REASON) for line in missing.lines)
 
 
 def late(client: Client, deadline: float, what: str) -> str:

@@ -25,7 +25,7 @@ from atoll.peers.standing import Due, Standing, name_of
 from atoll.peers.suspicion import Suspicion
 from atoll.peers.synchronise import Synchronisation
 from atoll.peers.waits import Waits
-from atoll.peers.watch import Watch
+from atoll.peers.watch import Judge, Watch, unseen
 from atoll.wire.peers import (
     AbortRound,
     AnswerRound,
@@ -65,10 +65,11 @@ class Node:
         now: float,
         asking: Asking | None = None,
         known: View | None = None,
+        judge: Judge = unseen,
     ) -> None:
         """A founding member of `view`; `poll` makes it begin. Its first iteration is its `first` in the view,
-        and so is its W. Raises ValueError where it is not in `view`. (`asking` and `known` are `joining`'s
-        own.)"""
+        and so is its W. `judge` looks at the processes of silent members. Raises ValueError where it is not
+        in `view`. (`asking` and `known` are `joining`'s own.)"""
         entry = next((member for member in view.members if member.life == life), None)
         if asking is None and entry is None:
             raise ValueError(f"{name_of(life)} is not in view {view.number}")
@@ -78,7 +79,7 @@ class Node:
         due = self._due = Due()
         held = self._held = Contributions(at, settings, out, due)
         self._script, self._scripts = OwnScript(), Scripts()
-        self._watch, self._joiners = Watch(settings), Joiners(at, settings, out)
+        self._watch, self._joiners = Watch(settings, judge), Joiners(at, settings, out)
         self._entrance = Entrance(at, held, settings, out, now, asking, known)
         self._progress = Progress(at, held, self._script, out, due, now)
         self._suspicion = Suspicion(
@@ -117,12 +118,13 @@ class Node:
         rng: np.random.Generator,
         now: float,
         known: View | None = None,
+        judge: Judge = unseen,
     ) -> Node:
         """One that asks to be in the next view, at any of `contacts` (node ids), until it is: then it hands
         out ViewChanged, and FetchState. `token` is a name that no other process has. `known` is the newest
         view that this process knows, of Removed: others may have not heard of it, and its members be gone."""
         asking = Asking(token, address, tuple(contact for contact in contacts if contact != node))
-        return cls(Life(node, 0), View(0, 0, ()), settings, rng, now, asking, known)
+        return cls(Life(node, 0), View(0, 0, ()), settings, rng, now, asking, known, judge)
 
     # -- where it stands ----------------------------------------------------------------------------------
 
@@ -337,6 +339,10 @@ class Node:
         """Anything has come from a node in this life: a chunk, say."""
         if life in self._held.iterations.acks:
             self._watch.handle_heard(now, life.node)
+
+    def handle_absence(self, now: float, seconds: float) -> None:
+        """This process has stood still for so long."""
+        self._watch.handle_absence(now, seconds)
 
     def handle_arriving(self, now: float, key: Key) -> list[Output]:
         """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet.

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from atoll.core.liveness import AGAIN_SECONDS, Judgement
 from atoll.core.units import format_seconds
 from atoll.peers.pace import Limit
 from atoll.peers.settings import Settings
 from atoll.wire.peerviews import Life
+
+# Judges the process of a member that was silent for so many seconds; the last number is the most silence that
+# is borne of one that computes.
+Judge: TypeAlias = Callable[[Life, float, float], Judgement]
+
+
+def unseen(_life: Life, _silence: float, _most: float) -> Judgement:
+    """Judge a member of whose process nothing is known."""
+    return Judgement(False)
 
 
 @dataclass
@@ -25,14 +36,21 @@ class _Seen:
     moved: float = 0.0  # when k or W rose
     finished: bool = False
     whole: bool = False  # it has a state, as far as is known
+    spared: float = -math.inf  # until when its silence is borne, for its process lives
+
+    @property
+    def silent_at(self) -> float:
+        """When it counts as gone, if nothing is heard of it until then."""
+        return max(self.heard + self.silence.seconds, self.spared)
 
 
 class Watch:
     """The other members of the view, by life. Two limits follow what was measured of each: how long it may be
-    silent, and how long it may make no iteration while this node waits for one of it."""
+    silent, and how long it may make no iteration while this node waits for one of it. `judge` looks at the
+    process of one that is silent for too long."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, judge: Judge = unseen) -> None:
+        self._settings, self._judge = settings, judge
         self._seen: dict[Life, _Seen] = {}
         self._checked = -math.inf  # when it was last asked for suspects
 
@@ -51,6 +69,11 @@ class Watch:
             if life.node == node:
                 seen.silence.note(now - seen.heard, node)
                 seen.heard = now
+
+    def handle_absence(self, now: float, seconds: float) -> None:
+        """This node itself has stood still for so long: meanwhile nobody was silent."""
+        for seen in self._seen.values():
+            seen.heard = min(now, seen.heard + seconds)
 
     def handle_iteration(self, now: float, life: Life, iteration: int, applied: int = 0) -> None:
         """Its k, as itself or others have it, and its W, where that is known."""
@@ -80,7 +103,7 @@ class Watch:
     def is_gone(self, now: float, life: Life) -> bool:
         """Whether a member has finished and is silent."""
         seen = self._seen[life]
-        return seen.finished and now >= seen.heard + seen.silence.seconds
+        return seen.finished and now >= seen.silent_at
 
     def suspects(
         self,
@@ -101,8 +124,8 @@ class Watch:
         found: dict[int, str] = {}
         self._checked = now
         for life, seen in self._seen.items():
-            if now >= seen.heard + seen.silence.seconds:
-                found[life.node] = f"silent for {format_seconds(now - seen.heard)}; {seen.silence.reason()}"
+            if now >= seen.silent_at and (why := self._silence_of(now, life, seen)):
+                found[life.node] = why
         for life, since in awaited.items():
             seen = self._seen[life]
             idle = now - max(seen.moved, since)
@@ -120,6 +143,15 @@ class Watch:
                 found.setdefault(life.node, f"for {format_seconds(idle)} it has come to no meeting")
         return found
 
+    def _silence_of(self, now: float, life: Life, seen: _Seen) -> str:
+        """Return why a silent member is to be removed; empty where its process lives, and is waited for."""
+        judgement = self._judge(life, now - seen.heard, seen.silence.high)
+        if judgement.alive:
+            seen.spared = now + AGAIN_SECONDS
+            return ""
+        saw = f"{judgement.why}; " if judgement.why else ""
+        return f"silent for {format_seconds(now - seen.heard)}; {saw}{seen.silence.reason()}"
+
     def _allowed(self, seen: _Seen, usual: float = 0.0) -> float:
         """How long a member may stand still that others wait for: its own limit, or `usual`. One that waits
         itself has longer than any limit, for those whom it waits for are to go first."""
@@ -128,7 +160,7 @@ class Watch:
 
     def deadline(self, awaited: Mapping[Life, float], absent: Mapping[Life, float]) -> float:
         """When the next of them would be suspected, who is not yet."""
-        due = [seen.heard + seen.silence.seconds for seen in self._seen.values()]
+        due = [seen.silent_at for seen in self._seen.values()]
         for life, since in awaited.items():
             seen = self._seen[life]
             due.append(max(seen.moved, since) + self._allowed(seen))

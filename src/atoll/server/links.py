@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from atoll.core.errors import DeadlineError, GivenUpError, PeerLostError, RunError
+from atoll.core.liveness import own_origin
 from atoll.core.texts import one_line
 from atoll.net.endpoint import SOON, Client, poll
 from atoll.net.keys import Keys
@@ -85,6 +86,7 @@ class HubLink:
             token=token,
             life=secrets.token_hex(8),
             pid=os.getpid(),
+            origin=own_origin(),
         )
         self._told: Duty | None = None  # the latest on each connection
         self._told_by_beat: Duty | None = None

@@ -10,6 +10,7 @@ from atoll.core.errors import DeadlineError
 from atoll.exchange.link import LOG, Handler, Link, ignored
 from atoll.net.endpoint import Endpoint, poll
 from atoll.net.keys import Keys
+from atoll.net.requests import who_is_missing
 from atoll.server.links import HubLink
 from atoll.server.siteplace import Place
 from atoll.wire import messages
@@ -62,10 +63,11 @@ class Upward:
             return True
         waited = time.monotonic() - since
         if waited > self._timeout:
+            missing = who_is_missing(self._hub.client)
             raise DeadlineError(
-                f"site {self._place.name!r} waited {waited:.1f} s for the hub at "
-                f"{self._hub.client.address} on the global shards' addresses, {why} (deadline "
-                f"--timeout, {self._timeout:g} s)"
+                f"site {self._place.name!r} waited {waited:.1f} s for the global shards to come to the hub "
+                f"at {self._hub.client.address}, {why} (deadline --timeout, {self._timeout:g} s)"
+                f"{f': {missing}' if missing else ''}"
             )
         poll([self._hub.client], _LOOK_SECONDS)
         self._hub.take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from atoll.store.admission import Admission
 from atoll.store.replicas import Half, Pair
@@ -10,6 +11,12 @@ from atoll.store.roll import Member, Roll
 
 # Times the patience: for a site's shard that may be started again to come back, or for a site's workers.
 RETURN_PATIENCES = 3.0
+
+
+def _missing(index: int, starting: Mapping[int, str]) -> str:
+    if index in starting:
+        return f"shard {index} has not come yet: {starting[index]}"
+    return f"shard {index} is not there: start `atoll server --shard {index}`"
 
 
 class Shards:
@@ -136,11 +143,12 @@ class Shards:
             return None
         return [self.members[index].address for index in range(self.count)]
 
-    def missing(self) -> list[str]:
-        """Why `addresses` gives none: for each shard that is not there what is to be done, in words."""
+    def missing(self, starting: Mapping[int, str] = MappingProxyType({})) -> list[str]:
+        """Why `addresses` gives none: for each shard that is not there what is to be done, in words; of those
+        that are being started `starting` says what they do."""
         if not self.pairs:
             absent = [index for index in range(self.count) if index not in self.members]
-            return [f"shard {index} is not there: start `atoll server --shard {index}`" for index in absent]
+            return [_missing(index, starting) for index in absent]
         words = []
         for index, pair in self.pairs.items():
             again = f"`atoll server --shard {index}`"
@@ -150,6 +158,9 @@ class Shards:
                     "the one that served last again, in its --directory"
                 )
             elif not pair.whole:
+                if index in starting:
+                    words.append(_missing(index, starting))
+                    continue
                 missing = {
                     0: f"is not there: start {again} twice",
                     1: f"has one of its two processes: start {again} once more",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from atoll.store.silence import Patience
+from atoll.store.silence import FLOOR_SECONDS, Patience
 from atoll.wire.messages import Count
 
 SUSPECT_BEATS, SUSPECT_SECONDS = 2.0, 1.0  # heartbeats that a suspect may miss, and silence that it may keep
@@ -18,16 +19,17 @@ Kind: TypeAlias = Literal["worker", "shard", "half", "site"]
 _IN_ORDER: dict[Kind, int] = {"worker": 0, "shard": 1, "half": 2, "site": 3}  # as deaths are told
 
 
-def suspect_seconds(heartbeat: float) -> float:
+def suspect_seconds(heartbeat: float, least: float = FLOOR_SECONDS) -> float:
     """For how many seconds a suspect may be silent, where heartbeats come every `heartbeat`: on a loaded
-    machine a thread may not run for half a second."""
-    return max(SUSPECT_BEATS * heartbeat, SUSPECT_SECONDS)
+    machine a thread may not run for half a second. Where more than usual is always borne (`least`), so it is
+    of a suspect."""
+    return max(SUSPECT_BEATS * heartbeat, SUSPECT_SECONDS * max(1.0, least / FLOOR_SECONDS))
 
 
-def broken_seconds(heartbeat: float) -> float:
+def broken_seconds(heartbeat: float, least: float = FLOOR_SECONDS) -> float:
     """For how many seconds a member may be silent whose connections have broken: a second for them to come
-    back, a heartbeat that was due as they broke, and one for the way."""
-    return suspect_seconds(heartbeat) + 2 * heartbeat
+    back, a heartbeat that was due as they broke, and one for the way; more where `least` is."""
+    return suspect_seconds(heartbeat, least) + 2 * heartbeat
 
 
 class Member(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,6 +43,7 @@ class Member(msgspec.Struct, forbid_unknown_fields=True):
     token: str = ""
     launcher: str = ""
     iteration: Count = 0
+    origin: str = ""  # where its process is (core/liveness.py)
 
     def dead(self, silence: str) -> str:
         """Say, in a line, that this member is dead."""
@@ -59,6 +62,7 @@ class _Signs:
     suspected: bool = False
     broken: bool = False  # its connections are
     due: float = 0.0  # when its silence is to be looked at next
+    spared: float = -math.inf  # until when it does not count as dead, however silent it is
 
     def hear(self, now: float) -> None:
         """A sign of life; one from before the latest changes nothing."""
@@ -153,7 +157,7 @@ class Roll:
         if not signs.suspected:
             signs.suspected = True
             self._hasten(incarnation, signs)
-        return now - signs.heard >= self._borne(signs)
+        return now >= self._end(signs)
 
     def note_broken(self, incarnation: int, broken: bool) -> None:
         """Whether all of a member's connections have broken, as far as is known: then it counts as dead after
@@ -165,9 +169,16 @@ class Roll:
 
     def _hasten(self, incarnation: int, signs: _Signs) -> None:
         """Its silence is borne for less from now on, perhaps."""
-        end = signs.heard + self._borne(signs)
+        end = self._end(signs)
         if end < signs.due:
             self._look_at(incarnation, signs, end)
+
+    def spare(self, incarnation: int, until: float) -> None:
+        """Do not count it as dead before `until`, however silent it is: its process is known to live."""
+        signs = self._signs.get(incarnation)
+        if signs is not None:
+            signs.spared = until
+            self._look_at(incarnation, signs, self._end(signs))
 
     def _look_at(self, incarnation: int, signs: _Signs, when: float) -> None:
         """Look at its silence then, and not at the time that was meant before."""
@@ -198,18 +209,18 @@ class Roll:
             elif silence := self._fatal_silence(now, signs):
                 dead.append((self.known[incarnation], silence))
             else:
-                again = min(signs.heard + self._borne(signs), now + signs.patience.floor)
+                again = min(self._end(signs), now + signs.patience.floor)
                 self._look_at(incarnation, signs, again)
         dead.sort(key=lambda each: (_IN_ORDER[each[0].kind], each[0].place))
         for member, _ in dead:
             signs = self._signs[member.incarnation]
-            self._look_at(member.incarnation, signs, signs.heard + self._borne(signs))
+            self._look_at(member.incarnation, signs, self._end(signs))
         return [(member.incarnation, member.dead(silence)) for member, silence in dead]
 
     def _fatal_silence(self, now: float, signs: _Signs) -> str:
         """In words, a silence for which the member counts as dead; empty where it is shorter."""
         silence, most = now - signs.heard, self._borne(signs)
-        if now < signs.heard + most:  # not by `silence`, whose rounding could make a look that never ends
+        if now < self._end(signs):  # not by `silence`, whose rounding could make a look that never ends
             return ""
         if signs.suspected and most < signs.patience.seconds:
             return f"was silent for {silence:.1f} s, and another member has lost touch with it"
@@ -217,14 +228,23 @@ class Roll:
             return f"was silent for {silence:.1f} s, and its connections are broken"
         return f"was silent for {silence:.1f} s, and {most:.3g} s are borne"
 
+    def _end(self, signs: _Signs) -> float:
+        """When this member counts as dead, if nothing is heard of it until then."""
+        return max(signs.heard + self._borne(signs), signs.spared)
+
     def _borne(self, signs: _Signs) -> float:
         """For how many seconds this member's silence is borne."""
         if signs.suspected:
-            return min(suspect_seconds(self.heartbeat), signs.patience.seconds)
+            return min(self.suspect_seconds, signs.patience.seconds)
         if signs.broken:
-            return min(broken_seconds(self.heartbeat), signs.patience.seconds)
+            return min(broken_seconds(self.heartbeat, self._least), signs.patience.seconds)
         return signs.patience.seconds
+
+    @property
+    def suspect_seconds(self) -> float:
+        """For how many seconds a member may be silent with which another one has lost touch."""
+        return suspect_seconds(self.heartbeat, self._least)
 
     def next_deadline(self) -> float | None:
         """When `poll_deaths` may next find someone, if nobody is heard until then."""
-        return min((signs.heard + self._borne(signs) for signs in self._signs.values()), default=None)
+        return min(map(self._end, self._signs.values()), default=None)

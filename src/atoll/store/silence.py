@@ -7,8 +7,15 @@ from statistics import median
 
 FLOOR_SECONDS = 3.5  # of silence that is always borne: a process that was stopped for 3 s goes on
 WINDOW = 64  # gaps that are remembered
+USUAL_SECONDS = 10.0  # of patience: of a longer one more is always borne
 BEATS = 2.0  # medians: one heartbeat may be lost, or be late by its whole period
 DEVIATIONS = 10.0  # median absolute deviations beside them: 6.7 standard deviations, were the gaps normal
+
+
+def least_patience(patience: float) -> float:
+    """Return the seconds of silence that are always borne, where `patience` is the most: 3.5, and as much
+    more as the patience is more than usual."""
+    return FLOOR_SECONDS * max(1.0, patience / USUAL_SECONDS)
 
 
 class Patience:

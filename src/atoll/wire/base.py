@@ -13,7 +13,8 @@ from msgspec import Meta
 from atoll.core.decoding import decoded
 from atoll.core.errors import AtollError
 
-VERSION = 15  # of the protocol; both sides must have the same
+VERSION = 16  # of the protocol; both sides must have the same
+GUEST = "guest"  # the role of who only asks which run this is; a shard's process says which one it will be
 MOST_AHEAD = 2**20  # how far an incarnation may be beyond the highest that is known: they are counted
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
 
@@ -63,8 +64,9 @@ class Hello(Message, frozen=True):
     A node of strategy `peers` says it to the hub, over a connection for votes alone, as "node", with its
     number as `worker`; that is answered only where it is refused. From a worker to the hub, `launcher` is
     the name of the launcher that started it and passes on its heartbeats (see Heartbeats); empty: none
-    does. A group of several says Hello to shards as one worker, with what the hub gave the group; `member`
-    tells its connections apart: the rank in the run of the member whose connection it is.
+    does. `origin` is where its process is, for a hub of the same machine to look at it when it is silent
+    (core/liveness.py). A group of several says Hello to shards as one worker, with what the hub gave the
+    group; `member` tells its connections apart: the rank in the run of the member whose connection it is.
     """
 
     version: int
@@ -81,6 +83,7 @@ class Hello(Message, frozen=True):
     since: Count = 0
     member: Count = 0
     launcher: Name = ""
+    origin: Name = ""
 
 
 class Welcome(Message, frozen=True):

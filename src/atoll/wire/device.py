@@ -59,8 +59,9 @@ class Begin(Message, frozen=True):
     reach one another through tunnels that lose nothing, to UDP ports from `udp_port` on (0: any free ones).
 
     Times are in seconds; -1 for `round_timeout` and `backoff`: adapted to what is measured. `timeout` is the
-    deadline of each wait for other nodes. `hub` is the witness's address, where there is one. The run has
-    `nodes` nodes, from 0 on (0: as many as there can be). `codec` is `sync.codec`.
+    deadline of each wait for other nodes, and `patience` is `hub.patience`. `hub` is the witness's address,
+    where there is one. The run has `nodes` nodes, from 0 on (0: as many as there can be). `codec` is
+    `sync.codec`.
     """
 
     run: Name
@@ -76,6 +77,7 @@ class Begin(Message, frozen=True):
     round_timeout: float = -1.0
     backoff: float = -1.0
     timeout: Seconds = 600.0
+    patience: Seconds = 10.0
     hub: Name = ""
     nodes: Count = 0
     codec: Name = PLAIN_CODEC

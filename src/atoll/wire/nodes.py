@@ -40,7 +40,8 @@ class Greet(Message, frozen=True):
     its process alone: two processes of one node and incarnation are two nodes with one name. `digest` names
     what it trains, once it is set up for the `number`-th time (empty: not yet). `way`: 0 for words, 1 for
     chunks; a later connection of the same node and way takes an earlier one's place. `codec` is its
-    `sync.codec`.
+    `sync.codec`. `origin` is where its process is, for nodes of the same machine to look at it when it is
+    silent (core/liveness.py).
     """
 
     version: int
@@ -54,6 +55,7 @@ class Greet(Message, frozen=True):
     number: Count = 0
     way: Count = 0
     codec: Name = PLAIN_CODEC
+    origin: Name = ""
 
 
 class Greeted(Message, frozen=True):

@@ -13,11 +13,12 @@ from types import TracebackType
 import msgspec
 
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
+from atoll.core.liveness import own_origin
 from atoll.core.texts import one_line
 from atoll.net.endpoint import SOON, Client
 from atoll.net.heartbeats import Launcher
 from atoll.net.keys import Keys
-from atoll.net.requests import MOST_REASON, Answer, RefusedError, ask, late
+from atoll.net.requests import MOST_REASON, Answer, RefusedError, ask, late, who_is_missing
 from atoll.net.route import own_address
 from atoll.train.members.heartbeats import HeartbeatSender
 from atoll.train.sync.links import LinkEnd
@@ -121,6 +122,7 @@ class HubClient:
             site=site,
             token=self._token,
             launcher=self._launcher.name if self._launcher is not None else "",
+            origin=own_origin(),
         )
         welcome = self._ask(hello, Welcome, "a rank in the run")
         self.welcome, self._run = welcome, welcome.run
@@ -148,7 +150,16 @@ class HubClient:
     def shards(self) -> list[str]:
         """The addresses of the shards that this worker talks to, by index, once all are there: at a site, its
         shard's alone. Raises DeadlineError when they are not."""
-        return list(self._ask(WhereAreShards(), Shards, "the shards' addresses").addresses)
+        try:
+            return list(self._ask(WhereAreShards(), Shards, "the shards' addresses").addresses)
+        except DeadlineError as error:
+            missing = who_is_missing(self._client)
+            if not missing or self.welcome is None:
+                raise
+            raise DeadlineError(
+                f"worker {self.welcome.worker} waited {self._timeout:.1f} s for the shards to come to the "
+                f"hub at {self._address} (deadline sync.timeout, {self._timeout:g} s): {missing}"
+            ) from error
 
     def where_shards_are(self) -> list[str] | None:
         """As `shards`, if the hub answers at once; None if it does not, or one shard is not there."""

@@ -308,6 +308,7 @@ def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) ->
             round_timeout=-1.0 if config.round_seconds is None else config.round_seconds,
             backoff=-1.0 if config.backoff_seconds is None else config.backoff_seconds,
             timeout=config.timeout_seconds,
+            patience=config.patience_seconds,
             hub=meeting.hub,
             nodes=meeting.world,
             codec=sync.codec,

@@ -1,0 +1,176 @@
+"""Whether a process of this machine lives that nobody hears, and what keeps it silent.
+
+Who listens for signs of life alone takes a process that gets no CPU for a dead one. On one machine the system
+knows better (Linux: /proc). A silent process that lives is looked at again each half second: while it waits
+for a CPU it is borne for as long as that lasts, while it computes up to the longest silence that is borne at
+all, and one that does neither is dead.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+AGAIN_SECONDS = 0.5  # from one look at a silent process to the next
+_STARVED_SHARE = 0.5  # of a CPU: who wants one and gets less waits for it
+_FORGET_SECONDS = 5.0  # after the last look, a silence is over, and the next one is another
+_PROC = Path("/proc")
+_BOOT = "sys/kernel/random/boot_id"
+# Namespaces: by the first numbers of processes differ, by the third their times. Sites of a lab differ in the
+# second, and are other machines to one another.
+_SPACES = ("self/ns/pid", "self/ns/net", "self/ns/time")
+_EXITING, _DUMPING = 0x4, 0x200  # flags of a process (linux/sched.h: PF_EXITING, PF_DUMPCORE)
+_TICK = os.sysconf("SC_CLK_TCK")  # a second, in the system's counts of CPU
+
+
+class Reading(NamedTuple):
+    """What the system says of a process: the `states` of its threads (R, S, D, T, ...), the CPU that it has
+    had, in seconds, and when it was started, in the system's own count. `ended`: it has, or is about to."""
+
+    states: str
+    cpu: float
+    started: int
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """`alive`: the process is to be borne. `why`: what was seen of it, in words; empty: nothing."""
+
+    alive: bool
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """The latest look at a silent process, `at` a time. At `began` it had had `cpu` seconds of CPU."""
+
+    began: float
+    cpu: float
+    at: float
+    is_quiet: bool  # it neither had a CPU nor wanted one
+
+
+@functools.cache
+def _machine() -> str:
+    """A name of this machine, or of this container; empty where the system gives none."""
+    try:
+        parts = [(_PROC / _BOOT).read_text()]
+        parts += [str((_PROC / name).readlink()) for name in _SPACES if (_PROC / name).is_symlink()]
+    except OSError:
+        return ""
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def own_origin() -> str:
+    """Where this process is, for others of its machine to look at it; empty where they could not."""
+    reading = read_process(os.getpid())
+    return f"{_machine()}:{os.getpid()}:{reading.started}" if _machine() and reading is not None else ""
+
+
+def read_process(pid: int) -> Reading | None:
+    """Read a process of this machine; None where there is none."""
+    folder = _PROC / str(pid)
+    try:
+        # The name, in parentheses, may hold anything; what is read comes after it.
+        fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        pending = (folder / "status").read_text(errors="replace")
+        threads = [each for each in (folder / "task").iterdir() if each.name != str(pid)]
+    except OSError:
+        return None
+    states = fields[0] + "".join(map(_state, threads))
+    ended = fields[0] in "ZX" or bool(int(fields[6]) & (_EXITING | _DUMPING)) or _is_killed(pending)
+    return Reading(states, (int(fields[11]) + int(fields[12])) / _TICK, int(fields[19]), ended)
+
+
+def _state(thread: Path) -> str:
+    try:
+        return (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):  # it has ended meanwhile
+        return ""
+
+
+def _is_killed(status: str) -> bool:
+    """Whether SIGKILL waits for a process to run once more, and end."""
+    masks = [line.split()[1] for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return any(int(mask, 16) & 1 << (signal.SIGKILL - 1) for mask in masks)
+
+
+def describe(origin: str) -> str:
+    """Say what a process does that is being started: "runs", "runs on another machine" or "stands still
+    (SIGSTOP)"; empty where it has ended."""
+    machine, pid, started = _parsed(origin)
+    if not pid or machine != _machine():
+        return "runs on another machine"
+    reading = read_process(pid)
+    if reading is None or reading.ended or reading.started != started:
+        return ""
+    return (
+        "stands still (SIGSTOP)" if reading.states[0] == "T" else f"runs (it got {reading.cpu:.1f} s of CPU)"
+    )
+
+
+def _parsed(origin: str) -> tuple[str, int, int]:
+    """The machine, the process id and the start of `own_origin`; of other texts, nothing."""
+    machine, _, rest = origin.partition(":")
+    pid, _, started = rest.partition(":")
+    if not (pid.isdecimal() and started.isdecimal()):
+        return "", 0, 0
+    return machine, int(pid), int(started)
+
+
+class Vouching:
+    """Judges silent processes by where they are (`own_origin`); of a silence each is to be looked at each
+    `AGAIN_SECONDS`, from when it would count as dead. `read` and `clock` are the system's."""
+
+    def __init__(
+        self,
+        read: Callable[[int], Reading | None] = read_process,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read, self._clock = read, clock
+        self._looks: dict[str, _Look] = {}
+
+    def judge(self, origin: str, silence: float, most: float) -> Judgement:
+        """Judge a process that was silent for `silence` seconds; one that computes is borne for `most`."""
+        machine, pid, started = _parsed(origin)
+        if not pid:
+            return Judgement(False)
+        if machine != _machine():
+            why = "it is on another machine: if that is only overloaded, raise hub.patience"
+            return Judgement(False, why)
+        if pid == os.getpid():  # of this very process: it says nothing about its threads
+            return Judgement(False)
+        now = self._clock()
+        self._looks = {each: look for each, look in self._looks.items() if now - look.at <= _FORGET_SECONDS}
+        reading = self._read(pid)
+        if reading is None or reading.ended or reading.started != started:
+            return Judgement(False, "its process has ended")
+        if reading.states[0] == "T":
+            return Judgement(False, "its process stands still (SIGSTOP)")
+        return self._judge_living(origin, reading, silence, most)
+
+    def _judge_living(self, origin: str, reading: Reading, silence: float, most: float) -> Judgement:
+        now, is_quiet = self._clock(), not set(reading.states) & {"R", "D"}
+        before = self._looks.get(origin)
+        if before is None:  # what it does is seen between two looks
+            self._looks[origin] = _Look(now, reading.cpu, now, is_quiet)
+            return Judgement(True)
+        seconds, cpu = now - before.began, reading.cpu - before.cpu
+        goes_on = seconds < _FORGET_SECONDS
+        began = (before.began, before.cpu) if goes_on else (now, reading.cpu)
+        self._looks[origin] = _Look(*began, now, is_quiet)
+        if is_quiet:  # once it may have spoken just now
+            return Judgement(not before.is_quiet, "its process is alive, waits, and says nothing")
+        got = f"its process is alive and got {cpu:.2f} s of CPU in the last {seconds:.1f} s"
+        if "R" in reading.states and cpu < _STARVED_SHARE * seconds:
+            return Judgement(True, f"{got}: the machine is overloaded")
+        what = "computes, and lets none of its threads speak" if "R" in reading.states else "waits for a disk"
+        return Judgement(silence < most, f"{got}: it {what}")

@@ -1,0 +1,123 @@
+"""Workers that get no CPU are silent, and alive: nobody gives them up (`core/liveness.py`).
+
+The starvation is certain: all threads of a worker are of SCHED_IDLE, bound to one core beside busy loops, so
+that they get less than a thousandth of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from killed_runs import STEADY, hub_decisions, start
+from run_command import DEADLINE, Command, cause_of, wait_for
+
+LOOPS = 12
+BEYOND = 3.0  # seconds of such a silence, beyond the moment at which it is seen
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has SCHED_IDLE")
+
+
+@contextlib.contextmanager
+def starved(pids: list[int]) -> Iterator[None]:
+    """These processes, and what they start, get hardly any CPU."""
+    core = {max(os.sched_getaffinity(0))}
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(int(thread.name), core)
+                os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+    loops: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(LOOPS):
+            loops.append(subprocess.Popen(["sh", "-c", "while :; do :; done"]))
+            os.sched_setaffinity(loops[-1].pid, core)
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+        for loop in loops:
+            loop.wait()
+
+
+def told_of_node(command: Command) -> list[str]:
+    """What nodes have said of one that is silent and lives."""
+    events = [
+        json.loads(line)
+        for path in (command.directory / "run").glob("workers/*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    return [each["reason"] for each in events if each.get("choice", "").endswith("is waited for")]
+
+
+def told_of_worker(command: Command) -> list[str]:
+    """What the hub has said of one that is silent and lives."""
+    return [each["reason"] for each in hub_decisions(command) if each["what"] == "worker waited for"]
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        ("elastic = true", told_of_worker),
+        ("strategy = 'server'", told_of_worker),
+        ("strategy = 'peers'", told_of_node),
+    ],
+    ids=["ring", "server", "peers"],
+)
+def test_a_worker_that_gets_no_cpu_is_waited_for(command: Command, run: str, told) -> None:
+    process = start(command, STEADY.replace("STEPS", "60"), run=run, workers=3)
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    pid = command.worker_pid(1)
+    children = [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    with starved([pid, *children]):
+        wait_for(lambda: told(command) or process.poll() is not None, "its silence")
+        assert process.poll() is None, process.communicate()
+        time.sleep(BEYOND)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert all("s of CPU in the last" in each for each in told(command)), told(command)
+    assert all(each.endswith("the machine is overloaded") for each in told(command)), told(command)
+    gone = [each for each in hub_decisions(command) if each["what"].endswith(" died")]
+    assert gone == [] or run == "strategy = 'peers'", gone
+    assert command.summary()["steps"] == 60
+    assert "lost" not in err, err
+    assert "left out" not in err, err
+
+
+SLOW_SHARD = """
+import sys
+import time
+
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            time.sleep(600)
+
+
+if "server-0" in sys.orig_argv:
+    sys.meta_path.insert(0, Slow())
+"""
+
+
+def test_a_deadline_says_that_a_shard_is_still_starting(command: Command) -> None:
+    """It imports torch, say, on a machine that is busy."""
+    (command.directory / "sitecustomize.py").write_text(SLOW_SHARD)
+    path = os.pathsep.join([str(command.directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = ("[sync]", "timeout = '3s'")
+    process = start(command, STEADY.replace("STEPS", "5"), *options, environment={"PYTHONPATH": path})
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1, err
+    last = cause_of(err)
+    said = r"atoll: worker \d waited 3\.0 s for the shards to come to the hub at \S+ "
+    said += r"\(deadline sync\.timeout, 3 s\)"
+    doing = r"its process runs \(it got \d+\.\d s of CPU\) and is still starting, for \d+\.?\d* s"
+    assert re.match(f"{said}: shard 0 has not come yet: {doing}", last), err
