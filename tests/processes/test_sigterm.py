@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
-from run_command import DEADLINE, Command, wait_for
+from run_command import DEADLINE, Command, cause_of, wait_for
 
 TRAINS = """
 import os, signal, sys, time, torch, atoll
@@ -170,3 +171,42 @@ def test_scripts_without_a_handler_end_at_once(command: Command) -> None:
     process.terminate()
     _, err = process.communicate(timeout=20)  # and run.grace is 30 s
     assert (process.returncode, err) == (143, "atoll: stopped by SIGTERM\n")
+
+
+LEAVES = """
+import os
+import re
+import signal
+import time
+
+import torch
+import atoll
+from atoll.train.api.session import Session
+
+model = torch.nn.Linear(4, 3)
+leave = Session._leave
+
+
+def stopped_meanwhile(session):
+    os.kill(os.getpid(), signal.SIGTERM)
+    leave(session)
+
+
+with atoll.join() as session:
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    session.barrier()
+    if session.rank == 1:
+        Session._leave = stopped_meanwhile
+        raise ValueError("no label for 'cat'")
+    session.barrier()
+"""
+
+
+def test_an_error_is_told_though_its_worker_is_stopped_while_it_leaves(command: Command) -> None:
+    """Another one has lost touch, and torchrun stops all."""
+    status, _, err = command.run(LEAVES)
+    assert status == 1, err
+    assert re.match(
+        r"atoll: worker 1 ended with ValueError at train\.py:\d+, after \S+ s: no label for 'cat'; ",
+        cause_of(err),
+    ), err

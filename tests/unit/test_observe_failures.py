@@ -37,7 +37,8 @@ from atoll.launch.launcher import WorkerEnd, read_ends, write_ends
 from atoll.launch.program import Program
 from atoll.launch.tail import Tail, last_lines, last_word, shown
 from atoll.launch.verdict import Judge, Verdict
-from atoll.launch.worker import END_OF_OUTPUT, describe, is_echo
+from atoll.launch.worker import END_OF_OUTPUT, describe
+from atoll.observe.failing import is_echo
 from atoll.observe.lastwords import LAST_WORDS_VARIABLE, LastWords, say
 from atoll.observe.rundir import RunDirectory
 
@@ -208,6 +209,29 @@ class TestVerdict:
         verdict = judged(run, started(0), started(1), echo, end, gone(1, 2.1, end.status))
         assert verdict.line.startswith(f"worker 1 {said}")
         assert (verdict.status, verdict.followed) == (status, "then worker 0 lost touch with it")
+
+    @pytest.mark.parametrize(
+        ("code", "after", "is_counted"),
+        [
+            (-signal.SIGTERM, 0.3, True),
+            (-signal.SIGKILL, 5.0, True),
+            (0, 0.3, False),
+            (-signal.SIGTERM, 60.0, False),
+        ],
+    )
+    def test_an_error_with_which_a_session_is_left_counts_where_that_is_cut_off(
+        self, run: RunDirectory, code: int, after: float, is_counted: bool
+    ) -> None:
+        """Another worker loses touch meanwhile, and torchrun stops both."""
+        own = msgspec.structs.replace(failed(1, 1.0, traceback="Traceback ..."), leaving=True)
+        echo = failed(0, 1.1, echo=True)
+        verdict = judged(run, started(0), started(1), own, echo, gone(0, 1.2, 1), gone(1, 1.0 + after, code))
+        assert verdict.line.startswith("worker 1 ended with ValueError") == is_counted, verdict.line
+        if is_counted:
+            assert verdict.followed == "then worker 0 lost touch with it"
+        last = msgspec.structs.replace(failed(1, 1.2, traceback="Traceback ..."), message="at last")
+        verdict = judged(run, started(0), own, last, gone(1, 1.3, 1))
+        assert "at last" in verdict.line
 
     def test_an_end_without_a_word_is_named(self, run: RunDirectory) -> None:
         """`os._exit(0)`: nobody but the parent knows of it."""

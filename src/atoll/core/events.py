@@ -217,7 +217,8 @@ class Failed(Event, frozen=True):
     """A worker ends with an error; `echo` marks one that another worker's end has caused.
 
     `line` is the innermost line of the script that the error passed through ("train.py:28"). `by_launcher`
-    marks what the launcher says in a worker's journal: the hub or a shard was lost, say.
+    marks what the launcher says in a worker's journal: the hub or a shard was lost, say. `leaving`: the error
+    has not ended the worker yet, which leaves its session.
     """
 
     error: str
@@ -227,6 +228,7 @@ class Failed(Event, frozen=True):
     echo: bool = False
     line: str = ""
     by_launcher: bool = False
+    leaving: bool = False
 
 
 class Joining(Event, frozen=True):

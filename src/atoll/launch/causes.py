@@ -30,6 +30,7 @@ class Life:
     failed: Failed | None = None  # the first that is the worker's own, else the first echo
     ended: Ended | None = None
     gone: Gone | None = None
+    leaving: Failed | None = None  # its session with an error, which counts where it was killed meanwhile
     survived: bool = False  # the others went on without it, or it was started again
 
     @property
@@ -71,7 +72,7 @@ class Causes:
 
     def failures(self) -> list[Failed]:
         """The errors among what was taken."""
-        return [event for event in self._events if isinstance(event, Failed)]
+        return [event for event in self._events if isinstance(event, Failed) and not event.leaving]
 
     def service_word(self, line: str) -> str:
         """Return what the hub or the shard that `line` names said of its end; empty if it said nothing."""
@@ -115,6 +116,7 @@ class Causes:
                 found.append(life)
             _note(life, event)
         for life in found:
+            _settle(life)
             life.survived = life.time <= self._survived.get(life.worker, -math.inf)
         return sorted(found, key=lambda life: life.time)
 
@@ -162,6 +164,7 @@ class Causes:
 
 
 _MOST_KEPT = 64  # events of one worker
+_LEAVING_SECONDS = 30.0  # that leaving a session takes, at most; who lives on has handled its error
 
 
 def _is_next(life: Life, event: AnyEvent) -> bool:
@@ -170,7 +173,9 @@ def _is_next(life: Life, event: AnyEvent) -> bool:
 
 
 def _note(life: Life, event: AnyEvent) -> None:
-    if isinstance(event, Failed):
+    if isinstance(event, Failed) and event.leaving:
+        life.leaving = event
+    elif isinstance(event, Failed):
         if life.failed is None or (life.failed.echo and not event.echo):
             life.failed = event
     elif isinstance(event, Joining):
@@ -183,6 +188,16 @@ def _note(life: Life, event: AnyEvent) -> None:
         life.ended = event
     elif isinstance(event, Gone):
         life.gone = event
+
+
+def _settle(life: Life) -> None:
+    """Count the error with which a worker left its session, where it was killed before it could tell of it:
+    another one that lost touch with it may have had torchrun stop both."""
+    leaving, gone = life.leaving, life.gone
+    if leaving is None or gone is None or life.failed is not None:
+        return
+    if gone.exit_code < 0 and gone.time <= leaving.time + _LEAVING_SECONDS:
+        life.failed = leaving
 
 
 def _is_own(life: Life, lives: Iterable[Life]) -> bool:

@@ -19,9 +19,8 @@ from functools import partial
 from multiprocessing import util
 from pathlib import Path
 
-from atoll.core.childsignals import death_behind, ignore_child_deaths
+from atoll.core.childsignals import ignore_child_deaths
 from atoll.core.config import FIRST_VARIABLE
-from atoll.core.errors import AtollError, PeerLostError
 from atoll.core.events import AnyEvent, ChildEnded, Ended, Failed, Lost, Warned
 from atoll.core.runclock import record_time
 from atoll.core.scriptline import is_script, line_of_error
@@ -29,15 +28,13 @@ from atoll.core.sharing import open_like_folder
 from atoll.core.texts import shortened
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 from atoll.launch.program import Program
+from atoll.observe.failing import MESSAGE_CHARACTERS, failure_of, text_of
 from atoll.observe.journal import Journal
 from atoll.observe.lastwords import say
 from atoll.observe.logstream import LogStreams
 from atoll.observe.rundir import RunDirectory
 
 END_OF_OUTPUT = "-- atoll: this worker ends with an error --"  # what follows in a log is shown by the command
-_MESSAGE_CHARACTERS = 2000  # of an error's text, in the records; the log has all of it
-_TRACEBACK_CHARACTERS = 16000
-_LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused")
 
 
 def main(script: str, arguments: list[str]) -> None:
@@ -93,7 +90,7 @@ def _exit_of(error: SystemExit) -> tuple[int, str, str]:
     """The status, the call and the text of a `sys.exit`, as Python itself takes them."""
     if error.code is None or isinstance(error.code, int):
         return (error.code or 0) & 0xFF, "sys.exit", ""
-    return 1, "sys.exit", _text_of(error.code)
+    return 1, "sys.exit", text_of(error.code)
 
 
 def _watch_child(worker: int, _registered: object) -> None:
@@ -106,7 +103,7 @@ def _say_child_end(worker: int) -> None:
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         status, _, message = _exit_of(error)
-        message = shortened(message, _MESSAGE_CHARACTERS, "the log has all")
+        message = shortened(message, MESSAGE_CHARACTERS, "the log has all")
         line = line_of_error(error)
         now, process = record_time(), os.getpid()
         say(ChildEnded(time=now, worker=worker, pid=process, status=status, message=message, line=line))
@@ -153,7 +150,7 @@ def _say_end(
     run: RunDirectory, worker: int, status: int, call: str = "", message: str = "", line: str = ""
 ) -> None:
     """Leave word of how the script ended, where it was not by an error."""
-    message = shortened(message, _MESSAGE_CHARACTERS, "the log has all")
+    message = shortened(message, MESSAGE_CHARACTERS, "the log has all")
     _leave_word(
         run, Ended(time=record_time(), worker=worker, status=status, call=call, message=message, line=line)
     )
@@ -163,24 +160,11 @@ def _fail(run: RunDirectory, worker: int, program: Program, error: BaseException
     """Leave word of the failure in the journal, and its traceback in the log; returns the exit status."""
     now = record_time()
     whole = describe(error, program.file(), program.is_module)
-    status = error.exit_status if isinstance(error, AtollError) else 1
-    _leave_word(
-        run,
-        Failed(
-            time=now,
-            worker=worker,
-            error=type(error).__name__,
-            message=shortened(death_behind(error) or _text_of(error), _MESSAGE_CHARACTERS, "the log has all"),
-            # A mistake of the user's is one line: a stack of Atoll's own frames would only hide it.
-            traceback="" if isinstance(error, AtollError) else _shown(whole),
-            exit_status=status,
-            echo=is_echo(error),
-            line=line_of_error(error),
-        ),
-    )
+    failed = failure_of(worker, error, whole, now)
+    _leave_word(run, failed)
     with contextlib.suppress(OSError):  # the disk is full; the launcher knows
         print(f"{END_OF_OUTPUT}\n{whole}", file=sys.stderr)
-    return status
+    return failed.exit_status
 
 
 def _leave_word(run: RunDirectory, event: Failed | Ended) -> None:
@@ -188,19 +172,6 @@ def _leave_word(run: RunDirectory, event: Failed | Ended) -> None:
     say(event)
     with contextlib.suppress(OSError), Journal(run.journal(event.worker)) as journal:
         journal(event)
-
-
-def _text_of(error: object) -> str:
-    """The text of an error, whatever its own code does."""
-    try:
-        return str(error)
-    except Exception as second:
-        return f"<its text cannot be shown: str() raised {type(second).__name__}>"
-
-
-def _shown(whole: str) -> str:
-    """The part of a traceback that goes into the records: its first lines, and its last."""
-    return shortened(whole, _TRACEBACK_CHARACTERS, "the worker's log has all")
 
 
 def describe(error: BaseException, script: str, is_module: bool = False) -> str:
@@ -216,46 +187,7 @@ def describe(error: BaseException, script: str, is_module: bool = False) -> str:
     try:
         return "".join(traceback.format_exception(type(error), error, trace)).rstrip("\n")
     except MemoryError:  # the script's objects live on in the frames
-        return f"{type(error).__name__}: {_text_of(error)}"
-
-
-def is_echo(error: BaseException) -> bool:
-    """Whether another worker's end caused the error: a lost peer, or torch's word that a connection broke.
-
-    An error that the script raises while it handles a lost peer is an echo too.
-    """
-    if isinstance(error, AtollError):
-        return isinstance(error, PeerLostError)
-    seen: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in seen:
-        if isinstance(current, PeerLostError):
-            return True
-        seen.append(current)
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-    return _says_lost(error)
-
-
-def _says_lost(error: BaseException) -> bool:
-    if not isinstance(error, (RuntimeError, OSError)):
-        return False
-    said = _text_of(error).lower()
-    if type(error).__name__ in ("DistNetworkError", "DistBackendError"):
-        return True
-    # A download that breaks off says so too: torch's errors come from torch's code, or name its source.
-    is_torch = ".cc:" in said or not _is_raised_elsewhere(error)
-    return is_torch and any(words in said for words in _LOST_PEER)
-
-
-def _is_raised_elsewhere(error: BaseException) -> bool:
-    """True where the innermost frame that the error passed through is neither torch's nor Atoll's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    name = str(trace.tb_frame.f_globals.get("__name__", ""))
-    return name.partition(".")[0] not in ("torch", "atoll")
+        return f"{type(error).__name__}: {text_of(error)}"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from atoll.core.memory import Memory
 from atoll.core.scriptline import script_line
 from atoll.core.stands import SAMPLER, UNKNOWN, Epoch, call, end
 from atoll.core.weighing import GUESSED, KNOWN, NONE
+from atoll.observe.failing import say_leaving
 from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.tensors.torch_compat import uncompiled
 from atoll.train.api.compose import Member, compose
@@ -580,6 +581,8 @@ class Session:
         if kind is None:
             self.close()
             return
+        if error is not None and not self._closed and not self._is_forked():
+            say_leaving(self.rank, error)
         if self._runtime.hub is not None:
             why = str(error) if isinstance(error, AtollError) else f"its script raised {kind.__name__}"
             self._runtime.hub.leaves_because(why)
