@@ -41,6 +41,7 @@ from atoll.launch.checks import check_run
 from atoll.launch.hublaunch import HubLaunch
 from atoll.launch.output import Output
 from atoll.launch.picture import draw_picture
+from atoll.launch.ports import free_port
 from atoll.launch.private import PrivateFolder
 from atoll.launch.processes import (
     GRACE_VARIABLE,
@@ -103,6 +104,7 @@ def run(
     if summary is not None and (summary.is_dir() or not summary.absolute().parent.is_dir()):
         raise UserError(f"--summary {summary}: give a file in a directory that is there")
     check_run(config)
+    free_port()  # torchrun, the hub or the script will want one
     directory, claim = _claim_directory(program, config)
     with files_for(config.run.readable) as umask:
         job = _Job(directory, config, program, hub_module, umask)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -14,12 +13,11 @@ from atoll.core.config import FIRST_VARIABLE, HUB_VARIABLE, RANK_VARIABLE, SITE_
 from atoll.core.runclock import record_time
 from atoll.launch.ends import EndWatch
 from atoll.launch.launcher import WorkerEnd, launcher_command, read_ends
+from atoll.launch.ports import LOOPBACK, free_port
 from atoll.launch.processes import descendants, start_logged
 from atoll.launch.restarts import DelayedProcess, Pauses, Process
 from atoll.launch.services import Start
 from atoll.observe.rundir import RunDirectory
-
-_LOOPBACK = "127.0.0.1"
 
 
 def sites_of(config: Config) -> list[str]:
@@ -30,11 +28,9 @@ def sites_of(config: Config) -> list[str]:
 
 
 def meeting_place() -> dict[str, str]:
-    """torchrun's variables for a process group of the script's own: a port of this machine that is free."""
-    with socket.socket() as bound:
-        bound.bind((_LOOPBACK, 0))
-        port: int = bound.getsockname()[1]
-    return {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port)}
+    """torchrun's variables for a process group of the script's own: a port of this machine that is free.
+    Raises UserError where there is none."""
+    return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
 
 
 class Workers:
