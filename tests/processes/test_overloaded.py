@@ -1,7 +1,7 @@
 """Workers that get no CPU are silent, and alive: nobody gives them up (`core/liveness.py`).
 
 The starvation is certain: all threads of a worker are of SCHED_IDLE, bound to one core beside busy loops, so
-that they get less than a thousandth of it.
+that they get less than a thousandth of it, and one of them wants a tenth of a second before another may run.
 """
 
 from __future__ import annotations
@@ -20,32 +20,64 @@ import pytest
 from killed_runs import STEADY, hub_decisions, start
 from run_command import DEADLINE, Command, cause_of, wait_for
 
-LOOPS = 12
+LOOPS = 8
+# In worker 1, and in its CPU side: while the file is there, Python's lock is held for calls that take CPU.
+WANTS_CPU = """
+import os
+import threading
+import time
+
+
+def want():
+    while True:
+        if os.path.exists("starve"):
+            sum(range(4_000_000))
+        time.sleep(0.05)
+
+
+if os.environ.get("RANK") == "1":
+    threading.Thread(target=want, daemon=True).start()
+"""
 BEYOND = 3.0  # seconds of such a silence, beyond the moment at which it is seen
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has SCHED_IDLE")
 
 
-@contextlib.contextmanager
-def starved(pids: list[int]) -> Iterator[None]:
-    """These processes, and what they start, get hardly any CPU."""
-    core = {max(os.sched_getaffinity(0))}
+def schedule(pids: list[int], cores: set[int], policy: int) -> None:
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                os.sched_setaffinity(int(thread.name), core)
-                os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; who is not root
+                os.sched_setaffinity(int(thread.name), cores)
+                os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
+
+
+@contextlib.contextmanager
+def starved(folder: Path, pids: list[int]) -> Iterator[None]:
+    """These processes, and what they start, get hardly any CPU."""
+    core = {max(os.sched_getaffinity(0))}
+    schedule(pids, core, os.SCHED_IDLE)
     loops: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(LOOPS):
             loops.append(subprocess.Popen(["sh", "-c", "while :; do :; done"]))
             os.sched_setaffinity(loops[-1].pid, core)
+        (folder / "starve").touch()
         yield
     finally:
+        (folder / "starve").unlink(missing_ok=True)
         for loop in loops:
             loop.kill()
         for loop in loops:
             loop.wait()
+        schedule(pids, os.sched_getaffinity(0), os.SCHED_OTHER)
+
+
+def with_site(command: Command, code: str) -> dict[str, str]:
+    """The environment in which each process of Python runs this first."""
+    (command.directory / "sitecustomize.py").write_text(code)
+    return {
+        "PYTHONPATH": os.pathsep.join([str(command.directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
 
 
 def told_of_node(command: Command) -> list[str]:
@@ -73,11 +105,12 @@ def told_of_worker(command: Command) -> list[str]:
     ids=["ring", "server", "peers"],
 )
 def test_a_worker_that_gets_no_cpu_is_waited_for(command: Command, run: str, told) -> None:
-    process = start(command, STEADY.replace("STEPS", "60"), run=run, workers=3)
+    steady = STEADY.replace("STEPS", "60")
+    process = start(command, steady, run=run, workers=3, environment=with_site(command, WANTS_CPU))
     wait_for(lambda: command.steps() > 3, "a few steps")
     pid = command.worker_pid(1)
     children = [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    with starved([pid, *children]):
+    with starved(command.directory, [pid, *children]):
         wait_for(lambda: told(command) or process.poll() is not None, "its silence")
         assert process.poll() is None, process.communicate()
         time.sleep(BEYOND)
@@ -110,10 +143,10 @@ if "server-0" in sys.orig_argv:
 
 def test_a_deadline_says_that_a_shard_is_still_starting(command: Command) -> None:
     """It imports torch, say, on a machine that is busy."""
-    (command.directory / "sitecustomize.py").write_text(SLOW_SHARD)
-    path = os.pathsep.join([str(command.directory), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = ("[sync]", "timeout = '3s'")
-    process = start(command, STEADY.replace("STEPS", "5"), *options, environment={"PYTHONPATH": path})
+    process = start(
+        command, STEADY.replace("STEPS", "5"), *options, environment=with_site(command, SLOW_SHARD)
+    )
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1, err
     last = cause_of(err)
