@@ -95,8 +95,9 @@ def test_a_run_without_a_name_gets_one_and_tells_it(folder: Path, tmp_path: Path
 
 
 def test_a_deadline_on_the_shards_says_what_their_processes_do(folder: Path) -> None:
-    with hub_of(folder, workers=1, shards=2) as service, HubClient(service.address, None, timeout=0.5) as one:
+    with hub_of(folder, workers=1, shards=2) as service, client(service) as one:
         one.join()
+        one._timeout = 0.5  # joining may take longer
         ends = "; shard 1 is not there: start `atoll server --shard 1`"
         absent, starting = (
             "is not there: start `atoll server --shard 0`",
@@ -441,14 +442,6 @@ def test_a_hub_that_is_not_there(folder: Path) -> None:
         wait_for(lambda: nobody._client.trouble == "nothing listens there", "the port's answer")
         with pytest.raises(DeadlineError, match="nothing listens"):
             nobody.join()
-
-
-def test_shards_that_do_not_come(folder: Path) -> None:
-    with hub_of(folder, shards=2) as service, client(service) as one:
-        one.join()
-        one._timeout = 0.5  # joining may take longer
-        with pytest.raises(DeadlineError, match="the shards' addresses"):
-            one.shards()
 
 
 def test_a_hub_that_stood_still_buries_nobody() -> None:

@@ -434,7 +434,7 @@ def test_a_hub_that_was_stopped_counts_nobody_dead(folder: Path) -> None:
 
 def test_how_long_silence_is_borne_is_measured_again_soon_after_a_restart(folder: Path) -> None:
     """With the first heartbeats: what was measured before needs no journal."""
-    with served_hub(folder, 2, patience=60.0) as hub, HubClient(hub.address, None, timeout=DEADLINE) as one:
+    with served_hub(folder, 2, patience=10.0) as hub, HubClient(hub.address, None, timeout=DEADLINE) as one:
         one.join()
         gone = HubClient(hub.address, None, timeout=DEADLINE)
         gone.join()

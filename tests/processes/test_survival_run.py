@@ -170,7 +170,7 @@ def stop(command: Command, *words: str) -> None:
 @pytest.mark.soak
 def test_a_shard_that_stands_still_for_ever_is_named_killed_and_started_again(command: Command) -> None:
     """As soon as the hub has given it up, which is after the patience that it has measured."""
-    options = ["shards = 2", "[hub]", "patience = '60s'", "[chunks]", "size = '2KiB'"]
+    options = ["shards = 2", "[chunks]", "size = '2KiB'"]
     process = start(command, STEADY.replace("STEPS", "100"), *options)
     wait_for(lambda: command.steps() > 3, "a few steps")
     stop(command, "atoll.launch.service", "server-1")
