@@ -164,8 +164,10 @@ def measure(workload: Workload, pairs: int, building: int) -> Measured:
         for name, watched in confirmations.items():
             ring = sessions[name]._ring
             assert ring is not None
-            assert ring.confirmations is not None
-            assert bool(ring.confirmations.without) == (name == BY_SUMS), ring.confirmations.trouble
+            channels = ring.channels.current
+            assert channels is not None
+            assert channels.confirmations is not None
+            assert bool(channels.confirmations.without) == (name == BY_SUMS), channels.confirmations.trouble
             watched.watch(ring)
         order = sorted(sessions, reverse=bool(building % 2))
         made: dict[str, tuple[nn.Module, Block]] = {

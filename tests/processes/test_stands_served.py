@@ -254,7 +254,9 @@ def gather_and_end(place: Place, address: str) -> list[int]:
             optimizer.step()
         ring = session._group_ring
         assert ring is not None
-        confirmations = ring.confirmations
+        channels = ring.channels.current
+        assert channels is not None
+        confirmations = channels.confirmations
         assert confirmations is not None
         confirm = confirmations.confirm
 

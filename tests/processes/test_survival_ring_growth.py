@@ -70,8 +70,10 @@ def takes_in(session: Session, who: int, folder: Path, grows: dict[int, int]) ->
 def confirms_by(session: Session) -> list[int]:
     """The workers that could not connect."""
     assert session._ring is not None
-    assert session._ring.confirmations is not None
-    return session._ring.confirmations.without
+    channels = session._ring.channels.current
+    assert channels is not None
+    assert channels.confirmations is not None
+    return channels.confirmations.without
 
 
 def test_one_begins_alone_another_enters_and_the_first_is_killed(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from atoll.train.api.place import Place
 from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.ring import RingReducer
 from atoll.train.gradients.samples import Contribution
-from atoll.train.group import channel, rounds
+from atoll.train.group import channel, channels
 from atoll.train.group.channel import BrokenRingError
 from atoll.train.group.rounds import Regrouped, Ring
 from atoll.train.members.workers import Workers
@@ -261,7 +261,7 @@ def _moment(what: str) -> Moment:
         return "places held" if "places in their data" in what else "hold"
     if "places in their data" in what:
         return "places"
-    return "state" if "first member's state" in what else "any"
+    return "state" if what.startswith("the state of") else "any"
 
 
 # -- the hub ------------------------------------------------------------------------------------------------
@@ -565,7 +565,7 @@ class Member:
         self.ring = _ring(self, place, device)
         self.workers = Workers(place, self.ring)
         self.state = State(self)
-        self.ring.state, self.ring.told = self.state, self._told
+        self.ring.trains(self.state, self._told)
         self._prepare()
         if self.late:
             self.entering = True
@@ -874,8 +874,8 @@ class _Sets(dict[int, set[int]]):
 def doubles() -> Iterator[None]:
     """`Ring` makes the channels of this module."""
     with (
-        patch.object(rounds, "Channel", Channel),
-        patch.object(rounds, "Confirmations", Confirmations, create=True),
+        patch.object(channels, "Channel", Channel),
+        patch.object(channels, "Confirmations", Confirmations),
     ):
         yield
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from atoll.chunks import Chunk
 from atoll.chunks.maps import Slot
 from atoll.core.config import LinkOptions
-from atoll.exchange.codecs import BFloat16
-from atoll.exchange.coding import Coding
+from atoll.exchange.codecs import BFloat16, Float32
+from atoll.exchange.coding import PLAIN, Coding
 from atoll.exchange.feedback import Feedback
 from atoll.wire.messages import LostBlocks
 
@@ -34,13 +34,22 @@ def chunk_of(sizes: Sequence[int], dtype: str = "float32", gap: int = 0) -> Chun
     return Chunk(id=0, group=0, dtype=dtype, numel=offsets[-1] + sizes[-1], slots=slots, oversize=False)
 
 
+class Rounding(Float32):
+    """Whole multiples of `step`, which may be another one for each contribution, rounded towards 0."""
+
+    name, lossless, step = "rounding", False, 1.0
+
+    def encode(self, values: Tensor, into: memoryview, seed: int) -> None:
+        super().encode((values / self.step).trunc() * self.step, into, seed)
+
+
 class Held:
     """Feedback of one chunk."""
 
-    def __init__(self, chunk: Chunk) -> None:
+    def __init__(self, chunk: Chunk, coding: Coding = PLAIN) -> None:
         self.chunk = chunk
         self.feedback = Feedback(
-            [chunk], {chunk.id: 0}, LinkOptions(transport="ltp"), block_elements=lambda _dtype: 4
+            [chunk], {chunk.id: 0}, LinkOptions(transport="ltp"), coding, block_elements=lambda _dtype: 4
         )
 
     @property
@@ -59,17 +68,13 @@ class Held:
         along: Tensor | None = None,
         *,
         again: bool = False,
-        step: float = 0.0,
     ) -> Tensor:
-        """`again`: others may have sent it before, and `along` goes with it. `step`: the code's, which rounds
-        towards 0."""
+        """`again`: others may have sent it before, and `along` goes with it."""
         others = {} if along is None else {self.chunk.id: along}
-        added = self.feedback.add(
+        written = self.feedback.write(
             exchange, self.chunk.id, gradient, present, weight, start=start, along=others if again else None
         )
-        decoded = (added / step).trunc() * step if step else added
-        self.feedback.sent(exchange, self.chunk.id, decoded)
-        return decoded
+        return written.values
 
     def answered(self, exchange: int, missing: Missing, block: int) -> None:
         bits = np.packbits(missing, bitorder="little").tobytes()
@@ -151,8 +156,8 @@ def test_with_a_code_what_it_leaves_out_is_held_too(
     data: st.DataObject, sizes: list[int], block: int
 ) -> None:
     """A code that rounds to multiples of 2 or 3; up to two contributions on their way; some do not count."""
-    chunk = chunk_of(sizes)
-    held = Held(chunk)
+    chunk, code = chunk_of(sizes), Rounding()
+    held = Held(chunk, Coding(code))
     books = Books(held, chunk)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     flying: list[tuple[int, Tensor, Tensor]] = []
@@ -160,9 +165,9 @@ def test_with_a_code_what_it_leaves_out_is_held_too(
         if len(flying) < 2 and data.draw(st.booleans()):
             gradient = torch.from_numpy(rng.integers(-9, 10, chunk.extent)).float()
             books.given += gradient.double()
-            step = data.draw(st.sampled_from([2.0, 3.0]))
-            sent = held.send(turn, gradient, [True] * len(sizes), 1.0, step=step)
-            assert not (sent % step).any()
+            code.step = data.draw(st.sampled_from([2.0, 3.0]))
+            sent = held.send(turn, gradient, [True] * len(sizes), 1.0)
+            assert not (sent % code.step).any()
             flying.append((turn, gradient, sent))
         elif flying:
             exchange, gradient, sent = flying.pop(0)

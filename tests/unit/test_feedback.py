@@ -50,10 +50,10 @@ def send(
     **options: Any,
 ) -> tuple[Tensor, Mask | None]:
     gradient = torch.tensor(values, dtype=getattr(torch, chunk.dtype))
-    sent = feedback.add(exchange, 0, gradient, [True] * len(chunk.slots), weight, **options)
-    how = feedback.sent(exchange, 0, sent)
+    written = feedback.write(exchange, 0, gradient, [True] * len(chunk.slots), weight, **options)
+    how = written.lossy
     assert how is None or (how.chunk, how.iteration, how.dtype) == (0, exchange, chunk.dtype)
-    return sent, None if how is None else how.high
+    return written.values, None if how is None else how.high
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,9 @@ def send(
 def test_where_nothing_may_be_lost_gradients_pass_as_they_are(options: LinkOptions) -> None:
     chunk = chunk_of(16)
     feedback, gradient = feedback_of(chunk, options), torch.ones(16)
-    assert feedback.add(0, 0, gradient, [True], 1.0) is gradient
-    assert feedback.sent(0, 0, gradient) is None
+    written = feedback.write(0, 0, gradient, [True], 1.0)
+    assert written.values is gradient
+    assert written.lossy is None
     feedback.answered(0, 0, None)
     feedback.settle(0)
     assert feedback.losses(3) == Losses()
@@ -77,9 +78,9 @@ def test_what_counts_for_nothing_is_sent_so_that_it_arrives() -> None:
     feedback.answered(0, 0, lost(0))
     feedback.settle(0)
     for present, weight in (([False], 1.0), ([True], 0.0)):
-        sent = feedback.add(1, 0, torch.zeros(16), present, weight)
-        assert feedback.sent(1, 0, sent) is None
-        assert not sent.any()
+        written = feedback.write(1, 0, torch.zeros(16), present, weight)
+        assert written.lossy is None
+        assert not written.values.any()
         feedback.settle(1)
     assert send(feedback, chunk, 2, [0.0] * 16)[0].tolist() == [1.0] * 4 + [0.0] * 12
 
@@ -178,7 +179,7 @@ def test_a_checkpoint_that_is_loaded_is_owed_nothing() -> None:
     feedback.settle(0)
     feedback.clear()
     gradient = torch.zeros(16)
-    assert feedback.add(1, 0, gradient, [True], 1.0).data_ptr() == gradient.data_ptr()
+    assert feedback.write(1, 0, gradient, [True], 1.0).values.data_ptr() == gradient.data_ptr()
 
 
 def test_without_feedback_what_was_lost_is_counted_and_gone() -> None:
@@ -271,7 +272,7 @@ def test_chunks_are_settled_one_by_one_where_their_answers_come_one_by_one() -> 
     chunks = [chunk_of(8), chunk_of(8, number=1)]
     feedback = Feedback(chunks, {0: 0, 1: 1}, LTP, block_elements=lambda _dtype: BLOCK)
     for chunk in (0, 1):
-        feedback.sent(5, chunk, feedback.add(5, chunk, torch.ones(8), [True], 1.0))
+        feedback.write(5, chunk, torch.ones(8), [True], 1.0)
     feedback.answered(5, 1, lost(0, blocks=2))
     feedback.settle(5, 1)
     assert list(feedback.state()) == [1]

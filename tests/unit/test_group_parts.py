@@ -233,7 +233,8 @@ def test_what_was_given_and_not_used_is_held_when_the_worker_moves() -> None:
 
 def test_numbers_of_groups_are_no_workers() -> None:
     shards: Any = SimpleNamespace(late=False, on=lambda *_: None)
-    workers = GroupWorkers(Place(0, 4), shards, SimpleNamespace())  # type: ignore[arg-type]
+    ring: Any = SimpleNamespace(scripts=SimpleNamespace())
+    workers = GroupWorkers(Place(0, 4), shards, ring)
     workers.saw([4, 5])
     assert workers.is_first
     assert workers.ranks == [0, 1, 2, 3]

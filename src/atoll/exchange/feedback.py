@@ -129,69 +129,52 @@ class Feedback:
         start: int = 0,
         along: Mapping[int, Tensor] | None = None,
     ) -> Written:
-        """Write a run of a contribution, with what is held back of it. Arguments as `add` has them; what is
-        written again has the same bytes."""
-        added = self.add(exchange, chunk, values, present, weight, start=start, along=along)
-        if not self._coding.writes(self._dtypes[chunk]):
-            return Written(bytes_of(added), added, self.sent(exchange, chunk, added))
-        payload = self._coding.encode(added.detach().to("cpu"), exchange + chunk)
-        lossless = not self._coding.loses(self._dtypes[chunk])
-        read = added if lossless else self._coding.decode(payload, added.numel())
-        return Written(payload, read, self.sent(exchange, chunk, read))
-
-    def add(
-        self,
-        exchange: int,
-        chunk: int,
-        values: Tensor,
-        present: Sequence[bool | int],
-        weight: float,
-        *,
-        start: int = 0,
-        along: Mapping[int, Tensor] | None = None,
-    ) -> Tensor:
-        """Return the values with what is held back of them, to be sent. Called again it returns the same: the
-        residual is as it was until the contribution is settled.
+        """Write a run of a contribution, with what is held back of it. What is written again has the same
+        bytes: the residual is as it was until the contribution is settled.
 
         A contribution that weighs nothing goes as it is: nobody misses it.
 
         Args:
             exchange: the contribution's number.
-            values: (elements,), the chunk's gradients from element `start` on.
+            values: (elements,), the chunk's gradients from element `start` on. Where nothing goes along and
+                no codec writes, they are sent from where they lie, and must stay as they are until the
+                contribution is answered.
             present: by slot of the chunk, whether it has a gradient; what is held of others stays.
             weight: the contribution's.
             along: by chunk, (extent,): what goes along in place of what is held here, with a contribution
                 that others may have sent before (see `again`), so that it is the same, whoever sends it.
-
-        Returns:
-            (elements,), on the CPU: new memory, or the values themselves where nothing goes along. It must
-            stay as it is until `answered`.
         """
+        flight, held = None, None
         drops = self._link.lossy or chunk in self._residuals
-        if not drops or weight <= 0 or not any(present) or not values.numel():
-            return values
-        values = values.detach().to("cpu")  # where it is sent from
-        stop = start + values.numel()
-        flights = self._flights.setdefault(exchange, {})
-        flight = flights.get(chunk)
-        if flight is None:
-            residual = self._residuals.get(chunk) if along is None else None
-            claim = residual.claim(present, start, stop, weight) if residual is not None else None
-            flight = flights[chunk] = _Flight(weight, claim)
-        if along is not None:
-            held = along[chunk][start:stop] if chunk in along else None
-        else:
-            held = flight.claim.of(start, stop) if flight.claim is not None else None
-        flight.start, flight.added = start, values if held is None else values + held
-        return flight.added
+        if drops and weight > 0 and any(present) and values.numel():
+            values = values.detach().to("cpu")  # where it is sent from
+            stop = start + values.numel()
+            flights = self._flights.setdefault(exchange, {})
+            flight = flights.get(chunk)
+            if flight is None:
+                residual = self._residuals.get(chunk) if along is None else None
+                claim = residual.claim(present, start, stop, weight) if residual is not None else None
+                flight = flights[chunk] = _Flight(weight, claim)
+            flight.start = start
+            if along is not None:
+                held = along[chunk][start:stop] if chunk in along else None
+            elif flight.claim is not None:
+                held = flight.claim.of(start, stop)
+        added = values if held is None else values + held
+        payload, read = self._code(exchange, chunk, added)
+        return Written(payload, read, None if flight is None else self._leave(exchange, chunk, added, read))
 
-    def sent(self, exchange: int, chunk: int, decoded: Tensor) -> Lossy | None:
-        """Note what of the values that `add` gave leaves, as the receiver decodes it; returns which blocks of
-        it must arrive. None: all of it must."""
-        flight = self._flights.get(exchange, {}).get(chunk)
-        if flight is None or flight.added is None:
-            return None
-        added, flight.added = flight.added, None
+    def _code(self, exchange: int, chunk: int, added: Tensor) -> tuple[memoryview, Tensor]:
+        """Return a run's payload, and its values as the receiver reads them."""
+        dtype = self._dtypes[chunk]
+        if not self._coding.writes(dtype):
+            return bytes_of(added), added
+        payload = self._coding.encode(added.detach().to("cpu"), exchange + chunk)
+        return payload, self._coding.decode(payload, added.numel()) if self._coding.loses(dtype) else added
+
+    def _leave(self, exchange: int, chunk: int, added: Tensor, decoded: Tensor) -> Lossy | None:
+        """Note what of a run leaves; returns which blocks of it must arrive, or None: all of it must."""
+        flight = self._flights[exchange][chunk]
         if decoded is not added and chunk in self._residuals:
             flight.error = added - decoded
         if not self._link.lossy:
@@ -347,15 +330,14 @@ class _Flight:
     weight: float
     claim: _Claim | None
     start: int = 0  # the first element of the run that this side sends
-    added: Tensor | None = None  # as `add` gave it, until it is `sent`
     decoded: Tensor | None = None  # as it was sent, until it is answered
-    error: Tensor | None = None  # what of `added` is not in `decoded`
+    error: Tensor | None = None  # what the codec dropped of it
     is_answered: bool = False
     lost: _Lost | None = None
 
     def forget(self) -> None:
         """Whatever this side has sent of it does not count."""
-        self.added = self.decoded = self.error = self.lost = None
+        self.decoded = self.error = self.lost = None
         self.is_answered = False
 
 

@@ -115,7 +115,7 @@ class Session:
         self._events: list[Event] = []
         self._opened = self._ended = False
         self._bye: list[Burst] = []
-        self._asking = Asking()
+        self._asking = Asking(settings, self._sender, self._flights)
         self._delivered = 0  # bytes that came
         self._heard = self._spoke = now
         self._next_send = now
@@ -347,12 +347,7 @@ class Session:
         self._poll_timers(now)
         if self._ended:
             return None
-        return (
-            self._poll_challenge(now)
-            or self._poll_ack(now)
-            or self._poll_control(now)
-            or self._poll_data(now)
-        )
+        return self._poll_ack(now) or self._poll_control(now) or self._poll_data(now)
 
     def poll_deadline(self) -> float:
         """When poll_datagrams may have something; inf: only after input."""
@@ -371,7 +366,7 @@ class Session:
         ]
         if any(self._flights.key_asks(stripe) for stripe in range(len(self._ways))):
             return -math.inf
-        waits += [self._receiver.deadline, self._sender.due, self._ask_due]
+        waits += [self._receiver.deadline, self._sender.due, self._asking.due]
         if (
             self._sender.ready
             and self._flights.room > 0
@@ -399,9 +394,8 @@ class Session:
             self._poll_stripes(now)
         if now >= self._sender.due:
             self._sender.poll(now)
-        if now >= self._ask_due:
-            size = self._sender.bytes_left
-            self._asking.ask(now, size)
+        if now >= self._asking.due:
+            size = self._asking.ask(now)
             self._outbox.put(Ask(sequence=self._outbox.sequence, size=size), kept=False)
         for stripe in range(len(self._ways)):
             if self._flights.key_asks(stripe):
@@ -413,10 +407,9 @@ class Session:
         self._poll_moves(now)
         if now >= self._receiver.deadline:
             self._settle(now, self._receiver.due(now))
-
-    @property
-    def _ask_due(self) -> float:
-        return self._asking.due(self._sender.bytes_left, self._flights.burst * self.settings.datagram_bytes)
+        for stripe, path, token in self._ways.poll_challenges(now):
+            challenge = Challenge(sequence=self._outbox.sequence, token=token)
+            self._outbox.put(challenge, kept=False, stripe=stripe, path=path)
 
     @property
     def _keep_alive_at(self) -> float:
@@ -440,15 +433,6 @@ class Session:
             self._pass_on(told)
         for stripe in due.questions:
             self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False, stripe=stripe)
-
-    def _poll_challenge(self, now: float) -> Burst | None:
-        for stripe, paths in enumerate(self._ways.paths):
-            if now < paths.poll_deadline():
-                continue
-            for path, token in paths.poll_challenges(now):
-                challenge = Challenge(sequence=self._outbox.sequence, token=token)
-                self._outbox.put(challenge, kept=False, stripe=stripe, path=path)
-        return None
 
     def _poll_ack(self, now: float) -> Burst | None:
         for stripe, arrivals in enumerate(self._arrivals):

@@ -5,7 +5,7 @@ Source: docs/ltp.md, "Addresses" and "Bursts, stripes, and a link's thread".
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -52,6 +52,13 @@ class Ways:
     def takes(self, message: Message) -> bool:
         """True where some address may take the control message now."""
         return self.of_control(message) is not None
+
+    def poll_challenges(self, now: float) -> Iterator[tuple[int, Hashable, bytes]]:
+        """Yield the stripe, address and token of each address that is to be challenged now."""
+        for stripe, paths in enumerate(self.paths):
+            if now >= paths.poll_deadline():
+                for path, token in paths.poll_challenges(now):
+                    yield stripe, path, token
 
     def of_data(self, size: int) -> tuple[int, Hashable, int] | None:
         """The next stripe, in turn, that may take datagrams of `size` bytes, its address, and how many."""

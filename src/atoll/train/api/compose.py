@@ -34,7 +34,7 @@ from atoll.train.group.members import WorkerMembers
 from atoll.train.group.ordering import order_for
 from atoll.train.group.rendezvous import HubRing
 from atoll.train.group.rounds import Ring
-from atoll.train.members.entering import Entrance, ServedEntrance
+from atoll.train.members.entering import Entrance, RingEntrance, ServedEntrance
 from atoll.train.members.groupworkers import GroupWorkers
 from atoll.train.members.hub_client import HubClient
 from atoll.train.members.peersmeetings import NodeWorkers
@@ -156,7 +156,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
     strategy: Strategy = Alone()
     if ring is not None:
         news = RingNews(workers, state, records, ring, hierarchy, order)
-        ring.state, ring.told = state, news.ring_changed
+        ring.trains(state, news.ring_changed)
         strategy = OverRing(ring)
 
     def tell_of_start() -> None:
@@ -174,7 +174,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
     def make_tiers(memory: Memory, number: int) -> Tiers:
         if ring is None:
             return Tiers(memory, None)
-        groups = ring.groups if len(ring.groups) > 1 else ()
+        groups = () if hierarchy is None else hierarchy.ranks
         return Tiers(
             memory,
             lambda: WorkerMembers(ring.place, timeout, number, groups, ring),
@@ -196,7 +196,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         tell_of_start=tell_of_start,
         together=True,
         keeps_heap=device.type == "cpu" and keep_freed_memory(),
-        entrance=ring,
+        entrance=None if ring is None else RingEntrance(ring),
         hub=None if member is None else member.hub,
         ring=ring,
         hierarchy=hierarchy,
@@ -219,7 +219,7 @@ def _with_replicas(config: Config, place: Place, device: torch.device, member: H
     inner: InnerRing | None = None
     if ring is not None:
         news = RingNews(workers, state, records, ring, None, None)
-        ring.state, ring.told = state, news.ring_changed
+        ring.trains(state, news.ring_changed)
         inner = InnerRing(ring, replicas) if grouped else None
         alone = Alone() if inner is None else OverRing(inner)
         coder = Coded(codec_named(config.sync.codec))
@@ -260,7 +260,7 @@ def _with_replicas(config: Config, place: Place, device: torch.device, member: H
         tell_of_start=tell_of_start,
         together=True,
         keeps_heap=device.type == "cpu" and keep_freed_memory(),
-        entrance=ring,
+        entrance=None if ring is None else RingEntrance(ring),
         hub=None if member is None else member.hub,
         ring=ring,
         replicas=replicas if ring is not None else None,
@@ -337,8 +337,10 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
             arrive=grouped.arrive,
         )
         moves = regrouping = Regrouping(parts, partial(news.moved, lambda: grouped.exchange.uplink))
-        ring.state = GroupState(state, ring, service.samplers, records.warn)
-        ring.told = lambda changed: news.ring_changed(changed, moves.contributor)
+        ring.trains(
+            GroupState(state, ring, service.samplers, records.warn),
+            lambda changed: news.ring_changed(changed, moves.contributor),
+        )
         in_group.gather_members = grouped.gather_members
         if not together:  # else all leave their groups at one iteration
             in_group.is_called, in_group.move = moves.is_called, moves.answer

@@ -214,7 +214,8 @@ class Records:
 
     def tell_of_confirmations(self, ring: Ring | None) -> None:
         """How a ring's members confirm what they hold, where that has changed."""
-        confirmations = ring.confirmations if ring is not None else None
+        channels = None if ring is None else ring.channels.current
+        confirmations = None if channels is None else channels.confirmations
         if confirmations is None:
             return
         choice, reason = "over connections of the workers' own", "all could connect"

@@ -51,6 +51,12 @@ class Hierarchy:
         """How many groups there are; of a ring that this worker is not in yet, as many as it asks for."""
         return max(1, self._count) if self.arranged is None else len(self.arranged.grouping)
 
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each of several groups; empty where all workers are one."""
+        several = self.arranged is not None and len(self.arranged.grouping) > 1
+        return self.arranged.grouping.groups if self.arranged is not None and several else ()
+
     def open(self, session: Channel, device: torch.device) -> Channel:
         """A channel over the workers of `session`, all of which call this."""
         word = json.dumps([self._count, self._site]).encode()

@@ -15,12 +15,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from atoll.core.stands import Stand
 from atoll.exchange.synchronizer import Contributors
 from atoll.train.api.place import Place
-from atoll.train.group.channel import BrokenRingError, Channel
+from atoll.train.group.channel import Channel
+from atoll.train.group.channels import opening, words_beside
+from atoll.train.group.ringbytes import sum_values
 from atoll.train.group.rounds import Ring
 from atoll.train.group.solo import SoloChannel
 
 _Result = TypeVar("_Result")
-_CPU = torch.device("cpu")
 
 
 class Replicas:
@@ -66,14 +67,9 @@ class Replicas:
         if len(ranks) == 1:
             self._channels = [SoloChannel(inner, session.timeout)]
             return self._channels
-        try:
-            self._channels = [Channel(inner, "ring", session.timeout, device)]
-            if device.type != "cpu":
-                self._channels.append(Channel(inner, "words", session.timeout, _CPU))
-        except BrokenRingError:
-            for channel in self._channels:
-                channel.abandon()
-            raise
+        with opening() as self._channels:
+            self._channels.append(data := Channel(inner, "ring", session.timeout, device))
+            words_beside(data, "words", device, self._channels)
         return self._channels
 
     def _contributor_of(self, name: int) -> int:
@@ -206,14 +202,7 @@ class InnerRing:
         self, values: Sequence[float], what: str, where: Callable[[], Stand | None] | None = None
     ) -> list[float]:
         """The group's sums of its members' `values`."""
-
-        def act() -> list[float]:
-            summed = torch.tensor(values)
-            self.agreement.wait(self.agreement.sum(summed), what)
-            result: list[float] = summed.tolist()
-            return result
-
-        return self.round(what, act, where=where)
+        return self.round(what, lambda: sum_values(self.agreement, values, what), where=where)
 
 
 AnyRing: TypeAlias = Ring | InnerRing

@@ -1,10 +1,11 @@
-"""Bytes of any length over a channel's collectives, which want tensors of one size.
+"""Numbers, and bytes of any length, over a channel's collectives, which want tensors of one size.
 
 What is short, as nearly all of it is, takes one collective.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -43,6 +44,14 @@ def gather_words(channel: Channel, own: _Word, what: str) -> list[_Word]:
         raise RunError(
             f"worker {channel.place.name} cannot read a worker's word on {what}: {error}"
         ) from None
+
+
+def sum_values(channel: Channel, values: Sequence[float], what: str) -> list[float]:
+    """The sums of the members' `values`. A collective; `what` is waited for."""
+    summed = torch.tensor(values)
+    channel.wait(channel.sum(summed), what)
+    sums: list[float] = summed.tolist()
+    return sums
 
 
 def broadcast_bytes(channel: Channel, payload: bytes | None, what: str, root: int = 0) -> bytes:

@@ -11,25 +11,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from atoll.core import points
-from atoll.core.errors import CheckpointError, DeadlineError, MismatchError, RunError, UserError
+from atoll.core.errors import DeadlineError, MismatchError, RunError, UserError
 from atoll.core.stands import Stand
 from atoll.train.api.place import Place
 from atoll.train.group.channel import BrokenRingError, Channel, Sums
-from atoll.train.group.confirmation import Confirmations
+from atoll.train.group.channels import Inside, Opened, RingChannels
+from atoll.train.group.handover import State, hand_over
 from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.ordering import RingOrder
-from atoll.train.group.solo import SoloChannel
-from atoll.train.group.standing import Standing
+from atoll.train.group.ringbytes import sum_values
+from atoll.train.group.scriptplaces import ScriptPlaces
 from atoll.wire.messages import Reformed
 
 _Result = TypeVar("_Result")
-_CPU = torch.device("cpu")
 MOVING = "moving to another group"  # what a ring is doing that is left for another
 
 
@@ -53,29 +53,6 @@ class Member(Protocol):
         """Whether newcomers wait to enter."""
 
 
-class State(Protocol):
-    """What a newcomer takes from a living member, and what changes with the members."""
-
-    def capture(self) -> bytes: ...
-
-    def restore(self, raw: bytes) -> None: ...
-
-    def all_places(self, *, entered: bool = False) -> list[Any]:
-        """Where each member is in its data; a collective."""
-
-    def deal_anew(self, places: Sequence[Any], rank: int, world: int) -> None: ...
-
-
-class Inside(Protocol):
-    """Groups within a ring, each with channels of its own (`train/group/inner.py`: Replicas)."""
-
-    def open(self, session: Channel, device: torch.device) -> list[Channel]:
-        """Connect to the members of this worker's group, as the ring is formed."""
-
-    def giver_of(self, rank: int, newcomers: Sequence[int]) -> int:
-        """The rank whose state the newcomer of rank `rank` takes."""
-
-
 @dataclass(frozen=True)
 class Regrouped:
     """How a ring went on: `lost`, `left` and `entered` are workers by name, `seconds` how long it took."""
@@ -90,37 +67,15 @@ class Regrouped:
     again: bool  # whether that is made again
 
 
-@dataclass(frozen=True)
-class _Channels:
-    data: Sums
-    agreement: Channel
-    session: Channel
-    confirmations: Confirmations | None  # where rings go on, and are of several
-    inside: tuple[Channel, ...]  # of this worker's group within the ring
-    all: Sequence[Channel]  # that were opened
-
-    def close(self) -> None:
-        if self.confirmations is not None:
-            self.confirmations.close()
-        for channel in self.all:
-            channel.close()
-
-    def abandon(self) -> None:
-        if self.confirmations is not None:
-            self.confirmations.close()
-        for channel in self.all:
-            channel.abandon()
-
-
 class Ring:
     """A group's channels: `data` carries chunks (on their device), `agreement` small vectors, `session` what
     workers tell one another outside iterations (both on the CPU).
 
     With a `member`, it goes on when it breaks: `place` and all channels are then new, `generation` is one
-    higher, `state` and `told` hear of it. A worker that came late is alone (`outside`) until `enter`. With a
-    `hierarchy`, `data` sums group by group. An `order` chooses in which order sums pass the members. `inside`
-    are groups that train replicas of their own: their members' channels are opened with the ring's, and a
-    newcomer takes the state of a member of its group.
+    higher, and who `trains` on the ring hears of it. A worker that came late is alone (`outside`) until
+    `enter`. With a `hierarchy`, `data` sums group by group. An `order` chooses in which order sums pass the
+    members. `inside` are groups that train replicas of their own: their members' channels are opened with the
+    ring's, and a newcomer takes the state of a member of its group. `scripts` compares the members' scripts.
     Raises DeadlineError when the other workers do not come within `timeout` seconds.
     """
 
@@ -136,31 +91,31 @@ class Ring:
         compares: bool = False,
         inside: Inside | None = None,
     ) -> None:
-        self.place, self.generation = place, 0
-        self.stand: Stand | None = None
-        self._compares = compares
-        self._mismatch: MismatchError | None = None
-        self.told_mismatch: Callable[[MismatchError], None] = lambda _mismatch: None
-        self.ended: dict[int, Stand] = {}  # by name: members, of rings before this one too, that had ended
-        self.judge_ended: Callable[[], MismatchError | None] = lambda: None  # whether the run ends by that
+        self.place = place
+        self.channels = RingChannels(
+            device,
+            timeout,
+            hierarchy=hierarchy,
+            order=order,
+            inside=inside,
+            confirms=member is not None,
+        )
+        self.scripts = ScriptPlaces(self.channels, timeout, compares=compares)
+        self._state: State | None = None
+        self._told: Callable[[Regrouped], None] = lambda _regrouped: None
         self._confirmed_in = -1  # the generation of the latest round that all have confirmed
-        self.state: State | None = None
-        self.told: Callable[[Regrouped], None] = lambda _regrouped: None
         self.outside = member is not None and member.late
-        self._device, self._timeout, self._member = device, timeout, member
-        self._hierarchy, self._inner, self._order = hierarchy, inside, order
+        self._timeout, self._member, self._inner = timeout, member, inside
         self._fresh = self.outside  # it has no state yet
         self._number = 0  # of the round that is made now, or next
         self._holds = False  # all of its result
         self._inside = False  # a round, of which what is called now is a part
         self._members_are_new = False  # and have not met
         self._met: list[Any] | None = None  # the places, where the result that it holds is a meeting's
-        self._waited_before = 0.0  # on channels that are no more
-        self._channels: _Channels | None = None
         if self.outside:
             return
         try:
-            self._open()
+            self._open(place)
         except BrokenRingError as broken:
             if member is None:
                 raise
@@ -175,10 +130,9 @@ class Ring:
         return self.place.world
 
     @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each group that `data` sums in first, as the ring was formed last."""
-        arranged = None if self._hierarchy is None else self._hierarchy.arranged
-        return (tuple(range(self.world)),) if arranged is None else arranged.grouping.groups
+    def generation(self) -> int:
+        """Rises whenever the ring is formed."""
+        return self.channels.generation
 
     @property
     def data(self) -> Sums:
@@ -191,40 +145,31 @@ class Ring:
     @property
     def session(self) -> Channel | None:
         """None where nobody can be talked to."""
-        if self._mismatch is not None:
-            raise self._mismatch
-        return None if self._channels is None else self._channels.session
-
-    @property
-    def confirmations(self) -> Confirmations | None:
-        """Those of the ring as it stands; None where it has no rounds, or stands not."""
-        return None if self._channels is None else self._channels.confirmations
+        return self._all.session if self.channels.current is not None or self.scripts.mismatch else None
 
     @property
     def seconds_waited(self) -> float:
         """In all, on all channels."""
-        seconds = self._waited_before
-        if self._channels is not None:
-            for channel in self._channels.all:
-                seconds += channel.seconds_waited
-        return seconds
+        return self.channels.seconds_waited
 
     @property
-    def _all(self) -> _Channels:
-        if self._mismatch is not None:
-            raise self._mismatch
-        if self._channels is None:
+    def _all(self) -> Opened:
+        if self.scripts.mismatch is not None:
+            raise self.scripts.mismatch
+        if self.channels.current is None:
             raise UserError(
                 "this worker came when the run was under way; call session.resume() before the loop, after "
                 "all that it puts back has been made"
             )
-        return self._channels
+        return self.channels.current
+
+    def trains(self, state: State, told: Callable[[Regrouped], None]) -> None:
+        """From now on newcomers take over `state`, and `told` hears how the ring goes on."""
+        self._state, self._told = state, told
 
     def close(self) -> None:
         """End the channels; what they were doing is given up."""
-        channels, self._channels = self._channels, None
-        if channels is not None:
-            channels.close()
+        self.channels.close()
 
     # -- rounds -------------------------------------------------------------------------------------------
 
@@ -244,101 +189,50 @@ class Ring:
             what: the collective in words, for errors.
             act: the collective.
             iteration: the iteration's number, where the collective belongs to one.
-            where: returns this worker's place in its script as it waits; by default the ring's `stand`.
+            where: returns this worker's place in its script as it waits; by default `scripts.stand`.
         """
         if self.outside or self._inside:
             return act()
-        where = where or self._where
         if self._member is None:
             return self._round_once(act, where)
         while True:
             self._inside = True
             try:
                 self._meet_new_members()
-                self._begin(where)
+                self.scripts.begin(self._number, where)
                 result = act()
                 self._holds = True
                 points.reach("ring.held", iteration)
                 self._confirm(what)
             except BrokenRingError as broken:
-                self._end()
+                self.scripts.end()
                 if not self._form_next(broken, what):
                     continue
             except MismatchError as mismatch:
-                self._end_with(mismatch)
+                self.scripts.end_with(mismatch)
                 raise
             else:
                 self._passed(self._number + 1)
                 self._confirmed_in = self.generation
             finally:
-                self._end()
+                self.scripts.end()
                 self._inside = False
             points.reach("ring.confirmed", iteration)
             return result
 
-    def _round_once(self, act: Callable[[], _Result], where: Callable[[], Stand | None]) -> _Result:
+    def _round_once(self, act: Callable[[], _Result], where: Callable[[], Stand | None] | None) -> _Result:
         """Run a collective once, on a ring that ends with its first loss."""
         self._inside = True
         self._number += 1
-        self._begin(where)
+        self.scripts.begin(self._number, where)
         try:
             return act()
         except MismatchError as mismatch:
-            self._end_with(mismatch)
+            self.scripts.end_with(mismatch)
             raise
         finally:
-            self._end()
+            self.scripts.end()
             self._inside = False
-
-    # -- where the workers stand ---------------------------------------------------------------------------
-
-    def _where(self) -> Stand | None:
-        return self.stand
-
-    def _begin(self, where: Callable[[], Stand | None]) -> None:
-        if self.place.standing is not None:
-            self.place.standing.begin(self._number, where)
-
-    def _end(self) -> None:
-        if self.place.standing is not None:
-            self.place.standing.end()
-
-    def leave(self, stand: Stand) -> None:
-        """Record that this worker's script ends at `stand`; the other members may go on."""
-        if self.place.standing is not None:
-            self.place.standing.leave(stand)
-
-    def check_ended(self) -> None:
-        """Raise MismatchError where this worker waits for a member that has ended."""
-        mismatch = self.judge_ended()
-        if mismatch is not None:
-            self._end_with(mismatch)
-            raise mismatch
-
-    def _raise_mismatch(self) -> None:
-        """Raise MismatchError where a mismatch broke the ring.
-
-        The others have ended with a mismatch, or a member has ended while this worker still needs it.
-        """
-        standing = self.place.standing
-        if standing is None:
-            return
-        known = standing.known()
-        self.ended |= standing.ended
-        if known is not None:
-            self._end_with(known)
-            raise known
-        if (
-            not self._holds
-        ):  # else who has ended took part in this round, which may be the last that it had to
-            self.check_ended()
-
-    def _end_with(self, mismatch: MismatchError) -> None:
-        """End the ring with a mismatch: no later round waits for a member."""
-        if self._mismatch is None:
-            self.told_mismatch(mismatch)
-        self._mismatch = mismatch
-        self._abandon()
 
     @property
     def is_settled(self) -> bool:
@@ -350,14 +244,7 @@ class Ring:
         self, values: Sequence[float], what: str, where: Callable[[], Stand | None] | None = None
     ) -> list[float]:
         """Return the sums of the workers' `values`; see `round` for `where`."""
-
-        def act() -> list[float]:
-            summed = torch.tensor(values)
-            self.agreement.wait(self.agreement.sum(summed), what)
-            result: list[float] = summed.tolist()
-            return result
-
-        return self.round(what, act, where=where)
+        return self.round(what, lambda: sum_values(self.agreement, values, what), where=where)
 
     def _confirm(self, what: str) -> None:
         confirmations = self._all.confirmations
@@ -396,19 +283,8 @@ class Ring:
         if not self._inside:
             self._meet_new_members()
 
-    @property
-    def late(self) -> bool:
-        """Whether this worker came late, and has not entered."""
-        return self.outside
-
-    def begin(self) -> None:
-        """The members have met as the ring was formed."""
-
-    def ending(self) -> None:
-        """Whoever comes now is let in by the last round."""
-
-    def enter(self) -> bool:
-        """Take part in the ring that is under way, and take over the training's state from a member. True."""
+    def enter(self) -> None:
+        """Take part in the ring that is under way, and take over the training's state from a member."""
         assert self._member is not None
         began = time.monotonic()
         ring = self._member.enter()
@@ -417,14 +293,13 @@ class Ring:
         except BrokenRingError as broken:
             self._form_next(broken, "entering")
         self._meet_new_members()
-        return True
 
     def move(self, ring: Reformed) -> None:
         """Leave this ring for `ring`, of other members, between two rounds. Its last `newcomers` take over
         the first one's state."""
         assert self._member is not None
         began = time.monotonic()
-        self._abandon()
+        self.channels.abandon()
         self._number, self._holds, self._met = ring.round, False, None
         self._fresh = ring.workers.index(self.place.name) >= len(ring.workers) - ring.newcomers
         try:
@@ -439,8 +314,8 @@ class Ring:
         began, number = time.monotonic(), self._number
         while True:
             if broken is not None:
-                self._raise_mismatch()
-                self._abandon()
+                self.scripts.check_lost(holds=self._holds)
+                self.channels.abandon()
             points.reach("ring.broken")
             ring = self._member.reform(
                 self._number,
@@ -448,7 +323,7 @@ class Ring:
                 admits=broken is None,
                 fresh=self._fresh and not self._holds,  # who holds the meeting has all that the others have
             )
-            self._abandon()  # who admits newcomers waits with that until all are past the round before
+            self.channels.abandon()  # who admits newcomers waits until all are past the round before
             try:
                 self._stand(ring, began, what, again=broken is not None and ring.round == number)
                 return self._number > number
@@ -473,24 +348,23 @@ class Ring:
             self._deal_anew(self._met)  # as the others have, in the ring that was
             self._fresh = False
         self._passed(ring.round)
-        self.place, self.outside = self._member.place_in(ring), False
-        self.ended = {name: stand for name, stand in self.ended.items() if name not in ring.workers}
-        self._open()
+        self.outside = False
+        self._open(self._member.place_in(ring))
         points.reach("ring.formed")
         self._members_are_new = True
-        if ring.newcomers and self.state is not None:
-            self._hand_over(self.state, ring.newcomers)
+        if ring.newcomers and self._state is not None:
+            self._hand_over(self._state, ring.newcomers)
         entered = ring.workers[len(ring.workers) - ring.newcomers :]
         seconds = time.monotonic() - began
-        self.told(Regrouped(ring.group, self.world, ring.lost, ring.left, entered, seconds, what, again))
+        self._told(Regrouped(ring.group, self.world, ring.lost, ring.left, entered, seconds, what, again))
 
     def _meet_new_members(self) -> None:
         """All members are at the beginning of the same round: the time to deal data anew. The meeting is a
         round of its own: else some might deal by it and others not, where the ring breaks at its end."""
-        while self._members_are_new and self.state is not None:
+        while self._members_are_new and self._state is not None:
             inside, self._inside = self._inside, True  # what the state tells the others is no other round
             try:
-                self._met = self.state.all_places(entered=self._fresh)
+                self._met = self._state.all_places(entered=self._fresh)
                 self._holds = True
                 self._confirm("the members' places in their data")
             except BrokenRingError as broken:
@@ -503,8 +377,8 @@ class Ring:
                 self._inside = inside
 
     def _deal_anew(self, places: Sequence[Any]) -> None:
-        assert self.state is not None
-        self.state.deal_anew(places, self.rank, self.world)
+        assert self._state is not None
+        self._state.deal_anew(places, self.rank, self.world)
 
     def _hand_over(self, state: State, newcomers: int) -> None:
         """Send a member's state to newcomers, or the reason why it cannot be captured: the first member's, or
@@ -512,71 +386,8 @@ class Ring:
         came = range(self.world - newcomers, self.world)
         givers = {rank: 0 if self._inner is None else self._inner.giver_of(rank, came) for rank in came}
         for giver in sorted(set(givers.values())):
-            self._give(state, giver, takes=givers.get(self.rank) == giver)
+            hand_over(self._all.session, state, giver, takes=givers.get(self.rank) == giver)
 
-    def _give(self, state: State, giver: int, *, takes: bool) -> None:
-        """Send the state of the member of rank `giver` to all; those that it is for take it."""
-        raw, is_refused = b"", False
-        if self.rank == giver:
-            try:
-                raw = state.capture()
-            except CheckpointError as error:  # the newcomers' to know, and nothing that ends the others
-                raw, is_refused = str(error).encode(), True
-        what = f"the state of worker {self.place.name_of(giver)}, for those who enter"
-        size = torch.tensor([len(raw), is_refused], dtype=torch.int64)
-        channel = self._all.session
-        channel.wait(channel.broadcast(size, giver), what)
-        if self.rank == giver:
-            payload = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        else:
-            payload = torch.empty(int(size[0]), dtype=torch.uint8)
-        channel.wait(channel.broadcast(payload, giver), what)
-        if takes and size[1]:
-            said = payload.numpy().tobytes().decode(errors="replace")
-            raise CheckpointError(
-                f"worker {self.place.name} cannot enter: no worker can give its state: {said}"
-            )
-        if takes:
-            state.restore(payload.numpy().tobytes())
-
-    def _open(self) -> None:
-        place, timeout = self.place, self._timeout
-        if self._compares and place.store is not None:
-            names = tuple(place.name_of(rank) for rank in range(place.world))
-            standing = Standing(place.store, place.rank, names, timeout)
-            self.place = place = replace(place, standing=standing)
-        if place.store is None:
-            solo = SoloChannel(place, timeout)
-            inside = [] if self._inner is None else self._inner.open(solo, self._device)
-            self._channels = _Channels(solo, solo, solo, None, tuple(inside), [*inside, solo])
-            self.generation += 1
-            return
-        opened: list[Channel] = []
-        try:
-            opened.append(session := Channel(place, "session", timeout, _CPU))
-            if self._hierarchy is None:
-                ring = Channel(place, "ring", timeout, self._device)
-            else:
-                ring = self._hierarchy.open(session, self._device)
-            opened.append(ring)
-            data: Sums = ring
-            if self._order is not None:
-                data = self._order.open(session, ring, opened)
-            if self._device.type != "cpu":
-                opened.append(Channel(place, "agreement", timeout, _CPU))
-            agreement = opened[1] if self._device.type == "cpu" else opened[-1]
-            inside = [] if self._inner is None else self._inner.open(session, self._device)
-            opened += inside
-            confirmations = Confirmations(agreement) if self._member is not None else None
-        except BrokenRingError:
-            for channel in opened:
-                channel.abandon()
-            raise
-        self._channels = _Channels(data, agreement, session, confirmations, tuple(inside), opened)
-        self.generation += 1
-
-    def _abandon(self) -> None:
-        self._waited_before = self.seconds_waited
-        channels, self._channels = self._channels, None
-        if channels is not None:
-            channels.abandon()
+    def _open(self, place: Place) -> None:
+        self.place = self.scripts.handle_forming(place)
+        self.channels.open(self.place)

@@ -16,6 +16,7 @@ from atoll.core.errors import CheckpointError, UserError
 from atoll.core.points import reach
 from atoll.exchange.link import LOG, Link
 from atoll.train.checkpoint.resume import TrainingState
+from atoll.train.group.rounds import Ring
 from atoll.train.members.served_workers import ServedWorkers
 from atoll.wire.messages import AnyMessage, Arrive, Committed, GiveState, WantState
 
@@ -39,6 +40,27 @@ class Entrance(Protocol):
 
     def ending(self) -> None:
         """This worker has made all its iterations, and still lets others in."""
+
+
+class RingEntrance:
+    """How a worker enters a ring that is under way: when its members admit newcomers (`Ring.admit`)."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
+    @property
+    def late(self) -> bool:
+        return self._ring.outside
+
+    def begin(self) -> None:
+        """The members have met as the ring was formed."""
+
+    def enter(self) -> bool:
+        self._ring.enter()
+        return True
+
+    def ending(self) -> None:
+        """Whoever comes now is let in by the last round."""
 
 
 class ServedEntrance:

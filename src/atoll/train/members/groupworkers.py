@@ -3,7 +3,7 @@ groups through the log's meetings, to which a group comes as one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -43,7 +43,7 @@ class GroupWorkers(ServedWorkers):
         self.gather_members: Callable[[], None] = lambda: None  # returns when the whole group has come
         self.is_called: Callable[[], bool] = lambda: False  # to another group, where it could leave this one
         self.move: Callable[[], None] = lambda: None  # goes there
-        ring.judge_ended, ring.told_mismatch = self._judge_ended, self._tell_mismatch
+        ring.scripts.judge = self
 
     @property
     def coming_meeting(self) -> int:
@@ -62,7 +62,7 @@ class GroupWorkers(ServedWorkers):
         if self._group.world == 1:
             super().part()
         else:
-            self._group.leave(self._standing_for("the end of the session").stand)
+            self._group.scripts.leave(self._standing_for("the end of the session").stand)
 
     def saw(self, ranks: list[int]) -> None:
         """An iteration's word names groups, and not workers: those of the latest call stand."""
@@ -99,7 +99,7 @@ class GroupWorkers(ServedWorkers):
             if not self._has_come:
                 self.gather_members()
             self._has_come = False
-            self._group.check_ended()
+            self._group.scripts.check_ended()
             try:
                 met, result = self._group.round(
                     what,
@@ -131,16 +131,16 @@ class GroupWorkers(ServedWorkers):
         root = ahead[0] if ahead else 0
         return first, msgspec.msgpack.decode(broadcast_bytes(channel, word, what, root), type=_Parts)
 
-    def _judge_ended(self) -> MismatchError | None:
+    def judge_ended(self, ended: Mapping[int, Stand]) -> MismatchError | None:
         """Return the error for a call of this worker that misses members of its group that have ended; else
         None.
         """
-        ended, stand = self._group.ended, self._stand
+        stand = self._stand
         if not ended or stand is None or stand.kind != CALL or self._was_called_away:
             return None
         return MismatchError(describe_mismatch(dict(sorted({**ended, self.place.rank: stand}.items()))))
 
-    def _tell_mismatch(self, mismatch: MismatchError) -> None:
+    def tell_mismatch(self, mismatch: MismatchError) -> None:
         """Send the mismatch to the log, which tells the other groups."""
         self._shards.send(LOG, Mismatch(line=str(mismatch)))
 

@@ -130,7 +130,7 @@ class Workers:
     def _stand_at(self, stand: Stand | None) -> None:
         self._stand = stand
         if self._ring is not None:
-            self._ring.stand = stand
+            self._ring.scripts.stand = stand
 
     def _compare(self, stand: Stand) -> None:
         """Compare all workers' places at the beginning of a call. The message has one size whatever the call

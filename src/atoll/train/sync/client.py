@@ -129,7 +129,7 @@ class ServerClient:
                 leaves, no part of it may be lost, and nothing is asked for yet.
             present: which slots have a gradient.
             weight: the contribution's.
-            along: as `Feedback.add` has it, where another member may have sent it before.
+            along: as `Feedback.write` has it, where another member may have sent it before.
             until: the topic.
         """
         chunk_id, shards = bound.chunk.id, self._connection.shards

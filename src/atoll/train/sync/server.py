@@ -661,7 +661,7 @@ class GroupValuesExchange(Server):
         """
         ring = self._together.ring
         while ring.world > 1 and not self._reduced:
-            ring.check_ended()
+            ring.scripts.check_ended()
             if not self._help():
                 return
 

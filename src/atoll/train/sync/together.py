@@ -97,8 +97,8 @@ class Together:
     @contextmanager
     def stepping(self, iteration: int) -> Iterator[None]:
         """Within it, this member stands at the gradients of the iteration."""
-        self.ring.stand = gradients(iteration, waiting_line())
+        self.ring.scripts.stand = gradients(iteration, waiting_line())
         try:
             yield
         finally:
-            self.ring.stand = None
+            self.ring.scripts.stand = None

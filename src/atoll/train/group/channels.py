@@ -1,0 +1,161 @@
+"""Open the channels of a ring, all or none, and close them.
+
+A ring's channels are made anew whenever the ring is formed. `RingChannels` opens those of the ring of all
+workers, `opening` and `words_beside` also serve the groups within that ring (`train/group/inner.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from atoll.train.api.place import Place
+from atoll.train.group.channel import BrokenRingError, Channel, Sums
+from atoll.train.group.confirmation import Confirmations
+from atoll.train.group.hierarchy import Hierarchy
+from atoll.train.group.ordering import RingOrder
+from atoll.train.group.solo import SoloChannel
+
+_CPU = torch.device("cpu")
+
+
+class Inside(Protocol):
+    """Groups within a ring, each with channels of its own (`train/group/inner.py`: Replicas)."""
+
+    def open(self, session: Channel, device: torch.device) -> list[Channel]:
+        """Connect to the members of this worker's group, as the ring is formed."""
+
+    def giver_of(self, rank: int, newcomers: Sequence[int]) -> int:
+        """The rank whose state the newcomer of rank `rank` takes."""
+
+
+@contextmanager
+def opening() -> Iterator[list[Channel]]:
+    """Yield a list for channels as they are opened; abandon them where the ring breaks meanwhile."""
+    opened: list[Channel] = []
+    try:
+        yield opened
+    except BrokenRingError:
+        for channel in opened:
+            channel.abandon()
+        raise
+
+
+def words_beside(data: Channel, purpose: str, device: torch.device, opened: list[Channel]) -> Channel:
+    """Return a channel on the CPU over the members of `data`.
+
+    Args:
+        data: their channel for gradients, which serves for words too where gradients are on the CPU.
+        purpose: names the channel, if one is opened.
+        device: of gradients.
+        opened: takes the channel that is opened.
+    """
+    if device.type != "cpu":
+        opened.append(Channel(data.place, purpose, data.timeout, _CPU))
+    return data if device.type == "cpu" else opened[-1]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The channels of a ring as it stands: `data` carries chunks, `agreement` small vectors, `session` what
+    workers tell one another outside iterations."""
+
+    data: Sums
+    agreement: Channel
+    session: Channel
+    confirmations: Confirmations | None  # where rings go on, and are of several
+    all: Sequence[Channel]  # those of this worker's group within the ring included
+
+
+class RingChannels:
+    """Opens a ring's channels whenever the ring is formed.
+
+    `current` are those of the ring as it stands; None before it is formed, and once it has broken.
+    `generation` counts the rings that were formed.
+
+    Args:
+        device: of gradients.
+        timeout: of each wait, in seconds.
+        hierarchy: sums group by group; None: over one ring.
+        order: chooses in which order sums pass the members.
+        inside: groups within the ring, whose channels are opened with the ring's.
+        confirms: whether members confirm what they hold.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        timeout: float,
+        *,
+        hierarchy: Hierarchy | None,
+        order: RingOrder | None,
+        inside: Inside | None,
+        confirms: bool,
+    ) -> None:
+        self._device, self._timeout = device, timeout
+        self._hierarchy, self._order, self._inside = hierarchy, order, inside
+        self._confirms = confirms
+        self._waited_before = 0.0  # on channels that are no more
+        self.current: Opened | None = None
+        self.generation = 0
+
+    def open(self, place: Place) -> None:
+        """Connect to the other members of `place`.
+
+        Raises BrokenRingError where a member is lost meanwhile, and DeadlineError where one does not come.
+        """
+        self.current = self._alone(place) if place.store is None else self._over(place)
+        self.generation += 1
+
+    def _alone(self, place: Place) -> Opened:
+        solo = SoloChannel(place, self._timeout)
+        inside = [] if self._inside is None else self._inside.open(solo, self._device)
+        return Opened(solo, solo, solo, None, [*inside, solo])
+
+    def _over(self, place: Place) -> Opened:
+        timeout, device = self._timeout, self._device
+        with opening() as opened:
+            opened.append(session := Channel(place, "session", timeout, _CPU))
+            if self._hierarchy is None:
+                ring = Channel(place, "ring", timeout, device)
+            else:
+                ring = self._hierarchy.open(session, device)
+            opened.append(ring)
+            data: Sums = ring
+            if self._order is not None:
+                data = self._order.open(session, ring, opened)
+            ring = opened[1]  # one in another order may have taken its place
+            agreement = words_beside(ring, "agreement", device, opened)
+            if self._inside is not None:
+                opened += self._inside.open(session, device)
+            confirmations = Confirmations(agreement) if self._confirms else None
+        return Opened(data, agreement, session, confirmations, opened)
+
+    @property
+    def seconds_waited(self) -> float:
+        """In all, on all channels."""
+        here = [] if self.current is None else self.current.all
+        return self._waited_before + sum(channel.seconds_waited for channel in here)
+
+    def close(self) -> None:
+        """End the channels; what they were doing is given up."""
+        for channel in self._taken():
+            channel.close()
+
+    def abandon(self) -> None:
+        """Let the channels of a broken ring go."""
+        for channel in self._taken():
+            channel.abandon()
+
+    def _taken(self) -> Sequence[Channel]:
+        self._waited_before = self.seconds_waited
+        current, self.current = self.current, None
+        if current is None:
+            return ()
+        if current.confirmations is not None:
+            current.confirmations.close()
+        return current.all
