@@ -163,14 +163,24 @@ def test_after_a_loss_what_has_won_is_not_tried_again_and_newcomers_take_the_fir
     assert "in the trial before" in then.reason
 
 
+def test_where_latency_leaves_nothing_to_win_no_link_is_measured_and_none_after_a_loss() -> None:
+    members = Members("abcdef", margin=NEVER)
+    ((decision, kind),) = set(members.run(use))
+    assert (decision.choice, kind) == ("natural: 0-1-2-3-4-5", "Channel")
+    assert "times as fast at most, since latency stays: at least 1e+09 is asked for" in decision.reason
+    ((again, _),) = set(members.run(use, [0, 1, 3, 5]))
+    assert again.choice == "natural: 0-1-3-5"
+    assert again.reason == decision.reason, "what was found before is not tried again"
+    assert members.measured == []
+
+
 def test_links_that_cannot_be_measured_are_said_and_the_rest_is_used() -> None:
     def link(one: str, other: str) -> tuple[float, float]:
         if "a" in (one, other):
             raise PeerLostError("worker 0 at 10.0.0.1:1 ended the measuring of its link: refused")
         return 1e8, 1e-3
 
-    ((decision, _),) = set(Members("abcd", link, margin=NEVER).run(use))
-    assert decision.choice == "natural: 0-1-2-3"
+    ((decision, _),) = set(Members("abcd", link).run(use))
     assert "a link could not be measured: worker 0 at 10.0.0.1:1 ended" in decision.reason
 
 

@@ -27,10 +27,11 @@ from atoll.core.config import LAB_SITE_VARIABLE, SITE_VARIABLE, Config
 from atoll.core.errors import AtollError
 from atoll.core.units import format_rate, format_seconds
 from atoll.net.linkprobe import LinkServer, measure
-from atoll.rings.order import MARGIN, Figures, Topology, Way, rounds
+from atoll.rings.order import MARGIN, Figures, Order, Topology, Way, rounds
 from atoll.train.group.channel import Channel, Sums
-from atoll.train.group.ordertrial import WHAT, Found, OrderTrial
+from atoll.train.group.ordertrial import Found, OrderTrial, named
 from atoll.train.group.ringbytes import gather_words
+from atoll.train.group.sumtimer import WHAT, SumTimer
 from atoll.train.members.reach import machine
 
 LEAST_MEMBERS = 4  # of fewer there is only one ring
@@ -52,13 +53,15 @@ class _Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 class _Where(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A member's machine by id, what people call the place, and, of the first member, what it knows: links,
-    and what a trial over some machines has found."""
+    what a trial over some machines has found, and how many times as fast any order can be there at most (0:
+    not known)."""
 
     machine: _Short
     name: _Short
     links: Annotated[list[_Link], Meta(max_length=2**16)] = []
     tried: Annotated[list[_Short], Meta(max_length=2**16)] = []
     found: Found = Found()
+    most: _Number = 0.0
 
 
 class _Door(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -107,6 +110,7 @@ class RingOrder:
         self._failures: list[str] = []
         self._tried: list[str] = []  # the ids of machines over which the latest trial was made
         self._found = Found()  # by it
+        self._most = 0.0  # times as fast as the order of ranks that any order can be there; 0: not known
         self.decision: Decision | None = None
 
     def open(self, session: Channel, natural: Channel, opened: list[Channel]) -> Sums:
@@ -126,7 +130,7 @@ class RingOrder:
         links = [_Link(*way, each.bandwidth, each.latency) for way, each in self._known.items()]
         own = _Where(self._machine(), name[:256])
         if place.rank == 0:
-            own = _Where(self._machine(), name[:256], links, self._tried, self._found)
+            own = _Where(self._machine(), name[:256], links, self._tried, self._found, self._most)
         members = gather_words(session, own, WHAT)
         ids = list(dict.fromkeys(each.machine for each in members))
         if len(ids) == 1:
@@ -135,8 +139,21 @@ class RingOrder:
             (each.one, each.other): Figures(each.bandwidth, each.latency) for each in members[0].links
         }
         machines = [ids.index(each.machine) for each in members]
-        if len(ids) >= LEAST_MEMBERS:  # among fewer machines there is only one ring
-            self._measure(session, ids, machines)
+        first, timer = members[0], SumTimer(session)
+        found, self._most = (first.found, first.most) if set(ids) <= set(first.tried) else (Found(), 0.0)
+        self._tried, self._found = ids, found
+        plan = self._plan(ids) if len(ids) >= LEAST_MEMBERS else []  # among fewer there is only one ring
+        if plan and not self._most:
+            timer.fit(natural)
+            self._most = timer.most(natural, self._margin)
+        if plan and self._most < self._margin:
+            reason = (
+                f"another order is {self._most:.2f} times as fast at most, since latency stays: at least "
+                f"{self._margin:g} is asked for"
+            )
+            self.decision = Decision(f"natural: {named(range(place.world), place.name_of)}", reason)
+            return natural
+        self._measure(session, ids, machines, plan)
         numbers = {name: number for number, name in enumerate(ids)}
         known = {
             (min(pair), max(pair)): figures
@@ -144,12 +161,16 @@ class RingOrder:
             if len(pair := [numbers[each] for each in way if each in numbers]) == 2
         }
         topology = Topology(machines, known)
-        first = members[0]
-        found = first.found if set(ids) <= set(first.tried) else Found()
         places = [each.name for each in members]
-        trial = OrderTrial(session, natural, opened, topology, places, self._margin, found)
+
+        def connect(purpose: str, order: Order) -> Channel:
+            return Channel(place, purpose, natural.timeout, torch.device("cpu"), order)
+
+        trial = OrderTrial(
+            place.name_of, timer, connect, natural, opened, topology, places, self._margin, found
+        )
         sums = trial.open()
-        self._tried, self._found = ids, trial.found
+        self._found = trial.found
         self.decision = Decision(trial.choice, "; ".join([*trial.reasons, *self._said(topology)]))
         return sums
 
@@ -160,14 +181,19 @@ class RingOrder:
 
     # -- the links ----------------------------------------------------------------------------------------
 
-    def _measure(self, session: Channel, ids: Sequence[str], machines: Sequence[int]) -> None:
-        """Have the links between all pairs of machines measured that are not known yet."""
-        self._failures = []
+    def _plan(self, ids: Sequence[str]) -> list[list[Way]]:
+        """Return the pairs of machines whose links are not known yet, in rounds that measure side by side."""
         plan = [
             [pair for pair in pairs if (ids[pair[0]], ids[pair[1]]) not in self._known]
             for pairs in rounds(len(ids))
         ]
-        plan = [pairs for pairs in plan if pairs]
+        return [pairs for pairs in plan if pairs]
+
+    def _measure(
+        self, session: Channel, ids: Sequence[str], machines: Sequence[int], plan: list[list[Way]]
+    ) -> None:
+        """Have the links of a plan measured."""
+        self._failures = []
         seconds = min(_PAIR_SECONDS[1], LINKS_SECONDS / max(1, len(plan)))
         if seconds < _PAIR_SECONDS[0]:
             self._failures = [f"{len(ids)} machines are too many to measure each link between them"]

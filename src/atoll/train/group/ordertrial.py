@@ -6,35 +6,22 @@ a machine may be unable to fill its links. All members of the ring make the tria
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
-import torch
 from msgspec import Meta
 
-from atoll.core.errors import RunError
 from atoll.core.units import format_bytes, format_seconds
 from atoll.rings.order import Order, Topology, is_same_ring
 from atoll.train.group.channel import Channel, Sums
-from atoll.train.group.ringbytes import gather_words
 from atoll.train.group.ringpair import RingPair
+from atoll.train.group.sumtimer import MESSAGE, SumTimer
 
-WHAT = "the choice of the ring's order"
-MESSAGE = 2**20  # bytes that a ring is chosen for: about what a message of gradients has
-_SECONDS = 0.3  # that a sum of the trial takes at least, unless it is of the most bytes
-_BYTES = (2**16, 2**24)
-_TURNS = 2  # of each order, of which the best counts
 _NAMED = 16  # members of an order that are named in a line
 
-
 _Number = Annotated[float, Meta(ge=0)]
-
-
-class _Took(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    seconds: list[_Number]
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -47,11 +34,20 @@ class Found(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     share: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
+def named(order: Sequence[int], name_of: Callable[[int], int]) -> str:
+    """An order in words: "0-2-1-3"."""
+    names = [str(name_of(rank)) for rank in order]
+    more = f"-... ({len(names)} workers)" if len(names) > _NAMED else ""
+    return "-".join(names[:_NAMED]) + more
+
+
 class OrderTrial:
     """The trial, and the words for what comes of it.
 
     Args:
-        session: for what the members tell one another.
+        name_of: gives the name of the worker of a rank.
+        timer: times sums.
+        connect: opens a channel over the members, by its purpose and order.
         natural: a channel in the order of ranks.
         opened: takes and loses channels as they are opened and closed.
         topology: where the members are.
@@ -63,7 +59,9 @@ class OrderTrial:
 
     def __init__(
         self,
-        session: Channel,
+        name_of: Callable[[int], int],
+        timer: SumTimer,
+        connect: Callable[[str, Order], Channel],
         natural: Channel,
         opened: list[Channel],
         topology: Topology,
@@ -71,9 +69,9 @@ class OrderTrial:
         margin: float,
         before: Found,
     ) -> None:
-        self._session, self._natural, self._opened = session, natural, opened
+        self._name_of, self._timer, self._connect = name_of, timer, connect
+        self._natural, self._opened = natural, opened
         self._topology, self._places, self._margin = topology, places, margin
-        self._size = 0  # bytes of a sum; 0: not known yet
         self.found = before
         self.choice = ""
         self.reasons: list[str] = []
@@ -82,12 +80,12 @@ class OrderTrial:
         """Return what the members sum with from now on, and keep its channels in `opened`."""
         topology = self._topology
         order, best = topology.natural, topology.best(MESSAGE)
-        self.choice = f"natural: {self._named(order)}"
+        self.choice = f"natural: {named(order, self._name_of)}"
         channel = self._natural
         if is_same_ring(best, order) or topology.gain(best, MESSAGE) < self._margin:
             self.reasons.append(f"no order of the {topology.count} machines is better, by their links")
         elif (other := self._tried(best)) is not None:
-            channel, order, self.choice = other, best, self._named(best)
+            channel, order, self.choice = other, best, named(best, self._name_of)
         return channel if topology.count < 3 else self._both_ways(channel, order)
 
     def _tried(self, best: Order) -> Channel | None:
@@ -99,9 +97,13 @@ class OrderTrial:
         if 0 < gain < self._margin:
             self._reject(best, f"{gain:.2f} times as fast {when}")
             return None
+        if not gain and (most := self._most(self._natural, promised)) < self._margin:
+            self.found = msgspec.structs.replace(self.found, gain=most, promised=promised)
+            self._reject(best, f"{most:.2f} times as fast at most, since latency stays")
+            return None
         other = self._channel("ring/order", best)
         if not gain:
-            before, after = self._compare(self._natural, other)
+            before, after = self._timer.compare(self._natural, other, self._margin)
             gain, when = before / after, f"in a trial ({self._took_in_words(before, after)})"
             self.found = msgspec.structs.replace(self.found, gain=gain, promised=promised)
         faster = f"{gain:.2f} times as fast {when}"
@@ -114,12 +116,17 @@ class OrderTrial:
         return other
 
     def _reject(self, best: Order, faster: str) -> None:
-        self.reasons.append(f"{self._named(best)} is {faster}: at least {self._margin:g} is asked for")
+        self.reasons.append(
+            f"{named(best, self._name_of)} is {faster}: at least {self._margin:g} is asked for"
+        )
 
     def _both_ways(self, first: Channel, order: Order) -> Sums:
         """Where a second ring makes sums faster, return both. The other way round it takes the other
         direction of each link, which the first ring leaves idle."""
         share = self.found.share
+        if not share and self._most(first, 2.0) < self._margin:
+            share = 1.0  # each of two rings has half of the bytes, and all of the latency
+            self.found = msgspec.structs.replace(self.found, share=share)
         if share == 1:
             return first
         second = self._channel("ring/back", order[::-1])
@@ -134,9 +141,9 @@ class OrderTrial:
 
     def _share(self, first: Channel, second: Channel) -> float:
         """Return the share of the bytes that the first ring takes; 1 where a second one brings too little."""
-        alone, back = self._compare(first, second)
+        alone, back = self._timer.compare(first, second, 1.0)
         share = back / (alone + back)
-        alone, both = self._compare(first, RingPair(first, second, share))
+        alone, both = self._timer.compare(first, RingPair(first, second, share), self._margin)
         gain = f"{alone / both:.2f} times as fast as one ({self._took_in_words(alone, both)})"
         if alone < self._margin * both:
             self.reasons.append(f"a second ring, the other way round, would be {gain}")
@@ -145,7 +152,7 @@ class OrderTrial:
         return share
 
     def _channel(self, purpose: str, order: Order) -> Channel:
-        channel = Channel(self._natural.place, purpose, self._natural.timeout, torch.device("cpu"), order)
+        channel = self._connect(purpose, order)
         self._opened.append(channel)
         return channel
 
@@ -153,49 +160,17 @@ class OrderTrial:
         self._opened.remove(channel)
         channel.close()
 
-    # -- the trial ----------------------------------------------------------------------------------------
-
-    def _compare(self, one: Sums, other: Sums) -> tuple[float, float]:
-        """Return the seconds of a sum over each, on the slowest member: the best of some turns."""
-        if not self._size:
-            self._size = _BYTES[0]
-            before = self._took([one, other])[0]  # cold
-            took = self._took([one, other])[0]
-            # Over a late link a larger sum costs little more, and shows the bandwidth too.
-            while self._size < _BYTES[1] and (
-                took < _SECONDS or (self._size < MESSAGE and took < min(2 * _SECONDS, 1.5 * before))
-            ):
-                self._size *= 4
-                before, took = took, self._took([one, other])[0]
-        self._took([other])  # a connection begins slowly
-        turns = [self._took([one, other]) for _ in range(_TURNS)]
-        return min(turn[0] for turn in turns), min(turn[1] for turn in turns)
-
-    def _took(self, rings: Sequence[Sums]) -> list[float]:
-        """Return the seconds of a sum over each of `rings`, on the slowest member."""
-        tensor = torch.zeros(self._size // 4)
-        seconds = []
-        for ring in rings:
-            begin = time.perf_counter()
-            ring.wait(ring.sum(tensor), WHAT)
-            seconds.append(time.perf_counter() - begin)
-        told = gather_words(self._session, _Took(seconds), WHAT)
-        if any(len(each.seconds) != len(seconds) for each in told):
-            raise RunError(
-                "another worker tells of another trial of the ring's order; start all with one version"
-            )
-        return [max(1e-9, *turn) for turn in zip(*(each.seconds for each in told), strict=True)]
+    def _most(self, ring: Channel, times: float) -> float:
+        """How many times as fast sums over a ring can become at most, if bytes pass `times` as fast."""
+        if not self._timer.size:
+            self._timer.fit(ring)
+        return self._timer.most(ring, self._margin, times)
 
     # -- words --------------------------------------------------------------------------------------------
 
     def _took_in_words(self, before: float, after: float) -> str:
-        size = format_bytes(self._size)
+        size = format_bytes(self._timer.size)
         return f"a sum of {size} takes {format_seconds(after)} instead of {format_seconds(before)}"
-
-    def _named(self, order: Order) -> str:
-        names = [str(self._session.place.name_of(rank)) for rank in order]
-        more = f"-... ({len(names)} workers)" if len(names) > _NAMED else ""
-        return "-".join(names[:_NAMED]) + more
 
     def _difference(self, order: Order) -> str:
         """What an order does less than that of the ranks."""
