@@ -9,105 +9,17 @@ from collections.abc import Iterator
 from statistics import stdev
 
 import pytest
+from dealing_worlds import Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
-from atoll.train.data.dealing import Item
 from atoll.train.data.peersdealing import AHEAD, Fact, PeerDeal, split, weights_by
 from atoll.train.data.peerssampler import PeerBatches
-
-
-class World:
-    """Nodes that make the same iterations, each with its own deal, its own loader and its own lateness.
-
-    `dies` has the iteration that a node makes no more, though it was dealt to; its contributions of earlier
-    ones are applied.
-    """
-
-    def __init__(
-        self,
-        seed: int,
-        length: int,
-        batch: int,
-        nodes: int,
-        stale_max: int,
-        per: int,
-        dies: dict[int, int],
-        ahead: int = AHEAD,
-        uneven: float = 0.0,
-    ) -> None:
-        self.random = random.Random(seed)
-        self.length, self.stale_max, self.per, self.dies = length, stale_max, per, dies
-        self.ahead, self.uneven, self.seed = max(ahead, per - 1), uneven, seed
-        self.paces = {node: self.random.choice([0.1, 0.2, 0.5, 1.0]) for node in range(nodes)}
-        self.deals = {
-            node: PeerDeal([(0, 0, length)], batch, range(nodes), stale_max, ahead=self.ahead)
-            for node in range(nodes)
-        }
-        self.told = dict.fromkeys(range(nodes), 0)  # iterations that a node knows to be applied
-        self.trained: Counter[Item] = Counter()  # by contributions that were applied
-        self.sizes: Counter[int] = Counter()
-        self.iteration = self.epoch = 0
-
-    def alive(self, node: int, iteration: int) -> bool:
-        return iteration < self.dies.get(node, 2**60)
-
-    def run(self, epochs: int) -> None:
-        while self.epoch < epochs:
-            if not self._iterate():
-                self.epoch += 1
-                for node, deal in self.deals.items():
-                    if self.alive(node, self.iteration):
-                        deal.again([(self.epoch, 0, self.length)] if self.epoch < epochs else [])
-        for node in self.deals:
-            if self.alive(node, self.iteration):
-                self._tell(node, self.iteration, self.iteration)
-
-    def _iterate(self) -> bool:
-        """All nodes make an iteration of `per` ticks, as many as there are; False: there are none."""
-        parts: dict[int, list[Item]] = {}
-        counts = set()
-        for node, deal in self.deals.items():
-            if not self.alive(node, self.iteration):
-                continue
-            self._tell(node, self.iteration - self.stale_max, self.iteration)
-            used, items, ticks = deal.used, [], 0
-            for tick in range(used, used + self.per):
-                dealt = deal.tick(tick)
-                if dealt is None:
-                    break
-                items += dealt.part_of(node)
-                ticks += 1
-            deal.tick(used + self.random.randint(0, self.ahead))  # the loader goes on
-            parts[node] = items
-            counts.add(ticks)
-            if ticks:
-                deal.made(self.iteration, used + ticks)
-        assert len(counts) == 1, "all nodes make equally many ticks"
-        if counts == {0}:
-            return False
-        for node, items in parts.items():
-            self.trained.update(items)
-            self.sizes[node] += len(items)
-        self.iteration += 1
-        return True
-
-    def _tell(self, node: int, least: int, most: int) -> None:
-        """A node has applied at least so many iterations when it begins one."""
-        until = self.random.randint(max(0, least), most)
-        for iteration in range(self.told[node], until):
-            drawn = random.Random(f"{self.seed}, {iteration}")
-            each_time = {
-                each: pace * drawn.lognormvariate(0, self.uneven) for each, pace in self.paces.items()
-            }
-            paces = {each: pace for each, pace in each_time.items() if self.alive(each, iteration)}
-            self.deals[node].applied(iteration, paces)
-        self.told[node] = max(self.told[node], until)
-
+from atoll.train.data.runs import Item
 
 worlds = st.builds(
-    World,
+    Nodes,
     seed=st.integers(0, 2**32),
     length=st.integers(1, 400),
     batch=st.integers(1, 24),
@@ -122,7 +34,7 @@ worlds = st.builds(
 
 @given(worlds, st.integers(1, 3))
 @settings(max_examples=300, deadline=None)
-def test_each_sample_counts_once_however_far_nodes_are(world: World, epochs: int) -> None:
+def test_each_sample_counts_once_however_far_nodes_are(world: Nodes, epochs: int) -> None:
     world.run(epochs)
     left: set[tuple[Item, ...]] = set()
     for node, deal in world.deals.items():
@@ -139,7 +51,7 @@ def test_each_sample_counts_once_however_far_nodes_are(world: World, epochs: int
 
 @pytest.mark.parametrize(("ahead", "first"), [(0, 16), (AHEAD, 48)])
 def test_parts_follow_speeds_the_sooner_the_less_is_fetched_ahead(ahead: int, first: int) -> None:
-    world = World(7, length=3_200, batch=40, nodes=3, stale_max=4, per=1, dies={}, ahead=ahead)
+    world = Nodes(7, length=3_200, batch=40, nodes=3, stale_max=4, per=1, dies={}, ahead=ahead)
     world.paces = {0: 0.1, 1: 0.1, 2: 0.4}
     parts = []
     for deal in world.deals.values():
@@ -166,7 +78,7 @@ def test_parts_follow_a_speed_that_changes() -> None:
 
 
 def test_parts_follow_the_speeds() -> None:
-    world = World(7, length=40_000, batch=40, nodes=3, stale_max=4, per=1, dies={})
+    world = Nodes(7, length=40_000, batch=40, nodes=3, stale_max=4, per=1, dies={})
     world.paces = {0: 0.1, 1: 0.1, 2: 0.4}
     world.run(1)
     late = {node: deal.tick(deal.used - 1) for node, deal in world.deals.items()}
@@ -176,7 +88,7 @@ def test_parts_follow_the_speeds() -> None:
 
 
 def test_a_node_that_has_died_gets_nothing_after_a_while_and_its_part_is_dealt_again() -> None:
-    world = World(3, length=8_000, batch=8, nodes=4, stale_max=2, per=1, dies={3: 100})
+    world = Nodes(3, length=8_000, batch=8, nodes=4, stale_max=2, per=1, dies={3: 100})
     world.run(1)
     assert set(world.trained.values()) == {1}
     assert len(world.trained) == 8_000

@@ -8,15 +8,15 @@ ticks, and while nothing is in hand, a tick of all is a contiguous run of the po
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-Run: TypeAlias = tuple[int, int, int]  # an epoch, and its positions from the second to the third (exclusive)
-Item: TypeAlias = tuple[int, int]  # an epoch, and a position in its order
+from atoll.train.data.runs import Item, Run, cut, kept, merged, positions, singles, ticks_of
+
 Tick: TypeAlias = list[Item]  # what one member trains on in one tick; empty: a fill
 
 
@@ -55,7 +55,7 @@ class Deal:
         self.held = [list(ticks) for ticks in held]
         self.batch, self.drop_last, self.ended = batch, drop_last, ended
         self.world = len(self.held)
-        self.size = sum(stop - start for _, start, stop in self.runs)
+        self.size = positions(self.runs)
         self._in_hand = max(map(len, self.held))
         # While some have ticks in hand: where the pool's part of a tick begins, how long it is, who shares it
         self._early: list[tuple[int, int, list[int]]] = []
@@ -68,7 +68,7 @@ class Deal:
             self._taken += need
         self.per_tick = batch or self.world  # samples that a tick of all members takes
         left = max(0, self.size - self._taken)
-        more = left // self.per_tick if drop_last else -(-left // self.per_tick)
+        more = ticks_of(left, self.per_tick, drop_last=drop_last)
         self.ticks = self._in_hand + (0 if ended else more)
 
     def slots(self, rank: int, tick: int) -> range:
@@ -106,7 +106,7 @@ class Deal:
     @property
     def over(self) -> list[Run]:
         """What no tick takes, though it is to be dealt: for the epoch that comes next."""
-        return after(self.runs, self._taken) if self.ended else []
+        return cut(self.runs, self._taken)[1] if self.ended else []
 
     def left(self, places: Sequence[Place], given: bool = True, absent: Collection[int] = ()) -> list[Run]:
         """What is still to be dealt when the members at `places` are those who live: all but what they were
@@ -128,42 +128,8 @@ class Deal:
                 gone = place.given if given else place.used
             keep[self.all_slots(rank, gone)] = False
             back += [item for tick in held[gone:] for item in tick]
-        kept = list(_kept(self.runs, keep))
-        return merged([*kept, *((epoch, position, position + 1) for epoch, position in back)])
+        return merged([*kept(self.runs, keep), *singles(back)])
 
     def in_hand(self, place: Place) -> list[Tick]:
         """What a member has been given, and no whole iteration has used: it trains on it in any case."""
         return [self.tick(place.rank, tick) for tick in range(place.committed, place.given)]
-
-
-def merged(runs: Iterable[Run]) -> list[Run]:
-    """The runs in order, each position once."""
-    joined: list[Run] = []
-    for epoch, start, stop in sorted(runs):
-        if joined and joined[-1][0] == epoch and start <= joined[-1][2]:
-            joined[-1] = (epoch, joined[-1][1], max(stop, joined[-1][2]))
-        else:
-            joined.append((epoch, start, stop))
-    return joined
-
-
-def after(runs: Iterable[Run], taken: int) -> list[Run]:
-    """The runs without their first `taken` positions."""
-    left = []
-    for epoch, start, stop in runs:
-        skipped = min(taken, stop - start)
-        taken -= skipped
-        if start + skipped < stop:
-            left.append((epoch, start + skipped, stop))
-    return left
-
-
-def _kept(runs: Iterable[Run], keep: Tensor) -> Iterator[Run]:
-    """The runs' positions whose slot is kept, as runs."""
-    begin = 0
-    for epoch, start, stop in runs:
-        part = keep[begin : begin + stop - start].to(torch.int8)
-        begin += stop - start
-        edges = torch.diff(part, prepend=part.new_zeros(1), append=part.new_zeros(1)).nonzero().flatten()
-        for first, last in edges.reshape(-1, 2).tolist():
-            yield epoch, start + first, start + last

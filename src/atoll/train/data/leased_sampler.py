@@ -13,6 +13,7 @@ from torch.utils.data import Sampler
 from atoll.core.errors import CheckpointError, RunError
 from atoll.train.data.given import GivenIndices
 from atoll.train.data.order import Order
+from atoll.train.data.runs import Run, joined, merged, positions
 from atoll.wire.messages import Leased, Used
 
 FIRST_LEASE = 32  # samples, until a batch has been seen
@@ -20,9 +21,7 @@ BATCHES = 2  # in a lease: one in use and one ahead; more makes the others wait 
 EPOCHS_KEPT = 4  # epochs behind the current one whose used positions a checkpoint can still name
 GENERATION = 2**20  # what a load adds to the sampler's number, so that the hub begins its epochs anew
 
-# An epoch, and its positions from the second to the third (exclusive). What only fills a batch up, and weighs
-# nothing, is of the epoch below 0 that `_filling` gives.
-Run: TypeAlias = tuple[int, int, int]
+# What only fills a batch up, and weighs nothing, is in runs of the epoch below 0 that `_filling` gives.
 Where: TypeAlias = tuple[int, list[int]]  # the epoch of the samples to come; epochs that may not be over
 Ranges: TypeAlias = dict[int, list[tuple[int, int]]]  # positions of epochs' whole orders
 
@@ -133,7 +132,7 @@ class LeasedSampler(Sampler[int]):
 
         The samples consumed are those given first. Call it once for each commit.
         """
-        runs = _merge([*self._hand.take_seen(), *self._take_consumed()])
+        runs = joined([*self._hand.take_seen(), *self._take_consumed()])
         for run in runs:
             self._samples.note_used(run)
         return self._named(runs)
@@ -156,7 +155,7 @@ class LeasedSampler(Sampler[int]):
 
     def held(self) -> list[Used]:
         """What this worker was given, or has consumed, and `used` has not named yet."""
-        return self._named(_merge([*self._hand.seen, *(run for run in self._hand.runs if run[0] >= 0)]))
+        return self._named(joined([*self._hand.seen, *(run for run in self._hand.runs if run[0] >= 0)]))
 
     def leave_leased(self) -> None:
         """What is leased and was not given is another's from now on."""
@@ -200,8 +199,8 @@ class LeasedSampler(Sampler[int]):
         else:
             places = [self.place()] if consumed is None else consumed
         first = min(place["epoch"] for place in places)
-        used = _merge(
-            sorted((epoch, start, stop) for p in places for epoch, start, stop in p["used"] if epoch >= first)
+        used = merged(
+            (epoch, start, stop) for p in places for epoch, start, stop in p["used"] if epoch >= first
         )
         order = self._samples.order
         return {
@@ -239,7 +238,7 @@ class LeasedSampler(Sampler[int]):
         left = [_run(run) for run in state.get("left", [])]  # a ShardedSampler's: not used, before the offset
         before = {epoch: self._samples.order.length for epoch, _, _ in left} | {self._epoch: state["offset"]}
         offset = [run for epoch, stop in before.items() for run in _without((epoch, 0, stop), left)]
-        self._samples.load(state, _merge(sorted(map(_run, [*offset, *state.get("used", [])]))))
+        self._samples.load(state, merged(map(_run, [*offset, *state.get("used", [])])))
         self._hand = InHand()
         self._pending = sorted({epoch for epoch, _, _ in left if epoch != self._epoch})
         self.given = self._reported = 0
@@ -339,7 +338,7 @@ class LeasedSampler(Sampler[int]):
         """
         hand = self._hand
         hand.seen += self._take_consumed()
-        left, size = _merge(hand.runs), sum(stop - start for _, start, stop in hand.runs)
+        left, size = joined(hand.runs), positions(hand.runs)
         hand.runs.clear()
         if self._whole and size >= max(1, self._batch):
             hand.seen += [run for run in left if run[0] >= 0]
@@ -460,7 +459,7 @@ class Samples:
         if places is not None:
             found = [(epoch, place, place + 1) for place in places[start:stop].tolist()]
         known = [(epoch, *part) for part in self._used.get(epoch, [])]
-        self._used[epoch] = [(a, b) for _, a, b in _merge(sorted([*known, *found]))]
+        self._used[epoch] = [(a, b) for _, a, b in merged([*known, *found])]
 
 
 class Leasing:
@@ -544,18 +543,6 @@ class LeasedBatches(Sampler[list[int]]):
 def _filling(epoch: int) -> int:
     """What stands in a run for an epoch that batches are filled up in."""
     return -1 - epoch
-
-
-def _merge(runs: Iterable[Run]) -> list[Run]:
-    """The runs in their order; one that begins within or right behind the one before is joined to it."""
-    merged: list[Run] = []
-    for epoch, start, stop in runs:
-        same = bool(merged) and merged[-1][0] == epoch >= 0
-        if same and merged[-1][1] <= start <= merged[-1][2]:
-            merged[-1] = (epoch, merged[-1][1], max(stop, merged[-1][2]))
-        else:
-            merged.append((epoch, start, stop))
-    return merged
 
 
 def _without(run: Run, parts: Iterable[Run]) -> Iterator[Run]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import CheckpointError, UserError
-from atoll.train.data.dealing import Run
+from atoll.train.data.runs import Run
 
 
 class Order:

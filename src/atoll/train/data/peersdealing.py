@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from atoll.core.errors import UserError
-from atoll.train.data.dealing import Item, Run, after, merged
+from atoll.train.data.runs import Item, Run, cut, items_of, merged, positions, singles, ticks_of
 
 BLOCK = 16  # ticks that are dealt alike
 AHEAD = 31  # ticks that a loader may fetch ahead, where nothing else is said
@@ -44,7 +44,7 @@ class Dealt(msgspec.Struct, frozen=True):
     def part_of(self, node: int) -> list[Item]:
         """What a node takes; nothing: a fill."""
         begin = sum(size for other, size in self.parts.items() if other < node)
-        return _items(self.runs, begin, begin + self.parts.get(node, 0))
+        return items_of(self.runs)[begin : begin + self.parts.get(node, 0)]
 
 
 class DealState(msgspec.Struct):
@@ -123,8 +123,7 @@ class PeerDeal:
     @property
     def ticks_left(self) -> int:
         """How many more ticks the pool gives, as it is."""
-        size = sum(stop - start for _, start, stop in self._state.pool)
-        return size // self.batch if self._drop_last else -(-size // self.batch)
+        return ticks_of(positions(self._state.pool), self.batch, drop_last=self._drop_last)
 
     def left(self) -> list[Run]:
         """What no applied contribution has trained on, once all iterations are applied: what is in the pool,
@@ -164,11 +163,10 @@ class PeerDeal:
         """Deal the next tick; False: the pool is empty."""
         state = self._state
         weights = self._weights(state.next // BLOCK)
-        size = min(self.batch, sum(stop - start for _, start, stop in state.pool))
+        size = min(self.batch, positions(state.pool))
         if not size or (self._drop_last and size < self.batch):
             return False
-        runs = _taken(state.pool, size)
-        state.pool = after(state.pool, size)
+        runs, state.pool = cut(state.pool, size)
         state.dealt.append(Dealt(state.next, runs, split(size, weights)))
         state.next += 1
         return True
@@ -207,7 +205,7 @@ class PeerDeal:
                 for each in state.dealt:
                     if begin <= each.tick < ticks:
                         missing = [node for node in each.parts if node not in present[iteration]]
-                        back += [(e, p, p + 1) for node in missing for e, p in each.part_of(node)]
+                        back += [run for node in missing for run in singles(each.part_of(node))]
             begin = ticks
         return merged(back)
 
@@ -252,20 +250,3 @@ def split(size: int, weights: Mapping[int, float]) -> dict[int, int]:
     for node in rest[: size - sum(parts.values())]:
         parts[node] += 1
     return parts
-
-
-def _taken(runs: Iterable[Run], size: int) -> list[Run]:
-    """The first `size` positions."""
-    taken = []
-    for epoch, start, stop in runs:
-        here = min(size, stop - start)
-        if here:
-            taken.append((epoch, start, start + here))
-            size -= here
-    return taken
-
-
-def _items(runs: Iterable[Run], begin: int, end: int) -> list[Item]:
-    """Positions `begin` to `end` (exclusive) of the runs, one after the other."""
-    items = [(epoch, position) for epoch, start, stop in runs for position in range(start, stop)]
-    return items[begin:end]

@@ -14,10 +14,10 @@ import msgspec
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, UserError
-from atoll.train.data.dealing import Item, Run
 from atoll.train.data.given import GivenBatches
 from atoll.train.data.order import Order, left_in
 from atoll.train.data.peersdealing import PeerDeal
+from atoll.train.data.runs import Item, Run
 from atoll.train.data.sampler import ShardedSampler
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError, UserError
-from atoll.train.data.dealing import Deal, Place, Run, Tick, after, merged
+from atoll.train.data.dealing import Deal, Place, Tick
 from atoll.train.data.given import Given, GivenBatches, GivenIndices
 from atoll.train.data.order import Order, left_in
+from atoll.train.data.runs import Run, cut, merged
 
 _AT_ONCE = 4096  # ticks that are looked up together
 Thing = TypeVar("Thing", int, list[int])
@@ -166,7 +167,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         It is independent of the number of workers.
         """
         if isinstance(consumed, int):
-            left = after(self._deal.runs, consumed)
+            left = cut(self._deal.runs, consumed)[1]
         else:
             left = self._deal.left([_place(place) for place in consumed], given=False)
         return self._order.saved(left, self._epoch)
@@ -212,9 +213,8 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
     def _skip(self, made: int) -> None:
         """So many iterations of this deal are made."""
         if made:
-            self._set_deal(
-                self._deal_of(after(self._deal.runs, made * self._comeback.each * self._deal.per_tick))
-            )
+            deal = self._deal
+            self._set_deal(self._deal_of(cut(deal.runs, made * self._comeback.each * deal.per_tick)[1]))
 
     # Dealing anew
 

@@ -1,0 +1,86 @@
+"""Runs: stretches of epochs' orders, as all deals cut and join them; pure.
+
+Workers in lockstep (`Deal`), nodes that deal by their speeds (`PeerDeal`) and leases of a hub
+(`LeasedSampler`) deal the same runs; they differ in how workers agree who takes what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Run: TypeAlias = tuple[int, int, int]  # an epoch, and its positions from the second to the third (exclusive)
+Item: TypeAlias = tuple[int, int]  # an epoch, and a position in its order
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """The runs in their order; one that begins within or right behind the one before is joined to it.
+
+    Runs of epochs below 0, which only fill batches up, are never joined.
+    """
+    found: list[Run] = []
+    for epoch, start, stop in runs:
+        same = bool(found) and found[-1][0] == epoch >= 0
+        if same and found[-1][1] <= start <= found[-1][2]:
+            found[-1] = (epoch, found[-1][1], max(stop, found[-1][2]))
+        else:
+            found.append((epoch, start, stop))
+    return found
+
+
+def merged(runs: Iterable[Run]) -> list[Run]:
+    """The runs in the order of their positions, each position once."""
+    return joined(sorted(runs))
+
+
+def positions(runs: Iterable[Run]) -> int:
+    """How many positions runs have."""
+    return sum(stop - start for _, start, stop in runs)
+
+
+def ticks_of(count: int, batch: int, *, drop_last: bool) -> int:
+    """How many batches so many positions make; with `drop_last` whole ones alone."""
+    return count // batch if drop_last else -(-count // batch)
+
+
+def cut(runs: Iterable[Run], count: int) -> tuple[list[Run], list[Run]]:
+    """The first `count` positions, and the rest."""
+    first: list[Run] = []
+    rest: list[Run] = []
+    for epoch, start, stop in runs:
+        middle = start + min(count, stop - start)
+        count -= middle - start
+        if start < middle:
+            first.append((epoch, start, middle))
+        if middle < stop:
+            rest.append((epoch, middle, stop))
+    return first, rest
+
+
+def items_of(runs: Iterable[Run]) -> list[Item]:
+    """The positions of runs, one after the other."""
+    return [(epoch, position) for epoch, start, stop in runs for position in range(start, stop)]
+
+
+def singles(items: Iterable[Item]) -> list[Run]:
+    """Runs of one position each."""
+    return [(epoch, position, position + 1) for epoch, position in items]
+
+
+def kept(runs: Iterable[Run], keep: Tensor) -> Iterator[Run]:
+    """The positions that are kept, as runs.
+
+    Args:
+        runs: of `positions(runs)` positions.
+        keep: bool, (positions,), in the order of the runs.
+    """
+    begin = 0
+    for epoch, start, stop in runs:
+        part = keep[begin : begin + stop - start].to(torch.int8)
+        begin += stop - start
+        edges = torch.diff(part, prepend=part.new_zeros(1), append=part.new_zeros(1)).nonzero().flatten()
+        for first, last in edges.reshape(-1, 2).tolist():
+            yield epoch, start + first, start + last

@@ -1,0 +1,221 @@
+"""Workers that train on what samplers deal them, for tests of the deals: teams in lockstep whose members come
+and go (`Team`), and nodes that deal by themselves (`Nodes`)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from atoll.train.data.peersdealing import AHEAD, PeerDeal
+from atoll.train.data.runs import Item
+from atoll.train.data.sampler import BatchesSampler, DealtSampler, ShardedSampler
+
+
+@dataclass
+class Change:
+    """After how many iterations, who is lost (by its place in the team, modulo), and how many come new.
+
+    `redone`: the iteration in which they are lost is made again by those who live; else it is whole."""
+
+    after: int
+    lost: list[int]
+    new: int
+    redone: bool
+
+
+@dataclass
+class Member:
+    """A worker: a loader over its sampler that fetches `ahead` batches, and what it trains on now."""
+
+    sampler: DealtSampler[Any]
+    size: int  # of its batches; 0: the sampler gives batches
+    ahead: int
+    fetched: list[list[int]] = field(default_factory=list)
+    batches: Iterator[list[int]] | None = None
+
+    def begin(self) -> None:
+        indices = iter(self.sampler)
+        self.batches = self._batched(indices) if self.size else indices
+        self.fetched = list(itertools.islice(self.batches, self.ahead))
+
+    def _batched(self, indices: Iterator[int]) -> Iterator[list[int]]:
+        while batch := list(itertools.islice(indices, self.size)):
+            yield batch
+
+    def next(self) -> list[int] | None:
+        assert self.batches is not None
+        self.fetched += itertools.islice(self.batches, 1)
+        return self.fetched.pop(0) if self.fetched else None
+
+
+class Team:
+    """Workers in lockstep, and what whole iterations have counted of each epoch."""
+
+    def __init__(self, length: int, world: int, size: int, batch: int, ahead: int, seed: int) -> None:
+        self.length, self.size, self.batch, self.ahead, self.seed = length, size, batch, ahead, seed
+        self.members = [self.member(rank, world) for rank in range(world)]
+        self.counts: Counter[int] = Counter()  # over all epochs
+        self.totals: list[int] = []  # samples in each iteration
+        self.given: list[Any] = []  # each iteration's batches, by member
+
+    def member(self, rank: int, world: int) -> Member:
+        options: dict[str, Any] = {"rank": rank, "world": world, "seed": self.seed}
+        if self.batch:
+            return Member(BatchesSampler(self.length, batch=self.batch, **options), 0, self.ahead)
+        return Member(ShardedSampler(self.length, **options), self.size, self.ahead)
+
+    def iterate(self, change: Change | None) -> bool:
+        """One iteration, in which the change comes; False where the epoch is over, for all alike."""
+        taken = [member.next() for member in self.members if member.batches is not None]
+        self.given.append(taken)
+        assert len({batch is None for batch in taken}) == 1, "workers make unlike numbers of iterations"
+        if taken[0] is None:
+            return False
+        assert len(taken) == len(self.members), "who comes new begins too late"
+        counted = [
+            batch if member.sampler.count(len(batch or ())) else []
+            for member, batch in zip(self.members, taken, strict=True)
+        ]
+        lost = {index % len(self.members) for index in change.lost} if change else set()
+        lost = set() if len(lost) == len(self.members) else lost
+        kept = [index for index in range(len(self.members)) if index not in lost]
+        if change and change.redone:
+            self._change(kept, change.new, set())
+        for index in kept:
+            self.counts.update(counted[index] or [])
+        self.totals.append(sum(len(counted[index] or []) for index in kept))
+        for member in [m for m in self.members if m.batches is not None]:
+            member.sampler.committed()
+        if change and not change.redone:
+            self._change(kept, change.new, lost)
+        if change and change.redone:
+            # Those who come new make this iteration too.
+            for member in [m for m in self.members if m.batches is None]:
+                member.begin()
+                batch = member.next() or []
+                self.counts.update(batch if member.sampler.count(len(batch)) else [])
+                member.sampler.committed()
+        epoch = self.members[0].sampler.epoch
+        for member in [m for m in self.members if m.batches is None]:
+            if member.sampler.epoch == epoch:  # else it begins with the next, as the others do
+                member.begin()
+        return True
+
+    def _change(self, kept: list[int], new: int, absent: set[int]) -> None:
+        before = [self.members[index] for index in kept]
+        state = json.loads(json.dumps(before[0].sampler.deal_state()))
+        self.members = before + [self.member(0, 1) for _ in range(new)]
+        places = [member.sampler.place() for member in before] + [None] * new
+        for member in self.members[len(before) :]:
+            member.sampler.load_deal_state(state)
+        for rank, member in enumerate(self.members):
+            member.sampler.deal_anew(json.loads(json.dumps(places)), rank, absent)
+
+
+def run(team: Team, changes: list[Change], epochs: int) -> None:
+    for _ in range(epochs):
+        for member in team.members:
+            member.begin()
+        iteration = 0
+        while True:
+            due = next((change for change in changes if change.after == iteration), None)
+            if due is not None:
+                changes = [change for change in changes if change is not due]
+            if not team.iterate(due):
+                break
+            iteration += 1
+
+
+class Nodes:
+    """Nodes that make the same iterations, each with its own deal, its own loader and its own lateness.
+
+    `dies` has the iteration that a node makes no more, though it was dealt to; its contributions of earlier
+    ones are applied.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        length: int,
+        batch: int,
+        nodes: int,
+        stale_max: int,
+        per: int,
+        dies: dict[int, int],
+        ahead: int = AHEAD,
+        uneven: float = 0.0,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.length, self.stale_max, self.per, self.dies = length, stale_max, per, dies
+        self.ahead, self.uneven, self.seed = max(ahead, per - 1), uneven, seed
+        self.paces = {node: self.random.choice([0.1, 0.2, 0.5, 1.0]) for node in range(nodes)}
+        self.deals = {
+            node: PeerDeal([(0, 0, length)], batch, range(nodes), stale_max, ahead=self.ahead)
+            for node in range(nodes)
+        }
+        self.told = dict.fromkeys(range(nodes), 0)  # iterations that a node knows to be applied
+        self.trained: Counter[Item] = Counter()  # by contributions that were applied
+        self.sizes: Counter[int] = Counter()
+        self.given: list[dict[int, list[Item]]] = []  # each iteration's samples, by node
+        self.iteration = self.epoch = 0
+
+    def alive(self, node: int, iteration: int) -> bool:
+        return iteration < self.dies.get(node, 2**60)
+
+    def run(self, epochs: int) -> None:
+        while self.epoch < epochs:
+            if not self._iterate():
+                self.epoch += 1
+                for node, deal in self.deals.items():
+                    if self.alive(node, self.iteration):
+                        deal.again([(self.epoch, 0, self.length)] if self.epoch < epochs else [])
+        for node in self.deals:
+            if self.alive(node, self.iteration):
+                self._tell(node, self.iteration, self.iteration)
+
+    def _iterate(self) -> bool:
+        """All nodes make an iteration of `per` ticks, as many as there are; False: there are none."""
+        parts: dict[int, list[Item]] = {}
+        counts = set()
+        for node, deal in self.deals.items():
+            if not self.alive(node, self.iteration):
+                continue
+            self._tell(node, self.iteration - self.stale_max, self.iteration)
+            used, items, ticks = deal.used, [], 0
+            for tick in range(used, used + self.per):
+                dealt = deal.tick(tick)
+                if dealt is None:
+                    break
+                items += dealt.part_of(node)
+                ticks += 1
+            deal.tick(used + self.random.randint(0, self.ahead))  # the loader goes on
+            parts[node] = items
+            counts.add(ticks)
+            if ticks:
+                deal.made(self.iteration, used + ticks)
+        self.given.append(parts)
+        assert len(counts) == 1, "all nodes make equally many ticks"
+        if counts == {0}:
+            return False
+        for node, items in parts.items():
+            self.trained.update(items)
+            self.sizes[node] += len(items)
+        self.iteration += 1
+        return True
+
+    def _tell(self, node: int, least: int, most: int) -> None:
+        """A node has applied at least so many iterations when it begins one."""
+        until = self.random.randint(max(0, least), most)
+        for iteration in range(self.told[node], until):
+            drawn = random.Random(f"{self.seed}, {iteration}")
+            each_time = {
+                each: pace * drawn.lognormvariate(0, self.uneven) for each, pace in self.paces.items()
+            }
+            paces = {each: pace for each, pace in each_time.items() if self.alive(each, iteration)}
+            self.deals[node].applied(iteration, paces)
+        self.told[node] = max(self.told[node], until)
