@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from atoll.core.errors import UserError
+from atoll.core.config import load_config
+from atoll.core.errors import RunError, UserError
+from atoll.launch import run, service
 from atoll.launch.program import Program
 
 
@@ -86,3 +89,19 @@ def test_it_runs_as_python_runs_it(
     Program("pack.job", ["--lr", "1"], is_module=True).run()
     job = tmp_path / "pack" / "job.py"
     assert capsys.readouterr().out == f"__main__ {[str(job), '--lr', '1']} {tmp_path} pack.job found\n"
+
+
+def test_a_thread_that_cannot_be_started_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -u` binds threads too."""
+    error = RuntimeError("can't start new thread")
+    said = "cannot start a thread: there may be no more processes for this user or in this container "
+    assert service._described(error).startswith(said)
+
+    def start(*_: object) -> int:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "_run_in", start)
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(RunError, match=f"^the command {re.escape(said)}"):
+        run.run("train.py", [], load_config(environment={}))

@@ -35,6 +35,12 @@ _WAYS_OUT = {
 }
 
 
+def why_no_thread(error: BaseException) -> str:
+    """Say that there may be no more threads, where that is what a RuntimeError of Python's means; else
+    nothing."""
+    return f"cannot start a thread: {_WAYS_OUT[errno.EAGAIN]}" if "start new thread" in str(error) else ""
+
+
 def die_with_parent(signum: int, parent: int) -> None:
     """Have this process sent `signum` when its parent, which is the process `parent`, ends.
 

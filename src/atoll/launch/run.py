@@ -30,7 +30,7 @@ from atoll.core.config import (
     Config,
     to_toml,
 )
-from atoll.core.errors import UserError
+from atoll.core.errors import RunError, UserError
 from atoll.core.events import Decided, Warned
 from atoll.core.outlet import Screen
 from atoll.core.runclock import CLOCK_VARIABLE, clock_setting, record_time
@@ -49,6 +49,7 @@ from atoll.launch.processes import (
     adopt_orphans,
     descendants,
     kill_descendants,
+    why_no_thread,
 )
 from atoll.launch.program import Program
 from atoll.launch.services import SERVICE
@@ -108,7 +109,12 @@ def run(
     directory, claim = _claim_directory(program, config)
     with files_for(config.run.readable) as umask:
         job = _Job(directory, config, program, hub_module, umask)
-        return _run_in(job, claim, summary, warnings)
+        try:
+            return _run_in(job, claim, summary, warnings)
+        except RuntimeError as error:
+            if not (why := why_no_thread(error)):
+                raise
+            raise RunError(f"the command {why}") from None
 
 
 @dataclass(frozen=True)

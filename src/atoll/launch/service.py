@@ -29,7 +29,7 @@ from atoll.core.runclock import record_time
 from atoll.core.texts import one_line, shortened
 from atoll.hub.options import HubOptions
 from atoll.launch.parts import called
-from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
+from atoll.launch.processes import PARENT_VARIABLE, die_with_parent, why_no_thread
 from atoll.observe.lastwords import say
 from atoll.observe.logstream import LogStreams
 from atoll.server.options import ServerOptions
@@ -73,7 +73,7 @@ def _described(error: Exception) -> str:
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"too many open files, of which it may have {allowed}: raise the limit (ulimit -n)"
-    return one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARACTERS)
+    return why_no_thread(error) or one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARACTERS)
 
 
 def _tell(name: str, message: str, status: int) -> None:
