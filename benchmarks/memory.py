@@ -38,7 +38,7 @@ from atoll.memory.fitted import Fitted, Moving
 from atoll.memory.observing import as_in
 from atoll.memory.planning import choose, profile_of
 from atoll.memory.profile import Recorder
-from atoll.memory.states import ChunkStates
+from atoll.memory.segments import Segments
 from atoll.moves.timeline import EARLY_COST, Bandwidths
 from common import Case, Target, Timings, compare, interleave, milliseconds, options, write_ratios
 from overhead import same_values
@@ -263,19 +263,19 @@ def predicted(
 @contextmanager
 def slow_host(pace: float) -> Iterator[None]:
     """Within it a chunk's step takes its elements over `pace`, and twice that where it is made in a copy."""
-    run, aside = stepping.run_step, ChunkStates.step_aside
+    run, aside = stepping.run_step, Segments.step_aside
 
     def run_slowly(*args: Any) -> Any:
         parameters: list[nn.Parameter] = args[3]
         return slowly(run, sum(parameter.numel() for parameter in parameters) / pace, *args)
 
-    def step_aside(states: ChunkStates, *args: Any) -> Any:
-        numel = states.trained.chunk.used
-        return slowly(aside, EARLY_COST * numel / pace, states, *args)
+    def step_aside(segments: Segments, *args: Any) -> Any:
+        numel = segments.states.trained.chunk.used
+        return slowly(aside, EARLY_COST * numel / pace, segments, *args)
 
     with (
         mock.patch.object(stepping, "run_step", run_slowly),
-        mock.patch.object(ChunkStates, "step_aside", step_aside),
+        mock.patch.object(Segments, "step_aside", step_aside),
     ):
         yield
 

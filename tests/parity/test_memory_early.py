@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from atoll.core.memory import Memory
 from atoll.memory import planning, speculation
 from atoll.memory.fitted import Moving
-from atoll.memory.speculation import Speculation
-from atoll.memory.states import ChunkStates
+from atoll.memory.segments import Segments
+from atoll.memory.speculation import Ahead, Speculation
 from atoll.moves.timeline import Bandwidths
 from support.families import FAMILIES, batch, loss_of
 
@@ -56,7 +56,10 @@ def settle(run: Run) -> list[int]:
     found = speculation_of(run)
 
     def pending() -> list[int]:
-        return [c for c, ahead in found._could.items() if found._held[c] and ahead.made is None]
+        return [c for c, ahead in current() if found._held[c] and ahead.made is None]
+
+    def current() -> list[tuple[int, Ahead]]:
+        return [(c, ahead) for c, ahead in found._could.items() if found._is_current(ahead)]
 
     with found._condition:
         until = time.monotonic() + SECONDS
@@ -64,7 +67,7 @@ def settle(run: Run) -> list[int]:
             assert not found._failed
             assert time.monotonic() < until, pending()
             found._condition.wait(0.5)
-        return [c for c, ahead in found._could.items() if ahead.made is not None]
+        return [c for c, ahead in current() if ahead.made is not None]
 
 
 class Early(Run):
@@ -88,8 +91,7 @@ class Early(Run):
     def figures(self) -> tuple[int, int]:
         """Chunks stepped early, and rolled back."""
         assert isinstance(self.fitted, Moving)
-        assert self.fitted._stepper is not None
-        self.fitted._stepper.wait_all()
+        self.fitted._steps.wait_all()
         stats = self.fitted.stats()
         assert stats.host_peak <= self.fitted.plan.host_bytes <= self.fitted.plan.predicted.host_peak
         return stats.stepped_early, stats.rolled_back
@@ -227,7 +229,7 @@ def _half(ahead: bool) -> list[Any]:
 
     run = Early("gpt", SHARE, make, change=change)
     if not ahead:
-        speculation_of(run)._failed.update(speculation_of(run)._states)
+        speculation_of(run)._failed.update(speculation_of(run)._segments)
         run.wait = lambda: None  # type: ignore[method-assign]
     seen = steps(run, 0, 6)
     assert bool(run.figures[0]) == ahead
@@ -501,13 +503,12 @@ def test_only_where_the_steps_take_longer_than_a_forward(monkeypatch: pytest.Mon
     run.losses(4)
     assert not any(each.begun for each in found._could.values())
     assert isinstance(run.fitted, Moving)
-    assert run.fitted._stepper is not None
-    for seconds, forward in ((0.0, 0.0), (1000.0, 0.0), (1000.0, 1000.0 * len(found._states))):
-        run.fitted._stepper.wait_all()  # a step that goes on tells how long it took when it ends
-        found._seconds = dict.fromkeys(found._states, seconds)
+    for seconds, forward in ((0.0, 0.0), (1000.0, 0.0), (1000.0, 1000.0 * len(found._segments))):
+        run.fitted._steps.wait_all()  # a step that goes on tells how long it took when it ends
+        found._seconds = dict.fromkeys(found._segments, seconds)
         found._began -= forward
-        found._aside, found._backward = dict.fromkeys(found._states, 0.0), 1000.0
-        chunks = 0 if forward or not seconds else len(found._states)
+        found._aside, found._backward = dict.fromkeys(found._segments, 0.0), 1000.0
+        chunks = 0 if forward or not seconds else len(found._segments)
         inputs, targets = batch(run.family, 4)
         run.optimizer.zero_grad()
         loss_of(run.model(inputs), targets).backward()
@@ -523,9 +524,13 @@ def settle_begun(run: Run) -> list[int]:
     for each in run.fitted.gradients._chunks.values():
         each.arrive()
     run.fitted.gradients._leaving._thread.submit(lambda: None).result(SECONDS)
+
+    def is_over() -> bool:
+        begun = [ahead for ahead in found._could.values() if ahead.begun]
+        return not found._queue and all(ahead.made is not None for ahead in begun)
+
     with found._condition:
-        over = found._condition.wait_for(lambda: not found._queue and found._under_way is None, SECONDS)
-    assert over
+        assert found._condition.wait_for(is_over, SECONDS)
     return [chunk for chunk, ahead in found._could.items() if ahead.made is not None]
 
 
@@ -535,7 +540,7 @@ def test_what_a_step_ahead_raises_is_left_to_the_usual_step(monkeypatch: pytest.
 
     expected = Run("gpt", None, fused)
     losses = expected.losses(6)
-    monkeypatch.setattr(ChunkStates, "step_aside", fails)
+    monkeypatch.setattr(Segments, "step_aside", fails)
     run = Run("gpt", SHARE, fused)
     assert run.losses(6) == losses
     assert speculation_of(run)._failed

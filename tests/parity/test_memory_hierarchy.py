@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_memory_members import (
+from memory_members import (
     Accumulating,
     ClippedByTorch,
     ReducingEach,

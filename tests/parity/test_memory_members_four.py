@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_memory_members import FAMILIES_HERE, Script, compare, sgd
+from memory_members import FAMILIES_HERE, Script, compare, sgd
 
 pytestmark = pytest.mark.soak
 

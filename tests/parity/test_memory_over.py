@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_memory_members import _poison, memory, same
+from memory_members import _poison, memory, same
 from torch import Tensor, nn
 
 from atoll.core.errors import AtollError, ConfigError, PrepareError, UserError

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from atoll.chunks import Chunk, lay_out_memory
 from atoll.memory.gradients import TrainedChunk
 from atoll.memory.payloads import MASTER, VALUES, TensorPayloads
+from atoll.memory.segments import Segments, run_step
 from atoll.memory.sharedgradients import combined, partial_norm
-from atoll.memory.states import ChunkStates
-from atoll.memory.stepping import run_step, stepped_dtype
+from atoll.memory.states import ChunkStates, stepped_dtype
 from atoll.moves.owners import Part, split_evenly
 from atoll.tensors.binding import specs_of
 from atoll.tensors.optimizer import elementwise_keys
@@ -78,10 +78,11 @@ class Held:
             self.payloads,
             elementwise_keys(optimizer),
             0,
-            torch.device("cpu"),
             stepped_dtype(trained.dtype, master),
             (part.begin, part.end),
         )
+        self.states.take_over()
+        self.segments = Segments(self.states)
 
     def copy_values(self, into: Tensor) -> None:
         with self.payloads.pin((0, VALUES)) as values:
@@ -114,11 +115,11 @@ def test_parts_step_as_the_whole_parameters_do(
     for slot, place in enumerate(chunk.slots):
         assert torch.equal(trained.part(flat, slot), plain[place.parameter].detach().to(dtype))
         state = reference.state[plain[place.parameter]]
-        kept = next(held.states.kept(slot) for held in holders if held.states.has(slot))
+        kept = next(held.states.kept(slot) for held in holders if held.states.portion.has(slot))
         for key in kept:
             whole = torch.zeros(chunk.extent, dtype=kept[key])
             for held in holders:
-                if held.states.has(slot):
+                if held.states.portion.has(slot):
                     held.states.copy_held(slot, key, whole)
             wanted = plain[place.parameter].detach() if key == MASTER else state[key]
             assert torch.equal(trained.part(whole, slot), wanted), key
@@ -144,14 +145,14 @@ def train(trained: TrainedChunk, holders: list[Held], optimizer: Any) -> None:
                 trained.part(flat, slot).copy_(gradient)
         flat.nan_to_num_()  # padding
         for held in holders:
-            held.states.step(group, flat, tuple(present), run)
+            held.segments.step(group, flat, tuple(present), run)
         if step == 1:
             reload(trained, holders)
 
 
 def reload(trained: TrainedChunk, holders: list[Held]) -> None:
     for slot in range(len(trained.parameters)):
-        those = [held.states for held in holders if held.states.has(slot)]
+        those = [held.states for held in holders if held.states.portion.has(slot)]
         state: dict[str, Any] = those[0].numbers(slot)
         for key, dtype in those[0].kept(slot).items():
             whole = torch.zeros(trained.extent, dtype=dtype)

@@ -27,7 +27,9 @@ from atoll.core.memory import Memory
 from atoll.memory.fit import fit
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.payloads import GRADIENT, VALUES, TensorPayloads
-from atoll.memory.stepping import StepCalls, Stepper, state_dtypes
+from atoll.memory.states import chunk_states
+from atoll.memory.stepping import Stepper, state_dtypes
+from atoll.memory.stepqueue import Step, StepQueue
 from atoll.tensors.binding import specs_of
 from atoll.tensors.lazy import LazyTensor
 from support.models import MODELS
@@ -63,6 +65,23 @@ class AwayParameter(nn.Parameter):
         self.homes[id(self)].set_grad(self, None)
 
 
+class Noted(StepQueue):
+    """Notes which chunks were stepped."""
+
+    def __init__(self, words: dict[int, str]) -> None:
+        super().__init__(words)
+        self.stepped: list[int] = []
+        self.began, self.goes_on = threading.Event(), threading.Event()
+        self.goes_on.set()
+
+    def ended(self, step: Step, error: BaseException | None) -> None:
+        assert step.under_way is not None
+        self.stepped.append(step.under_way)
+        self.began.set()
+        assert self.goes_on.wait(60)
+        super().ended(step, error)
+
+
 class Away:
     """A model and its optimizer with values, gradients and states in payloads."""
 
@@ -88,17 +107,25 @@ class Away:
             self.payloads.add((chunk.id, VALUES), chunk.numel, trained.dtype)
         self.store()
         self.arrivals: list[tuple[int, int]] = []
-        self.stepped: list[int] = []
+        self.steps = Noted({each.chunk.id: each.words for each in self.chunks})
         self.gradients = Gradients(
-            self.chunks, lambda _: self.payloads, lambda chunk, slot: self.arrivals.append((chunk, slot))
+            self.chunks,
+            self.payloads,
+            self.steps,
+            lambda each, slot: self.arrivals.append((each.chunk.id, slot)),
         )
         for trained in self.chunks:
             for parameter in trained.parameters:
                 AwayParameter.homes[id(parameter)] = self.gradients
                 parameter.__class__ = AwayParameter
-        calls = StepCalls(before=self.order, stepped=self.stepped.append, after=lambda: None)
+        self.states = chunk_states(optimizer, self.chunks, self.payloads, **options)
         self.stepper = Stepper(
-            optimizer, self.chunks, self.gradients, lambda _: self.payloads, calls, **options
+            optimizer,
+            self.states,
+            self.gradients,
+            self.steps,
+            before=lambda chunks: self.order(chunks),
+            after=lambda: None,
         )
 
     def order(self, chunks: Sequence[int]) -> Sequence[int]:
@@ -114,7 +141,7 @@ class Away:
     def fetch(self) -> None:
         """Before a forward: every value as it is after the step; until then it was NaN."""
         for trained in self.chunks:
-            self.stepper.wait_stepped(trained.chunk.id)
+            self.steps.wait_stepped(trained.chunk.id)
             with self.payloads.pin((trained.chunk.id, VALUES)) as flat, torch.no_grad():
                 for slot, parameter in enumerate(trained.parameters):
                     parameter.data.copy_(trained.part(flat, slot))
@@ -378,10 +405,6 @@ def test_parameters_outside_the_chunks_are_stepped_by_the_optimizer_itself() -> 
     assert_same(trained(plain, False), trained(model, True))
 
 
-def test_some_chunks_step_at_once() -> None:
-    both("gpt", adamw, options={"at_once": {0, 2}})
-
-
 def test_schedulers_and_param_groups() -> None:
     def made(model: nn.Module) -> tuple[Any, Optimizer]:
         first, *rest = model.parameters()
@@ -507,7 +530,8 @@ def test_single_precision_master_of_bfloat16_values() -> None:
                     masters[0].copy_(next(plain.parameters()))
                 fitted.store()
                 for trained in fitted.chunks:
-                    fitted.stepper.values_edited(trained.chunk.id)
+                    fitted.steps.wait_stepped(trained.chunk.id)
+                    fitted.states[trained.chunk.id].follow_values()
         saved = optimizer.state_dict()
     for index, master in enumerate(masters):
         assert_same(master.detach(), saved["state"][index].pop("master"))
@@ -560,7 +584,7 @@ def test_nothing_stays_at_the_parameters_and_memory_is_given_back() -> None:
         before = held.clone()
         optimizer.step()
         optimizer.zero_grad()
-        fitted.stepper.wait_all()
+        fitted.steps.wait_all()
         assert not any((each.chunk.id, GRADIENT) in fitted.payloads._memory for each in fitted.chunks)
         assert_same(before, held.clone())  # whoever has the gradient has it for himself now
 
@@ -570,29 +594,22 @@ def test_a_step_that_is_under_way_is_waited_for_and_comes_next() -> None:
     optimizer = adamw(model.parameters())
     with away(model, optimizer) as fitted:
         MODELS["gpt"].loss(model, MODELS["gpt"].batch(0, 0)).backward()
-        began, go = threading.Event(), threading.Event()
-
-        def stepped(chunk: int) -> None:
-            fitted.stepped.append(chunk)
-            began.set()
-            assert go.wait(60)
-
-        fitted.stepper._calls = StepCalls(fitted.order, stepped, lambda: None)
+        fitted.steps.goes_on.clear()
         optimizer.step()
-        assert began.wait(60)
+        assert fitted.steps.began.wait(60)
         ids = [each.chunk.id for each in fitted.chunks]
-        first, last = fitted.stepped[0], ids[0]
+        first, last = fitted.steps.stepped[0], ids[0]
         assert (first, last) == (ids[-1], 0)
         assert len(ids) > 2
         try:
             with pytest.raises(DeadlineError, match=r"step of 'head\.weight' to '\S+', which has not ended"):
-                fitted.stepper.wait_stepped(last, 0.01)
+                fitted.steps.wait_stepped(last, 0.01)
         finally:
-            go.set()
-        fitted.stepper.wait_stepped(last, 60)
-        assert fitted.stepped[:2] == [first, last]
-        fitted.stepper.wait_all(60)
-        assert sorted(fitted.stepped) == ids
+            fitted.steps.goes_on.set()
+        fitted.steps.wait_stepped(last, 60)
+        assert fitted.steps.stepped[:2] == [first, last]
+        fitted.steps.wait_all(60)
+        assert sorted(fitted.steps.stepped) == ids
 
 
 def test_who_waits_for_a_step_that_is_no_more_is_told() -> None:
@@ -600,42 +617,37 @@ def test_who_waits_for_a_step_that_is_no_more_is_told() -> None:
     model = MODELS["gpt"].build()
     fitted = Away(model, adamw(model.parameters()))
     MODELS["gpt"].loss(model, MODELS["gpt"].batch(0, 0)).backward()
-    began, go, waiting = threading.Event(), threading.Event(), threading.Barrier(3)
+    waiting = threading.Barrier(3)
     told: dict[int, str] = {}
-
-    def stepped(chunk: int) -> None:
-        fitted.stepped.append(chunk)
-        began.set()
-        assert go.wait(60)
 
     def wait(chunk: int) -> None:
         waiting.wait(60)
         try:
-            fitted.stepper.wait_stepped(chunk)
+            fitted.steps.wait_stepped(chunk)
             told[chunk] = "stepped"
         except RunError as error:
             told[chunk] = str(error)
 
-    fitted.stepper._calls = StepCalls(fitted.order, stepped, lambda: None)
+    fitted.steps.goes_on.clear()
     fitted.optimizer.step()
-    assert began.wait(60)
-    under_way, last = fitted.stepped[0], fitted.chunks[0].chunk.id
+    assert fitted.steps.began.wait(60)
+    under_way, last = fitted.steps.stepped[0], fitted.chunks[0].chunk.id
     threads = [threading.Thread(target=wait, args=(each,), daemon=True) for each in (under_way, last)]
     for thread in threads:
         thread.start()
     waiting.wait(60)
     ending = threading.Thread(target=fitted.stepper.abandon, args=("it has ended",), daemon=True)
     ending.start()
-    with fitted.stepper._condition:
-        assert fitted.stepper._condition.wait_for(lambda: fitted.stepper._closed, 60)
-    go.set()
+    with fitted.steps.condition:
+        assert fitted.steps.condition.wait_for(lambda: fitted.steps.is_closed, 60)
+    fitted.steps.goes_on.set()
     for thread in (*threads, ending):
         thread.join(60)
         assert not thread.is_alive()
     assert told[under_way] == "stepped"
     never = r"the optimizer's step of '\S+' to '\S+' will not come: the session ended before it;"
     assert re.search(never, told[last])
-    assert last not in fitted.stepped
+    assert last not in fitted.steps.stepped
     fitted.gradients.abandon()
 
 
@@ -656,7 +668,7 @@ def test_what_a_step_raises_is_raised_where_it_is_waited_for() -> None:
     optimizer.broken = True
     optimizer.step()
     with pytest.raises(FloatingPointError, match="broken"):
-        fitted.stepper.wait_all(60)
+        fitted.steps.wait_all(60)
     fitted.close()  # it was told
 
 
@@ -684,16 +696,16 @@ def test_a_step_that_is_refused_leaves_the_gradients_to_the_script() -> None:
     optimizer = Refusing(model.parameters())
     with away(model, optimizer) as fitted:
         held = [(each.chunk.id, GRADIENT) for each in fitted.chunks]
-        calls = fitted.stepper._calls
+        order = fitted.order
         for step, refuser in enumerate(("members", "optimizer")):
             backward(model, step)
             if refuser == "members":
-                fitted.stepper._calls = StepCalls(refuse, calls.stepped, calls.after)
+                fitted.order = refuse  # type: ignore[method-assign]
             else:
                 optimizer.refuses = True
             with pytest.raises((UserError, FloatingPointError), match="refused"):
                 optimizer.step()
-            fitted.stepper._calls, optimizer.refuses = calls, False
+            fitted.order, optimizer.refuses = order, False  # type: ignore[method-assign]
             gradient = next(model.parameters()).grad
             assert gradient is not None
             assert bool(torch.isfinite(gradient.clone()).all())

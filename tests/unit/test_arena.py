@@ -56,7 +56,7 @@ def test_the_accounts_are_exact_and_no_block_is_given_out_twice(
         assert (arena.used, arena.peak) == (used, peak)
         assert all(arena.is_current(each) for each, _ in held)
         text = "".join("01"[owner > 0] for owner in owners)
-        assert arena.free_runs == [(run.start(), len(run[0])) for run in re.finditer("0+", text)]
+        assert arena._free == [(run.start(), len(run[0])) for run in re.finditer("0+", text)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,8 +89,7 @@ def test_a_run_is_contiguous_in_the_smallest_gap_that_has_it() -> None:
     assert arena.used == arena.nbytes == 1280
     arena.give(parts[2])
     arena.give(parts[0])
-    assert arena.free_runs == [(0, 2), (3, 3)]
-    assert arena.fragmentation == pytest.approx(1 - 3 / 5)
+    assert arena._free == [(0, 2), (3, 3)]
     with pytest.raises(
         UserError, match=r"512 B in a row: 640 B of 1\.2 KiB are free, 384 B of them in a row"
     ):
@@ -103,7 +102,7 @@ def test_a_run_is_contiguous_in_the_smallest_gap_that_has_it() -> None:
 def test_a_block_where_the_caller_wants_it() -> None:
     arena = Arena(8 * 64, 64)
     block = arena.take(2, at=3)
-    assert (block.first, arena.free_runs) == (3, [(0, 3), (5, 3)])
+    assert (block.first, arena._free) == (3, [(0, 3), (5, 3)])
     with pytest.raises(ValueError, match="host tier: blocks 2 to 3 are not all free"):
         arena.take(2, at=2)
     with pytest.raises(ValueError, match="blocks 7 to 8"):

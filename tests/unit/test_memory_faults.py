@@ -275,16 +275,16 @@ def test_states_are_shown_on_the_parameters_device() -> None:
         optimizer.step()
         stepper = fitted._stepper
         assert stepper is not None
-        for states in stepper._chunks.values():
-            states.trained.device = torch.device("meta")  # any that is not the host
-        shown = stepper._plain(model[0].weight)
+        for each in stepper._chunks.values():
+            each.states.trained.device = torch.device("meta")  # any that is not the host
+        shown = stepper.state._plain(model[0].weight)
         assert {key: value.device.type for key, value in shown.items()} == {
             "step": "meta",
             "exp_avg": "meta",
             "exp_avg_sq": "meta",
         }
-        for states in stepper._chunks.values():
-            states.trained.device = torch.device("cpu")
+        for each in stepper._chunks.values():
+            each.states.trained.device = torch.device("cpu")
 
 
 class Transposed(nn.Module):

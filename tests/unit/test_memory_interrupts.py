@@ -106,8 +106,7 @@ def test_after_ctrl_c_at_any_moment_training_goes_on(tmp_path: Path) -> None:
             train(model, optimizer, clip, 3)
         assert torch.is_grad_enabled()
         train(model, optimizer, clip)
-    assert moving._stepper is not None
-    moving._stepper.wait_all()
+    moving._steps.wait_all()
     moving.engine._bringing.settle_all()
     assert [key for key, payload in moving._store._payloads.items() if payload.pinned_by] == []
     assert not any(moving.engine._pins.values())
@@ -140,8 +139,7 @@ def test_after_ctrl_c_while_chunks_are_stepped_early_training_goes_on(
         with pytest.raises(KeyboardInterrupt), Interrupt(at):
             train(model, optimizer, lambda: None, 3)
         train(model, optimizer, lambda: None)
-    assert moving._stepper is not None
-    moving._stepper.wait_all()
+    moving._steps.wait_all()
     moving.engine._bringing.settle_all()  # what is brought is pinned meanwhile
     assert [key for key, payload in moving._store._payloads.items() if payload.pinned_by] == []
     assert moving.stats().stepped_early

@@ -282,9 +282,7 @@ REVIEWED: dict[str, str] = {
         "its thread copies gradients, and what it waits for, room in a tier, has a deadline"
     ),
     "memory/leaving.py: Leaving.close: self._thread.shutdown()": "the same: at most what is on its way",
-    "memory/speculation.py: Speculation.halt: self._condition.wait_for(lambda: self._under_way is not ahead, "
-    "_DEADLINE), holding self._condition": _RELEASES,
-    "memory/stepping.py: Stepper._work: self._condition.wait()": (
+    "memory/stepping.py: Stepper._work: steps.condition.wait()": (
         "the thread that steps chunks waits for the next step; `close` ends it"
     ),
     "exchange/globalparameters.py: _Crew.__init__: "

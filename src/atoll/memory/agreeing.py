@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import msgspec
 import torch
 
 from atoll.core.epochs import ComparedEpochs
@@ -28,6 +28,7 @@ from atoll.core.stands import (
     mixed_epochs,
 )
 from atoll.memory.gradients import TrainedChunk
+from atoll.memory.members import told
 from atoll.memory.sharedgradients import SharedGradients
 from atoll.memory.sharing import Sharing
 from atoll.memory.syncpoints import CODES, code_of
@@ -83,9 +84,9 @@ class StepAgreement:
         epoch = self._epochs.compared(self._epoch())
         settings = self._settings.see([] if self._optimizer is None else settings_of(self._optimizer))
         codes = [float(code_of(edited)), float(settings % CODES), float(code_of(str(epoch)))]
-        told = [each for code in codes for each in (code, code**2)]
-        told += [place for each in zip(kinds, present, strict=True) for place in grouping.spread(*each)]
-        heard = iter(sharing.points.agree(told, f"optimizer.step() {sharing.points.steps}"))
+        said = [each for code in codes for each in (code, code**2)]
+        said += [place for each in zip(kinds, present, strict=True) for place in grouping.spread(*each)]
+        heard = iter(sharing.points.agree(said, f"optimizer.step() {sharing.points.steps}"))
         if next(heard) ** 2 != sharing.members.count * next(heard):
             raise UserError(self._unlike_edits(edited))
         if next(heard) ** 2 != sharing.members.count * next(heard):
@@ -115,20 +116,19 @@ class StepAgreement:
         """Name the first member whose hyperparameters differ from member 0's, with the difference, in one
         line.
         """
-        own = msgspec.msgpack.encode(self._settings.settings)
-        words = self._sharing.members.gather(own, "the members' hyperparameters")
-        told = [msgspec.msgpack.decode(word) for word in words]
-        found = ((member, first_difference(told[0], other)) for member, other in enumerate(told[1:], start=1))
+        own = self._settings.settings
+        words = told(self._sharing.members, own, Any, "the members' hyperparameters")
+        found = ((member, first_difference(words[0], other)) for member, other in enumerate(words))
         member, difference = next((who, what) for who, what in found if what is not None)
         return difference_line("worker 0", f"worker {member}", self._sharing.points.steps, difference)
 
     def _unlike_edits(self, edited: str) -> str:
         """Say in one line which member has changed a gradient that another has not."""
-        words = self._sharing.members.gather(edited.encode(), "whose gradients scripts have changed")
-        told = [set(word.decode().split("\n")) - {""} for word in words]
-        other = next(member for member, each in enumerate(told) if each != told[0])
-        name = min(told[0] ^ told[other])
-        who, others = (0, other) if name in told[0] else (other, 0)
+        own = set(edited.split("\n")) - {""}
+        words = told(self._sharing.members, own, set[str], "whose gradients scripts have changed")
+        other = next(member for member, each in enumerate(words) if each != words[0])
+        name = min(words[0] ^ words[other])
+        who, others = (0, other) if name in words[0] else (other, 0)
         return (
             f"worker {who} has changed the gradient of {name!r} after the mean was taken, and worker "
             f"{others} has not: {_ALIKE}, also on one that has no batch"

@@ -108,17 +108,6 @@ class Arena:
         """Bytes of the allocation."""
         return self.blocks * self.block_bytes
 
-    @property
-    def free_runs(self) -> list[tuple[int, int]]:
-        """(first block, how many) of each run of free blocks, by place; no two of them touch."""
-        return list(self._free)
-
-    @property
-    def fragmentation(self) -> float:
-        """The share of the free memory that is not in its largest run: 0 where a run could not be larger."""
-        free = sum(count for _, count in self._free)
-        return 1.0 - max(count for _, count in self._free) / free if free else 0.0
-
     def blocks_for(self, nbytes: int) -> int:
         """How many blocks in a row hold `nbytes` bytes; at least one."""
         return max(1, -(-nbytes // self.block_bytes))

@@ -13,7 +13,7 @@ import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.home import Home
 from atoll.memory.initialising import resident_bytes, spilled_to
 from atoll.memory.interrupts import uninterrupted
+from atoll.memory.moved import Moved
 from atoll.memory.parameters import give_back, place_of, version
 from atoll.memory.residents import Residents
 from atoll.memory.saved import Packed, Place
@@ -38,27 +39,28 @@ from atoll.moves.cache import Decision
 class Engine:
     """Keeps the chunks of a model in the device's arena, by the decisions of `moves`.
 
-    `chunks` are those that move, by their id. `home` has the values that count. After values were written
-    `edited(chunk)` is told, and `written(chunk)` where the script has surely changed them. All methods may be
-    called from several threads.
+    `chunks` are those that move, by their id. `home` has the values that count, and is told of what the
+    script writes; `gradients` has what parameters show as theirs. Moves are counted in `moved`. `beside` are
+    bytes of the device's budget that are not in the arena. All methods may be called from several threads.
     """
 
-    def __init__(self, chunks: Sequence[TrainedChunk], arena: Arena, cache: Cache[int], home: Home) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[TrainedChunk],
+        arena: Arena,
+        cache: Cache[int],
+        home: Home,
+        gradients: Gradients,
+        moved: Moved,
+        beside: int = 0,
+    ) -> None:
         self.chunks = {each.chunk.id: each for each in chunks}
-        self.arena, self.cache, self.home = arena, cache, home
+        self.arena, self.cache, self.home, self.gradients = arena, cache, home, gradients
+        self._moved, self._beside = moved, beside
         self._residents = Residents(self.chunks, arena, self)
         self._resident = self._residents.here
         self._bringing = Bringing(home, arena.device)
-        self.edited: Callable[[int], None] = lambda _: None
-        self.written: Callable[[int], None] = lambda _: None
-        # Whether writes past autograd's count (`p.data.mul_()`) are to be `written` too, for a checksum
-        # whenever the chunk's memory is given out.
-        self.must_tell: Callable[[int], bool] = lambda _: False
-        self.gradients: Gradients  # whoever makes the engine makes them too
-        self.unpacked: Callable[[Place], None] | None = None  # told of what backward uses
-        self.moves, self.nbytes = Counter[str](), Counter[str]()  # by direction
         self.written_back, self.waited = 0, 0.0
-        self.beside = 0  # bytes of the device's budget that are not in the arena
         self.lock = threading.RLock()
         self._pins = Counter[int]()  # by chunk
         # Stepped elsewhere: until `refresh`, what lies on the device is not to be written back.
@@ -108,7 +110,7 @@ class Engine:
                 for chunk in chunks:
                     stay = self._bring(chunk, chunks)
                     stay.given_out |= gives_out
-                    if gives_out and self.must_tell(chunk):
+                    if gives_out and self.home.must_tell(chunk):
                         stay.seal()
                     self._pins[chunk] += 1
                     pinned_here.append(chunk)
@@ -129,8 +131,6 @@ class Engine:
         """The tensor that was packed: a view of the parameter's memory, which holds the chunk as long as it
         lives."""
         place = packed.place
-        if self.unpacked is not None:
-            self.unpacked(place)
         with self.lock:
             stay = self._bring(place.chunk)
             view = stay.views[place.slot]
@@ -164,7 +164,7 @@ class Engine:
             self._bringing.bring(stay)
             self.waited += time.perf_counter() - began
             self._residents.lay(stay)
-            self._count("to_device", stay.each)
+            self._moved.count("to_device", stay.each)
         return self._settled(chunk)
 
     def _check_open(self) -> None:
@@ -203,16 +203,16 @@ class Engine:
         needed = {*together, chunk, *(c for c in self._resident if self._is_held(c))}
         least = (
             max(full.least_blocks, sum(map(self._residents.blocks, needed))) * self.arena.block_bytes
-            + self.beside
+            + self._beside
         )
-        whole = sum(map(self._residents.blocks, self.chunks)) * self.arena.block_bytes + self.beside
+        whole = sum(map(self._residents.blocks, self.chunks)) * self.arena.block_bytes + self._beside
         raised = f"{exactly(whole)}, which holds all parameters"
         if least < whole:
             raised = f"at least {exactly(least)}; {exactly(whole)} hold all parameters"
         what = f"parameter {self.chunks[chunk].names[0]!r} does not fit on the device{beside}"
         return UserError(
             f"{at_script_line(what, waiting_line())}; keep no views, or raise memory.device from "
-            f"{format_bytes(self.arena.nbytes + self.beside)} to {raised}"
+            f"{format_bytes(self.arena.nbytes + self._beside)} to {raised}"
         )
 
     def _is_held(self, chunk: int) -> bool:
@@ -244,7 +244,7 @@ class Engine:
             stay.coming.result(timeout=0)
             self.waited += time.perf_counter() - began
             self._residents.lay(stay)
-            self._count("to_device", stay.each)
+            self._moved.count("to_device", stay.each)
         self._cut_short = False
         if chunk in self._void and threading.get_ident() == self._void_by:
             self._refresh(stay)  # the step was cut short: it is over for the thread that made it
@@ -254,10 +254,6 @@ class Engine:
         for eviction in decision.evict:
             self._write_back(eviction.chunk)
             self._residents.let_go(eviction.chunk)
-
-    def _count(self, direction: str, each: TrainedChunk) -> None:
-        self.moves[direction] += 1
-        self.nbytes[direction] += each.chunk.extent * each.dtype.itemsize
 
     # Values that change
 
@@ -289,13 +285,12 @@ class Engine:
         with torch.no_grad(), self.home.values(each, writes=True) as values:
             stay.return_to(values)
         self.written_back += 1
-        self._count("to_host", each)
+        self._moved.count("to_host", each)
         if is_changed:
-            self.written(chunk)
+            self.home.written(chunk)
         stay.seal(anew=True)
-        self.edited(chunk)
-        stay.versions = versions  # last: what was cut short is written back again
         self.home.written_back(each)
+        stay.versions = versions  # last: what was cut short is written back again
 
     def out_of_date(self, chunks: Iterable[int]) -> None:
         """The values of these chunks are about to change in host memory: what lies on the device is dropped.
@@ -345,7 +340,7 @@ class Engine:
         self._bringing.bring(stay)
         stay.versions = stay.written()
         stay.seal(anew=True)
-        self._count("to_device", stay.each)
+        self._moved.count("to_device", stay.each)
         self._void.discard(stay.each.chunk.id)
 
     def handle_step_ended(self) -> StepStatistics:
@@ -394,12 +389,12 @@ class Engine:
                     self._residents.set_apart(stay, place.slot)
                 stay.views[place.slot].copy_(value)
                 stay.given_out = True
-                self.written(place.chunk)
+                self.home.written(place.chunk)
                 return
             with self.home.values(each, writes=True) as values:
                 each.part(values, place.slot).copy_(value)
-            self.written(place.chunk)
-            self.edited(place.chunk)
+            self.home.written(place.chunk)
+            self.home.written_back(each)
 
     # What parameters ask
 

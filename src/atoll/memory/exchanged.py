@@ -7,8 +7,7 @@ its own budgets, and what is exchanged is cut alike on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import msgspec
@@ -18,46 +17,31 @@ from torch import Tensor, nn
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory.fitted import Moving
-from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
+from atoll.memory.gradients import ChunkGradients, Gradients, TrainedChunk
+from atoll.memory.home import Home, HostHome
+from atoll.memory.leaving import Leaving
 from atoll.memory.payloads import SUM, VALUES, Payloads
+from atoll.memory.states import ChunkStates
+from atoll.memory.stepqueue import StepQueue
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.changed import same_bits
-from atoll.tensors.torch_compat import version_of
-
-
-class _WatchedSlot(Slot):
-    """One parameter's gradient; what a script writes into it is noticed."""
-
-    _chunk: _WatchedChunk
-
-    @contextmanager
-    def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
-        with super().lend(overwrites=overwrites) as gradient:
-            before = version_of(gradient)
-            yield gradient
-            if version_of(gradient) != before:
-                self._chunk.edited.add(self._index)
 
 
 class _WatchedChunk(ChunkGradients):
     """What is known of one chunk's gradients, and in which slots (`edited`) the script has changed them
     since others were put in their place."""
 
-    slot_kind = _WatchedSlot
-
-    def __init__(self, trained: TrainedChunk, payloads: Payloads) -> None:
+    def __init__(self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving) -> None:
         self.edited: set[int] = set()
-        super().__init__(trained, payloads)
+        super().__init__(trained, payloads, steps, leaving)
 
-    @contextmanager
-    def _with_edits(self, *, writes: bool) -> Iterator[Tensor]:
-        if self.kept:
-            with self.borrow(writes=False) as flat:
-                for index, kept in self.kept.items():
-                    if not torch.equal(self.trained.part(flat, index), kept):
-                        self.edited.add(index)  # through a view that the script has
-        with super()._with_edits(writes=writes) as flat:
-            yield flat
+    def note_edit(self, index: int) -> None:
+        self.edited.add(index)
+
+    def take_in(self, flat: Tensor, index: int, kept: Tensor) -> None:
+        if not torch.equal(self.trained.part(flat, index), kept):
+            self.edited.add(index)  # through a view that the script has
+        super().take_in(flat, index, kept)
 
     def replace(self, index: int, gradient: Tensor) -> None:
         super().replace(index, gradient)
@@ -85,8 +69,10 @@ class _WatchedChunk(ChunkGradients):
 class WatchedGradients(Gradients):
     """Gradients that others' may be put in the place of."""
 
-    def _held(self, trained: TrainedChunk, payloads: Payloads) -> ChunkGradients:
-        return _WatchedChunk(trained, payloads)
+    def _held(
+        self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving
+    ) -> ChunkGradients:
+        return _WatchedChunk(trained, payloads, steps, leaving)
 
     def watched(self, chunk: int) -> _WatchedChunk:
         """Those of a chunk."""
@@ -123,11 +109,18 @@ class Exchanged(Moving):
             for each in self._trained
             for slot, parameter in enumerate(each.parameters)
         }
-        self.written: set[int] = set()  # chunks whose values the script may have changed
-        self.engine.edited = self.written.add
 
-    def _gradients_of(self, trained: Sequence[TrainedChunk]) -> Gradients:
-        return WatchedGradients(trained, lambda _: self._store, self._gradient_came, self._room)
+    def _gradients_of(self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]) -> Gradients:
+        return WatchedGradients(trained, self._store, self._steps, self._gradient_came, self._room, beside)
+
+    def _home_of(self, states: Mapping[int, ChunkStates]) -> Home:
+        self._values = HostHome(self._store, self._steps, states)
+        return self._values
+
+    @property
+    def written(self) -> set[int]:
+        """Chunks whose values the script may have changed since values were written here."""
+        return self._values.edited
 
     def _homes(
         self, parameters: Sequence[nn.Parameter]
@@ -138,25 +131,32 @@ class Exchanged(Moving):
             members = list(found)
             yield members[0][0], [(index, slot) for _, slot, index in members]
 
+    def _runs(
+        self, kind: str, chunk: Chunk, parameters: Sequence[nn.Parameter], values: Tensor, *, writes: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each parameter its run in a payload of this kind, and the one in `values`, (chunk.extent,)."""
+        for each, members in self._homes(parameters):
+            with self._store.pin((each.chunk.id, kind), writes=writes) as flat:
+                for index, slot in members:
+                    yield each.run(flat, slot), _run(chunk, values, index)
+
     # Gradients
 
+    @torch.no_grad()
     def put_sums(self, chunk: Chunk, parameters: Sequence[nn.Parameter], values: Tensor) -> None:
         """Keep a group's sums, (chunk.extent,), beside the gradients."""
-        for each, members in self._homes(parameters):
-            key = each.chunk.id, SUM
-            if not self._store.has(key):
-                self._store.add(key, each.chunk.numel, each.dtype)
-            with self._store.pin(key, writes=True) as flat, torch.no_grad():
-                for index, slot in members:
-                    each.run(flat, slot).copy_(_run(chunk, values, index))
+        for each, _ in self._homes(parameters):
+            if not self._store.has((each.chunk.id, SUM)):
+                self._store.add((each.chunk.id, SUM), each.chunk.numel, each.dtype)
+        for here, given in self._runs(SUM, chunk, parameters, values, writes=True):
+            here.copy_(given)
 
+    @torch.no_grad()
     def read_sums(self, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> Tensor:
         """A copy of them, (chunk.extent,)."""
         values = torch.zeros(chunk.extent, dtype=parameters[0].dtype)
-        for each, members in self._homes(parameters):
-            with self._store.pin((each.chunk.id, SUM)) as flat, torch.no_grad():
-                for index, slot in members:
-                    _run(chunk, values, index).copy_(each.run(flat, slot))
+        for here, read in self._runs(SUM, chunk, parameters, values, writes=False):
+            read.copy_(here)
         return values
 
     def present(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
@@ -215,12 +215,11 @@ class Exchanged(Moving):
 
     # Values
 
+    @torch.no_grad()
     def read_values(self, chunk: Chunk, parameters: Sequence[nn.Parameter], into: Tensor) -> None:
         """Copy the values of these to their slots of `into`, (chunk.extent,); see `write_back`."""
-        for each, members in self._homes(parameters):
-            with self._store.pin((each.chunk.id, VALUES)) as flat, torch.no_grad():
-                for index, slot in members:
-                    _run(chunk, into, index).copy_(each.run(flat, slot))
+        for here, read in self._runs(VALUES, chunk, parameters, into, writes=False):
+            read.copy_(here)
 
     def write_back(self) -> None:
         """Hand what the script has written into parameters to the tiers: `written` says in which chunks that

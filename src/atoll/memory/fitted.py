@@ -20,13 +20,17 @@ from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine, in_order_of_use
 from atoll.memory.gradients import Gradients, TrainedChunk
-from atoll.memory.home import HostHome
+from atoll.memory.home import Home, HostHome
 from atoll.memory.initialising import spilled_bytes, take
-from atoll.memory.payloads import GRADIENT, Payloads
+from atoll.memory.moved import Moved
+from atoll.memory.payloads import GRADIENT
+from atoll.memory.plainstate import States
 from atoll.memory.saved import leave_gone, watch_modules
 from atoll.memory.speculation import AheadFigures, Spares
 from atoll.memory.statedicts import StateDicts
-from atoll.memory.stepping import StepCalls, Stepper
+from atoll.memory.states import ChunkStates, chunk_states
+from atoll.memory.stepping import Stepper
+from atoll.memory.stepqueue import StepQueue
 from atoll.memory.store import Store
 from atoll.moves import Cache, StepStatistics, optimum
 from atoll.moves.search import MemoryPlan
@@ -178,26 +182,29 @@ class Moving(Fitted):
         self._arena = Arena(self._blocks * plan.chunk_bytes, plan.chunk_bytes, device, "device")
         names = {each.chunk.id: each.words for each in chunks}
         self._store = _store(budgets, plan, spilled_bytes(parameters.values()), names)
-        self._trained = trained
-        self.engine = self._engine_of(chunks, Cache(self._blocks, self._sizes))
-        self.gradients = self._gradients_of(trained)
-        self.engine.gradients = self.gradients
-        self.engine.beside = self._aside
+        self._trained, self._moved, self._steps = trained, Moved(), StepQueue(names)
+        self._stepper: Stepper | None = None
+        self._hold(chunks)
         held = {id(parameter) for each in there for parameter in each.parameters}
-        self.gradients.beside = {n: p for n, p in enumerate(parameters.values()) if id(p) in held}
+        beside = {n: p for n, p in enumerate(parameters.values()) if id(p) in held}
+        states = {} if optimizer is None else self._states_of(optimizer)
+        self.gradients = self._gradients_of(trained, beside)
+        self.engine = Engine(
+            chunks,
+            self._arena,
+            Cache(self._blocks, self._sizes),
+            self._home_of(states),
+            self.gradients,
+            self._moved,
+            self._aside,
+        )
         self._handles = watch_modules(model.modules())
         self._state_dicts = StateDicts(model)
-        self._stepper: Stepper | None = None
         self._ahead = AheadFigures()
         self.steps = 0
-        self._statistics, self._latest = (
-            StepStatistics(),
-            (self.engine.moves.copy(), self.engine.nbytes.copy()),
-        )
-        self._step_figures: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self._statistics = StepStatistics()
         self._step_blocks = 0
         self._stepped: Sequence[int] = ()
-        self._came: set[int] = set()  # chunks of which gradients have come since the last step
         self._there: _Stationary | None = None
         self._keeps_interrupts = interrupts.begin()
         try:
@@ -207,10 +214,8 @@ class Moving(Fitted):
             if self._store.disk is not None:
                 self._store.disk.reserve()
             if optimizer is not None:
-                self._stepper = self._stepper_of(optimizer)
-                self._home.stepped = self._stepper.wait_stepped
-                self.engine.edited = self._stepper.values_edited
-            self._ready()
+                self._stepper = self._stepper_of(optimizer, states)
+            self._ready(states)
             for chunk in self._staying:
                 self.engine.pin([chunk])
             give_back_freed_memory()
@@ -221,36 +226,44 @@ class Moving(Fitted):
     # What a group of members (memory/sharded.py) has in another way, or a model that is stepped elsewhere
     # (memory/lent.py).
 
-    def _engine_of(self, chunks: Sequence[TrainedChunk], cache: Cache[int]) -> Engine:
-        self._home = HostHome(self._payloads(chunks))
-        return Engine(chunks, self._arena, cache, self._home)
+    def _hold(self, chunks: Sequence[TrainedChunk]) -> None:
+        """Find who holds what of the chunks: the store holds all."""
 
-    def _payloads(self, _chunks: Sequence[TrainedChunk]) -> Payloads:
-        return self._store
+    def _home_of(self, states: Mapping[int, ChunkStates]) -> Home:
+        return HostHome(self._store, self._steps, states)
 
     @property
     def _room(self) -> int:
         """Bytes of gradients that may be on their way off the device."""
         return GRADIENTS_UNDER_WAY * self.plan.chunk_bytes
 
-    def _gradients_of(self, trained: Sequence[TrainedChunk]) -> Gradients:
-        return Gradients(trained, lambda _: self._store, self._gradient_came, self._room)
+    def _gradients_of(self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]) -> Gradients:
+        return Gradients(trained, self._store, self._steps, self._gradient_came, self._room, beside)
 
-    def _stepper_of(self, optimizer: torch.optim.Optimizer) -> Stepper:
+    def _states_of(self, optimizer: torch.optim.Optimizer) -> dict[int, ChunkStates]:
+        return chunk_states(optimizer, self._trained, self._store, master=self.budgets.master)
+
+    def _stepper_of(self, optimizer: torch.optim.Optimizer, states: Mapping[int, ChunkStates]) -> Stepper:
+        spares = Spares(self.plan.early, self._store.swap, lambda: self.engine.waited, self._ahead)
         return Stepper(
             optimizer,
-            self._trained,
+            states,
             self.gradients,
-            lambda _: self._store,
-            self._step_calls(),
-            master=self.budgets.master,
-            spares=self._spares() if self.plan.early else None,
+            self._steps,
+            self._before_step,
+            self._after_step,
+            shown=self._shown(optimizer, states),
+            spares=spares if self.plan.early else None,
         )
 
-    def _spares(self) -> Spares:
-        return Spares(self.plan.early, self._store.swap, lambda: self.engine.waited, self._ahead)
+    def _shown(
+        self, optimizer: torch.optim.Optimizer, states: Mapping[int, ChunkStates]
+    ) -> Mapping[int, States]:
+        """The states of chunks of which others step a part."""
+        del optimizer, states
+        return {}
 
-    def _ready(self) -> None:
+    def _ready(self, states: Mapping[int, ChunkStates]) -> None:
         """All payloads are where they belong."""
 
     def _end(self) -> None:
@@ -261,9 +274,6 @@ class Moving(Fitted):
         if self._keeps_interrupts:
             self._keeps_interrupts = False
             interrupts.end()
-
-    def _step_calls(self) -> StepCalls:
-        return StepCalls(self._before_step, lambda _: None, self._after_step)
 
     @property
     def mover(self) -> Engine:
@@ -295,14 +305,10 @@ class Moving(Fitted):
         self.gradient_norm = self.gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         return self.gradient_norm
 
-    def _gradient_came(self, chunk: int, slot: int) -> None:
-        counted, each = self.engine, self.engine.chunks[chunk]
-        counted.nbytes["to_host"] += each.chunk.slots[slot].numel * each.dtype.itemsize
-        if chunk not in self._came:
-            self._came.add(chunk)
-            counted.moves["to_host"] += 1
+    def _gradient_came(self, each: TrainedChunk, slot: int) -> None:
+        self._moved.gradient_came(each, slot)
         if self._stepper is not None:
-            self._stepper.gradient_came(chunk, slot)
+            self._stepper.gradient_came(each.chunk.id, slot)
 
     def _before_step(self, chunks: Sequence[int]) -> Sequence[int]:
         self._owners.check()
@@ -323,11 +329,8 @@ class Moving(Fitted):
         self._store.step_ended()
         # Of gradients and copies, whose holes glibc does not fill.
         self.gradients.once_arrived(self._freed.step_ended)
-        self._came.clear()
+        self._moved.step_ended()
         self.steps += 1
-        moves, nbytes = self._latest
-        self._latest = self.engine.moves.copy(), self.engine.nbytes.copy()
-        self._step_figures = dict(self._latest[0] - moves), dict(self._latest[1] - nbytes)
 
     @property
     def _aside(self) -> int:
@@ -346,10 +349,10 @@ class Moving(Fitted):
             disk_budget=self.budgets.disk,
             disk_peak=self._store.disk.peak if self._store.disk is not None else 0,
             steps=self.steps,
-            moves={**engine.moves, "from_disk": disk.from_disk, "to_disk": disk.to_disk},
-            nbytes={**engine.nbytes, "from_disk": disk.bytes_from_disk, "to_disk": disk.bytes_to_disk},
-            step_moves=self._step_figures[0],
-            step_nbytes=self._step_figures[1],
+            moves={**self._moved.moves, "from_disk": disk.from_disk, "to_disk": disk.to_disk},
+            nbytes={**self._moved.nbytes, "from_disk": disk.bytes_from_disk, "to_disk": disk.bytes_to_disk},
+            step_moves=self._moved.of_step[0],
+            step_nbytes=self._moved.of_step[1],
             written_back=engine.written_back,
             optimum=least if all(blocks == 1 for blocks in self._sizes.values()) else None,
             step_blocks=self._step_blocks,
@@ -390,8 +393,7 @@ class Moving(Fitted):
         else all `stays` in its tiers, to be used on, or is let go of (whose steps were made elsewhere)."""
         if self.engine.is_closed:
             return
-        if self._stepper is not None:
-            self._stepper.wait_over()  # the first step makes the state
+        self._steps.wait_over()  # the first step makes the state
         why = self.lacks_room()
         if not why:
             self.close()

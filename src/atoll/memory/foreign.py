@@ -8,7 +8,7 @@ member tells in one word for all of a chunk's parameters of which it holds somet
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from atoll.core.errors import RunError, UserError
 from atoll.memory.gradients import TrainedChunk
-from atoll.memory.payloads import MASTER, Key, state_kind
-from atoll.memory.states import ChunkStates, Settings
-from atoll.moves.owners import Part
+from atoll.memory.payloads import MASTER, state_kind
+from atoll.memory.sharing import FetchCache, Sharing
+from atoll.memory.states import ChunkStates
+from atoll.memory.stepqueue import Settings
 from atoll.tensors.optimizer import State
 
 _MOST_BYTES = 2**20  # of one number: what is kept for a parameter as a whole is a scalar or little more
@@ -69,54 +70,39 @@ def _told(key: str, value: Any, name: str) -> Value:
     )
 
 
-class Holders(Protocol):
-    """Those who hold parts of chunks, and can be asked: `Sharing`, or another group's."""
-
-    @property
-    def count(self) -> int:
-        """Of sync points: what was asked before another one is old."""
-
-    def words(self, chunk: int) -> str:
-        """The chunk, for people."""
-
-    def others(self, chunk: int) -> Sequence[Part]:
-        """What they hold of it."""
-
-    def fetched(self, key: Key, numel: int, dtype: torch.dtype, begin: int, end: int) -> Tensor:
-        """A payload, (numel,), with what they hold of elements `begin` to `end`."""
-
-    def description(self, chunk: int, holder: int) -> bytes:
-        """What is kept for its parameters, in a word of `described`."""
-
-
 class SharedStates:
-    """What an optimizer's `Stepper` asks of the states of a chunk, for one of which others step a part; `own`
-    is what is stepped here, None: nothing."""
+    """What an optimizer's `Stepper` asks of the states of a chunk, for one of which others step a part:
+    those whose parts are fetched by `cache`. `own` is what is stepped here, None: nothing."""
 
-    def __init__(self, trained: TrainedChunk, sharing: Holders, group: int, own: ChunkStates | None) -> None:
-        self.trained, self.group, self._sharing, self._own = trained, group, sharing, own
+    def __init__(
+        self,
+        trained: TrainedChunk,
+        sharing: Sharing,
+        cache: FetchCache,
+        group: int = 0,
+        own: ChunkStates | None = None,
+    ) -> None:
+        self.trained, self.group, self._sharing, self._cache, self._own = trained, group, sharing, cache, own
         self._known: dict[int, Sequence[_Slot]] = {}  # by holder
         self._count = -1  # as of which count
 
     def numbers(self, slot: int) -> State:
         """What is kept for a parameter as a whole, in copies."""
-        if self._own is not None and self._own.has(slot):
+        if self._own is not None and self._own.portion.has(slot):
             return self._own.numbers(slot)
         return {key: _heard(value) for key, value in self._told(slot).numbers.items()}
 
     def kept(self, slot: int) -> dict[str, torch.dtype]:
         """What is kept for each of its elements, by key."""
-        if self._own is not None and self._own.has(slot):
+        if self._own is not None and self._own.portion.has(slot):
             return self._own.kept(slot)
         return {key: _dtype(name) for key, name in self._told(slot).kept.items()}
 
     def elements(self, slot: int, key: str) -> Tensor:
         """A copy of what is kept under `key`, with the parameter's shape and strides."""
-        chunk, place = self.trained.chunk, self.trained.chunk.slots[slot]
         kind = MASTER if key == MASTER else state_kind(key)
-        end = place.offset + place.numel
-        flat = self._sharing.fetched((chunk.id, kind), chunk.extent, self.kept(slot)[key], place.offset, end)
-        if self._own is not None and self._own.has(slot):
+        flat = self._cache.fetched(self.trained, slot, kind, self.kept(slot)[key])
+        if self._own is not None and self._own.portion.has(slot):
             self._own.copy_held(slot, key, flat)
         return self.trained.part(flat, slot).clone()
 
@@ -128,7 +114,7 @@ class SharedStates:
     def _told(self, slot: int) -> _Slot:
         """What a member that holds some of the parameter says of it."""
         begin, end = self.trained.place(slot)
-        others = self._sharing.others(self.trained.chunk.id)
+        others = self._cache.parts[self.trained.chunk.id]
         if not self.trained.extent:  # parameters without elements alone: one member has it
             return self._slots(others[0].member)[slot]
         holder = next(part.member for part in others if part.begin < end and begin < part.end)

@@ -8,10 +8,11 @@ and never holds all gradients. Source: docs/memory.md, "Gradients".
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from atoll.chunks import Chunk
-from atoll.core.errors import UserError
+from atoll.core.errors import DeadlineError, UserError
 from atoll.memory import copies
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.leaving import Leaving, wait_for
 from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.proxies import GradientProxy, LostSource, OwnSource
+from atoll.memory.stepqueue import DEADLINE, StepQueue
 from atoll.tensors.binding import carve, check_usable
 from atoll.tensors.torch_compat import (
     AsPlainTensors,
@@ -107,7 +109,8 @@ class Slot:
             yield kept
             self._chunk.norms.pop(self._index, None)
             self._chunk.changes += 1
-            self.edits += version_of(kept) != before
+            if version_of(kept) != before:
+                self._note_edit()
             return
         trained = self._chunk.trained
         with self._chunk.settled() as flat:
@@ -117,12 +120,16 @@ class Slot:
             before = version_of(lent)
             yield lent
             if version_of(lent) != before:
-                self.edits += 1
+                self._note_edit()
                 self._chunk.changes += 1
                 self._chunk.norms.pop(self._index, None)
                 with self._chunk.borrow(writes=True):
                     if lent is not home:
                         home.copy_(lent)
+
+    def _note_edit(self) -> None:
+        self.edits += 1
+        self._chunk.note_edit(self._index)
 
     def keep(self) -> Tensor:
         self._chunk.arrive()
@@ -150,8 +157,9 @@ class ChunkGradients:
 
     slot_kind = Slot
 
-    def __init__(self, trained: TrainedChunk, payloads: Payloads) -> None:
-        self.trained, self.payloads = trained, payloads
+    def __init__(self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving) -> None:
+        """`steps` are those of the optimizer; `leaving` carries what comes."""
+        self.trained, self.payloads, self.steps, self._leaving = trained, payloads, steps, leaving
         self.key = trained.chunk.id, GRADIENT
         payloads.add(self.key, trained.chunk.numel, trained.dtype)
         self.filled = False  # there is something in the payload
@@ -162,15 +170,21 @@ class ChunkGradients:
         # What the values in the payload are still to be multiplied by, and in which slots.
         self.factors: list[tuple[Tensor, list[bool]]] = []
         self.norms: dict[int, Tensor] = {}  # by slot, of the gradients as they now are
-        self.wait: Callable[[int], None] = lambda _: None  # until no step of it is under way
-        self.halt: Callable[[int], None] = lambda _: None  # one that is made ahead of its time
         self.changes = 0  # of what counts as a gradient, by whomever
-        self.leaving: Leaving  # carries what comes; whoever makes this says which
+        self._is_read_ahead = False  # a step that is made ahead of its time reads the payload
+        self._reading = threading.Condition()
         self.stepping = False  # a step that is under way will still read the payload
         self.coming: Future[None] | None = None  # the latest gradient that is, or was, on its way here
         self.stepped_after: Future[None] | None = None  # the latest that the step under way counts
         self.failed: BaseException | None = None  # what the first gradient that did not arrive has raised
         self.told = False  # somebody was told of it
+
+    def note_edit(self, index: int) -> None:
+        """The script has written to a slot's gradient."""
+
+    def wait_stepped(self) -> None:
+        """Wait until no step of the chunk is under way or to come."""
+        self.steps.wait_stepped(self.trained.chunk.id)
 
     def arrive(self, *, whatever: bool = False) -> None:
         """Wait until no gradient is on its way here; raises what the way has raised, unless `whatever`."""
@@ -220,7 +234,7 @@ class ChunkGradients:
         """The same, once all gradients are here and no step reads it any more, with what the script has
         changed in views."""
         self.arrive()
-        self.wait(self.trained.chunk.id)
+        self.wait_stepped()
         with self._with_edits(writes=writes) as flat:
             yield flat
 
@@ -241,10 +255,10 @@ class ChunkGradients:
 
     def take(self, index: int, gradient: Tensor, measures: float | None) -> None:
         """Let a gradient come; it counts from now on."""
-        self.wait(self.trained.chunk.id)  # here: a step that is begun later waits for the gradient
+        self.wait_stepped()  # here: a step that is begun later waits for the gradient
         self._change()
         add = partial(self._add, index, gradient, measures, adds=self.present[index])
-        self.coming = self.leaving.carry(add, gradient.nbytes, gradient.device)
+        self.coming = self._leaving.carry(add, gradient.nbytes, gradient.device)
         self.present[index] = True
 
     def replace(self, index: int, gradient: Tensor) -> None:
@@ -278,9 +292,29 @@ class ChunkGradients:
             self.release()
 
     def _change(self) -> None:
-        """A gradient is to come, or to go: nobody may read the payload ahead of the step any more."""
-        self.changes += 1
-        self.halt(self.trained.chunk.id)
+        """A gradient is to come, or to go: nobody may read the payload ahead of the step any more. Raises
+        DeadlineError where a step that does so does not end."""
+        with self._reading:
+            self.changes += 1
+            if not self._reading.wait_for(lambda: not self._is_read_ahead, DEADLINE):
+                raise DeadlineError(
+                    f"waited {DEADLINE:.0f} s for the optimizer's step of {self.trained.words} during "
+                    "backward, which has not ended: this machine's processors stand still"
+                )
+
+    @contextmanager
+    def read_ahead(self, changes: int) -> Iterator[Tensor | None]:
+        """The gradients as they lie, (extent,), for a step ahead of its time; None where there were other
+        `changes` by now. Until the end no gradient comes or goes."""
+        with self._reading:
+            self._is_read_ahead = self.changes == changes
+        try:
+            with self.payloads.pin(self.key) if self._is_read_ahead else nullcontext() as payload:
+                yield None if payload is None else payload[: self.trained.extent]
+        finally:
+            with self._reading:
+                self._is_read_ahead = False
+                self._reading.notify_all()
 
     def release(self) -> None:
         """Let go of the payload if nothing in it counts any more."""
@@ -292,7 +326,7 @@ class ChunkGradients:
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients, at once or as they are next read."""
         self.arrive()
-        self.wait(self.trained.chunk.id)
+        self.wait_stepped()
         self.factors.append((factor, list(self.present)))
         self.changes += 1
         self.norms.clear()
@@ -313,33 +347,33 @@ class ChunkGradients:
 class Gradients:
     """The gradients of all chunks that are trained.
 
-    `payloads(chunk)` says where a chunk's lie. `arrived(chunk, slot)` is told of each gradient that backward
-    has finished, on autograd's thread, when it is on its way; `room` bytes of them may be, beside the latest.
-    Tensors given and taken have the parameter's shape, dtype and device.
+    They lie in `payloads`; `steps` are the optimizer's. `arrived(chunk, slot)` is told of each gradient that
+    backward has finished, on autograd's thread, when it is on its way; `room` bytes of them may be, beside
+    the latest. `beside` are parameters whose gradients are PyTorch's own, by their number: clipped with the
+    others. Tensors given and taken have the parameter's shape, dtype and device.
     """
 
     def __init__(
         self,
         chunks: Sequence[TrainedChunk],
-        payloads: Callable[[int], Payloads],
-        arrived: Callable[[int, int], None] = lambda _chunk, _slot: None,
+        payloads: Payloads,
+        steps: StepQueue,
+        arrived: Callable[[TrainedChunk, int], None] = lambda _chunk, _slot: None,
         room: int = 0,
+        beside: Mapping[int, nn.Parameter] | None = None,
     ) -> None:
         count_unscaling()
-        self._chunks: Mapping[int, ChunkGradients] = {
-            each.chunk.id: self._held(each, payloads(each.chunk.id)) for each in chunks
-        }
         self._leaving = Leaving(room)
-        for held in self._chunks.values():
-            held.leaving = self._leaving
+        self._chunks: Mapping[int, ChunkGradients] = {
+            each.chunk.id: self._held(each, payloads, steps, self._leaving) for each in chunks
+        }
+        self.beside = beside or {}
         self._arrived = arrived
         self._places = {
             id(parameter): (each, index)
             for each in self._chunks.values()
             for index, parameter in enumerate(each.trained.parameters)
         }
-        # Parameters whose gradients are PyTorch's own, by their number: clipped with the others.
-        self.beside: Mapping[int, nn.Parameter] = {}
         self._measures: float | None = None  # the kind of norm that is taken as gradients come
         self.latest_norm: Tensor | None = None  # the global norm when it was last asked for, before clipping
         self._handles = []
@@ -351,8 +385,10 @@ class Gradients:
                 check_usable(each.trained.names[index], gradient)
                 self._take(each, index)
 
-    def _held(self, trained: TrainedChunk, payloads: Payloads) -> ChunkGradients:
-        return ChunkGradients(trained, payloads)
+    def _held(
+        self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving
+    ) -> ChunkGradients:
+        return ChunkGradients(trained, payloads, steps, leaving)
 
     def close(self) -> None:
         """Leave the gradients to the parameters as plain tensors. Raises, at the end, why one has not arrived
@@ -361,16 +397,19 @@ class Gradients:
             handle.remove()
         untold: BaseException | None = None
         for each, index in self._places.values():
-            if each.present[index]:
-                each.arrive(whatever=True)
-                gradient = each.slots[index].keep() if each.failed is None else None
-                untold = untold or (None if each.told else each.failed)
-                each.forget(index)
-                _set_own_gradient(each.trained.parameters[index], gradient)
+            each.arrive(whatever=True)
+            untold = untold or (None if each.told else each.failed)
+            self._give_back(each, index)
         self._places.clear()
         self._leaving.close()
         if untold is not None:
             raise untold
+
+    def _give_back(self, each: ChunkGradients, index: int) -> None:
+        if each.present[index]:
+            gradient = each.slots[index].keep() if each.failed is None else None
+            each.forget(index)
+            _set_own_gradient(each.trained.parameters[index], gradient)
 
     def abandon(self) -> None:
         """Let go of the parameters and end the thread, after an error."""
@@ -479,14 +518,6 @@ class Gradients:
                 norms[number] = torch.linalg.vector_norm(parameter.grad, norm_type)
         return norms
 
-    def steps_wait(self, chunk: int, wait: Callable[[int], None]) -> None:
-        """Whoever steps a chunk says how to wait until no step of it is under way."""
-        self._chunks[chunk].wait = wait
-
-    def steps_halt(self, chunk: int, halt: Callable[[int], None]) -> None:
-        """And who steps it ahead of its time, how to end that: asked before a gradient comes or goes."""
-        self._chunks[chunk].halt = halt
-
     def changes(self, chunk: int) -> int | None:
         """Counts what has happened to a chunk's gradients; None where they are not yet as they lie."""
         each = self._chunks[chunk]
@@ -499,13 +530,9 @@ class Gradients:
         assert coming is not None
         coming.add_done_callback(lambda _: job())
 
-    @contextmanager
-    def read_ahead(self, chunk: int) -> Iterator[Tensor]:
-        """A chunk's gradients as they lie, (extent,), once they are here; whether they have changed meanwhile
-        its `changes` tell. Until the end `halt` must wait."""
-        each = self._chunks[chunk]
-        with each.payloads.pin(each.key) as payload:
-            yield payload[: each.trained.extent]
+    def read_ahead(self, chunk: int, changes: int) -> AbstractContextManager[Tensor | None]:
+        """A chunk's gradients as they lie, for a step ahead of its time. See `ChunkGradients.read_ahead`."""
+        return self._chunks[chunk].read_ahead(changes)
 
     def present(self, chunk: int) -> tuple[bool, ...]:
         """Which slots of a chunk have a gradient."""
@@ -569,7 +596,7 @@ class Gradients:
         @uninterrupted
         def on_gradient(_: Tensor) -> None:
             self._take(each, index)
-            self._arrived(each.trained.chunk.id, index)
+            self._arrived(each.trained, index)
 
         return on_gradient
 

@@ -3,7 +3,7 @@ there. Source: docs/memory.md, "Moves"."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -13,11 +13,15 @@ from torch import Tensor
 from atoll.memory.gradients import TrainedChunk
 from atoll.memory.initialising import take
 from atoll.memory.payloads import VALUES, Payloads
+from atoll.memory.sharing import Sharing
+from atoll.memory.states import ChunkStates
 from atoll.memory.stays import Stay
+from atoll.memory.stepqueue import StepQueue
 
 
 class Home(Protocol):
-    """What an `Engine` brings chunks from. All methods may be called from several threads."""
+    """What an `Engine` brings chunks from, and tells of what the script writes. All methods may be called
+    from several threads."""
 
     def take(self, each: TrainedChunk) -> None:
         """Take over the values of a chunk's parameters, whose own memory may be let go of."""
@@ -37,19 +41,32 @@ class Home(Protocol):
     def value(self, each: TrainedChunk, slot: int) -> Tensor:
         """A copy of a parameter's value in ordinary memory of its device."""
 
+    def written(self, chunk: int) -> None:
+        """The script has surely written to a chunk's values, wherever they lie."""
+        del chunk  # nobody else has them
+
     def written_back(self, each: TrainedChunk) -> None:
-        """What the script has written on the device was put into `values`."""
+        """What the script has written, or may have, was put into `values`."""
+
+    def must_tell(self, chunk: int) -> bool:  # noqa: ARG002
+        """Whether writes past autograd's count (`p.data.mul_()`) are to be `written` too, for a checksum
+        whenever the chunk's memory is given out."""
+        return False
 
 
-class HostHome:
-    """A home in payloads."""
+class HostHome(Home):
+    """A home in payloads. `steps` are the optimizer's, and `states` what it keeps for the chunks that are
+    stepped here. `sharing` is what other members hold of the chunks, if any do."""
 
-    def __init__(self, payloads: Payloads) -> None:
-        self.payloads = payloads
-        # Set by whoever makes the steps: waits for a chunk's.
-        self.stepped: Callable[..., None] = lambda _, **__: None
-        # Fills memory on the device with the values of a chunk, past the host; False: they come by there.
-        self.fill: Callable[[int, Tensor], bool] = lambda _chunk, _memory: False
+    def __init__(
+        self,
+        payloads: Payloads,
+        steps: StepQueue,
+        states: Mapping[int, ChunkStates] | None = None,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self.payloads, self._steps, self._states, self._sharing = payloads, steps, states or {}, sharing
+        self.edited: set[int] = set()  # chunks whose values the script may have changed
 
     def take(self, each: TrainedChunk) -> None:
         self.add(each)
@@ -62,7 +79,7 @@ class HostHome:
         self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
 
     def wait_stepped(self, chunk: int, *, tells: bool = True) -> None:
-        self.stepped(chunk, tells=tells)
+        self._steps.wait_stepped(chunk, tells=tells)
 
     @contextmanager
     def values(
@@ -82,8 +99,9 @@ class HostHome:
             yield values[: each.chunk.extent]
 
     def bring(self, stay: Stay, *, tells: bool = True) -> None:
-        self.wait_stepped(stay.each.chunk.id, tells=tells)
-        if stay.is_apart or not self.fill(stay.each.chunk.id, stay.memory):
+        chunk, sharing = stay.each.chunk.id, self._sharing
+        self.wait_stepped(chunk, tells=tells)
+        if sharing is None or stay.is_apart or not sharing.fill(chunk, stay.memory):
             with self.values(stay.each, tells=tells) as values:
                 stay.bring(values)
 
@@ -91,8 +109,19 @@ class HostHome:
         with self.values(each) as values:
             return copied(each, slot, each.part(values, slot))
 
+    def written(self, chunk: int) -> None:
+        if self._sharing is not None:
+            self._sharing.written(chunk)
+
     def written_back(self, each: TrainedChunk) -> None:
-        """The payloads have it."""
+        chunk = each.chunk.id
+        self.edited.add(chunk)
+        if chunk in self._states:
+            self.wait_stepped(chunk)
+            self._states[chunk].follow_values()
+
+    def must_tell(self, chunk: int) -> bool:
+        return self._sharing is not None and not self._sharing.holds_all(chunk)
 
 
 def copied(each: TrainedChunk, slot: int, value: Tensor) -> Tensor:

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap, lay_out_memory
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory import planning
-from atoll.memory.engine import Engine
 from atoll.memory.fitted import Moving
 from atoll.memory.gradients import Gradients, TrainedChunk
-from atoll.memory.home import HostHome, copied
+from atoll.memory.home import Home, HostHome, copied
 from atoll.memory.initialising import let_go
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.payloads import VALUES, Key, Payloads, TensorPayloads
+from atoll.memory.states import ChunkStates
 from atoll.memory.stays import Stay
-from atoll.moves import Cache
+from atoll.memory.stepqueue import StepQueue
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.changed import same_bits
 
@@ -92,12 +92,12 @@ class Loan:
         return self._flats[chunk][place.offset : place.offset + place.numel]
 
 
-class LentHome:
+class LentHome(Home):
     """The home of chunks that are lent. What the script has written is in payloads of its own, in host memory
     outside of all budgets, for as long as it differs from what is lent."""
 
     def __init__(self, loan: Loan) -> None:
-        self._loan, self._own = loan, HostHome(TensorPayloads())
+        self._loan, self._own = loan, HostHome(TensorPayloads(), StepQueue())
         self._written: dict[int, TrainedChunk] = {}  # by chunk
 
     def take(self, each: TrainedChunk) -> None:
@@ -180,28 +180,19 @@ class LentModel(Moving):
     ) -> None:
         self._loan, self._left, self._peak = Loan(chunk_map, values), gradients, peak
         self._lent_home = LentHome(self._loan)
-        self._lent_chunks: list[TrainedChunk] = []
         super().__init__(model, None, budgets, plan, layout_of(model, plan))
 
-    def _engine_of(self, chunks: Sequence[TrainedChunk], cache: Cache[int]) -> Engine:
+    def _home_of(self, states: Mapping[int, ChunkStates]) -> Home:  # noqa: ARG002
+        return self._lent_home
+
+    def _gradients_of(self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]) -> Gradients:
+        del trained  # they lie by the lender's chunks
         parameters = dict(self.model.named_parameters())
-        names = list(parameters)
+        names, chunks = list(parameters), []
         for chunk in self._loan.chunk_map.trainable:
             held = [names[slot.parameter] for slot in chunk.slots]
-            self._lent_chunks.append(TrainedChunk(chunk, held, [parameters[name] for name in held]))
-        return Engine(chunks, self._arena, cache, self._lent_home)
-
-    def _gradients_of(self, trained: Sequence[TrainedChunk]) -> Gradients:
-        del trained  # they lie by the lender's chunks
-        return Gradients(self._lent_chunks, lambda _: self._left, self._gradient_came, self._room)
-
-    def _gradient_came(self, chunk: int, slot: int) -> None:
-        lent = self._loan.chunk_map.chunks[chunk]
-        itemsize = self._lent_chunks[chunk].dtype.itemsize
-        self.engine.nbytes["to_host"] += lent.slots[slot].numel * itemsize
-        if chunk not in self._came:
-            self._came.add(chunk)
-            self.engine.moves["to_host"] += 1
+            chunks.append(TrainedChunk(chunk, held, [parameters[name] for name in held]))
+        return Gradients(chunks, self._left, self._steps, self._gradient_came, self._room, beside)
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+import msgspec
 from torch import Tensor
 
+from atoll.core.errors import RunError
 from atoll.core.stands import Stand
 from atoll.memory.payloads import Key
 from atoll.moves.owners import Groups
 
+T = TypeVar("T")
 # read((chunk, kind), version): the flat payload in host memory, as `version` sync points have left it (see
 # memory/sharing.py). Waits for them, and for the chunk's step. Raises UserError for what is not here,
 # DeadlineError where it does not come.
@@ -74,3 +77,17 @@ class Members(Protocol):
 
     def close(self) -> None:
         """End the service and let go of the group: not collective."""
+
+
+def told(members: Members, word: T, kind: Any, what: str) -> list[T]:
+    """Every member's word, by rank, each of the type `kind`: a collective, as `Members.gather`.
+
+    Raises RunError, naming the member, for a word that is none.
+    """
+    words: list[T] = []
+    for member, raw in enumerate(members.gather(msgspec.msgpack.encode(word), what)):
+        try:
+            words.append(msgspec.msgpack.decode(raw, type=kind))
+        except msgspec.MsgspecError as error:
+            raise RunError(f"worker {member}'s word on {what}: {error}") from None
+    return words

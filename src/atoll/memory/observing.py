@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
-from torch import nn
 
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory.bandwidth import measure, settle
-from atoll.memory.engine import Engine
+from atoll.memory.fitted import Fitted
 from atoll.memory.planning import choose, measurable, profile_of
 from atoll.memory.profile import Recorder
 from atoll.moves.owners import Groups, Share
@@ -26,19 +25,6 @@ from atoll.moves.timeline import Bandwidths
 from atoll.tensors.stephooks import AroundStep
 
 _RECORDED = 3  # which step is
-
-
-class Fitted(Protocol):
-    """What is looked at of `memory.fit`'s result."""
-
-    model: nn.Module
-    budgets: Budgets
-    plan: MemoryPlan
-
-    @property
-    def mover(self) -> Engine | None: ...
-
-    def stats(self) -> MemoryFigures: ...
 
 
 @dataclass(frozen=True)

@@ -7,63 +7,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from atoll.core.errors import CheckpointError
 from atoll.memory.foreign import SharedStates
 from atoll.memory.gradients import TrainedChunk
-from atoll.memory.payloads import VALUES, Key
-from atoll.memory.sharing import Sharing
-from atoll.moves.owners import Part
+from atoll.memory.payloads import VALUES
+from atoll.memory.sharing import FetchCache, Sharing
 from atoll.tensors.lazy import LazyTensor
 
 # For each parameter that groups have of their own, by name: the groups, and each one's value and optimizer
 # state; None in the place of that group which the checkpoint's model and optimizer are of.
 Held: TypeAlias = dict[str, dict[str, Any]]
-
-
-class OtherGroup:
-    """Chunks of one kind as another group has them: of these, this member holds nothing."""
-
-    def __init__(self, sharing: Sharing, kind: str, group: int) -> None:
-        self._sharing = sharing
-        self._holding = sharing.grouping.seen_by(kind, sharing.holding, group)
-        self._latest: tuple[Key, int, Tensor, set[int]] | None = None  # payload, count, memory, who has sent
-
-    @property
-    def count(self) -> int:
-        return self._sharing.count
-
-    def words(self, chunk: int) -> str:
-        return self._sharing.words(chunk)
-
-    def others(self, chunk: int) -> Sequence[Part]:
-        return self._holding.parts[chunk]
-
-    def description(self, chunk: int, holder: int) -> bytes:
-        return self._sharing.description(chunk, holder)
-
-    def fetched(self, key: Key, numel: int, dtype: torch.dtype, begin: int, end: int) -> Tensor:
-        """As `Sharing.fetched`."""
-        if self._latest is None or self._latest[:2] != (key, self.count):
-            with torch.inference_mode(False):
-                self._latest = key, self.count, torch.empty(numel, dtype=dtype), set()
-        _, _, memory, there = self._latest
-        for part in self.others(key[0]):
-            first, last = part.overlap(begin, end)
-            if first < last and part.member not in there:
-                with torch.inference_mode(False):
-                    self._sharing.fetch(part.member, key, memory[part.begin : part.end])
-                there.add(part.member)
-        return memory
-
-    def value(self, trained: TrainedChunk, slot: int) -> Tensor:
-        """A copy of a parameter's value there, on the CPU."""
-        place = trained.chunk.slots[slot]
-        key, end = (trained.chunk.id, VALUES), place.offset + place.numel
-        flat = self.fetched(key, trained.extent, trained.dtype, place.offset, end)
-        return trained.part(flat, slot).clone()
 
 
 def held_by_groups(sharing: Sharing, chunks: Sequence[TrainedChunk], trained: Collection[int]) -> Held:
@@ -74,12 +29,13 @@ def held_by_groups(sharing: Sharing, chunks: Sequence[TrainedChunk], trained: Co
         groups, own = sharing.grouping.groups(kind), sharing.grouping.own(kind)
         if len(groups) == 1:
             continue
-        others = [None if i == own else OtherGroup(sharing, kind, i) for i in range(len(groups))]
+        seen = [sharing.grouping.seen_by(kind, sharing.holding, i) for i in range(len(groups))]
+        others = [None if i == own else FetchCache(sharing, its.parts) for i, its in enumerate(seen)]
         for each in chunks:
             if sharing.grouping.kind(each.chunk.id) != kind:
                 continue
             states = [
-                None if other is None or each.chunk.id not in trained else SharedStates(each, other, 0, None)
+                None if other is None or each.chunk.id not in trained else SharedStates(each, sharing, other)
                 for other in others
             ]
             for slot, name in enumerate(each.names):
@@ -91,8 +47,13 @@ def held_by_groups(sharing: Sharing, chunks: Sequence[TrainedChunk], trained: Co
     return held
 
 
-def _value(other: OtherGroup, each: TrainedChunk, slot: int) -> Tensor:
-    return LazyTensor(partial(other.value, each, slot), each.likes[slot].shape, each.dtype)
+def _value(other: FetchCache, each: TrainedChunk, slot: int) -> Tensor:
+    return LazyTensor(partial(_fetched, other, each, slot), each.likes[slot].shape, each.dtype)
+
+
+def _fetched(other: FetchCache, each: TrainedChunk, slot: int) -> Tensor:
+    """A copy of a parameter's value there, on the CPU."""
+    return each.part(other.fetched(each, slot, VALUES, each.dtype), slot).clone()
 
 
 def _state(states: SharedStates, each: TrainedChunk, slot: int) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import nn
 
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check
-from atoll.core.errors import PrepareError, RunError, UserError
-from atoll.memory.members import Members
+from atoll.core.errors import PrepareError, UserError
+from atoll.memory.members import Members, told
 from atoll.memory.parameters import place_of
 from atoll.moves.owners import Groups, Share
 
@@ -98,27 +98,21 @@ def share_among(model: nn.Module, members: Members) -> Share:
         _Word(lists[feature], zlib.crc32("\0".join(names).encode()), names[0], len(names))
         for feature, names in own.items()
     ]
-    told = []
-    what = "what the members have given atoll.memory.over"
-    for member, word in enumerate(members.gather(msgspec.msgpack.encode(words), what)):
-        try:
-            told.append(msgspec.msgpack.decode(word, type=list[_Word]))
-        except msgspec.MsgspecError as error:
-            raise RunError(f"worker {member}'s word on {what}: {error}") from None
-    _check_alike(told)
+    said = told(members, words, list[_Word], "what the members have given atoll.memory.over")
+    _check_alike(said)
     if own and members.replicas:
         refuse_apart(model, fit="replicas")
-    apart = {feature: _groups([word[i] for word in told]) for i, feature in enumerate(own)}
+    apart = {feature: _groups([word[i] for word in said]) for i, feature in enumerate(own)}
     return Share(members.rank, members.count, apart, members.replicas)
 
 
-def _check_alike(told: Sequence[Sequence[_Word]]) -> None:
-    first = [(word.names, word.count) for word in told[0]]
-    for member, words in enumerate(told):
+def _check_alike(said: Sequence[Sequence[_Word]]) -> None:
+    first = [(word.names, word.count) for word in said[0]]
+    for member, words in enumerate(said):
         if [(word.names, word.count) for word in words] != first:
             raise PrepareError(
                 f"atoll.memory.over: worker {member} has given it {_words(words)}, and worker 0 "
-                f"{_words(told[0])}; give it the same parts of the model on all workers"
+                f"{_words(said[0])}; give it the same parts of the model on all workers"
             )
 
 

@@ -169,10 +169,6 @@ class ChunkParameter(nn.Parameter):
             return self.detach().to("cpu", copy=True)
         return _engine(self).value(self).cpu()
 
-    def store_value(self, value: Tensor) -> None:
-        """Write new values, (shape), past the device."""
-        _engine(self).assign(self, value)
-
     def _plain_copy(self) -> nn.Parameter:
         return nn.Parameter(_engine(self).value(self), self.requires_grad)
 

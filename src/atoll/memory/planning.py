@@ -12,7 +12,8 @@ from atoll.chunks import ParameterSpec
 from atoll.core.memory import Budgets, check_folder
 from atoll.memory.bandwidth import measure
 from atoll.memory.over import features_of
-from atoll.memory.stepping import state_dtypes, stepped_dtype
+from atoll.memory.states import stepped_dtype
+from atoll.memory.stepping import state_dtypes
 from atoll.moves.owners import Share
 from atoll.moves.search import MemoryPlan, Profile, Use, search_plan
 from atoll.moves.timeline import Bandwidths

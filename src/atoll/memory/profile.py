@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from atoll.memory import saved
 from atoll.memory.bandwidth import settle
 from atoll.memory.engine import Engine
 from atoll.memory.parameters import place_of
-from atoll.memory.saved import Place
+from atoll.memory.saved import Place, watched
 from atoll.moves.search import Use
 from atoll.tensors.torch_compat import is_within_backward, own_parameters
 
@@ -57,10 +56,9 @@ class Recorder(TorchFunctionMode):
         self._find_addresses()
         if self._engine is None:
             self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            self._saved.__enter__()
         else:
-            self._engine.unpacked = self._derived
-            saved.told = self._unpacked
+            self._saved = watched(self._unpacked)
+        self._saved.__enter__()
         self._handle = register_module_forward_pre_hook(self._again)
         self._mark(())  # what comes before the first use is computing too
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -71,11 +69,7 @@ class Recorder(TorchFunctionMode):
         self._running = False
         self._handle.remove()
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if self._engine is None:
-            self._saved.__exit__(None, None, None)
-        else:
-            self._engine.unpacked = None
-            saved.told = None
+        self._saved.__exit__(None, None, None)
         times = self._seconds()
         return tuple(
             Use(parameters, max(0.0, after - at), backward)
@@ -132,9 +126,14 @@ class Recorder(TorchFunctionMode):
         place = bisect.bisect_right(self._starts, address) - 1
         return self._at[place] if place >= 0 and address < self._ends[place] else None
 
-    def _unpacked(self, tensor: Tensor) -> None:
-        """Beside an engine: a tensor that backward has unpacked, and that lies in no chunk that moves."""
-        index = self._parameter_at(tensor)
+    def _unpacked(self, used: Tensor | Place) -> None:
+        """Beside an engine: what backward has unpacked."""
+        if isinstance(used, Tensor):
+            index = self._parameter_at(used)
+        elif self._engine is not None and used.owner is self._engine:
+            index = self._indices.get(id(self._engine.chunks[used.chunk].parameters[used.slot]))
+        else:
+            index = None
         if index is not None and self._running:
             self._mark((index,), backward=True)
 
@@ -143,12 +142,6 @@ class Recorder(TorchFunctionMode):
         if index is not None and self._running:
             self._mark((index,), backward=True)
         return tensor
-
-    def _derived(self, place: Place) -> None:
-        assert self._engine is not None
-        parameter = self._engine.chunks[place.chunk].parameters[place.slot]
-        if self._running and id(parameter) in self._indices:
-            self._mark((self._indices[id(parameter)],), backward=True)
 
     def _mark(self, used: tuple[int, ...], *, backward: bool | None = None) -> None:
         if backward is None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -106,7 +106,17 @@ class Addresses:
 
 
 ADDRESSES = Addresses()
-told: Callable[[Tensor], None] | None = None  # of each other tensor that backward unpacks, while it is set
+_watching: list[Callable[[Tensor | Place], None]] = []
+
+
+@contextmanager
+def watched(unpacked: Callable[[Tensor | Place], None]) -> Iterator[None]:
+    """Tell `unpacked` of each tensor that a backward unpacks: its place, where it lies in a chunk."""
+    _watching.append(unpacked)
+    try:
+        yield
+    finally:
+        _watching.remove(unpacked)
 
 
 @uninterrupted
@@ -114,13 +124,15 @@ def unpack(kept: object) -> Tensor:
     """The tensor again. Raises RuntimeError, as autograd does without hooks, if it was changed in between."""
     if isinstance(kept, Packed):
         _check_version(kept.version, kept.place.owner.version(kept.place))
+        for unpacked in _watching:
+            unpacked(kept.place)
         return kept.place.owner.derive(kept)
     if isinstance(kept, Tensor):
         return kept
     assert isinstance(kept, tuple)
     tensor: Tensor = kept[0]
-    if told is not None:
-        told(tensor)
+    for unpacked in _watching:
+        unpacked(tensor)
     _check_version(kept[1], version_of(tensor))
     return tensor
 

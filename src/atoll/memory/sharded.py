@@ -7,8 +7,7 @@ of a backward; each member steps what it holds. Source: docs/memory.md, "Members
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,18 +18,20 @@ from atoll.chunks import ChunkMap
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory import interrupts
 from atoll.memory.agreeing import NO_EPOCHS, BatchEpochs, StepAgreement
+from atoll.memory.answers import Answers
 from atoll.memory.calls import caller
 from atoll.memory.engine import in_order_of_use
 from atoll.memory.fitted import Moving
-from atoll.memory.foreign import SharedStates, described
+from atoll.memory.foreign import SharedStates
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.grouping import Grouping
+from atoll.memory.home import Home, HostHome
 from atoll.memory.members import Members
 from atoll.memory.othergroups import Held, groups_of, held_by_groups
-from atoll.memory.payloads import Payloads
+from atoll.memory.plainstate import States
 from atoll.memory.sharedgradients import SharedGradients
 from atoll.memory.sharing import Sharing
-from atoll.memory.stepping import Stepper
+from atoll.memory.states import ChunkStates, chunk_states, group_numbers
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.modulehooks import LeftBehind
@@ -65,9 +66,6 @@ class Sharded(Moving):
         super().__init__(model, optimizer, budgets, plan, chunk_map)
         self._agreement = StepAgreement(self.sharing, self.gradients, self._trained, optimizer, epochs)
         self._foreign = [chunk for chunk in self.engine.chunks if not self.sharing.holds_all(chunk)]
-        self.engine.written = self.sharing.written
-        self._home.fill = self.sharing.fill
-        self.engine.must_tell = lambda chunk: not self.sharing.holds_all(chunk)
         self._handles.append(model.register_forward_pre_hook(LeftBehind(self._before_forward)))
         before, after = LeftBehind(self._before_load), LeftBehind(self._after_load)
         for module in model.modules():
@@ -85,7 +83,7 @@ class Sharded(Moving):
                 )
             )
 
-    def _payloads(self, chunks: Sequence[TrainedChunk]) -> Payloads:
+    def _hold(self, chunks: Sequence[TrainedChunk]) -> None:
         assert self.plan.holding is not None
         self.sharing = Sharing(
             self._members,
@@ -94,10 +92,9 @@ class Sharded(Moving):
             self.plan.holding,
             self._store,
             self.plan.staging_bytes,
+            self._moved,
             self._grouping(chunks),
         )
-        self._members.serve(self.sharing.read)
-        return self.sharing
 
     def _grouping(self, chunks: Sequence[TrainedChunk]) -> Grouping | None:
         if self.plan.share is None:
@@ -105,39 +102,32 @@ class Sharded(Moving):
         groups = self.chunk_map.groups
         return Grouping(self.plan.share, [groups[each.chunk.group].feature for each in chunks])
 
-    def _gradients_of(self, trained: Sequence[TrainedChunk]) -> Gradients:
-        self.sharing.came = self._payload_came
-        return SharedGradients(trained, self.sharing, self._gradient_came, self._room)
+    def _gradients_of(self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]) -> Gradients:
+        sharing, came = self.sharing, self._gradient_came
+        return SharedGradients(trained, sharing, self._steps, came, self._room, beside)
 
-    def _payload_came(self, nbytes: int) -> None:
-        self.engine.moves["from_members"] += 1
-        self.engine.nbytes["from_members"] += nbytes
+    def _home_of(self, states: Mapping[int, ChunkStates]) -> Home:
+        return HostHome(self.sharing, self._steps, states, self.sharing)
 
-    def _stepper_of(self, optimizer: torch.optim.Optimizer) -> Stepper:
-        sharing = self.sharing
-        stepper = Stepper(
-            optimizer,
-            [each for each in self._trained if sharing.holds_any(each.chunk.id)],
-            self.gradients,
-            lambda _: sharing.own,
-            self._step_calls(),
-            master=self.budgets.master,
-            parts=sharing.part,
-            shared_chunks=[each for each in self._trained if not sharing.holds_all(each.chunk.id)],
-            shared=lambda each, group, own: SharedStates(each, sharing, group, own),
-        )
+    def _states_of(self, optimizer: torch.optim.Optimizer) -> dict[int, ChunkStates]:
+        own = [each for each in self._trained if self.sharing.holds_any(each.chunk.id)]
+        parts = {each.chunk.id: self.sharing.part(each.chunk.id) for each in own}
+        return chunk_states(optimizer, own, self.sharing.own, master=self.budgets.master, parts=parts)
 
-        def tell(chunk: int) -> bytes | None:
-            states = stepper.states_of(chunk)
-            return None if states is None else described(states)
+    def _shown(
+        self, optimizer: torch.optim.Optimizer, states: Mapping[int, ChunkStates]
+    ) -> dict[int, States]:
+        groups, sharing = group_numbers(optimizer), self.sharing
+        return {
+            each.chunk.id: SharedStates(
+                each, sharing, sharing.cache, groups[id(each.parameters[0])], states.get(each.chunk.id)
+            )
+            for each in self._trained
+            if id(each.parameters[0]) in groups and not sharing.holds_all(each.chunk.id)
+        }
 
-        self.sharing.wait_stepped = partial(
-            stepper.wait_stepped, tells=False
-        )  # this member's script, that is
-        self.sharing.described = tell
-        return stepper
-
-    def _ready(self) -> None:
+    def _ready(self, states: Mapping[int, ChunkStates]) -> None:
+        self._members.serve(Answers(self.sharing, self._steps, self.gradients, states).read)
         self.sharing.passed()  # who has asked before is answered now
 
     # Sync points
@@ -259,8 +249,7 @@ class Sharded(Moving):
         state; else let them go. All members call it, whatever each has room for."""
         if self.engine.is_closed:
             return
-        if self._stepper is not None:
-            self._stepper.wait_over()  # the first step makes the state
+        self._steps.wait_over()  # the first step makes the state
         self.sync("the end of the session")
         why = self.lacks_room()
         if not why:
@@ -272,7 +261,7 @@ class Sharded(Moving):
     def _plain_bytes(self) -> int:
         there = 0 if self._there is None else self._aside - self._there.nbytes  # without gradients
         values = sum(each.chunk.extent * each.dtype.itemsize for each in self.engine.chunks.values())
-        return values + there + (0 if self._stepper is None else self._stepper.state_bytes())
+        return values + there + (0 if self._stepper is None else self._stepper.state.nbytes())
 
     def _until_all_have_it(self) -> None:
         self.sharing.points.agree([], "close(): all members to have the whole model")

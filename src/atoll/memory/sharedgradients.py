@@ -26,9 +26,13 @@ from atoll.core.weighing import SAID, Certainty, said
 from atoll.memory.calls import caller
 from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
 from atoll.memory.interrupts import uninterrupted
-from atoll.memory.payloads import Payloads
+from atoll.memory.leaving import Leaving
+from atoll.memory.members import told
+from atoll.memory.payloads import GRADIENT, Payloads
+from atoll.memory.portions import Portion
 from atoll.memory.proxies import LostSource
 from atoll.memory.sharing import Sharing
+from atoll.memory.stepqueue import StepQueue
 from atoll.memory.sums import Summing
 from atoll.tensors.finite import is_finite
 from atoll.tensors.torch_compat import reader_of_all_gradients, version_of
@@ -49,10 +53,7 @@ class _SharedSlot(Slot):
         chunk, index = self._chunk, self._index
         if index in chunk.kept or chunk.is_own(index):
             with super().lend(overwrites=overwrites) as gradient:
-                before = version_of(gradient)
                 yield gradient
-            if version_of(gradient) != before:
-                chunk.note_edit(index)
             return
         like, device = chunk.trained.likes[index], chunk.trained.device
         with torch.inference_mode(False), torch.no_grad():
@@ -80,8 +81,8 @@ class _SharedSlot(Slot):
 class _SharedChunk(ChunkGradients):
     """What is known of one chunk's gradients.
 
-    First they are this member's own: `come` says of which slots. After `sum` the payload is the mean from
-    `begin` to `end`, this member's part, the rest of it is nothing, and `is_mean` is set. Where more come
+    First they are this member's own: `come` says of which slots. After `sum` the payload is the mean in this
+    member's `portion`, the rest of it is nothing, and `is_mean` is set. Where more come
     then, members set their parts of the mean aside (`earlier` says of which slots) until they are added to
     the next. What a script sets a gradient to meanwhile takes the place of what was set aside, and of what
     has come since: so a member that has set it aside and one to which nothing has come do the same.
@@ -89,10 +90,10 @@ class _SharedChunk(ChunkGradients):
 
     slot_kind = _SharedSlot
 
-    def __init__(self, trained: TrainedChunk, payloads: Payloads, sharing: Sharing) -> None:
-        super().__init__(trained, payloads)
+    def __init__(self, trained: TrainedChunk, sharing: Sharing, steps: StepQueue, leaving: Leaving) -> None:
+        super().__init__(trained, sharing, steps, leaving)
         self._sharing = sharing
-        self.begin, self.end = sharing.part(trained.chunk.id)
+        self.portion = Portion(trained, sharing.part(trained.chunk.id))
         self.is_mean = False
         self.come = [False] * len(trained.parameters)
         self.earlier = [False] * len(trained.parameters)
@@ -114,29 +115,8 @@ class _SharedChunk(ChunkGradients):
         with self._lock, super().borrow(writes=writes) as flat:
             yield flat
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether this member holds a part of it."""
-        return self.end > self.begin
-
-    def bounds(self, slot: int) -> tuple[int, int]:
-        """From where to where a slot's elements are this member's; the first is not below the second where
-        none is."""
-        place = self.trained.chunk.slots[slot]
-        return max(place.offset, self.begin), min(place.offset + place.numel, self.end)
-
-    def is_whole(self, slot: int) -> bool:
-        """Whether no other member holds any of the slot."""
-        first, last = self.bounds(slot)
-        return last - first == self.trained.chunk.slots[slot].numel
-
-    def own(self, flat: Tensor, slot: int) -> Tensor:
-        """This member's part of a slot, 1-D."""
-        first, last = self.bounds(slot)
-        return flat[first : max(first, last)]
-
     def counted(self, flat: Tensor, slot: int) -> Tensor:
-        return self.own(flat, slot) if self.is_mean else super().counted(flat, slot)
+        return self.portion.of(flat, slot) if self.is_mean else super().counted(flat, slot)
 
     @property
     def has_mean(self) -> bool:
@@ -151,7 +131,7 @@ class _SharedChunk(ChunkGradients):
         """Add a gradient that has come here."""
         del measures  # it is the mean's norm that counts
         if self.is_mean:
-            self.wait(self.trained.chunk.id)  # at whose end a mean that nobody has any more is let go
+            self.wait_stepped()  # at whose end a mean that nobody has any more is let go
             if self.is_mean:
                 self._set_aside()
         present, self.present = self.present, self.come
@@ -170,15 +150,15 @@ class _SharedChunk(ChunkGradients):
             self.slots[index].leave()
         self.earlier = list(self.present)
         self._keep_for_others()
-        if self.is_mine:
+        if not self.portion.is_empty:
             with self.borrow(writes=False) as flat:
-                self._aside = flat[self.begin : self.end].clone()
+                self._aside = flat[self.portion.begin : self.portion.end].clone()
         self.filled, self.is_mean = False, False
         self.norms.clear()
         self.forget_changes()
 
     def replace(self, index: int, gradient: Tensor) -> None:
-        self.wait(self.trained.chunk.id)  # as above
+        self.wait_stepped()  # as above
         if not self.has_mean:
             super().replace(index, gradient)
             return
@@ -211,29 +191,24 @@ class _SharedChunk(ChunkGradients):
         """What the script has changed may be seen by all."""
         self.originals.clear()
         self.edits.clear()
-        if self.is_mean and not self.is_mine and self.filled:
+        if self.is_mean and self.portion.is_empty and self.filled:
             self.filled = False
             self.payloads.drop(self.key)
 
     def measured(self, norm_type: float) -> dict[int, Tensor]:
         """By slot, of what this member holds of those that are present: the norm, where it is all of it; else
         what `combined` makes one of, in double precision."""
-        here = [slot for slot, present in enumerate(self.present) if present and self.own_numel(slot)]
+        here = [slot for slot, present in enumerate(self.present) if present and self.portion.numel(slot)]
         missing = [slot for slot in here if slot not in self.norms or slot in self.kept]
         if missing:
             with self.settled() as flat:
                 for slot in missing:
-                    if self.is_whole(slot):
+                    if self.portion.is_whole(slot):
                         whole = self.trained.part(flat, slot)
                         self.norms[slot] = torch.linalg.vector_norm(whole, norm_type)
                     else:
-                        self.norms[slot] = partial_norm(self.own(flat, slot), norm_type)
+                        self.norms[slot] = partial_norm(self.portion.of(flat, slot), norm_type)
         return {slot: self.norms[slot] for slot in here}
-
-    def own_numel(self, slot: int) -> int:
-        """How many of a slot's elements this member holds."""
-        first, last = self.bounds(slot)
-        return max(0, last - first)
 
     # The sum
 
@@ -262,9 +237,9 @@ class _SharedChunk(ChunkGradients):
     def _add_earlier(self, flat: Tensor) -> None:
         if self._aside is not None:
             for slot, there in enumerate(self.earlier):
-                if there and self.own_numel(slot):
-                    first, last = self.bounds(slot)
-                    flat[first:last].add_(self._aside[first - self.begin : last - self.begin])
+                if there and self.portion.numel(slot):
+                    first, last = self.portion.bounds(slot)
+                    flat[first:last].add_(self._aside[first - self.portion.begin : last - self.portion.begin])
 
     def _is_mean(self, agreed: Sequence[bool]) -> None:
         self.present = [now or before for now, before in zip(agreed, self.earlier, strict=True)]
@@ -272,7 +247,7 @@ class _SharedChunk(ChunkGradients):
         self._former = None
         self.norms.clear()
         self.is_mean = True
-        if not self.is_mine:
+        if self.portion.is_empty:
             self.filled = False
             self.payloads.drop(self.key)
 
@@ -296,7 +271,7 @@ class _SharedChunk(ChunkGradients):
         """Whether this member can read the gradient without asking another."""
         if index in self.kept or self.is_own(index):
             return True
-        return self.is_mean and (self.is_whole(index) or index in self.edits)
+        return self.is_mean and (self.portion.is_whole(index) or index in self.edits)
 
     def check_readable(self, index: int) -> None:
         name = self.trained.names[index]
@@ -305,7 +280,7 @@ class _SharedChunk(ChunkGradients):
                 f"{name}.grad: gradients have come after the workers' mean, and are not in it yet; read it "
                 "when the backward has ended that is outside of no_sync"
             )
-        if self.is_stepped and not self.is_whole(index) and index not in self.edits:
+        if self.is_stepped and not self.portion.is_whole(index) and index not in self.edits:
             others = self._sharing.held_by_others(self.trained.chunk.id)
             raise UserError(
                 f"{name}.grad lies with {others}, which may have let go of it; read it before "
@@ -315,16 +290,14 @@ class _SharedChunk(ChunkGradients):
     def copy_mean(self, index: int, into: Tensor) -> None:
         """Copy the mean, wherever it is, into a tensor of the parameter's shape and device."""
         self.check_readable(index)
-        if self.is_whole(index) or index in self.edits:
+        if self.portion.is_whole(index) or index in self.edits:
             with self.settled() as flat:
                 into.copy_(self.trained.part(flat, index))
             return
-        place, extent = self.trained.chunk.slots[index], self.trained.extent
-        end = place.offset + place.numel
-        whole = self._sharing.fetched(self.key, extent, self.trained.dtype, place.offset, end)
-        if self.own_numel(index):
+        whole = self._sharing.cache.fetched(self.trained, index, GRADIENT, self.trained.dtype)
+        if self.portion.numel(index):
             with self.settled() as flat:
-                self.own(whole, index).copy_(self.own(flat, index))
+                self.portion.of(whole, index).copy_(self.portion.of(flat, index))
         into.copy_(self.trained.part(whole, index))
 
     def write(self, index: int, values: Tensor) -> None:
@@ -345,9 +318,9 @@ class _SharedChunk(ChunkGradients):
             self.edited.add(index)
 
     def _put_aside(self, flat: Tensor, index: int) -> None:
-        if self._aside is not None and self.own_numel(index):
-            first, last = self.bounds(index)
-            self._aside[first - self.begin : last - self.begin].copy_(flat[first:last])
+        if self._aside is not None and self.portion.numel(index):
+            first, last = self.portion.bounds(index)
+            self._aside[first - self.portion.begin : last - self.portion.begin].copy_(flat[first:last])
         self.earlier[index], self.come[index] = True, False
 
     def take_in(self, flat: Tensor, index: int, kept: Tensor) -> None:
@@ -357,14 +330,14 @@ class _SharedChunk(ChunkGradients):
 
     def _note_change(self, flat: Tensor, index: int) -> None:
         """The script changes a slot of the mean, all of which counts for it until all members meet."""
-        if self.present[index] and self.own_numel(index):
-            self.originals.setdefault(index, self.own(flat, index).clone())
-        if not self.is_whole(index):
+        if self.present[index] and self.portion.numel(index):
+            self.originals.setdefault(index, self.portion.of(flat, index).clone())
+        if not self.portion.is_whole(index):
             self.edits.add(index)
 
     def for_others(self) -> Tensor:
         """A copy of this member's part of the mean as the last sync point has left it."""
-        self.wait(self.trained.chunk.id)
+        self.wait_stepped()
         with self._lock:
             if not self.is_mean:
                 if self._former is not None and self._former[0] == self._sharing.count:
@@ -377,15 +350,15 @@ class _SharedChunk(ChunkGradients):
 
     def _as_summed(self) -> Tensor:
         with self.borrow(writes=False) as flat:
-            copy = flat[self.begin : self.end].clone()
+            copy = flat[self.portion.begin : self.portion.end].clone()
         for index, original in self.originals.items():
-            first, last = self.bounds(index)
-            copy[first - self.begin : last - self.begin].copy_(original)
+            first, last = self.portion.bounds(index)
+            copy[first - self.portion.begin : last - self.portion.begin].copy_(original)
         return copy
 
     def _keep_for_others(self) -> None:
         """This member is about to let go of the mean, with no step: others may be behind, and read it yet."""
-        if self.is_mean and self.is_mine and not self.is_stepped:
+        if self.is_mean and not self.portion.is_empty and not self.is_stepped:
             self._former = self._sharing.count, self._as_summed()
 
 
@@ -398,22 +371,27 @@ class SharedGradients(Gradients):
         self,
         chunks: Sequence[TrainedChunk],
         sharing: Sharing,
-        arrived: Callable[[int, int], None] = lambda _chunk, _slot: None,
+        steps: StepQueue,
+        arrived: Callable[[TrainedChunk, int], None] = lambda _chunk, _slot: None,
         room: int = 0,
+        beside: Mapping[int, nn.Parameter] | None = None,
     ) -> None:
         self._sharing = sharing
-        super().__init__(chunks, lambda _: sharing, arrived, room)
-        sharing.gradient = self._for_others
+        super().__init__(chunks, sharing, steps, arrived, room, beside)
         grouping = sharing.grouping  # what `reduce` tells, and less in all else:
         by_slot = (len(each.names) * len(grouping.groups(grouping.kind(each.chunk.id))) for each in chunks)
         by_kind = (2 * len(grouping.groups(kind)) for kind in grouping.kinds)
         sharing.points.most_words = _FIRST + sum(by_kind) + sum(by_slot)
         self._bad = ""
 
-    def _held(self, trained: TrainedChunk, payloads: Payloads) -> _SharedChunk:
-        return _SharedChunk(trained, payloads, self._sharing)
+    def _held(
+        self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving
+    ) -> _SharedChunk:
+        del payloads  # they are `sharing`
+        return _SharedChunk(trained, self._sharing, steps, leaving)
 
-    def _for_others(self, chunk: int) -> Tensor:
+    def for_others(self, chunk: int) -> Tensor:
+        """A copy of this member's part of a chunk's mean, as the latest sync point has left it."""
         if chunk not in self._chunks:
             raise UserError(f"{self._sharing.words(chunk)} is frozen, and has no gradient")
         return self._chunks[chunk].for_others()
@@ -427,19 +405,8 @@ class SharedGradients(Gradients):
             )
         return super().grad_of(parameter)
 
-    def close(self) -> None:
-        """Let go of all gradients: what is summed is with its holders alone."""
-        for handle in self._handles:
-            handle.remove()
-        untold: BaseException | None = None
-        for each, index in self._places.values():
-            each.arrive(whatever=True)
-            untold = untold or (None if each.told else each.failed)
-            each.forget(index)
-        self._places.clear()
-        self._leaving.close()
-        if untold is not None:
-            raise untold
+    def _give_back(self, each: ChunkGradients, index: int) -> None:
+        each.forget(index)  # what is summed is with its holders alone
 
     def where(self) -> Stand:
         """Return this member's place in its script while gradients are summed."""
@@ -578,7 +545,7 @@ class SharedGradients(Gradients):
     def scale(self, factor: Tensor) -> None:
         if float(factor) != 1.0:
             for each in self._chunks.values():
-                if any(each.present) and each.is_mine:
+                if any(each.present) and not each.portion.is_empty:
                     each.scale(factor)
 
     def _norms(self, norm_type: float) -> dict[int, Tensor]:
@@ -592,8 +559,10 @@ class SharedGradients(Gradients):
                 float(measured.get(slot, 0.0)) if here else _ABSENT for slot, here in enumerate(each.present)
             ]
         what = f"the norms of the gradients of step {self._sharing.points.steps}"
-        word = torch.tensor(own, dtype=torch.float64).numpy().tobytes()  # which holds all dtypes' values
-        rows = [_heard(told, len(own), what) for told in self._sharing.members.gather(word, what)]
+        rows = told(self._sharing.members, own, list[float], what)  # doubles, which hold all dtypes' values
+        if any(len(row) != len(own) for row in rows):
+            counts = ", ".join(str(len(row)) for row in rows)
+            raise RunError(f"{what}: the workers tell of {counts} gradients; all must build the same model")
         norms: dict[int, Tensor] = {}
         columns = zip(*rows, strict=True)  # what each member tells of a slot
         for each in self._chunks.values():
@@ -639,11 +608,11 @@ class SharedGradients(Gradients):
 
     def _first_nonfinite(self) -> str:
         for each in self._chunks.values():
-            if not each.is_mine or not any(each.present):
+            if each.portion.is_empty or not any(each.present):
                 continue
             with each.settled() as flat:
                 for slot, here in enumerate(each.present):
-                    if here and not is_finite(each.own(flat, slot)):
+                    if here and not is_finite(each.portion.of(flat, slot)):
                         return each.trained.names[slot]
         return ""
 
@@ -670,10 +639,3 @@ def combined(parts: Sequence[float], norm_type: float) -> float:
         return math.nan if any(map(math.isnan, parts)) else min(parts)
     total = math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
     return float(torch.tensor(total, dtype=torch.float64) ** (1 / norm_type)) if norm_type else total
-
-
-def _heard(word: bytes, count: int, what: str) -> Sequence[float]:
-    if len(word) != count * 8:
-        raise RunError(f"{what}: a worker tells of {len(word) // 8} gradients, and this one has {count}")
-    heard: list[float] = torch.frombuffer(bytearray(word), dtype=torch.float64).tolist() if word else []
-    return heard

@@ -13,10 +13,10 @@ from torch import nn
 
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check, error_of
-from atoll.core.errors import AtollError, ConfigError, PrepareError, RunError, UserError
+from atoll.core.errors import AtollError, ConfigError, PrepareError, UserError
 from atoll.core.memory import Budgets
 from atoll.memory import planning
-from atoll.memory.members import Members
+from atoll.memory.members import Members, told
 from atoll.memory.over import share_among
 from atoll.moves.owners import Holding
 from atoll.moves.search import MemoryPlan
@@ -126,18 +126,14 @@ def _measured(members: Members, others: Sequence[int]) -> float:
         seconds.append(time.perf_counter() - began)
     nbytes = sent.itemsize * (sum(splits) - splits[members.rank])
     own = nbytes / max(min(seconds), 1e-9) if nbytes else math.inf
-    told = min(float(word) for word in members.gather(repr(own).encode(), "what they have measured"))
-    return told if math.isfinite(told) else 0.0
+    least = min(told(members, own, float, "what they have measured"))
+    return least if math.isfinite(least) else 0.0
 
 
 def _told(word: _Word, members: Members, what: str) -> list[_Word]:
-    words = []
-    for member, told in enumerate(members.gather(msgspec.msgpack.encode(word), what)):
-        try:
-            words.append(msgspec.msgpack.decode(told, type=_Word))
-        except msgspec.MsgspecError as error:
-            raise RunError(f"worker {member}'s word on its plan: {error}") from None
-        if words[-1].model != words[0].model:
+    words = told(members, word, _Word, what)
+    for member, each in enumerate(words):
+        if each.model != words[0].model:
             raise PrepareError(
                 f"worker {member} has other parameters, param groups or memory.master than worker 0; all "
                 "workers must build the same model"

@@ -8,20 +8,21 @@ holder that is not there yet answers when it is. So members may use chunks in an
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from atoll.chunks import Chunk
-from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.core.errors import DeadlineError, UserError
 from atoll.memory import copies
+from atoll.memory.gradients import TrainedChunk
 from atoll.memory.grouping import Grouping
 from atoll.memory.members import Members
+from atoll.memory.moved import Moved
 from atoll.memory.payloads import GRADIENT, VALUES, Key
 from atoll.memory.stages import Stages
 from atoll.memory.store import Store
@@ -34,17 +35,9 @@ FETCHING = 16  # fetches at once, beside those of the threads that want a chunk
 _DEADLINE = 600.0  # seconds, for all holders of a chunk
 
 
-class _Latest:
-    """What was fetched last into memory of its own: of one payload, as `count` sync points left it."""
-
-    def __init__(self, key: Key, count: int, memory: Tensor) -> None:
-        self.key, self.count, self.memory = key, count, memory
-        self.there: set[int] = set()  # the members whose part has come
-
-
 class Sharing:
     """What one member knows of the group: `holding` says who holds what. It is the `Payloads` of whole
-    chunks, and `own` that of what this member holds of them.
+    chunks, and `own` that of what this member holds of them. What is fetched is counted in `moved`.
 
     `store` holds what is this member's own, and all gradients until they are summed. Of a chunk of which
     others hold a part, values alone can be pinned: they arrive in `staging_bytes` of host memory, and what is
@@ -59,8 +52,10 @@ class Sharing:
         holding: Holding,
         store: Store,
         staging_bytes: int,
+        moved: Moved,
         grouping: Grouping | None = None,
     ) -> None:
+        self._moved = moved
         self.members, self.store, self.rank = members, store, members.rank
         self.holding, self._names = holding, list(names)
         everybody = Share(members.rank, members.count)
@@ -81,16 +76,7 @@ class Sharing:
         self._fetching: ThreadPoolExecutor | None = None
         if most > 1:
             self._fetching = ThreadPoolExecutor(min(STAGES * (most - 1), FETCHING), "atoll-fetching")
-        # With a disk each payload in use takes room that a step may wait for: one is read at a time.
-        self._reading: AbstractContextManager[object] = (
-            nullcontext() if store.disk is None else threading.Lock()
-        )
-        self._latest: _Latest | None = None
-        # Set by whoever makes them:
-        self.came: Callable[[int], None] = lambda _: None  # told the bytes of what was fetched
-        self.wait_stepped: Callable[[int], None] = lambda _: None
-        self.gradient: Callable[[int], Tensor]  # a copy of the own part's, as the others are to see it
-        self.described: Callable[[int], bytes | None] = lambda _: None  # an own part's state, in a word
+        self.cache = FetchCache(self, self._others)
 
     @property
     def count(self) -> int:
@@ -112,6 +98,11 @@ class Sharing:
     def holds_any(self, chunk: int) -> bool:
         """Whether this member holds a part of it; of a chunk without elements, one member does."""
         return any(part.member == self.rank for part in self.holding.parts[chunk])
+
+    def may_be_asked(self, chunk: int) -> bool:
+        """Whether others may ask this member for a chunk; of one without elements, for the state."""
+        known = 0 <= chunk < len(self._parts)
+        return known and (not self._extents[chunk] or self.holds_any(chunk))
 
     def words(self, chunk: int) -> str:
         """Return a chunk's parameters, for people: `'h.3.mlp.weight'`."""
@@ -208,9 +199,9 @@ class Sharing:
     def _gather(self, key: Key, memory: Tensor) -> None:
         """Let all parts of a chunk's values come, side by side."""
         parts = [part for part in self._others[key[0]] if part.numel]
-        self._fetch_parts(key, memory, parts, beside=lambda: self._copy_own(key, memory))
+        self.fetch_parts(key, memory, parts, beside=lambda: self._copy_own(key, memory))
 
-    def _fetch_parts(
+    def fetch_parts(
         self, key: Key, memory: Tensor, parts: Sequence[Part], beside: Callable[[], None] = lambda: None
     ) -> None:
         """Fetch these parts into their places; do what goes `beside` it. This thread fetches one itself."""
@@ -235,23 +226,6 @@ class Sharing:
         with torch.inference_mode(False):  # on whatever thread
             self.fetch(part.member, key, memory[part.begin : part.end])
 
-    def fetched(self, key: Key, numel: int, dtype: torch.dtype, begin: int, end: int) -> Tensor:
-        """A payload, (numel,), in memory of its own, with what others hold of elements `begin` to `end`; what
-        else is there may be anything. The latest is kept, for whoever goes through a chunk's parameters."""
-        latest = self._latest
-        if latest is None or (latest.key, latest.count) != (key, self.count):
-            with torch.inference_mode(False):
-                latest = _Latest(key, self.count, torch.empty(numel, dtype=dtype))
-        wanted = []
-        for part in self._others[key[0]]:
-            first, last = part.overlap(begin, end)
-            if first < last and part.member not in latest.there:
-                wanted.append(part)
-        self._fetch_parts(key, latest.memory, wanted)
-        latest.there.update(part.member for part in wanted)
-        self._latest = latest
-        return latest.memory
-
     def fetch(self, holder: int, key: Key, into: Tensor) -> None:
         """Fill `into` with the first of what a member holds of a payload."""
         chunk, kind = key
@@ -259,10 +233,10 @@ class Sharing:
         self.members.fetch(
             holder, key, self.count, into, f"{kind} of {self.words(chunk)} at step {self.points.steps}"
         )
-        self.came(into.nbytes)
+        self._moved.fetched(into.nbytes)
 
     def description(self, chunk: int, holder: int) -> bytes:
-        """What the holder's `described` gives; empty where nothing is kept for its part."""
+        """What the holder's `foreign.described` gives; empty where nothing is kept for its part."""
         size = torch.empty(1, dtype=torch.int64)
         self.fetch(holder, (chunk, "described.size"), size)
         if not int(size):
@@ -280,41 +254,6 @@ class Sharing:
         stage.holds = None
         ended = partial(self.stages.give, stage)
         return Sum(self.members, self.holding, chunk, flat, what, stage.block, ended)
-
-    # What others ask
-
-    @contextmanager
-    def read(self, key: Key, count: int) -> Iterator[Tensor]:
-        """This member's part of a payload, flat, as it is when `count` sync points are past: on a thread of
-        `Members`, which waits for that, and for the chunk's step. Raises UserError for what is not here."""
-        chunk, kind = key
-        known = 0 <= chunk < len(self._parts)
-        if not known or (self._extents[chunk] and not self.holds_any(chunk)):
-            raise UserError(
-                f"worker {self.rank} was asked for the {kind} of chunk {chunk}, of which it holds nothing"
-            )
-        self.points.wait_until(count, chunk, self.words(chunk))
-        if kind == GRADIENT:
-            yield self.gradient(chunk)
-            return
-        try:
-            self.wait_stepped(chunk)
-        except DeadlineError:
-            raise
-        except (
-            RunError
-        ) as error:  # nobody steps any more; in those words the asker would look at its own script
-            raise RunError(f"worker {self.rank} has gone: it holds its part of the model no more") from error
-        if kind in ("described", "described.size"):
-            word = self.described(chunk) or b""
-            yield torch.tensor([len(word)]) if kind != "described" else _bytes(word)
-            return
-        if not self.store.has(key):
-            raise UserError(
-                f"worker {self.rank} was asked for the {kind} of {self.words(chunk)}, and has none"
-            )
-        with self._reading, self.store.pin(key) as payload:
-            yield payload
 
     # Sync points
 
@@ -339,7 +278,7 @@ class Sharing:
         have written was `published`."""
         if stepped or published:
             self._written.clear()
-        self._latest = None
+        self.cache.forget()
         self.points.passed(changed, stepped=stepped)
 
     def close(self) -> None:
@@ -348,6 +287,41 @@ class Sharing:
         if self._fetching is not None:
             self._fetching.shutdown(wait=False, cancel_futures=True)
         self.members.close()
+
+
+class FetchCache:
+    """What was fetched last of what some members hold of chunks: `parts`, by chunk, of this member's group or
+    of another one. `sharing` fetches it."""
+
+    def __init__(self, sharing: Sharing, parts: Sequence[Sequence[Part]]) -> None:
+        self._sharing, self.parts = sharing, parts
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing of it counts any more."""
+        self._of: tuple[Key, int] | None = None  # the payload, and as of which count of sync points
+        self._memory = torch.empty(0)
+        self._there: set[int] = set()  # the members whose part has come
+
+    def fetched(self, each: TrainedChunk, slot: int, kind: str, dtype: torch.dtype) -> Tensor:
+        """A chunk's payload, (extent,), in memory of its own, with what those members hold of a slot; what
+        else is there may be anything. The latest is kept, for whoever goes through a chunk's parameters."""
+        key, place = (each.chunk.id, kind), each.chunk.slots[slot]
+        now = key, self._sharing.count
+        if self._of != now:
+            self.forget()
+            with torch.inference_mode(False):
+                self._memory = torch.empty(each.extent, dtype=dtype)
+        wanted = []
+        for part in self.parts[key[0]]:
+            first, last = part.overlap(place.offset, place.offset + place.numel)
+            if first < last and part.member not in self._there:
+                wanted.append(part)
+        self._of = None  # until all of it is there
+        self._sharing.fetch_parts(key, self._memory, wanted)
+        self._there.update(part.member for part in wanted)
+        self._of = now
+        return self._memory
 
 
 class OwnParts:
@@ -368,7 +342,3 @@ class OwnParts:
 
     def drop(self, key: Key) -> None:
         self._sharing.store.drop(key)
-
-
-def _bytes(word: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(word), dtype=torch.uint8)

@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.core.errors import DeadlineError
 from atoll.memory.gradients import Gradients
 from atoll.memory.payloads import Key
-from atoll.memory.states import ChunkStates, Made, Run, Settings, noted
+from atoll.memory.segments import Made, Run, Segments, noted
+from atoll.memory.stepqueue import Settings
 from atoll.moves.timeline import EARLY_COST
 
 TRUST = 3  # steps in a row in which a chunk could have been stepped ahead, before it is
-_DEADLINE = 600.0  # seconds for a step: as in stepping.py
 _ALWAYS = False  # whether or not it is worth it: for tests
 
 
@@ -67,41 +66,38 @@ class Ahead:
 
 
 class Speculation:
-    """Which chunks a `Stepper` steps ahead: those of `states`, on its thread.
+    """Which chunks a `Stepper` steps ahead: those of `segments`, on its thread.
 
-    `condition` is the stepper's; `run(states, own)` is the optimizer's own code.
+    `condition` is that of the queue of steps; `run(own)` is the optimizer's own code.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        states: Mapping[int, ChunkStates],
+        segments: Mapping[int, Segments],
         gradients: Gradients,
         spares: Spares,
         condition: threading.Condition,
-        run: Callable[[ChunkStates, Settings], Run],
+        run: Callable[[Settings], Run],
     ) -> None:
         self._optimizer, self._gradients, self._spares = optimizer, gradients, spares
-        self._states = {chunk: states[chunk] for chunk in spares.chunks if chunk in states}
+        self._segments = {chunk: segments[chunk] for chunk in spares.chunks if chunk in segments}
         self._condition, self._run = condition, run
         self.figures = spares.figures
         self._came: dict[int, list[int]] = self._none_came()  # gradients, by slot, since the last step
         self._expected: dict[int, list[int]] = {}  # as many as came before the last
         self._could: dict[int, Ahead] = {}  # chunks whose gradients have come as expected
-        self._held = dict.fromkeys(self._states, 0)  # steps in a row in which that held up to the step
+        self._held = dict.fromkeys(self._segments, 0)  # steps in a row in which that held up to the step
         self._queue: deque[Ahead] = deque()
-        self._under_way: Ahead | None = None
         self._failed: set[int] = set()  # chunks that could not be stepped aside
         self._seconds: dict[int, float] = {}  # by chunk, of its latest usual step
         self._aside: dict[int, float] = {}  # and of the latest that was made aside
         self._first = self._backward = 0.0  # when the first gradient came; seconds from it to `step()`, last
         self._began = self._waited = 0.0  # when the last step ended, and what `Spares.waited` said then
         self._is_worth_it: bool | None = None  # steps take longer than this forward did; None: it goes on
-        for chunk in self._states:
-            gradients.steps_halt(chunk, self.halt)
 
     def _none_came(self) -> dict[int, list[int]]:
-        return {chunk: [0] * len(states.trained.parameters) for chunk, states in self._states.items()}
+        return {chunk: [0] * len(each.states.trained.parameters) for chunk, each in self._segments.items()}
 
     # During backward, on its thread.
 
@@ -113,7 +109,7 @@ class Speculation:
                 waited = self._spares.waited() - self._waited
                 forward = self._first - self._began - waited
                 self._is_worth_it = _ALWAYS or sum(self._seconds.values()) > forward
-            if chunk not in self._states:
+            if chunk not in self._segments:
                 return
             self._came[chunk][slot] += 1
             if self._came[chunk] != self._expected.get(chunk):
@@ -128,10 +124,11 @@ class Speculation:
 
     def _note(self, chunk: int) -> Ahead | None:
         """What a step of the chunk would be made of now; None where it cannot be made aside."""
-        states, present = self._states[chunk], self._gradients.present(chunk)
+        segments, present = self._segments[chunk], self._gradients.present(chunk)
+        states = segments.states
         settings = noted(self._optimizer.param_groups[states.group], without="params")
         gradient = self._gradients.changes(chunk)
-        if gradient is None or not states.is_cut_for(present, settings):
+        if gradient is None or not segments.is_cut_for(present, settings):
             return None
         if settings.get("foreach"):  # whose kernels may write into gradients (SGD's nesterov)
             return None
@@ -143,23 +140,6 @@ class Speculation:
                 self._queue.append(ahead)
                 self._condition.notify_all()
 
-    def halt(self, chunk: int) -> None:
-        """A gradient of the chunk is about to come or go: what was begun is of no use, and reads it no more.
-        Raises DeadlineError where a step does not end."""
-        with self._condition:
-            ahead = self._could.pop(chunk, None)
-            if ahead is None:
-                return
-            self._drop(ahead)
-            self._held[chunk] = 0
-            over = self._condition.wait_for(lambda: self._under_way is not ahead, _DEADLINE)
-        if not over:
-            what = f"the optimizer's step of {self._states[chunk].trained.words} during backward"
-            raise DeadlineError(
-                f"waited {_DEADLINE:.0f} s for {what}, which has not ended: this machine's processors stand "
-                "still"
-            )
-
     def _drop(self, ahead: Ahead) -> None:
         if ahead in self._queue:
             self._queue.remove(ahead)
@@ -169,39 +149,45 @@ class Speculation:
 
     def begin(self) -> Ahead:
         """What is to be made now, where it `has_next`. Holds the condition; `make` follows."""
-        ahead = self._under_way = self._queue.popleft()
+        ahead = self._queue.popleft()
         ahead.begun = True
         return ahead
 
     @property
     def has_next(self) -> bool:
-        """What would not be over before `step()` is left out: what forward waits for comes first then."""
-        while self._queue and not self._is_in_time(self._queue[0].chunk):
+        """Whether a chunk is to be stepped aside now. One whose gradients have changed is left out, and what
+        would not be over before `step()`: what forward waits for comes first then."""
+        while self._queue and not (self._is_current(self._queue[0]) and self._is_in_time(self._queue[0])):
             self._queue.popleft()
         return bool(self._queue)
 
-    def _is_in_time(self, chunk: int) -> bool:
-        seconds = self._aside.get(chunk, EARLY_COST * self._seconds.get(chunk, 0.0))
+    def _is_current(self, ahead: Ahead) -> bool:
+        return ahead.gradient == self._gradients.changes(ahead.chunk)
+
+    def _is_in_time(self, ahead: Ahead) -> bool:
+        seconds = self._aside.get(ahead.chunk, EARLY_COST * self._seconds.get(ahead.chunk, 0.0))
         return _ALWAYS or time.monotonic() + seconds <= self._first + self._backward
 
     def make(self, ahead: Ahead) -> None:
         """Step a chunk aside. What that raises is left to its usual step, to be raised where it belongs."""
-        states, began = self._states[ahead.chunk], time.monotonic()
+        segments, began = self._segments[ahead.chunk], time.monotonic()
         try:
-            with self._gradients.read_ahead(ahead.chunk) as gradients:
-                ahead.made = states.step_aside(ahead.settings, gradients, self._run(states, ahead.own))
+            with self._gradients.read_ahead(ahead.chunk, ahead.gradient) as gradients:
+                if gradients is not None:
+                    run = self._run(ahead.own)
+                    ahead.made = segments.step_aside(ahead.settings, gradients, run)
         except BaseException:  # whatever it is: nobody may wait for ever
             self._failed.add(ahead.chunk)
         with self._condition:
-            self._aside[ahead.chunk] = time.monotonic() - began
-            self._under_way = None
+            if ahead.made is not None:
+                self._aside[ahead.chunk] = time.monotonic() - began
             self._condition.notify_all()
 
     def confirm(self, ahead: Ahead | None) -> bool:
         """Let what was made count, if it was."""
         if ahead is None or ahead.made is None:
             return False
-        self._states[ahead.chunk].take_made(ahead.made, self._spares.swap)
+        self._segments[ahead.chunk].take_made(ahead.made, self._spares.swap)
         self.figures.taken += 1
         return True
 
@@ -219,9 +205,9 @@ class Speculation:
         with self._condition:
             found = {}
             self._backward = time.monotonic() - self._first
-            for chunk, states in self._states.items():
+            for chunk, segments in self._segments.items():
                 ahead = self._could.get(chunk)
-                settings, here = groups[states.group], present.get(chunk)
+                settings, here = groups[segments.states.group], present.get(chunk)
                 holds = ahead is not None and self._holds(ahead, own, settings, here)
                 self._held[chunk] = self._held[chunk] + 1 if holds else 0
                 if ahead is not None and holds and ahead.begun:
@@ -236,8 +222,8 @@ class Speculation:
     ) -> bool:
         return (
             ahead.present == present
-            and ahead.gradient == self._gradients.changes(ahead.chunk)
-            and ahead.state == self._states[ahead.chunk].changes
+            and self._is_current(ahead)
+            and ahead.state == self._segments[ahead.chunk].states.changes
             and _are_same_settings(ahead.settings, settings)
             and _are_same_attributes(ahead.own, own)
         )

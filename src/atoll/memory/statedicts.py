@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -17,13 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from atoll.memory.calls import caller, is_under_way
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.torch_compat import own_parameters
-
-
-class StoredParameter(Protocol):
-    """What a parameter offers whose value may lie elsewhere."""
-
-    def stored_value(self) -> Tensor:
-        """The present value, in memory of its own; nothing becomes resident."""
 
 
 class _Asked(threading.local):
@@ -38,8 +31,8 @@ _asked = _Asked()
 
 
 class StateDicts:
-    """Makes the state_dicts of `model` and of its parts lazy for parameters that are `StoredParameter`s,
-    until `close`."""
+    """Makes the state_dicts of `model` and of its parts lazy for parameters that have a
+    `stored_value`, until `close`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._handles: list[RemovableHandle] = []

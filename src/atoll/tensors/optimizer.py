@@ -129,16 +129,12 @@ class ChunkState:
         self._shown_counts: list[int] = []  # how many are each slot's
         self._shown_own: list[Tensor] = []  # those of them that follow their segment's
 
-    def signature(self, slot: int) -> tuple[object, ...]:
-        """What must be equal for two slots to share a segment."""
-        return tuple(
-            (key, comparable(value, key in self.elements)) for key, value in sorted(self.slots[slot].items())
-        )
-
     def cut(self, present: tuple[bool, ...], fused: bool) -> None:
         """Make the segments for the slots that have a gradient; `fused` is the param group's setting."""
         self.dissolve()
-        signatures = [self.signature(slot) if here else None for slot, here in enumerate(present)]
+        signatures = [
+            signature(self.slots[slot], self.elements) if here else None for slot, here in enumerate(present)
+        ]
         runs = runs_alike(self.chunk.chunk, signatures, self.chunk.flat.dtype, self.chunk.flat.device, fused)
         self.segments = [self._segment(first, last) for first, last in runs]
         self.present = present
@@ -828,12 +824,16 @@ def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def comparable(value: Any, elementwise: bool) -> object:
-    """A value that equals another slot's exactly when the two may share a segment."""
-    if elementwise:
-        return None
-    return (
-        value.item()
-        if isinstance(value, Tensor) and value.numel() == 1
-        else (value if not isinstance(value, Tensor) else id(value))
+def signature(state: State, elementwise: Collection[str]) -> tuple[object, ...]:
+    """What must be equal for two slots to share a segment: the keys of their state, and the values that are
+    not for each element."""
+    return tuple(
+        (key, None if key in elementwise else _comparable(value)) for key, value in sorted(state.items())
     )
+
+
+def _comparable(value: Any) -> object:
+    """A value that equals another slot's exactly when the two may share a segment."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if value.numel() == 1 else id(value)

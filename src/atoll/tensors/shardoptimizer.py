@@ -105,6 +105,25 @@ class _Kind:
         return torch.tensor(value, dtype=self.dtypes[key]) if key in self.dtypes else value
 
 
+class Trial:
+    """A chunk's values and optimizer state as they were, to go back to. The memory is kept for the next."""
+
+    def __init__(self, values: Tensor | None = None, states: Sequence[SavedState] = ()) -> None:
+        """`values` and `states` are what to go back to, or the memory for it."""
+        self.values, self.states = values, states
+
+    def begin(self, flat: Tensor, stepper: ChunkOptimizer) -> None:
+        """Note what the chunk is now: its values `flat`, and its state in `stepper`."""
+        self.values = flat.clone() if self.values is None else self.values.copy_(flat)
+        self.states = stepper.save(self.states)
+
+    def drop(self, flat: Tensor, stepper: ChunkOptimizer) -> None:
+        """Undo the steps since then."""
+        assert self.values is not None
+        flat.copy_(self.values)
+        stepper.rewind(self.states)
+
+
 class _OpenStep:
     """What it takes to make a chunk's latest step again with more contributions: their mean so far, in which
     slots anyone had a gradient, and the values and the state from before. The memory is kept for the next.
@@ -113,9 +132,8 @@ class _OpenStep:
     def __init__(self) -> None:
         self.mean: Tensor | None = None  # None: no contribution has had a gradient for this chunk
         self.present: tuple[bool, ...] = ()
-        self.values: Tensor | None = None
-        self.states: list[SavedState] = []
-        self.stepped = False  # `values` and `states` are from before the step
+        self.trial = Trial()
+        self.stepped = False  # the trial is from before the step
         self._memory: Tensor | None = None
 
     def clear(self) -> None:
@@ -215,12 +233,9 @@ class _HeldChunk:
             return
         step.add(gradients, present, part)
         if step.stepped:
-            assert step.values is not None
-            self.flat.copy_(step.values)
-            self.stepper.rewind(step.states)
+            step.trial.drop(self.flat, self.stepper)
         elif not closes:
-            step.values = self.flat.clone() if step.values is None else step.values.copy_(self.flat)
-            step.states = self.stepper.save(step.states)
+            step.trial.begin(self.flat, self.stepper)
             step.stepped = True
         assert step.mean is not None
         self.step(step.mean, step.present)
@@ -229,14 +244,13 @@ class _HeldChunk:
     def undone(self, scratch: Scratch) -> Iterator[None]:
         assert self.kind is not None
         numel, dtypes = self.chunk.extent, self.kind.dtypes
-        values = scratch.part("values", numel, self.flat.dtype).copy_(self.flat)
         into = {key: scratch.part(f"state.{key}", numel, dtypes[key]) for key in self.kind.elementwise}
-        states = self.stepper.save([SavedState(into, [])])
+        trial = Trial(scratch.part("values", numel, self.flat.dtype), [SavedState(into, [])])
+        trial.begin(self.flat, self.stepper)
         try:
             yield
         finally:
-            self.flat.copy_(values)
-            self.stepper.rewind(states)
+            trial.drop(self.flat, self.stepper)
 
     def copy(self, other: _HeldChunk) -> None:
         """Have the values and the state that `other` has."""
@@ -419,7 +433,8 @@ class ShardOptimizer:
         """The values that the next contribution's step is made from, where they lie; it `opens` the step or
         joins the one that is open."""
         held = self._chunks[chunk]
-        return held.flat if opens or held.open.values is None or not held.open.stepped else held.open.values
+        before = held.open.trial.values if held.open.stepped and not opens else None
+        return held.flat if before is None else before
 
     def move(self, chunk: int) -> None:
         """Let a chunk lie in new memory: what `values` gave before stays as it is."""
@@ -517,9 +532,9 @@ class ShardOptimizer:
         if not step.stepped:
             return None
         assert step.mean is not None
-        assert step.values is not None
-        (state,) = step.states
-        tensors = {"mean": step.mean.clone(), "values": step.values.clone()}
+        assert step.trial.values is not None
+        (state,) = step.trial.states
+        tensors = {"mean": step.mean.clone(), "values": step.trial.values.clone()}
         tensors.update({f"state.{key}": values.clone() for key, values in state.elements.items()})
         numbers = [
             {key: value.item() if isinstance(value, Tensor) else value for key, value in slot.items()}
@@ -534,8 +549,7 @@ class ShardOptimizer:
         held = self._chunks[chunk]
         assert held.kind is not None
         step = held.open = _OpenStep()
-        step.mean, step.values = tensors["mean"].clone(), tensors["values"].clone()
-        step.present, step.stepped = tuple(present), True
+        step.mean, step.present, step.stepped = tensors["mean"].clone(), tuple(present), True
         elements = {
             key.removeprefix("state."): values.clone()
             for key, values in tensors.items()
@@ -545,7 +559,7 @@ class ShardOptimizer:
             {key: None if value is None else held.kind.tensor(key, value) for key, value in slot.items()}
             for slot in slots
         ]
-        step.states = [SavedState(elements, numbers)]
+        step.trial = Trial(tensors["values"].clone(), [SavedState(elements, numbers)])
 
     def _group_index(self, chunk: Chunk) -> int | None:
         group = self.layout.groups[chunk.group]

@@ -1,0 +1,71 @@
+"""What a member answers to the others, who ask for its parts of chunks. Source: docs/memory.md, "Members"."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.memory.foreign import described
+from atoll.memory.payloads import GRADIENT, Key
+from atoll.memory.sharedgradients import SharedGradients
+from atoll.memory.sharing import Sharing
+from atoll.memory.states import ChunkStates
+from atoll.memory.stepqueue import StepQueue
+
+
+class Answers:
+    """Answers from what this member holds: the payloads of `sharing`, `gradients`, and `states` by chunk, as
+    soon as `steps` have been made."""
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        steps: StepQueue,
+        gradients: SharedGradients,
+        states: Mapping[int, ChunkStates],
+    ) -> None:
+        self._sharing, self._steps, self._gradients, self._states = sharing, steps, gradients, states
+        # With a disk each payload in use takes room that a step may wait for: one is read at a time.
+        self._reading = nullcontext() if sharing.store.disk is None else threading.Lock()
+
+    @contextmanager
+    def read(self, key: Key, count: int) -> Iterator[Tensor]:
+        """This member's part of a payload, flat, as it is when `count` sync points are past: on a thread of
+        `Members`, which waits for that, and for the chunk's step. Raises UserError for what is not here."""
+        sharing, (chunk, kind) = self._sharing, key
+        if not sharing.may_be_asked(chunk):
+            raise UserError(
+                f"worker {sharing.rank} was asked for the {kind} of chunk {chunk}, of which it holds nothing"
+            )
+        sharing.points.wait_until(count, chunk, sharing.words(chunk))
+        if kind == GRADIENT:
+            yield self._gradients.for_others(chunk)
+            return
+        try:
+            self._steps.wait_stepped(chunk, tells=False)  # this member's script, that is
+        except DeadlineError:
+            raise
+        except RunError as error:
+            # Nobody steps any more; in those words the asker would look at its own script.
+            raise RunError(
+                f"worker {sharing.rank} has gone: it holds its part of the model no more"
+            ) from error
+        if kind in ("described", "described.size"):
+            word = described(self._states[chunk]) if chunk in self._states else b""
+            yield torch.tensor([len(word)]) if kind != "described" else _bytes(word)
+            return
+        if not sharing.store.has(key):
+            raise UserError(
+                f"worker {sharing.rank} was asked for the {kind} of {sharing.words(chunk)}, and has none"
+            )
+        with self._reading, sharing.store.pin(key) as payload:
+            yield payload
+
+
+def _bytes(word: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(word), dtype=torch.uint8)

@@ -1,0 +1,182 @@
+"""The optimizer's state of chunks, as plain torch shows it: `optimizer.state`, `state_dict` and
+`load_state_dict`. Source: docs/memory.md, "The step"."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from atoll.memory.gradients import TrainedChunk
+from atoll.memory.interrupts import uninterrupted
+from atoll.memory.ondemand import StatesOnDemand
+from atoll.memory.stepqueue import Settings, StepQueue
+from atoll.tensors.lazy import LazyTensor, read_whole
+from atoll.tensors.optimizer import State
+from atoll.tensors.stephooks import Handle
+from atoll.tensors.torch_compat import tree_map_only
+
+
+class States(Protocol):
+    """The states of a chunk's parameters, as the script sees them: of `ChunkStates`, or of a chunk of which
+    other members step a part (memory/foreign.py)."""
+
+    trained: TrainedChunk
+    group: int  # of the optimizer's
+
+    def numbers(self, slot: int) -> State:
+        """What is kept for a parameter as a whole, in copies."""
+
+    def kept(self, slot: int) -> dict[str, torch.dtype]:
+        """What is kept for each of its elements, by key."""
+
+    def elements(self, slot: int, key: str) -> Tensor:
+        """A copy of what is kept under `key`, with the parameter's shape and strides."""
+
+    def load(self, slot: int, state: State, settings: Settings | None = None) -> None:
+        """Take a parameter's state from plain torch's form."""
+
+
+class PlainState:
+    """What scripts see of the states of `chunks`; the optimizer's other parameters keep their own.
+
+    `steps` are those of the chunks, which a reader waits for.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, chunks: Mapping[int, States], steps: StepQueue
+    ) -> None:
+        self._optimizer, self._steps = optimizer, steps
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._slots = {
+            id(parameter): (states, index)
+            for states in chunks.values()
+            for index, parameter in enumerate(states.trained.parameters)
+        }
+        # In the order of the param groups, as plain torch has the states.
+        parameters = [parameter for group in self._groups for parameter in group if self.has(parameter)]
+        self._shown = StatesOnDemand(parameters, self._plain)
+        self._held: set[nn.Parameter] = set()  # whose states the script held before a `state_dict`
+        self._is_loading = False  # a `load_state_dict` runs whose states have been taken
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's state lies in a chunk."""
+        return id(parameter) in self._slots
+
+    def watch(self) -> list[Handle]:
+        """Follow the optimizer's `state_dict` and `load_state_dict`, until the handles are removed."""
+        optimizer = self._optimizer
+        return [
+            optimizer.register_state_dict_pre_hook(lambda _: self._before_state_dict()),
+            optimizer.register_state_dict_post_hook(lambda _, __: self._shown.keep(self._held)),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: self._load(state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
+        ]
+
+    def take_over(self) -> None:
+        """Move into payloads the states that the script has put into `optimizer.state`, or changed there."""
+        if self._optimizer.state is not self._shown:  # the script's own: what is not there is nowhere
+            self._show(whole=True)
+        for parameter, state in self._shown.taken().items():
+            states, slot = self._slots[id(parameter)]
+            states.load(slot, state)
+
+    def give_back(self) -> None:
+        """Leave the optimizer its state as a plain one."""
+        self.take_over()
+        self._optimizer.state = defaultdict(dict, self._shown.items())
+
+    def lose(self, why: str) -> None:
+        """Leave the optimizer without its state: who reads the state gets a UserError with `why`."""
+        self._shown.lose(why)
+
+    def nbytes(self) -> int:
+        """Return the bytes that plain torch takes for what is kept for each element.
+
+        No step may be under way.
+        """
+        return sum(
+            states.trained.chunk.slots[slot].numel * dtype.itemsize
+            for states, slot in self._slots.values()
+            for dtype in states.kept(slot).values()
+        )
+
+    def _show(self, *, whole: bool) -> None:
+        self._shown.become(self._optimizer.state, whole=whole)
+        shown: Any = self._shown
+        self._optimizer.state = shown
+
+    def _stepped(self, parameter: nn.Parameter) -> tuple[States, int]:
+        """The states of a parameter's chunk, and its slot there, once its steps are made."""
+        states, slot = self._slots[id(parameter)]
+        self._steps.wait_stepped(states.trained.chunk.id)
+        return states, slot
+
+    @uninterrupted
+    def _plain(self, parameter: nn.Parameter) -> State:
+        """A copy of one parameter's state as plain torch has it."""
+        states, slot = self._stepped(parameter)
+        elements = {key: _elements(states, slot, key) for key in states.kept(slot)}
+        return {**self._numbers(states, slot), **elements}
+
+    def _lazy(self, parameter: nn.Parameter) -> State:
+        """The same, with tensors that are copied when they are read."""
+        states, slot = self._stepped(parameter)
+        lazy = {
+            key: LazyTensor(
+                partial(self._read, parameter, key), parameter.shape, dtype, states.trained.device
+            )
+            for key, dtype in states.kept(slot).items()
+        }
+        return {**self._numbers(states, slot), **lazy}
+
+    @uninterrupted
+    def _read(self, parameter: nn.Parameter, key: str) -> Tensor:
+        if self._steps.is_closed:
+            kept: Tensor = self._optimizer.state[parameter][key]
+            return kept.clone()
+        return _elements(*self._stepped(parameter), key)
+
+    def _numbers(self, states: States, slot: int) -> State:
+        """What is kept for a parameter as a whole, where plain torch has it: a step count that kernels read
+        lies on the parameter's device."""
+        group = self._optimizer.param_groups[states.group]
+        if not (group.get("fused") or group.get("capturable")):
+            return states.numbers(slot)
+        device = states.trained.device
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in states.numbers(slot).items()}
+
+    def _before_state_dict(self) -> None:
+        self._held = self._shown.held()
+        self._shown.fill(self._lazy)
+
+    @uninterrupted
+    def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Before `load_state_dict`: take the states, in their own precision, and leave it the rest."""
+        self._steps.wait_all()
+        saved: list[Sequence[Any]] = [list(group["params"]) for group in state_dict["param_groups"]]
+        if list(map(len, saved)) != list(map(len, self._groups)):
+            return state_dict  # torch says what is wrong
+        rest = dict(state_dict["state"])  # torch keeps the tensors of what it is left
+        for indices, parameters, group in zip(saved, self._groups, state_dict["param_groups"], strict=True):
+            for index, parameter in zip(indices, parameters, strict=True):
+                if self.has(parameter):
+                    states, slot = self._slots[id(parameter)]
+                    states.load(slot, rest.pop(index, {}), group)
+        self._is_loading = True
+        return {**state_dict, "state": tree_map_only(LazyTensor, read_whole, rest)}
+
+    def _loaded(self) -> None:
+        """After `load_state_dict`, which has made a state of what it was left."""
+        if self._is_loading:
+            self._is_loading = False
+            self._show(whole=False)
+
+
+def _elements(states: States, slot: int, key: str) -> Tensor:
+    """A copy of what is kept for each element, on the parameter's device."""
+    return states.elements(slot, key).to(states.trained.device)

@@ -1,0 +1,219 @@
+"""The step of one chunk whose values and state lie in payloads.
+
+A chunk is stepped in flat segments, runs of slots whose update depends on the same things;
+tensors/optimizer.py does the same with chunks that never leave.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from atoll.memory.payloads import MASTER, VALUES, Key, spare_kind, state_kind
+from atoll.memory.states import ChunkStates, Kept
+from atoll.memory.stepqueue import Settings
+from atoll.tensors.optimizer import State, runs_alike
+from atoll.tensors.torch_compat import bare_step, drop_step_hooks
+
+_HOST = torch.device("cpu")
+# The optimizer's own code: takes settings, parameters and their state, and gives their state.
+Run: TypeAlias = Callable[
+    [Settings, list[nn.Parameter], dict[nn.Parameter, State]], Mapping[nn.Parameter, State]
+]
+# The payload of an element-wise state, to be changed, by its key and dtype.
+_Place: TypeAlias = Callable[[str, torch.dtype], AbstractContextManager[Tensor]]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A step that was made beside what counts: the kinds of payload that have a spare with what comes of it,
+    and for each segment what is kept then."""
+
+    kinds: tuple[str, ...]
+    segments: list[Kept]
+
+
+class Segments:
+    """The segments of a chunk, `states`, and their steps."""
+
+    def __init__(self, states: ChunkStates) -> None:
+        self.states = states
+        self._runs: list[tuple[int, int]] = []  # first and last slot of each segment
+        self._cut_for: tuple[object, ...] | None = None  # what they were cut for
+
+    def step(self, settings: Settings, gradients: Tensor, present: tuple[bool, ...], run: Run) -> None:
+        """Step the slots that are `present` with `gradients`, (extent,)."""
+        states = self.states
+        states.changes += 1
+        with ExitStack() as stack, torch.no_grad():
+            values = stack.enter_context(states.pin(VALUES, writes=True))
+            stepped = values
+            if states.has_master:
+                stepped = stack.enter_context(states.pin(MASTER, writes=True))
+            if not self.is_cut_for(present, settings):
+                self._cut(present, settings)
+            elements = {key: stack.enter_context(states.pin_state(key)) for key in self._used()}
+            for made in self._run(settings, stepped, gradients, elements, run, states.pin_state):
+                states.keep(*made)
+            self._round(values, stepped)
+
+    def step_aside(self, settings: Settings, gradients: Tensor, run: Run) -> Made:
+        """Make the same step beside what is there, of which nothing is changed: in spare payloads, which
+        begin as copies. For who was stepped before, and `is_cut_for` the step. It counts from `take_made` on.
+        """
+        states, keys = self.states, self._used()
+        kinds = [VALUES, *([MASTER] if states.has_master else []), *map(state_kind, keys)]
+        with ExitStack() as stack, torch.no_grad():
+            spare = {kind: stack.enter_context(states.pin_spare(kind)) for kind in kinds}
+            for kind in kinds:
+                with states.pin(kind) as present:
+                    spare[kind].copy_(present)
+            values = spare[VALUES]
+            stepped = spare[MASTER] if states.has_master else values
+            elements = {key: spare[state_kind(key)] for key in keys}
+            # A kind of state that is new has no spare: that is an error, and the step is made as usual.
+            where: _Place = lambda key, _: nullcontext(elements[key])  # noqa: E731
+            segments = self._run(settings, stepped, gradients, elements, run, where)
+            self._round(values, stepped)
+        return Made(tuple(kinds), segments)
+
+    def take_made(self, made: Made, swap: Callable[[Key, Key], None]) -> None:
+        """What was made beside counts now; what counted is the spare. `swap` exchanges two payloads."""
+        self.states.changes += 1
+        chunk = self.states.trained.chunk.id
+        for kind in made.kinds:
+            swap((chunk, kind), (chunk, spare_kind(kind)))
+        for segment in made.segments:
+            self.states.keep(*segment)
+
+    def is_cut_for(self, present: tuple[bool, ...], settings: Settings) -> bool:
+        """Whether the latest step was of the same slots, and nothing was loaded since."""
+        return bool(self._runs) and self._cut_for == self._key(present, settings)
+
+    def _key(self, present: tuple[bool, ...], settings: Settings) -> tuple[object, ...]:
+        return present, bool(settings.get("fused")), self.states.loads
+
+    def _cut(self, present: tuple[bool, ...], settings: Settings) -> None:
+        """Find the runs of slots that step alike, and let each have numbers of its own."""
+        states = self.states
+        signatures = [
+            states.signature(slot) if here and states.portion.has(slot) else None
+            for slot, here in enumerate(present)
+        ]
+        fused = bool(settings.get("fused"))
+        self._runs = runs_alike(states.trained.chunk, signatures, states.dtype, _HOST, fused)
+        self._cut_for = self._key(present, settings)
+        for first, last in self._runs:
+            states.keep((first, last), states.numbers(first), states.keys(first))
+
+    def _used(self) -> frozenset[str]:
+        """The keys of what the segments keep for each element."""
+        return frozenset[str]().union(*(self.states.keys(first) for first, _ in self._runs))
+
+    def _run(
+        self,
+        settings: Settings,
+        stepped: Tensor,
+        gradients: Tensor,
+        elements: Mapping[str, Tensor],
+        run: Run,
+        place: _Place,
+    ) -> list[Kept]:
+        """Step the segments, which lie in `stepped` and `elements`; what is then to be kept of each."""
+        parameters = [self._segment(stepped, gradients, first, last) for first, last in self._runs]
+        state = {
+            parameter: kept
+            for parameter, bounds in zip(parameters, self._runs, strict=True)
+            if (kept := self._state(bounds, elements))
+        }
+        new = run(_settings_here(settings), parameters, {p: {**kept} for p, kept in state.items()})
+        made = []
+        for parameter, bounds in zip(parameters, self._runs, strict=True):
+            parameter.grad = None
+            made.append(self._found(bounds, state.get(parameter, {}), new.get(parameter, {}), place))
+        return made
+
+    def _segment(self, stepped: Tensor, gradients: Tensor, first: int, last: int) -> nn.Parameter:
+        (start, end), begin = self.states.bounds(first, last), self.states.portion.begin
+        parameter = nn.Parameter(stepped[start:end])
+        parameter.grad = gradients[begin + start : begin + end].to(self.states.dtype)
+        return parameter
+
+    def _state(self, bounds: tuple[int, int], elements: Mapping[str, Tensor]) -> State:
+        """What the optimizer keeps for a segment."""
+        start, end = self.states.bounds(*bounds)
+        held = {key: elements[key][start:end] for key in self.states.keys(bounds[0])}
+        return self.states.numbers(bounds[0]) | held
+
+    def _found(self, bounds: tuple[int, int], before: State, after: State, place: _Place) -> Kept:
+        """What the optimizer now has for the segment from slot `bounds[0]` to `bounds[1]`: numbers, and the
+        keys of what it has for each element, which is put where `place` says."""
+        start, end = self.states.bounds(*bounds)
+        numbers, kept, replaced = {}, set(), {}
+        for key, value in after.items():
+            if self.states.is_elementwise(key, value, end - start):
+                kept.add(key)
+                if value is not before.get(key):  # a copy, where two may have changed places
+                    replaced[key] = value.clone() if before else value
+            else:
+                numbers[key] = value
+        for key, value in replaced.items():
+            with place(key, value.dtype) as elements:
+                elements[start:end].copy_(value)
+        return bounds, numbers, frozenset(kept)
+
+    def _round(self, values: Tensor, stepped: Tensor) -> None:
+        """Where there is a master, the values are what it is rounded to."""
+        if self.states.has_master:
+            for first, last in self._runs:
+                start, end = self.states.bounds(first, last)
+                values[start:end].copy_(stepped[start:end])
+
+
+def here(values: Mapping[str, Any]) -> dict[str, Any]:
+    """These, with tensors on the CPU, where chunks are stepped: a fused step copies a GradScaler's
+    `found_inf` from the script's device without waiting for the copy."""
+    return {k: v.to(_HOST) if isinstance(v, Tensor) else v for k, v in values.items()}
+
+
+def _settings_here(settings: Settings) -> Settings:
+    settings = here(settings)
+    if settings.get("capturable"):  # of graphs on the script's device
+        settings["capturable"] = False
+    return settings
+
+
+def run_step(
+    class_: type[torch.optim.Optimizer],
+    own: Mapping[str, Any],
+    settings: Settings,
+    parameters: list[nn.Parameter],
+    state: dict[nn.Parameter, State],
+) -> Mapping[nn.Parameter, State]:
+    """An optimizer's own code on `parameters`; gives what it then keeps for them.
+
+    `own` are the attributes of the optimizer whose step it is.
+    """
+    copy = object.__new__(class_)
+    copy.__dict__.update(noted(own))
+    drop_step_hooks(copy)
+    copy.param_groups = [{**noted(settings), "params": parameters}]
+    states: defaultdict[Any, State] = defaultdict(dict, state)
+    copy.state = states
+    bare_step(class_)(copy)  # hooks on all optimizers have run for the script's own call
+    return states
+
+
+def noted(values: Mapping[str, Any], without: str = "") -> Settings:
+    """A copy that no later change of `values` shows in."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in values.items()
+        if key != without
+    }
