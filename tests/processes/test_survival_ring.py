@@ -115,7 +115,7 @@ def weight_of(session: Session) -> float:
     """All workers' weights together, in the iteration just reduced."""
     reducer = session._state.prepared[0].reducer
     assert isinstance(reducer, RingReducer)
-    return reducer.sum._reference
+    return reducer.sum.scaling.reference
 
 
 def nothing(_who: int) -> None:

@@ -167,7 +167,7 @@ def trains_two(session: Session, who: int, folder: Path) -> dict[str, Any]:
         else:
             for loss in losses:
                 loss.backward()
-        counted.append([prepared.reducer.sum._reference for prepared in session._state.prepared])  # type: ignore[attr-defined]
+        counted.append([prepared.reducer.sum.scaling.reference for prepared in session._state.prepared])  # type: ignore[attr-defined]
         for _, optimizer in models:
             optimizer.step()
     parameters = [[p.detach().tolist() for p in model.parameters()] for model, _ in models]
@@ -249,7 +249,7 @@ class TakesTurns:
                 optimizer.zero_grad()
                 session.weight(2.0**who, model)
                 loss_of(model, who, step).backward()
-                counted[-1].append(session._state.prepared[number].reducer.sum._reference)  # type: ignore[attr-defined]
+                counted[-1].append(session._state.prepared[number].reducer.sum.scaling.reference)  # type: ignore[attr-defined]
                 optimizer.step()
         parameters = [[p.detach().tolist() for p in model.parameters()] for model, _ in models]
         return {"first": first, "counted": counted, "parameters": parameters}

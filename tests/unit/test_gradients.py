@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,17 +14,27 @@ import atoll
 from atoll.chunks import lay_out
 from atoll.core.config import Chunks, Config, Sync
 from atoll.core.errors import NonFiniteGradientError
+from atoll.core.stands import Epoch
+from atoll.core.weighing import GUESSED
 from atoll.tensors.binding import bind_model, specs_of
+from atoll.train.checkpoint.buffers import ModelBuffers
+from atoll.train.gradients.agreement import Ballot
+from atoll.train.gradients.alike import Treatments
 from atoll.train.gradients.clipping import GradientNorm
-from atoll.train.gradients.messages import Message, lay_messages
+from atoll.train.gradients.messages import Message, Tail, lay_messages
+from atoll.train.gradients.reducer import Calls
+from atoll.train.gradients.samples import Contribution
+from atoll.train.group.rounds import Ring
 from support.pool import ring_of_one
 
 
-def messages_of(sizes: list[tuple[int, torch.dtype]], chunk: int, at_least: int) -> list[Message]:
+def messages_of(
+    sizes: list[tuple[int, torch.dtype]], chunk: int, at_least: int, more: int = 0
+) -> list[Message]:
     """The messages of parameters of these sizes (elements) in chunks of `chunk` bytes."""
     parameters = {f"p{i}": nn.Parameter(torch.ones(n, dtype=kind)) for i, (n, kind) in enumerate(sizes)}
     layout = lay_out(specs_of(parameters, dict.fromkeys(parameters.values(), "0")), chunk_bytes=chunk)
-    return lay_messages(bind_model(layout, parameters), at_least)
+    return lay_messages(bind_model(layout, parameters), at_least, more)
 
 
 def test_neighbours_share_a_message_until_it_is_large_enough() -> None:
@@ -46,12 +57,91 @@ def test_dtypes_do_not_share_a_message_and_chunks_begin_at_cache_lines() -> None
             assert (chunk.published.flat.data_ptr() - message.memory.data_ptr()) % 64 == 0
 
 
-def test_a_tail_holds_an_agreement_and_leaves_the_gradients_alone() -> None:
-    (message,) = messages_of([(100, torch.float32)], chunk=1024, at_least=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tail_holds_an_agreement_and_leaves_the_gradients_alone(dtype: torch.dtype) -> None:
+    (message,) = messages_of([(100, dtype)], chunk=1024, at_least=1)
     message.gradients.fill_(3.0)
-    message.write_tail([1.0, 2.0, 0.5])
-    assert message.read_tail(3) == [1.0, 2.0, 0.5]
+    tail, said = Tail(message), [1.0, 2.0, 0.5]
+    tail.write(said)
+    assert (heard := tail.heard(3)) == [1.0, 2.0, 0.5]
+    said[0] = 7.0
+    tail.write(said)
+    assert tail.heard(3) is heard
+    assert heard == [7.0, 2.0, 0.5]
+    message.memory[message.gradients.numel() + 2] += 1.0  # what another member has said
+    assert tail.heard(3) is not heard
+    assert tail.heard(3) == [7.0, 2.0, 1.5]
+    tail.write([7.0, math.inf, 1e300])  # which float32 does not hold
+    assert tail.heard(3) == [7.0, math.inf, float(torch.tensor(1e300, dtype=dtype))]
     assert message.gradients.eq(3.0).all()
+
+
+def test_what_a_member_says_and_hears_is_what_it_is_though_it_is_packed_once() -> None:
+    """A ballot that has said much before says and hears in each state what one says that is new."""
+    owner = SimpleNamespace(steps=0, count_alike=False, bytes_sent=0)
+    (message,) = messages_of([(5, torch.float32), (7, torch.float32)], chunk=1024, at_least=1, more=3)
+    bounds, settings = [message.chunks[0].bound], {"lr": 0.1}
+    first, second = bounds[0].parameters
+    model, at = nn.BatchNorm1d(3), [Epoch()]
+    calls = Calls(
+        arm=lambda: None,
+        contribution=lambda _: Contribution(0.0, 0.0),
+        committed=lambda _own, _samples: None,
+        leaving=lambda: None,
+        epoch=lambda: at[-1],
+        buffers=ModelBuffers(model),
+    )
+    treatments = Treatments(lambda: [dict(settings)], bounds[0].parameters)
+    ring = Ring(ring_of_one(), torch.device("cpu"), 10.0)
+    kept, tail, dirty = Ballot(ring, owner, calls, treatments), Tail(message), [0.0]
+
+    def same(own: Contribution, awaited: bool = False) -> None:
+        owner.steps += 1
+        said = kept.said(own, bounds, dirty, awaited=awaited)
+        new = Ballot(ring, owner, calls, treatments)
+        assert said == new.said(own, bounds, dirty, awaited=awaited)
+        tail.write(said)
+        summed = tail.heard(len(said))
+        agreed, right = kept.agreed(own, summed, bounds, 1), new.agreed(own, list(summed), bounds, 1)
+        for name in (
+            "steps",
+            "contribution",
+            "with_gradients",
+            "newcomers",
+            "alike",
+            "dirty",
+            "present",
+            "buffers",
+        ):
+            assert getattr(agreed, name) == getattr(right, name), name
+        treatments.stepped(owner.steps)
+
+    for _ in range(2):
+        same(Contribution(4.0, 4.0))
+        same(Contribution(4.0, 4.0))
+        first.grad = torch.zeros(first.shape)
+        same(Contribution(4.0, 4.0))
+        second.grad = torch.zeros(second.shape)
+        same(Contribution(4.0, 3.0))
+        same(Contribution(4.0, 3.0, GUESSED))
+        same(Contribution(4.0, 3.0, GUESSED), awaited=True)
+        dirty[0] = 1.0
+        same(Contribution(4.0, 3.0))
+        dirty[0] = 0.0
+        treatments.clipped(1.0, 2.0)
+        same(Contribution(0.0, 0.0))
+        treatments.shown()
+        second.grad.add_(1.0)
+        treatments.steps()
+        same(Contribution(2.0, 2.0))
+        settings["lr"] /= 2
+        treatments.steps()
+        same(Contribution(2.0, 2.0))
+        at.append(Epoch(len(at), "train.py:3"))
+        same(Contribution(2.0, 2.0))
+        model.running_mean.add_(1.0)  # type: ignore[operator, union-attr]
+        same(Contribution(2.0, 2.0))
+        first.grad = second.grad = None
 
 
 def with_gradients(*values: list[float]) -> list[nn.Parameter]:
@@ -143,4 +233,4 @@ def test_half_precision_agrees_by_a_sum_of_its_own() -> None:
             model(torch.ones(301, 4, dtype=torch.bfloat16)).float().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert session._state.prepared[0].reducer.sum._reference == 301  # which bfloat16 cannot hold
+        assert session._state.prepared[0].reducer.sum.scaling.reference == 301  # which bfloat16 cannot hold

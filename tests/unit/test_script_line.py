@@ -57,20 +57,21 @@ def test_on_another_thread_the_line_is_that_of_the_main_thread() -> None:
 @pytest.mark.parametrize(
     ("text", "right"),
     [
-        ("epoch = 3\nfound = script_number(['epoch'])\n", 3),
-        ("epoch = 3\ndef f():\n  return script_number(['epoch'])\nfound = f()\n", 3),
-        ("epoch = 3\ndef f(epoch):\n  return script_number(['epoch'])\nfound = f(4)\n", 4),
-        ("def f(epoch):\n  def g():\n    return script_number(['epoch'])\n  return g()\nfound = f(4)\n", 4),
+        ("epoch = 3\nfound = script_number(('epoch',))\n", 3),
+        ("epoch = 3\ndef f():\n  return script_number(('epoch',))\nfound = f()\n", 3),
+        ("epoch = 3\ndef f(epoch):\n  return script_number(('epoch',))\nfound = f(4)\n", 4),
+        ("def f(epoch):\n  def g():\n    return script_number(('epoch',))\n  return g()\nfound = f(4)\n", 4),
         (
-            "def f(epoch):\n  g = lambda: (epoch, script_number(['epoch']))\n  return g()[1]\nfound = f(4)\n",
+            "def f(epoch):\n  g = lambda: (epoch, script_number(('epoch',)))\n"
+            "  return g()[1]\nfound = f(4)\n",
             4,
         ),
-        ("def f():\n  if False:\n    epoch = 2\n  return script_number(['epoch'])\nfound = f()\n", None),
-        ("epoch = 1.0\nfound = script_number(['epoch'])\n", None),
-        ("epoch = True\nfound = script_number(['epoch'])\n", None),
-        ("epoch = -1\nfound = script_number(['epoch'])\n", None),
+        ("def f():\n  if False:\n    epoch = 2\n  return script_number(('epoch',))\nfound = f()\n", None),
+        ("epoch = 1.0\nfound = script_number(('epoch',))\n", None),
+        ("epoch = True\nfound = script_number(('epoch',))\n", None),
+        ("epoch = -1\nfound = script_number(('epoch',))\n", None),
         ("epoch = 1.0\nstep = 2\nfound = script_number(['epoch', 'step'])\n", 2),
-        ("found = script_number(['epoch'])\n", None),
+        ("found = script_number(('epoch',))\n", None),
     ],
 )
 def test_a_number_of_the_script(tmp_path: Path, text: str, right: int | None) -> None:
@@ -83,7 +84,7 @@ def test_who_looks_at_a_number_keeps_nothing_alive(tmp_path: Path) -> None:
         "def f(epoch):\n"
         "  large = torch.ones(2)\n"
         "  seen = weakref.ref(large)\n"
-        "  number = script_number(['epoch'])\n"
+        "  number = script_number(('epoch',))\n"
         "  large = None\n"
         "  return number, seen()\n"
         "found = f(4)\n"

@@ -7,9 +7,8 @@ import inspect
 import sys
 import sysconfig
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 from atoll.core.characters import encoded
 
@@ -46,7 +45,7 @@ def waiting_line() -> str:
     return script_line() or _line_of(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
-def script_number(names: Sequence[str]) -> int | None:
+def script_number(names: tuple[str, ...]) -> int | None:
     """Return the value of the innermost variable of these `names` in the user's own code on this stack.
 
     Only integers of at least 0 count. On a thread that runs no code of the user, the main thread's stack
@@ -59,13 +58,19 @@ def script_number(names: Sequence[str]) -> int | None:
         code = frame.f_code
         if is_script(code.co_filename):
             is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
-            known = {*code.co_varnames, *code.co_cellvars, *code.co_freevars} if is_function else names
-            for name in names:
-                value = _variable(frame, name, is_function) if name in known else None
+            for name in _variables_of(code, names) if is_function else names:
+                value = _variable(frame, name, is_function)
                 if type(value) is int and 0 <= value < 2**53:
                     return value
         frame = frame.f_back
     return None
+
+
+@functools.lru_cache(maxsize=256)
+def _variables_of(code: CodeType, names: tuple[str, ...]) -> list[str]:
+    """Return those of `names` that are variables of a function."""
+    known = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    return [name for name in names if name in known]
 
 
 def _variable(frame: FrameType, name: str, is_function: bool) -> object:

@@ -7,6 +7,7 @@ contributions.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import zlib
@@ -56,7 +57,7 @@ class Certainty:
         self.certain = uncertain <= 0
         self.equal = {0.0, self.workers}.issuperset(bits)
 
-    @property
+    @functools.cached_property
     def may_be_beyond(self) -> bool:
         """True where a weight may be more than M = MOST_AT_ONCE times the median: the mean is far above the
         geometric mean. All workers have the same sums, so all say the same.

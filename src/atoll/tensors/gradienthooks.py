@@ -13,15 +13,11 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 
-def after_gradient(accumulator: Any, hook: Callable[[], None]) -> RemovableHandle:
-    """Call `hook()` whenever the parameter has accumulated a gradient, after the script's own hooks.
+def after_gradient(accumulator: Any, hook: Callable[..., None]) -> RemovableHandle:
+    """Call `hook(inputs, outputs)` when the parameter has accumulated a gradient, after the script's hooks.
 
     `accumulator` is the node of the parameter's `GradientEdge`. The caller must keep the node: autograd makes
     a new one, without hooks, when nothing refers to the old one.
     """
-
-    def after(_inputs: Any, _outputs: Any) -> None:
-        hook()
-
-    handle: RemovableHandle = accumulator.register_hook(after)
+    handle: RemovableHandle = accumulator.register_hook(hook)
     return handle

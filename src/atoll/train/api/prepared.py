@@ -165,6 +165,7 @@ class Prepared:
         workers.take_from_first(self.module.buffers(), "worker 0's buffers")
         self.buffers = ModelBuffers(self.module)
         self.norm = GradientNorm(self.parameters)
+        self._trained_chunks = trained
         self.trained = {name for chunk in trained for name in chunk.names}
         self.reducer, self.stepper = strategy.build(
             Training(
@@ -211,7 +212,7 @@ class Prepared:
         self._hooks = ForwardHooks(
             model,
             before=self._before_forward,
-            accumulates=self.reducer.accumulates,
+            accumulates=self.reducer.sum.accumulates,
             reached=self._backward_reaches,
         )
         self._other_steps = None
@@ -304,7 +305,7 @@ class Prepared:
                 measure=lambda: self.norm.measure(norm_type, error_if_nonfinite),
             )
         )
-        self.reducer.clipped(max_norm, norm_type)
+        self.reducer.sum.clipped(max_norm, norm_type)
         return self._tell_norm(norm)
 
     def _tell_norm(self, norm: Tensor) -> Tensor:
@@ -321,7 +322,9 @@ class Prepared:
 
     def _before_forward(self) -> None:
         self.stepper.restore()
-        self.reducer.check_bound(closely=False)
+        for bound in self._trained_chunks:
+            if bound.has_moved:  # until a step it may: averaged weights, say, for an evaluation
+                bound.check_kinds()
         self._check_homes()
         self._backward.before_forward()
         self._forward()
@@ -386,7 +389,8 @@ class Prepared:
                     f"parameter {name!r} was frozen when session.prepare saw it and is trainable now; "
                     "leave it trainable until after session.prepare, then freeze it until it is wanted"
                 )
-        self.reducer.check_bound()
+        for bound in self._trained_chunks:
+            bound.check()
         if not self.reducer.sums_samples:
             self._begins_step(self)
         self.reducer.before_step()

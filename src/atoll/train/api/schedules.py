@@ -90,5 +90,5 @@ class Schedules:
         Samples of an iteration whose optimizer step is yet to come do not count.
         """
         for prepared in self._state.prepared:
-            if not (prepared.reducer.sums_samples and prepared.reducer.is_within):
+            if not (prepared.reducer.sums_samples and prepared.reducer.reduced):
                 self._state.follow_samples(prepared)

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
 
 import msgspec
+from torch import Tensor, nn
 
 from atoll.core.errors import MismatchError, UserError
 from atoll.core.hyperparameters import GRADIENT_SCALE, difference_line, first_difference
 from atoll.core.stands import UNKNOWN, Epoch, Stand, are_in_one_epoch, describe_mismatch, mixed_epochs
 from atoll.tensors.settings import Settings, SettingsCode
+from atoll.tensors.torch_compat import version_of
 
 _BITS = 14  # of a checksum
 SAID = 3 + _BITS  # values
+_GRADIENT = attrgetter("grad")
 
 
 class Treatment(msgspec.Struct, frozen=True, array_like=True):
@@ -45,43 +49,64 @@ class Treatments:
     """What this worker makes of the mean of the iteration under way, and `latest`, what it made of the one
     before; None where that is told, or where it was not there."""
 
-    def __init__(self, settings: Callable[[], Settings] = list) -> None:
-        """`settings()` returns the optimizer's present hyperparameters."""
+    def __init__(
+        self, settings: Callable[[], Settings] = list, parameters: Sequence[nn.Parameter] = ()
+    ) -> None:
+        """`settings()` returns the optimizer's present hyperparameters. Edits of the gradients of
+        `parameters` are noticed."""
         self._ask_settings, self._settings = settings, SettingsCode()
+        self._parameters = parameters
+        self._means: list[Tensor | None] = []  # as the script was shown them
+        self._versions: list[int] = []
         self._clips: list[tuple[float, float]] = []
         self.edited = False
         self.latest: Treatment | None = None
 
+    def shown(self) -> None:
+        """The script is shown the mean."""
+        self._means = list(map(_GRADIENT, self._parameters))
+        self._versions = _versions(self._means)
+
     def clipped(self, max_norm: float, norm_type: float) -> None:
         self._clips.append((float(max_norm), float(norm_type)))
+        self.shown()  # whether a coefficient of 1 was written is a matter of the device
 
     def steps(self) -> None:
-        """Record the hyperparameters with which the optimizer is about to step."""
+        """Record the hyperparameters with which the optimizer is about to step, and whether the script has
+        changed the mean otherwise than by clipping."""
         self._settings.see(self._ask_settings())
+        if self._means and not self.edited:
+            now = list(map(_GRADIENT, self._parameters))
+            self.edited = not (all(map(is_, now, self._means)) and _versions(now) == self._versions)
 
     def stepped(self, iteration: int) -> None:
         """The iteration under way is over."""
         self.latest = Treatment(iteration, tuple(self._clips), self.edited, self._settings.settings)
-        self._clips, self.edited = [], False
+        self._clips, self.edited, self._means = [], False, []
 
-    def said(self, epoch: Epoch = UNKNOWN) -> list[float]:
+    @property
+    def told(self) -> tuple[object, ...] | None:
+        """What `said` tells without the iteration's number; None where nothing is known."""
+        made = self.latest
+        return None if made is None else (made.clips, made.edited, self._settings.code)
+
+    def said(self, epoch: Epoch = UNKNOWN, *, iteration: bool = True) -> list[float]:
         """Encode this worker's latest treatment: SAID values of 0 and 1, whose sums are exact in any dtype.
 
-        `epoch` is the epoch of the batch on which this worker trains now.
+        `epoch` is the epoch of the batch on which this worker trains now. `iteration`: with the number of the
+        treatment's iteration.
         """
         if self.latest is None:
             return [0.0] * SAID
-        made = (
-            self.latest.iteration,
-            self.latest.clips,
-            self.latest.edited,
-            self._settings.code,
-            epoch.number,
-            epoch.by,
-        )
+        number = self.latest.iteration if iteration else -1
+        made = (number, *(self.told or ()), epoch.number, epoch.by)
         checksum = zlib.crc32(msgspec.msgpack.encode(made))
         bits = [float(checksum >> bit & 1) for bit in range(_BITS)]
         return [1.0, float(bool(self.latest.clips)), float(self.latest.edited), *bits]
+
+
+def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
+    return [0 if each is None else version_of(each) for each in gradients]
 
 
 def are_alike(summed: Sequence[float]) -> bool:

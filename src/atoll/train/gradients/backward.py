@@ -38,7 +38,7 @@ class BackwardEnd:
             self._armed = True
             for reducer in self._reducers:
                 reducer.drop_kept()
-                reducer.look_for_edits()
+                reducer.watch.look_for_edits()
             at_end_of_backward(self._end)
 
     def settle(self) -> None:
@@ -62,9 +62,10 @@ class BackwardEnd:
         self.settle()
         waiting = [reducer for reducer in self._reducers if reducer.synchronous]
         for reducer in self._reducers:
-            reducer.look()
+            if reducer.unsent:
+                reducer.watch.look()
             if not reducer.synchronous:
-                reducer.note_edits()
+                reducer.watch.note_edits()
                 reducer.begin()
         if self._ring is None or len(waiting) < 2:
             due = [reducer for reducer in waiting if reducer.unsent or len(self._reducers) == 1]
@@ -89,7 +90,7 @@ class BackwardEnd:
     def _due(self, ring: Ring, reducers: Sequence[Reducer], also: Reducer | None = None) -> list[Reducer]:
         """Return the reducers for which any worker has new gradients, and `also`. A collective."""
         due = self._ask(ring, reducers, also)
-        if any(reducer.admit() for reducer in due):
+        if any(reducer.sum.admit() for reducer in due):
             due = self._ask(ring, reducers, also)  # newcomers have not said theirs
         return due
 

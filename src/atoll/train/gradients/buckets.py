@@ -7,11 +7,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from atoll.core.errors import RunError
-from atoll.tensors.binding import BoundChunk, check_usable
+from atoll.tensors.binding import BoundChunk
 from atoll.tensors.gradienthooks import after_gradient
 from atoll.train.gradients.messages import ChunkGradients, Message
 from atoll.train.gradients.sums import Gradients, Owner
@@ -88,18 +87,15 @@ class Buckets(Gradients):
         chunk = self.chunks[bound.chunk.id]
         return chunk.published.flat, chunk.collect()
 
-    def _hook(self, message: Message, chunk: ChunkGradients, index: int) -> Callable[[], None]:
-        name, parameter = chunk.bound.names[index], chunk.bound.parameters[index]
+    def _hook(self, message: Message, chunk: ChunkGradients, index: int) -> Callable[..., None]:
+        parameter, came = chunk.bound.parameters[index], self._owner.came
 
-        def on_gradient() -> None:
+        def on_gradient(*_: object) -> None:
+            came()
+            if message.waits:
+                return
             gradient = parameter.grad  # None where a hook of the script's has dropped it
-            view = chunk.published.views[index]
-            if gradient is not None and gradient is not view:
-                if gradient.dtype != view.dtype:
-                    chunk.bound.check()
-                if gradient.requires_grad or gradient.layout != torch.strided:
-                    check_usable(name, gradient)
-            self._owner.came()
+            chunk.check(index, gradient)
             if chunk.fired[index]:
                 chunk.again()
                 message.dirty = message.sent

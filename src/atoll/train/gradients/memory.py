@@ -12,7 +12,7 @@ from torch import nn
 
 from atoll.chunks import ChunkMap, ParameterSpec, lay_out
 from atoll.core.config import Config
-from atoll.core.errors import RunError, UserError
+from atoll.core.errors import RunError
 from atoll.core.memory import Memory
 from atoll.core.units import format_bytes
 from atoll.memory.agreeing import BatchEpochs
@@ -24,11 +24,12 @@ from atoll.moves.owners import Groups
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import ParameterOptimizer
+from atoll.train.gradients.agreement import refuse_beyond, take_beside, tell_beside
 from atoll.train.gradients.clipping import ExchangedNorms, GradientNorm, Norms, ResidentNorms, SharedNorms
 from atoll.train.gradients.reducer import Calls, Reducer
-from atoll.train.gradients.ring import refuse_beyond, take_beside, tell_beside
 from atoll.train.gradients.solo import SoloReducer
 from atoll.train.gradients.sums import AtEnd
+from atoll.train.gradients.watch import SharedGradientWatch
 from atoll.train.group.inner import AnyRing
 from atoll.train.group.members import WorkerMembers
 from atoll.train.sync.servedtiers import ServedInTiers, staging_bytes
@@ -227,7 +228,7 @@ class MembersReducer(Reducer):
     """
 
     def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, tiers: Tiers) -> None:
-        super().__init__(chunks, calls, AtEnd)
+        super().__init__(chunks, calls, AtEnd, SharedGradientWatch)
         self._tiers, self._buffers, self._counts_told = tiers, calls.buffers, False
         self._counted = 0  # bytes of gradients, that `bytes_sent` counts
 
@@ -250,12 +251,6 @@ class MembersReducer(Reducer):
         self.bytes_sent += self._tiers.bytes_sent - self._counted
         self._counted = self._tiers.bytes_sent
         self._done(own, samples)
-
-    def _has_values(self) -> bool:
-        try:
-            return super()._has_values()
-        except UserError:  # a mean that was stepped and not zeroed: other members hold parts of it
-            return True
 
 
 class HeldChunk(BoundChunk):

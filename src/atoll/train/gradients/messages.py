@@ -7,13 +7,16 @@ the last.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from atoll.core.weighing import SAID as SAID_OF_WEIGHT
-from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.tensors.binding import BoundChunk, Buffer, check_usable
+from atoll.tensors.torch_compat import copy_all
 from atoll.train.gradients.alike import SAID
 from atoll.train.group.channel import Pending
 
@@ -37,9 +40,19 @@ class ChunkGradients:
         self.late = False  # wait for the end of backward: its gradients come more than once
 
     def begin(self) -> None:
-        self.fired = [False] * len(self.fired)
-        self.missing = len(self.fired)
+        if self.missing < len(self.fired):
+            self.fired = [False] * len(self.fired)
+            self.missing = len(self.fired)
         self.taken = 0
+
+    def check(self, index: int, gradient: Tensor | None) -> None:
+        """Raise for a gradient that the published buffer cannot take."""
+        view = self.published.views[index]
+        if gradient is not None and gradient is not view:
+            if gradient.dtype != view.dtype:
+                self.bound.check()
+            if gradient.requires_grad or gradient.layout != torch.strided:
+                check_usable(self.bound.names[index], gradient)
 
     def move(self, flat: Tensor) -> None:
         """Be reduced in other memory from now on. This worker's own gradients stay; they are to be taken
@@ -63,9 +76,21 @@ class ChunkGradients:
     def settle(self, scale: float) -> None:
         """Make the published buffer whole: gradients that this backward did not touch, or more than once,
         and zeros for absent ones."""
-        if self.taken < len(self.fired):
-            for index, parameter in enumerate(self.bound.parameters):
-                self.take(index, parameter.grad, scale)
+        if self.taken == len(self.fired):
+            return
+        views, gradients = self.published.views, [parameter.grad for parameter in self.bound.parameters]
+        own = []
+        for index, gradient in enumerate(gradients):
+            self.check(index, gradient)
+            if gradient is not None and gradient is not views[index]:
+                own.append(gradient)
+        if len(own) == len(views) and scale != 0:  # in two calls for all
+            copy_all(views, own)
+            if scale != 1.0:
+                self.published.flat.mul_(scale)
+            return
+        for index, gradient in enumerate(gradients):
+            self.take(index, gradient, scale)
 
     def again(self) -> None:
         """Its gradients changed after it had left: take them anew, and wait for the end from now on."""
@@ -119,8 +144,13 @@ class Message:
             for bound, start in zip(bounds, self._starts, strict=True)
         ]
         self.dirty = False  # a gradient came after it had left
+        self.waits = False  # nothing is done as its gradients come: it leaves when their backward has ended
         self.sent = False
         self.work: Pending | None = None
+        ids = [chunk.bound.chunk.id for chunk in self.chunks]
+        which = f"chunk {ids[0]}" if len(ids) == 1 else f"chunks {', '.join(map(str, ids))}"
+        self._name = f"{which} (with {self.chunks[0].bound.names[0]!r})"
+        self._flat, self._more = self.gradients, 0
 
     @property
     def ready(self) -> bool:
@@ -142,6 +172,7 @@ class Message:
         """Take other memory: what was begun in the old one may still write into it."""
         self.memory = torch.zeros_like(self.memory)
         self.gradients = self.memory[: self.gradients.numel()]
+        self._flat, self._more = self.gradients, 0
         for chunk, start in zip(self.chunks, self._starts, strict=True):
             chunk.move(self.memory[start : start + chunk.bound.chunk.extent])
         self.work = None
@@ -156,21 +187,49 @@ class Message:
         for chunk in self.chunks:
             chunk.taken = 0
 
-    def write_tail(self, values: Sequence[float]) -> None:
-        """Put `values` into the spare room."""
-        start = self.gradients.numel()
-        self.memory[start : start + len(values)] = torch.tensor(values, dtype=self.memory.dtype)
-
-    def read_tail(self, count: int) -> list[float]:
-        """The first `count` values of the spare room."""
-        start = self.gradients.numel()
-        values: list[float] = self.memory[start : start + count].tolist()
-        return values
+    def flat(self, more: int) -> Tensor:
+        """The gradients, and `more` values of the spare room."""
+        if more != self._more:
+            self._flat, self._more = self.memory[: self.gradients.numel() + more], more
+        return self._flat
 
     def __str__(self) -> str:
-        ids = [chunk.bound.chunk.id for chunk in self.chunks]
-        which = f"chunk {ids[0]}" if len(ids) == 1 else f"chunks {', '.join(map(str, ids))}"
-        return f"{which} (with {self.chunks[0].bound.names[0]!r})"
+        return self._name
+
+
+class Tail:
+    """The spare room of a message on the CPU, in which what members say of an iteration rides along.
+
+    The first value changes with each iteration, and the rest seldom does: what has not changed is neither
+    packed nor unpacked again. Then `write` is given the same list as before, and `heard` gives the same one.
+    """
+
+    def __init__(self, message: Message) -> None:
+        self.memory = message.memory
+        room: Any = message.memory[message.gradients.numel() :].numpy()
+        self._room: Any = memoryview(room)  # of floats
+        self._code: Literal["f", "d"] = "f" if message.memory.dtype == torch.float32 else "d"
+        self._said: list[float] = []
+        self._packed = array(self._code, self._said)
+        self._heard: list[float] = []
+        self._raw = b""
+
+    def write(self, said: list[float]) -> None:
+        """Say this; in the list of the call before only the first value may have changed since."""
+        if said is self._said:
+            self._packed[0] = said[0]
+        else:
+            self._said, self._packed = said, array(self._code, said)
+        self._room[: len(said)] = memoryview(self._packed)
+
+    def heard(self, count: int) -> list[float]:
+        """The first `count` values, summed; the same list as before where only its first value differs."""
+        raw = self._room[1:count].tobytes()
+        if raw == self._raw:
+            self._heard[0] = self._room[0]
+        else:
+            self._raw, self._heard = raw, self._room[:count].tolist()
+        return self._heard
 
 
 def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> list[Message]:

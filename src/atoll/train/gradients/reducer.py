@@ -8,7 +8,7 @@ docs/architecture.md, "The gradient".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from atoll.core.stands import UNKNOWN, Epoch
 from atoll.exchange.feedback import Feedback
-from atoll.memory.proxies import edits_of
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.torch_compat import backward_under_way, forget_clipping
+from atoll.tensors.torch_compat import backward_under_way
 from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.gradients.samples import Contribution
 from atoll.train.gradients.sums import MakeSum, Own
-
-_READABLE = frozenset({"cpu"})  # types of device whose memory may be read without a wait
+from atoll.train.gradients.watch import GradientWatch
 
 
 class Beside(Protocol):
@@ -102,20 +100,27 @@ class Reducer:
     acts_after_backward = True  # whether `reduce` is to run when a backward ends
     sums_samples = True  # each iteration's samples are those of all; else `consumed` is told in another way
 
-    def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, make_sum: MakeSum = Own) -> None:
+    losses: Feedback | None = (
+        None  # what a link to shards has lost of this model's gradients, where there is one
+    )
+
+    def __init__(
+        self,
+        chunks: Sequence[BoundChunk],
+        calls: Calls,
+        make_sum: MakeSum = Own,
+        watch: type[GradientWatch] = GradientWatch,
+    ) -> None:
         """Reduce the chunks' gradients; `make_sum` makes their sum over the worker's group."""
         self._chunks, self._calls = list(chunks), calls
+        self.watch = watch(chunks, calls.dropped, calls.edited)
         self._own: Contribution | None = None  # fixed when the first message leaves
         self.count_alike = False  # all workers, in the latest iteration: whatever they have counted
         self.synchronous = True  # False within no_sync
         self.sends_early = True  # while backward goes on
         self.unsent = False  # gradients have come that no reduction has seen
         self._came_in = -1  # the backward in which the latest came
-        self._reduced = False  # since the last step
-        self._first_reduced: tuple[nn.Parameter, int] | None = None  # with a gradient, and how often written
-        # By parameter: a gradient to which `zero_grad` has written zeros, and how often it was written then.
-        self._zeros: dict[int, tuple[Tensor, int]] = {}
-        self._edits_seen: list[int | None] = []  # of each gradient, at the end of a backward under no_sync
+        self.reduced = False  # since the last step
         self.steps = 0
         self.bytes_sent = 0
         self.consumed = 0.0
@@ -127,45 +132,24 @@ class Reducer:
             self._calls.beside.ready()
 
     @property
-    def is_within(self) -> bool:
-        """True between reduction and optimizer step."""
-        return self._reduced
-
-    @property
     def has_batch(self) -> bool:
         """True where a backward has left gradients in this iteration."""
-        return self.unsent or self._reduced
+        return self.unsent or self.reduced
 
     def close(self) -> None:
         """Let go of the model: its parameters stay where they are, but nothing is reduced any more."""
         self.sum.close()
-        self._zeros.clear()
+        self.watch.close()
         self._chunks.clear()
         if self._calls.beside is not None:
             self._calls.beside.close()
-
-    @property
-    def losses(self) -> Feedback | None:
-        """What a link to shards has lost of this model's gradients; None: there is no such link."""
-        return None
 
     @property
     def shows_mean(self) -> bool:
         """True where every worker's `p.grad` is the mean over all, and each worker steps its own copy with
         the mean.
         """
-        return self.sum.shows_mean and self._reduced and not self.unsent
-
-    def check_bound(self, closely: bool = True) -> None:
-        """Raise BindingError where a parameter's dtype or device differs from its chunk's.
-
-        With `closely`, check each parameter, and accept the values of parameters that have left their chunk.
-        """
-        for bound in self._chunks:
-            if closely:
-                bound.check()
-            elif bound.has_moved:  # until a step it may: averaged weights, say, for an evaluation
-                bound.check_kinds()
+        return self.sum.shows_mean and self.reduced and not self.unsent
 
     def reached(self, backward: int) -> None:
         """Backward number `backward` is about to count a batch; -1: a forward counts it, outside of any."""
@@ -173,12 +157,7 @@ class Reducer:
     def check_gradients(self) -> None:
         """Raise UserError, naming the parameter, for a sparse gradient."""
 
-    def accumulates(self) -> bool:
-        """Within a backward: whether it will leave gradients in these parameters, as torch.autograd.grad
-        does not."""
-        return self.sum.accumulates()
-
-    def came(self) -> None:
+    def came(self, *_: object) -> None:
         """Autograd has delivered a gradient."""
         backward = backward_under_way()
         if backward == -1 or backward != self._came_in:
@@ -194,10 +173,6 @@ class Reducer:
         """Forget a backward that raised; raises RunError if chunks had left for the other workers."""
         self.sum.gradients.abandon()
         self.begin()
-
-    def admit(self) -> bool:
-        """Let newcomers in where a new iteration begins with this model; whether any have come in."""
-        return self.sum.admit()
 
     def reduce(self) -> None:
         """A backward has ended: do what makes its iteration whole."""
@@ -215,59 +190,14 @@ class Reducer:
             self.sum.opens()
             # Where the script's hooks have dropped all gradients, zeros take part in the mean.
             # A worker without a batch may have zeros left, from zero_grad(set_to_none=False).
-            has_gradient = self.unsent or self._has_values()
+            has_gradient = self.unsent or self.watch.has_values()
             self._own = self._calls.contribution(has_gradient)
             self.sum.weighs(self._own)
         return self._own
 
-    def _has_gradients(self) -> bool:
-        for bound in self._chunks:  # nearly always the first
-            for parameter in bound.parameters:
-                if parameter.grad is not None:
-                    return True
-        return False
-
-    def _has_values(self) -> bool:
-        """True where any gradient is not all zeros. On a GPU this waits."""
-        return any(bool(p.grad.any()) for p in self._trained() if p.grad is not None)
-
-    def look(self) -> None:
-        """Check at the end of a backward whether the script's hooks have dropped all gradients."""
-        if self.unsent and not self._has_gradients():
-            self._calls.dropped()
-
-    def note_edits(self) -> None:
-        """Remember the gradients' versions at the end of a backward under no_sync."""
-        self._edits_seen = self._edits()
-        forget_clipping()
-
-    def look_for_edits(self) -> None:
-        """Detect edits before more gradients come or the reduction begins.
-
-        Edits are reported where the script has changed all gradients since `note_edits`, as
-        torch.nn.utils.clip_grad_norm_ does. Zeros do not count: `zero_grad` writes them.
-        """
-        seen, self._edits_seen = self._edits_seen, []
-        if not seen:
-            return
-        pairs = [(now, then) for now, then in zip(self._edits(), seen, strict=True) if then is not None]
-        changed = bool(pairs) and all(now is not None and now > then for now, then in pairs)
-        if changed and any(bool(p.grad.any()) for p in self._trained() if p.grad is not None):
-            self._calls.edited()
-
-    def _trained(self) -> Iterator[nn.Parameter]:
-        return (parameter for bound in self._chunks for parameter in bound.parameters)
-
-    def _edits(self) -> list[int | None]:
-        """Return how often each gradient was written into; None for a parameter without a gradient."""
-        gradients = (parameter.grad for parameter in self._trained())
-        return [None if gradient is None else edits_of(gradient) for gradient in gradients]
-
     def _done(self, own: Contribution, samples: float) -> None:
-        self._reduced, self.unsent = True, False
-        self._zeros.clear()
-        edits = ((p, edits_of(p.grad)) for p in self._trained() if p.grad is not None)
-        self._first_reduced = next(edits, None)
+        self.reduced, self.unsent = True, False
+        self.watch.reduced()
         self.begin()
         if self.sums_samples:
             self.consumed += samples
@@ -283,58 +213,23 @@ class Reducer:
 
     def before_step(self) -> None:
         """Send what no backward has sent: all of it came under no_sync, or there is no gradient here."""
-        if self._reduced and not self.unsent and self._is_left_out():
+        if self.reduced and not self.unsent and self.watch.is_left_out():
             self.drop_kept()
-            self._reduced = False
-        if self.unsent or not self._reduced:
-            self.look_for_edits()
+            self.reduced = False
+        if self.unsent or not self.reduced:
+            self.watch.look_for_edits()
             self._calls.reduce(self)
         self.sum.before_step()
 
-    def _is_left_out(self) -> bool:
-        """True where the script has zeroed the latest gradients without a step, as after a GradScaler's skip.
-
-        Then this step is of a later iteration, in which this worker has no batch. On a GPU a look at the
-        gradients waits, so there only zeros of `zero_grad` are seen.
-        """
-        if self._first_reduced is None:
-            return False
-        first, edits = self._first_reduced
-        gradient = first.grad
-        if gradient is None:
-            return not self._has_gradients()
-        if edits_of(gradient) == edits:
-            return False
-        return not self._has_values() if gradient.device.type in _READABLE else self._are_zeroed()
-
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Hear of a `zero_grad`: gradients of these parameters that are still there are zeros.
-
-        Between a reduction and its step the script leaves the step out by that. At other times nobody asks.
-        """
-        if not self._reduced or self.unsent:
-            return
-        given = {id(parameter) for parameter in parameters}
-        for parameter in self._trained():
-            gradient = parameter.grad if id(parameter) in given else None
-            if gradient is not None:
-                self._zeros[id(parameter)] = gradient, edits_of(gradient)
-
-    def _are_zeroed(self) -> bool:
-        """True where nothing was written to any gradient since `zero_grad` has written zeros."""
-        for parameter in self._trained():
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            zeroed, edits = self._zeros.get(id(parameter), (None, 0))
-            if gradient is not zeroed or edits_of(gradient) != edits:
-                return False
-        return True
+        """Hear of a `zero_grad`."""
+        if self.reduced and not self.unsent:  # at other times nobody asks
+            self.watch.note_zeros(parameters)
 
     def after_step(self) -> None:
         """The step is made: the next iteration begins."""
-        self._reduced = False
-        self._zeros.clear()
+        self.reduced = False
+        self.watch.stepped()
         self.steps += 1
         self.drop_kept()
         self.sum.stepped(self.steps - 1)
@@ -356,12 +251,8 @@ class Reducer:
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError or KeyError where `load_member_state` could not take it."""
-        self._check_steps(state)
+        check_steps(state)
         self.sum.check_member_state(state)
-
-    def _check_steps(self, state: Mapping[str, Any]) -> None:
-        if type(state["steps"]) is not int or state["steps"] < 0:
-            raise ValueError(f"a reducer's steps are {state['steps']!r}")
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         """Take another member's `member_state`."""
@@ -388,11 +279,13 @@ class Reducer:
         """Clip this iteration's gradients, wherever the mean is; returns the norm before."""
         return by.clip()[0]
 
-    def clipped(self, max_norm: float, norm_type: float) -> None:
-        """The script has clipped this iteration's gradients."""
-        self.sum.clipped(max_norm, norm_type)
-
     def confirm(self, what: str) -> None:
         """Hear of all members that they made the same of the iterations so far; UserError where they did not.
         A collective of theirs."""
         self.sum.confirm(what)
+
+
+def check_steps(state: Mapping[str, Any]) -> None:
+    """Raise ValueError or KeyError where a reducer's state has no number of steps."""
+    if type(state["steps"]) is not int or state["steps"] < 0:
+        raise ValueError(f"a reducer's steps are {state['steps']!r}")

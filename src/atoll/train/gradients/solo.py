@@ -35,17 +35,17 @@ class SoloReducer(Reducer):
 
     def reduce(self) -> None:
         """Count what was trained on since the last call."""
-        own = self._calls.contribution(self.unsent or self._has_values())
-        self._reduced, self.unsent = True, False
+        own = self._calls.contribution(self.unsent or self.watch.has_values())
+        self.reduced, self.unsent = True, False
         self.consumed += own.samples
         self._calls.committed(own, own.samples)
 
     def before_step(self) -> None:
-        if self.unsent or not self._reduced:
+        if self.unsent or not self.reduced:
             self.reduce()
 
     def after_step(self) -> None:
-        self._reduced = False
+        self.reduced = False
         self.steps += 1
 
     def abandon(self) -> None:

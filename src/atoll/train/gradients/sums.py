@@ -31,7 +31,7 @@ class Owner(Protocol):
     count_alike: bool
     bytes_sent: int
 
-    def came(self) -> None:
+    def came(self, *_: object) -> None:
         """Autograd has delivered a gradient."""
 
     def contribute(self) -> Contribution:
@@ -75,7 +75,8 @@ class GroupSum:
 
     def __init__(self, owner: Owner, chunks: Sequence[BoundChunk]) -> None:
         self._owner, self._chunks = owner, list(chunks)
-        self._accumulators = [get_gradient_edge(p).node for bound in chunks for p in bound.parameters]
+        self._parameters = [parameter for bound in chunks for parameter in bound.parameters]
+        self._accumulators = [get_gradient_edge(parameter).node for parameter in self._parameters]
         self.gradients = Gradients()
 
     def accumulates(self) -> bool:
@@ -93,6 +94,7 @@ class GroupSum:
         """Let go of the model."""
         self.gradients.close()
         self._chunks.clear()
+        self._parameters.clear()
         self._accumulators.clear()
 
     # -- an iteration --------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class TierCarrier(Gradients):
     def anew(self) -> None:
         """There is no memory that a former ring may still write into."""
 
-    def carry(self, scale: float, said: Sequence[float]) -> None:
+    def carry(self, scale: float, said: list[float]) -> None:
         """Sum all chunks over the members. This member's own gradients stay unchanged."""
         del said  # it goes by itself
         self._nonfinite = []

@@ -10,9 +10,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ _SLICE = timedelta(seconds=0.1)  # of a wait, between which the hub's word is lo
 _MAKING_SECONDS = 0.05  # the same, while a group connects
 _EXPLAIN_SECONDS = 2.0  # how long a late worker waits to learn who else is late
 _END_SECONDS = 2.0  # for a group that does nothing more to end
+_SUM = dist.AllreduceOptions()
 
 
 class Pending(Protocol):
@@ -93,13 +94,17 @@ class Channel:
         self._group: Any = None
         self._ports: set[int] = set()  # at which this channel listens
         self._peers: set[int] = set()  # at which the others do
+        start = time.perf_counter()
         try:
-            with self._explained(self._connecting):
+            try:
                 if self._on_cuda and place.watch is None:
                     self._group = self._make()
                 else:
                     self._make_in_time()
                 self._meet_ports()
+            except RuntimeError as error:
+                self._raise_explained(error, self._connecting(), time.perf_counter() - start)
+                raise
         except BrokenRingError:
             self.abandon()
             raise
@@ -183,7 +188,7 @@ class Channel:
 
     def sum(self, tensor: Tensor) -> Pending:
         """Begin to replace `tensor`, on every worker, by the sum over workers."""
-        return self._begin("allreduce", [tensor], dist.AllreduceOptions())
+        return self._begin("allreduce", [tensor], _SUM)
 
     def sends(self, size: int) -> int:
         """The bytes that this worker sends in a sum of `size` bytes: a ring sends each on 2 (n - 1) / n
@@ -227,8 +232,12 @@ class Channel:
         return [bytes(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
 
     def _begin(self, collective: str, *arguments: Any) -> Work:
-        with self._explained(f"its {collective} to begin"):
-            return cast(Work, getattr(self._group, collective)(*arguments))
+        try:
+            work: Work = getattr(self._group, collective)(*arguments)
+        except RuntimeError as error:
+            self._raise_explained(error, f"its {collective} to begin", 0.0)
+            raise
+        return work
 
     def wait(self, work: Pending, what: str) -> float:
         """Wait for `work`; returns the seconds that it took.
@@ -238,13 +247,16 @@ class Channel:
         ...".
         """
         start = time.perf_counter()
-        with self._explained(what):
+        try:
             if self._on_cuda:
                 self._poll(work)
             if self._on_cuda and self.place.watch is None:
                 work.wait()
             else:
                 self._watch(work, time.monotonic() + self.timeout)
+        except RuntimeError as error:
+            self._raise_explained(error, what, time.perf_counter() - start)
+            raise
         waited = time.perf_counter() - start
         self.seconds_waited += waited
         return waited
@@ -305,8 +317,10 @@ class Channel:
             thread.start()
             see_off(thread, seconds)
 
-    def _explained(self, what: str | Callable[[], str]) -> _Explained:
-        return _Explained(self, what)
+    def _raise_explained(self, error: RuntimeError, what: str, waited: float) -> None:
+        """Raise the error that takes the place of c10d's; return where `error` is another's."""
+        if _is_raised_here(error):
+            raise self.explain(error, what, waited) from error
 
     def explain(self, error: RuntimeError, what: str, waited: float) -> AtollError:
         """The error to raise in place of c10d's."""
@@ -352,21 +366,6 @@ def _essence(message: str) -> str:
     """c10d's message without its source position and its advice."""
     first_line = message.splitlines()[0] if message else ""
     return re.sub(r"^\[[^]]*\]\s*", "", first_line).split(". ")[0]
-
-
-class _Explained:
-    """Turns c10d's RuntimeErrors within a `with` into Atoll's."""
-
-    def __init__(self, channel: Channel, what: str | Callable[[], str]) -> None:
-        self._channel, self._what = channel, what
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, RuntimeError) and _is_raised_here(error):
-            what = self._what if isinstance(self._what, str) else self._what()
-            raise self._channel.explain(error, what, time.perf_counter() - self._start) from error
 
 
 def _is_raised_here(error: RuntimeError) -> bool:

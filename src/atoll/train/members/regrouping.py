@@ -138,7 +138,7 @@ class Regrouping:
 
     def is_called(self) -> bool:
         """Whether the hub wants this worker elsewhere, between two of its iterations."""
-        return self.known() > self.grouping and not self._parts.exchange().is_within
+        return self.known() > self.grouping and not self._parts.exchange().reduced
 
     def answer(self) -> None:
         """Go where the hub wants this worker, which is a group of one."""

@@ -174,7 +174,7 @@ class PeerExchange(Reducer):
         if returned is None:
             return
         self._clip = None
-        self._stale = self._stale or self._reduced  # an earlier backward's gradients are in the sum
+        self._stale = self._stale or self.reduced  # an earlier backward's gradients are in the sum
         self._worker.send(Resumed(incarnation=returned.incarnation))
         self.begin_at(returned.iteration)
         self._returned(returned.script)
@@ -187,7 +187,7 @@ class PeerExchange(Reducer):
     def between(self) -> None:
         """The script asks for data: between two iterations that is as good as a forward, and the loop over
         the data hears in time that it is to go on."""
-        if not self._reduced:
+        if not self.reduced:
             self.before_use()
 
     def reduce(self) -> None:

@@ -19,12 +19,9 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, itemsize, lay_out
 from atoll.core.config import Config
-from atoll.core.epochs import ComparedEpochs
-from atoll.core.errors import AtollError, RunError, UserError
+from atoll.core.errors import AtollError, UserError
 from atoll.core.hyperparameters import GRADIENT_SCALE
 from atoll.core.memory import Memory
-from atoll.core.scriptline import waiting_line
-from atoll.core.stands import gradients_in
 from atoll.core.units import format_bytes
 from atoll.exchange.hostmemory import BUFFERS, HostMemory, host_bytes, plan_memory, slots_for
 from atoll.memory.agreeing import BatchEpochs
@@ -34,11 +31,12 @@ from atoll.memory.stepping import state_dtypes
 from atoll.peers.settings import Settings
 from atoll.tensors.binding import BoundChunk, carve, specs_of
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
-from atoll.train.gradients.alike import Treatments, Word
+from atoll.train.gradients.agreement import Ballot
+from atoll.train.gradients.alike import Treatments
 from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.reducer import Calls
-from atoll.train.gradients.ring import Agreement, head_of, refuse_unlike_members, take_beside, tell_beside
 from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.scaling import Scaling
 from atoll.train.gradients.sums import AtEnd, Owner
 from atoll.train.group.rounds import Ring
 from atoll.train.members.peersmeetings import NodeWorkers
@@ -47,8 +45,6 @@ from atoll.train.sync.peersexchange import NodeParts, PeerExchange
 from atoll.train.sync.peersparameters import Lent
 from atoll.train.sync.peersring import DevicesExchange
 from atoll.train.sync.strategies import Strategy, Training
-
-_STEPS = 4096  # steps are compared by their remainder
 
 
 class PeersInTiers(Peers):
@@ -278,11 +274,11 @@ class LentSum(AtEnd):
         self, owner: Owner, chunks: Sequence[BoundChunk], *, ring: Ring, calls: Calls, lent: Lent
     ) -> None:
         super().__init__(owner, chunks)
-        self._ring, self._calls, self._buffers, self._lent = ring, calls, calls.buffers, lent
-        self._reference = 1.0  # the last iteration's sum of weights, or number of devices if they count alike
-        self._counts_told = False
-        self._epochs = ComparedEpochs(calls.epochs_mixed)
+        self._ring, self._lent = ring, lent
+        # Of the last mean compare the scale only: the leader's wish to clip counts, and no device steps.
         self._treatments = Treatments(lambda: [{GRADIENT_SCALE: calls.unscaled()}])
+        self._ballot = Ballot(ring, owner, calls, self._treatments)
+        self._scaling = Scaling(owner)
 
     def before_step(self) -> None:
         self._treatments.steps()
@@ -294,53 +290,20 @@ class LentSum(AtEnd):
         self._treatments.latest = None
 
     def reduce(self, own: Contribution) -> Contribution:
-        owner = self._owner
+        ballot, scaling = self._ballot, self._scaling
+        scaling.as_before(own, self._ring.world)
         with torch.no_grad():
-            agreed = self._agree(own)
-            certainty = agreed.certainty
-            alike, by = owner.count_alike, self._reference
-            if alike == certainty.certain and not certainty.equal:  # as on a ring
-                alike, by = not certainty.certain, agreed.total
-            scale = (own.counts_alike if alike else own.weight) / by
-            then = by / agreed.workers_or_weight(alike) if agreed.weight > 0 else 1.0
+            agreed = ballot.agreed(own, ballot.sum(ballot.said(own, self._chunks)), self._chunks)
+            self._treatments.latest = None  # all know
+            if scaling.is_wrong(agreed):
+                scaling.take(agreed)
+            scale = scaling.of(own)
+            then = scaling.after(agreed) if agreed.weight > 0 else 1.0
             for bound, present in zip(self._chunks, agreed.present, strict=True):
                 self._sum(bound, present, scale, then)
-            tells = not self._counts_told
-            beside = tell_beside(
-                self._ring, own, certainty, self._buffers, agreed.buffers, steps=owner.steps, tells=tells
-            )
-        if agreed.weight > 0:
-            self._reference = agreed.total
-        owner.count_alike = not certainty.certain
-        if take_beside(beside, self._buffers, owner.steps, self._calls.counts_unlike):
-            self._counts_told = True
+            ballot.tell_beside(own, agreed)
+        ballot.take_over(agreed)
         return agreed.contribution
-
-    def _agree(self, own: Contribution) -> Agreement:
-        """What all devices say of the iteration, as on a ring (train/gradients/ring.py)."""
-        steps = self._owner.steps
-        rows = [[p.grad is not None for p in bound.parameters] for bound in self._chunks]
-        here = [float(each and own.weight > 0) for row in rows for each in row]
-        # Of the last mean compare the scale only: the leader's wish to clip counts, and no device steps.
-        has_gradient, epoch = any(any(row) for row in rows), self._epochs.compared(self._calls.epoch())
-        head = head_of(own, steps, has_gradient, awaited=False, treatments=self._treatments, epoch=epoch)
-        buffers = [] if self._buffers is None else self._buffers.said()
-        vector = torch.tensor([*head, *here, *buffers], dtype=torch.float64)
-        self._over_ring(vector, f"the agreement on iteration {steps}")
-        agreed = Agreement(vector.tolist(), 0, [len(row) for row in rows])
-        off = agreed.steps / self._ring.world - steps % _STEPS
-        if off:
-            raise RunError(
-                f"the node's devices are at different iterations (this one at {steps}, on average "
-                f"{steps + off:g}); every worker must call optimizer.step() equally often"
-            )
-        if not agreed.alike:
-            what = f"what the devices made of the mean before iteration {steps}"
-            stand = gradients_in(steps, waiting_line(), self._calls.epoch())
-            word = Word(self._treatments.latest, stand)
-            self._epochs.looked(refuse_unlike_members(self._ring, word, what))
-        self._treatments.latest = None
-        return agreed
 
     def _sum(self, bound: BoundChunk, present: list[bool], scale: float, then: float) -> None:
         """Reduce a chunk's gradients to their mean over the devices, in place.
@@ -368,9 +331,7 @@ class LentSum(AtEnd):
         self._owner.bytes_sent += channel.sends(tensor.nbytes)
 
     def state_dict(self) -> dict[str, Any]:
-        """As a ring's."""
-        return {"reference": self._reference, "count_alike": self._owner.count_alike}
+        return self._scaling.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._reference = state.get("reference", 1.0)
-        self._owner.count_alike = bool(state.get("count_alike", False))
+        self._scaling.load_state_dict(state)

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from atoll.tensors.binding import BoundChunk
-from atoll.train.gradients.reducer import Calls
+from atoll.train.gradients.reducer import Calls, check_steps
 from atoll.train.gradients.samples import Contribution
 from atoll.train.gradients.sums import MakeSum
 from atoll.train.group.rounds import Ring
@@ -94,7 +94,7 @@ class DevicesExchange(PeerExchange):
         return self.state_dict()
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
-        self._check_steps(state)
+        check_steps(state)
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:  # noqa: ARG002
         cast(DevicesSum, self.sum).made_apart()

@@ -100,7 +100,8 @@ class Server(Reducer):
         super().__init__(chunks, calls, parts.make_sum)
         self.connection, self._lazy = connection, parts.lazy
         self.acts_before_forward = self.acts_before_state_dict = parts.lazy  # where parameters come late
-        self.feedback, self.uplink, self.group = parts.feedback, parts.speaker, parts.together
+        self.losses = self.feedback = parts.feedback
+        self.uplink, self.group = parts.speaker, parts.together
         self._store = parts.make_store(self.sum)
         of_group = self.group is not None
         self._client = ServerClient(
@@ -121,10 +122,6 @@ class Server(Reducer):
             consumed=self._hear_consumed_alone,
         )
         self.exchange_seconds = 0.0  # in all
-
-    @property
-    def losses(self) -> Feedback | None:
-        return self.feedback
 
     def close(self) -> None:
         """Let the model go, with the parameters that the last step asked for, unless an error ends it."""
@@ -192,7 +189,7 @@ class Server(Reducer):
     def catch_up(self, clock: int) -> None:
         """The workers have met, and the next iteration is `clock`: at a site, the others go on without one
         that waits in a meeting. A contribution that is not stepped yet stays where it is."""
-        if not self._reduced:
+        if not self.reduced:
             self.steps = max(self.steps, clock)
 
     def gather_members(self) -> None:
@@ -406,7 +403,7 @@ class MeanExchange(Server):
 
     def drop_kept(self) -> None:
         super().drop_kept()
-        if self._reduced and self._committed == self.steps:
+        if self.reduced and self._committed == self.steps:
             self._leave_out()
 
     @torch.no_grad()
@@ -420,7 +417,7 @@ class MeanExchange(Server):
                 "'server' with bsp, wrap all but the last in session.no_sync(), or add the losses up; to "
                 "skip a step, call optimizer.zero_grad()"
             )
-        self._reduced = False
+        self.reduced = False
         with self.parameters.dropping():
             self._make_step(accepted=False, hyperparameters=[], edited=[])
             self.parameters.discard() if self.group is None else self.parameters.discarded()
@@ -660,7 +657,7 @@ class GroupValuesExchange(Server):
         at different ones of the group's. Within an iteration, between backward and step, all have come.
         """
         ring = self._together.ring
-        while ring.world > 1 and not self._reduced:
+        while ring.world > 1 and not self.reduced:
             ring.scripts.check_ended()
             if not self._help():
                 return

@@ -1,0 +1,295 @@
+"""What the members of a ring tell one another of each iteration, and what follows from it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+from torch import Tensor
+
+from atoll.core.epochs import ComparedEpochs
+from atoll.core.errors import MismatchError, UserError
+from atoll.core.scriptline import waiting_line
+from atoll.core.stands import Stand, decode_stand, describe_mismatch, encode_stand, gradients, gradients_in
+from atoll.core.weighing import GUESSED, KNOWN, Certainty, beyond, counted, counts_unlike, excess_line
+from atoll.core.weighing import SAID as SAID_OF_WEIGHT
+from atoll.tensors.binding import BoundChunk
+from atoll.train.checkpoint.buffers import ModelBuffers
+from atoll.train.gradients.alike import SAID, Treatments, Word, are_alike, refuse_unlike
+from atoll.train.gradients.messages import HEAD
+from atoll.train.gradients.reducer import Calls
+from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.sums import Owner
+from atoll.train.group.inner import AnyRing
+from atoll.train.group.ringbytes import gather_bytes
+
+_STEPS = 4096  # steps are compared by their remainder, which a float32 holds for any number of workers
+
+
+class Ballot:
+    """What one member says of each iteration, and what it learns from the sum over all members.
+
+    Members whose gradients are of different steps or dealt epochs, or that treated the last mean differently,
+    are refused, as is a weight far beyond the others'.
+    """
+
+    def __init__(self, ring: AnyRing, owner: Owner, calls: Calls, treatments: Treatments) -> None:
+        self._ring, self._owner, self._calls = ring, owner, calls
+        self._buffers, self._treatments = calls.buffers, treatments
+        self._epochs = ComparedEpochs(calls.epochs_mixed)
+        self._counts_told = False  # the line on counts that differ; alike on all members
+        self._says: tuple[object, ...] = ()  # of which `_said` is made
+        self._said: list[float] = []
+        self._heard: tuple[list[float], Agreement] | None = None  # the latest sum, and what it says
+
+    def said(
+        self,
+        own: Contribution,
+        bounds: Sequence[BoundChunk],
+        dirty: Sequence[float] = (),
+        *,
+        awaited: bool = False,
+    ) -> list[float]:
+        """What this member says; the members' sum is an Agreement. The list is the one of the call before
+        where no more than the number of steps, its first value, has changed.
+
+        Args:
+            own: its contribution.
+            bounds: the chunks, of which it says which gradients are there.
+            dirty: for each message 1 where a gradient changed after it had left.
+            awaited: it knows of newcomers.
+        """
+        here = tuple([p.grad is not None for bound in bounds for p in bound.parameters])
+        epoch = self._epochs.compared(self._calls.epoch())
+        buffers = () if self._buffers is None else tuple(self._buffers.said())
+        says = (own, here, epoch, self._treatments.told, awaited, *dirty, *buffers)
+        if says != self._says:
+            head = [0.0, own.weight, own.samples, float(any(here)), float(awaited)]
+            present = map(float, here) if own.weight > 0 else [0.0] * len(here)
+            treated = self._treatments.said(epoch, iteration=False)  # the number of steps is compared too
+            self._says = says
+            self._said = [*head, *own.said(), *treated, *dirty, *present, *buffers]
+        self._said[0] = float(self._owner.steps % _STEPS)
+        return self._said
+
+    def sum(self, said: Sequence[float]) -> list[float]:
+        """The members' sum of what each has said. A collective."""
+        channel, vector = self._ring.agreement, torch.tensor(said, dtype=torch.float64)
+        channel.wait(channel.sum(vector), f"the agreement on iteration {self._owner.steps}")
+        self._owner.bytes_sent += channel.sends(vector.numel() * 8)
+        summed: list[float] = vector.tolist()
+        return summed
+
+    def agreed(
+        self, own: Contribution, summed: list[float], bounds: Sequence[BoundChunk], messages: int = 0
+    ) -> Agreement:
+        """What all members have said of the iteration: that all have said it makes it whole.
+
+        Args:
+            own: this member's contribution.
+            summed: the sum of what each has `said`; the list of the call before where no more than its first
+                value has changed.
+            bounds: the chunks, as in `said`.
+            messages: how many there are.
+        """
+        if self._heard is None or summed is not self._heard[0]:
+            slots = [len(bound.parameters) for bound in bounds]
+            self._heard = summed, Agreement(summed, messages, slots)
+        agreed, steps = self._heard[1], self._owner.steps
+        agreed.steps = summed[0]
+        if agreed.steps / self._ring.world - steps % _STEPS:
+            self._refuse_other_steps()
+        if not agreed.alike:
+            stand = gradients_in(steps, waiting_line(), self._calls.epoch())
+            what = f"what the workers made of the mean before iteration {steps}"
+            self._epochs.looked(self.refuse_unlike(what, stand))
+        refuse_beyond(self._ring, own, agreed.certainty, steps)
+        return agreed
+
+    def where(self, model: str = "") -> Stand:
+        """This worker's place in its script while it reduces; `model` names one of several."""
+        return gradients(self._owner.steps, waiting_line(), model=model)
+
+    def _refuse_other_steps(self) -> NoReturn:
+        """Raise the error for workers whose gradients are of different steps, with each worker's place."""
+        ring = self._ring
+        said = gather_bytes(ring.agreement, encode_stand(self.where()), "the places of all workers")
+        stands = {ring.place.name_of(rank): decode_stand(raw) for rank, raw in enumerate(said)}
+        raise MismatchError(describe_mismatch(stands))
+
+    def refuse_unlike(self, what: str, stand: Stand | None = None) -> str:
+        """Raise where members treated the last mean differently; see `refuse_unlike`. A collective."""
+        own, ring = Word(self._treatments.latest, stand), self._ring
+        said = gather_bytes(ring.agreement, msgspec.msgpack.encode(own), what)
+        names = [ring.place.name_of(rank) for rank in range(ring.world)]
+        return refuse_unlike([msgspec.msgpack.decode(one, type=Word) for one in said], names)
+
+    def tell_beside(self, own: Contribution, agreed: Agreement) -> None:
+        """Exchange what has no room in an agreement. A collective."""
+        agreed.beside = tell_beside(
+            self._ring,
+            own,
+            agreed.certainty,
+            self._buffers,
+            agreed.buffers,
+            steps=self._owner.steps,
+            tells=not self._counts_told,
+        )
+
+    def take_over(self, agreed: Agreement) -> None:
+        """Apply what came with the iteration besides gradients."""
+        self._owner.count_alike = not agreed.certainty.certain
+        told = take_beside(agreed.beside, self._buffers, self._owner.steps, self._calls.counts_unlike)
+        self._counts_told = self._counts_told or told
+
+    def begin_in_group(self) -> None:
+        """This member is in another group."""
+        self._owner.count_alike = self._counts_told = False
+        self._treatments.latest = None
+
+    def member_state(self) -> dict[str, Any]:
+        """Whether counts that differ were reported, and how often epochs are still compared."""
+        return {"counts_told": self._counts_told, "looks": self._epochs.looks}
+
+    @staticmethod
+    def check_member_state(state: Mapping[str, Any]) -> None:
+        """Raise ValueError or KeyError where `load_member_state` could not take it."""
+        if type(state["counts_told"]) is not bool:
+            raise ValueError(f"whether people were told of counts is {state['counts_told']!r}")
+        if type(state["looks"]) is not int:
+            raise ValueError(f"how often epochs are still compared is {state['looks']!r}")
+
+    def load_member_state(self, state: Mapping[str, Any]) -> None:
+        """Take another member's `member_state`."""
+        self._counts_told, self._epochs.looks = state["counts_told"], state["looks"]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Optional data that comes with an iteration.
+
+    `counted` has each worker's count of samples in words, by name, where counts differ and are not certain.
+    `buffers` has the indices of buffers to take over, and their bytes.
+    """
+
+    counted: dict[int, str]
+    buffers: tuple[list[int], Tensor] | None = None
+
+
+_NOTHING = Beside({})
+
+
+def tell_beside(
+    ring: AnyRing,
+    own: Contribution,
+    certainty: Certainty,
+    buffers: ModelBuffers | None,
+    summed: Sequence[float],
+    *,
+    steps: int,
+    tells: bool,
+) -> Beside:
+    """Exchange data that has no room in an agreement.
+
+    The buffers are those of the first worker with a batch. A collective: all members decide alike which data
+    it carries.
+
+    Args:
+        ring: the ring of members.
+        own: this worker's contribution.
+        certainty: how certain the members' weights are.
+        buffers: the model's buffers, or None.
+        summed: the summed `said` values of the members' buffers.
+        steps: the number of the iteration.
+        tells: True where a warning is to say what was counted.
+    """
+    channel = ring.agreement
+    words: dict[int, str] = {}
+    if tells and not certainty.certain and not certainty.equal:
+        word = counted(own.weight, own.basis) if own.weight > 0 else ""
+        said = gather_bytes(channel, word.encode(), f"what the workers counted in iteration {steps}")
+        words = {ring.place.name_of(rank): each.decode() for rank, each in enumerate(said) if each}
+    changed = ModelBuffers.to_take(summed)
+    if buffers is None or not changed or ring.world == 1:
+        return Beside(words) if words else _NOTHING
+    root = 0
+    if 0 < certainty.workers < ring.world:
+        having = torch.zeros(ring.world)
+        having[ring.rank] = float(own.weight > 0)
+        channel.wait(channel.sum(having), f"who has a batch in iteration {steps}")
+        root = having.gt(0).tolist().index(True)
+    packed = buffers.packed(changed)
+    channel.wait(channel.broadcast(packed, root), f"the buffers of worker {ring.place.name_of(root)}")
+    return Beside(words, (changed, packed))
+
+
+def refuse_beyond(ring: AnyRing, own: Contribution, certainty: Certainty, steps: int) -> None:
+    """Raise UserError, on every worker, where a worker's weight is far beyond the others'.
+
+    A collective where the sums of weights give reason to look at each.
+    """
+    if ring.world == 1 or not certainty.may_be_beyond:
+        return
+    mine = struct.pack("<3d", own.weight, own.samples, own.alike)
+    said = gather_bytes(ring.agreement, mine, f"the workers' weights in iteration {steps}")
+    weighed = {
+        ring.place.name_of(rank): Contribution(weight, samples, KNOWN, alike)
+        for rank, (weight, samples, alike) in enumerate(struct.unpack("<3d", each) for each in said)
+    }
+    for worker, excess in beyond(weighed).items():
+        raise UserError(excess_line(worker, steps, excess))
+
+
+def take_beside(
+    beside: Beside, buffers: ModelBuffers | None, steps: int, counts_unlike_told: Callable[[str], None]
+) -> bool:
+    """Apply the data of `tell_beside`; returns whether a warning on counts was given."""
+    if beside.counted:
+        counts_unlike_told(counts_unlike(f"iteration {steps}", beside.counted))
+    if buffers is not None:
+        if beside.buffers is not None:
+            buffers.take(*beside.buffers)
+        buffers.settle()
+    return bool(beside.counted)
+
+
+class Agreement:
+    """The workers' sums for one iteration.
+
+    The sums are: steps, weight, samples, workers with gradients, workers that know of newcomers, certainty of
+    weights, treatments of the last mean, dirty messages, presence of each gradient by chunk (of `slots`
+    parameters each), and changed buffers.
+    """
+
+    def __init__(self, summed: list[float], messages: int, slots: list[int]) -> None:
+        self.steps, self.weight, self.samples, self.with_gradients, newcomers = summed[:5]
+        self.certainty = Certainty(summed[5 : 5 + SAID_OF_WEIGHT])
+        self.alike = are_alike(summed[HEAD - SAID : HEAD])
+        self.beside = _NOTHING
+        self.newcomers = newcomers > 0
+        self.dirty_messages = [count > 0 for count in summed[HEAD : HEAD + messages]]
+        self.dirty = any(self.dirty_messages)
+        self.present: list[list[bool]] = []
+        start = HEAD + messages
+        for count in slots:
+            self.present.append([value > 0 for value in summed[start : start + count]])
+            start += count
+        self.buffers = summed[start:]
+
+    @property
+    def total(self) -> float:
+        """The divisor of the mean: the sum of weights, or the number of workers where they count alike."""
+        return self.workers_or_weight(not self.certainty.certain)
+
+    def workers_or_weight(self, alike: bool) -> float:
+        return self.certainty.workers if alike else self.weight
+
+    @property
+    def contribution(self) -> Contribution:
+        """The joint contribution of all workers of the ring."""
+        basis = KNOWN if self.certainty.certain else GUESSED
+        return Contribution(self.weight, self.samples, basis, self.certainty.workers)

@@ -1,0 +1,70 @@
+"""The factors that make a ring's sum of gradients their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from atoll.train.gradients.agreement import Agreement
+from atoll.train.gradients.samples import Contribution
+from atoll.train.gradients.sums import Owner
+
+# Bounds on (sum / mean) of float16 gradients: beyond them the sum may overflow or lose small values.
+_HALF_RANGE = (1 / 16, 2.0)
+
+
+class Scaling:
+    """A member's factors for its gradients before the sum, and for the sum.
+
+    The mean's divisor is known only once all members have agreed. Until then gradients are divided by
+    `reference`: the last iteration's sum of weights, or its number of workers if they counted alike.
+    """
+
+    def __init__(self, owner: Owner, *, has_half: bool = False) -> None:
+        """`has_half`: there are float16 gradients."""
+        self._owner, self._has_half = owner, has_half
+        self.reference = 1.0
+        self._alike, self._by = False, 1.0  # of this iteration, until the agreement gives what is right
+
+    def of(self, own: Contribution) -> float:
+        """The factor for this member's gradients before the sum."""
+        return (own.counts_alike if self._alike else own.weight) / self._by
+
+    def as_before(self, own: Contribution, world: int) -> None:
+        """Scale by the factor that was right in the last iteration; `world` members sum."""
+        alike = self._owner.count_alike
+        if world == 1 and own.weight > 0:  # a mean over one is what it was, to the bit
+            self.reference = own.counts_alike if alike else own.weight
+        self._alike, self._by = alike, self.reference
+
+    def is_wrong(self, agreed: Agreement) -> bool:
+        """True where gradients were scaled for another mean than the right one, or where float16 may not hold
+        their sum.
+
+        The latter happens in the first iteration, for example. A scale for another mean is right where both
+        means are equal.
+        """
+        if self._alike == agreed.certainty.certain and not agreed.certainty.equal:
+            return True
+        part = agreed.workers_or_weight(self._alike) / self._by
+        return self._has_half and part > 0 and not _HALF_RANGE[0] <= part <= _HALF_RANGE[1]
+
+    def take(self, agreed: Agreement) -> None:
+        """Scale by what the members have agreed on."""
+        self._alike, self._by = not agreed.certainty.certain, agreed.total
+
+    def after(self, agreed: Agreement) -> float:
+        """The factor for the sum, of an iteration that weighs something; the next one is scaled by this one.
+
+        Where all weights are equal both means are the same, and gradients may be scaled for either.
+        """
+        self.reference = agreed.total
+        return self._by / agreed.workers_or_weight(self._alike)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to scale its sums, to the bit, as this one would."""
+        return {"reference": self.reference, "count_alike": self._owner.count_alike}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reference = state.get("reference", 1.0)
+        self._owner.count_alike = bool(state.get("count_alike", False))

@@ -1,0 +1,132 @@
+"""What a script does with gradients beside backward and step: it drops, zeroes or edits them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor, nn
+
+from atoll.core.errors import UserError
+from atoll.memory.proxies import edits_of
+from atoll.tensors.binding import BoundChunk
+from atoll.tensors.torch_compat import forget_clipping
+
+_READABLE = frozenset({"cpu"})  # types of device whose memory may be read without a wait
+
+
+class GradientWatch:
+    """Watches the gradients of the chunks' parameters for what the script does to them.
+
+    `dropped()` is called when the script's hooks have left no gradient of a backward, and `edited()` when the
+    script has changed all gradients between two backwards that come before one reduction.
+    """
+
+    def __init__(
+        self, chunks: Sequence[BoundChunk], dropped: Callable[[], None], edited: Callable[[], None]
+    ) -> None:
+        self._parameters = [parameter for bound in chunks for parameter in bound.parameters]
+        self._dropped, self._edited = dropped, edited
+        self._first_reduced: tuple[nn.Parameter, int] | None = None  # with a gradient, and how often written
+        # By parameter: a gradient to which `zero_grad` has written zeros, and how often it was written then.
+        self._zeros: dict[int, tuple[Tensor, int]] = {}
+        self._edits_seen: list[int | None] = []  # of each gradient, at the end of a backward under no_sync
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._zeros.clear()
+        self._parameters.clear()
+
+    def has_gradients(self) -> bool:
+        """True where a parameter has a gradient: nearly always the first one."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def has_values(self) -> bool:
+        """True where any gradient is not all zeros. On a GPU this waits."""
+        return any(bool(p.grad.any()) for p in self._parameters if p.grad is not None)
+
+    def look(self) -> None:
+        """Check at the end of a backward that has left gradients whether hooks have dropped all of them."""
+        if not self.has_gradients():
+            self._dropped()
+
+    def note_edits(self) -> None:
+        """Remember the gradients' versions at the end of a backward under no_sync."""
+        self._edits_seen = self._edits()
+        forget_clipping()
+
+    def look_for_edits(self) -> None:
+        """Detect edits before more gradients come or the reduction begins.
+
+        Edits are reported where the script has changed all gradients since `note_edits`, as
+        torch.nn.utils.clip_grad_norm_ does. Zeros do not count: `zero_grad` writes them.
+        """
+        seen, self._edits_seen = self._edits_seen, []
+        if not seen:
+            return
+        pairs = [(now, then) for now, then in zip(self._edits(), seen, strict=True) if then is not None]
+        changed = bool(pairs) and all(now is not None and now > then for now, then in pairs)
+        if changed and self.has_values():
+            self._edited()
+
+    def _edits(self) -> list[int | None]:
+        """Return how often each gradient was written into; None for a parameter without a gradient."""
+        return [None if p.grad is None else edits_of(p.grad) for p in self._parameters]
+
+    def reduced(self) -> None:
+        """The gradients are reduced."""
+        self._zeros.clear()
+        self._first_reduced = None
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._first_reduced = parameter, edits_of(parameter.grad)
+                break
+
+    def stepped(self) -> None:
+        """The step is made."""
+        self._zeros.clear()
+
+    def is_left_out(self) -> bool:
+        """True where the script has zeroed the latest gradients without a step, as after a GradScaler's skip.
+
+        Then this step is of a later iteration, in which this worker has no batch. On a GPU a look at the
+        gradients waits, so there only zeros of `zero_grad` are seen.
+        """
+        if self._first_reduced is None:
+            return False
+        first, edits = self._first_reduced
+        gradient = first.grad
+        if gradient is None:
+            return not self.has_gradients()
+        if edits_of(gradient) == edits:
+            return False
+        return not self.has_values() if gradient.device.type in _READABLE else self._are_zeroed()
+
+    def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Hear of a `zero_grad` between a reduction and its step: gradients of these parameters that are
+        still there are zeros. The script leaves the step out by that."""
+        given = {id(parameter) for parameter in parameters}
+        for parameter in self._parameters:
+            gradient = parameter.grad if id(parameter) in given else None
+            if gradient is not None:
+                self._zeros[id(parameter)] = gradient, edits_of(gradient)
+
+    def _are_zeroed(self) -> bool:
+        """True where nothing was written to any gradient since `zero_grad` has written zeros."""
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            zeroed, edits = self._zeros.get(id(parameter), (None, 0))
+            if gradient is not zeroed or edits_of(gradient) != edits:
+                return False
+        return True
+
+
+class SharedGradientWatch(GradientWatch):
+    """Of gradients of which other members may hold parts."""
+
+    def has_values(self) -> bool:
+        try:
+            return super().has_values()
+        except UserError:  # a mean that was stepped and not zeroed: other members hold parts of it
+            return True
