@@ -20,7 +20,7 @@ from run_command import Command
 
 from atoll.hub.decisions import read_decisions
 from atoll.hub.forwarder import Forwarder
-from atoll.hub.service import Hub
+from atoll.hub.lifesigns import LifeSigns
 from atoll.net.endpoint import Client
 from atoll.net.heartbeats import SOCKET, Launcher
 from atoll.train.members.hub_client import HubClient
@@ -62,18 +62,18 @@ class Heartbeating:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.heard: list[int | Heartbeats] = []
-        direct, together = Hub._handle_heartbeat, Hub._handle_heartbeats
+        direct, together = LifeSigns.handle, LifeSigns.handle_many
 
-        def hear(hub: Hub, peer: bytes, beat: Heartbeat) -> None:
+        def hear(signs: LifeSigns, peer: bytes, beat: Heartbeat) -> None:
             self.heard.append(beat.incarnation)
-            direct(hub, peer, beat)
+            direct(signs, peer, beat)
 
-        def hear_all(hub: Hub, peer: bytes, message: Heartbeats) -> None:
+        def hear_all(signs: LifeSigns, peer: bytes, message: Heartbeats) -> None:
             self.heard.append(message)
-            together(hub, peer, message)
+            together(signs, peer, message)
 
-        monkeypatch.setattr(Hub, "_handle_heartbeat", hear)
-        monkeypatch.setattr(Hub, "_handle_heartbeats", hear_all)
+        monkeypatch.setattr(LifeSigns, "handle", hear)
+        monkeypatch.setattr(LifeSigns, "handle_many", hear_all)
 
     def is_forwarded(self, incarnations: set[int], since: int = 0) -> bool:
         """Whether a launcher has spoken for all of these five times on end, and none of them itself."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hub_parts import HEARTBEAT, PATIENCE, Service, wait_for
 
-from atoll.hub.service import Hub
+from atoll.hub.lifesigns import LifeSigns
 from atoll.net.endpoint import Client
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.requests import ask
@@ -59,15 +59,15 @@ def test_a_hub_that_is_late_buries_nobody_who_lives(
         options["key_file"] = str(tmp_path / "run.key")
     handled: list[int] = []
     slow = threading.Event()
-    handle = Hub._handle_heartbeat
+    handle = LifeSigns.handle
 
-    def slowly(self: Hub, peer: bytes, beat: Heartbeat) -> None:
+    def slowly(self: LifeSigns, peer: bytes, beat: Heartbeat) -> None:
         if slow.is_set():
             time.sleep(TURN)
             handled.append(beat.incarnation)
         handle(self, peer, beat)
 
-    monkeypatch.setattr(Hub, "_handle_heartbeat", slowly)
+    monkeypatch.setattr(LifeSigns, "handle", slowly)
     service = Service(tmp_path / "hub", **options)
     beating = Beating(service.address, keys)
     slow.set()

@@ -26,8 +26,9 @@ from atoll.chunks import lay_out
 from atoll.core.errors import RunError
 from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
-from atoll.hub.records import AnyRecord, Came, Died, InRing, Knows, Left, decode_record, encode_record
+from atoll.hub.records import Came, Died, Knows, Left, decode_record, encode_record
 from atoll.hub.rings import Rings
+from atoll.hub.turn import Turn
 from atoll.tensors.binding import bind_model, specs_of
 from atoll.train.api.place import Place
 from atoll.train.gradients.reducer import Calls
@@ -279,34 +280,17 @@ class Hub:
 
     def _begin(self) -> None:
         self.book = Book(self._workers, patience=10.0, shards=0)
-        self.rings = Rings(
-            self.book.members,
-            Decisions(),
-            lambda: self.now,
-            self._send,
-            self._refuse,
-            lambda incarnation, _reason: self.give_up(incarnation),
-            lambda message: self._write(InRing(at=self.now, message=message)),
-            at_least=self._at_least,
-        )
+        self._turn = Turn(lambda: self.now)
+        self.rings = Rings(self.book.members, Decisions(), self._turn, at_least=self._at_least)
         self.book.rings = self.rings
-
-    def _write(self, record: AnyRecord) -> None:
-        self._journal.append(encode_record(record))
-
-    def _send(self, peer: bytes, message: AnyMessage) -> None:
-        if peer:
-            self._world.members[int(peer)].receive(decode_untrusted(encode(message)))
-
-    def _refuse(self, peer: bytes, reason: str, request: str, number: int) -> None:
-        self._send(peer, Refused(reason=reason, request=request, number=number))
 
     def come(self) -> tuple[int, int]:
         """A worker says Hello; its rank and incarnation."""
         came = Came(at=self.now, role="worker", wish=-1, shard=-1, address="", site="", token="")
         admission = self.book.come(came)
         assert not admission.refused, admission
-        self._write(came)
+        self._turn.keep(came)
+        self._commit()
         return admission.worker, admission.incarnation
 
     def take(self, incarnation: int, message: Gather | Reform | Enter) -> None:
@@ -317,34 +301,51 @@ class Hub:
     def beat(self, incarnation: int) -> None:
         if self.book.members.roll.hear(self.now, incarnation):
             self.rings.beat(_peer(incarnation), incarnation)
+            self._commit()
 
     def knows(self, incarnation: int) -> bool:
         return self.book.members.workers.rank_of(incarnation) is not None
 
     def give_up(self, incarnation: int) -> None:
         died = Died(at=self.now, incarnation=incarnation)
-        self._write(died)
+        self._turn.keep(died)
         self.book.die(died)
         self._end_turn()
 
     def goodbye(self, incarnation: int, finished: bool) -> None:
         if self.knows(incarnation):
             left = Left(at=self.now, incarnation=incarnation, finished=finished)
-            self._write(left)
+            self._turn.keep(left)
             self.book.leave(left)
             self._end_turn()
 
     def _end_turn(self) -> None:
         """As the service does once it has read what came: tell members what has changed, and write."""
-        self.rings.poll()
+        self._poll()
         self.compact()
+
+    def _poll(self) -> None:
+        for incarnation, _ in self.rings.silent():
+            died = Died(at=self.now, incarnation=incarnation)
+            self._turn.keep(died)
+            self.book.die(died)
+        self.rings.poll()
+        self._commit()
+
+    def _commit(self) -> None:
+        self._journal += map(encode_record, self._turn.records)
+        answers = list(self._turn.answers)
+        self._turn.clear()
+        for peer, message in answers:
+            if peer:
+                self._world.members[int(peer)].receive(decode_untrusted(encode(message)))
 
     def hear(self, living: Sequence[int]) -> None:
         """A second and more in which only these are heard: whoever the ring waits for is dead."""
         self.now += 2.0
         for incarnation in living:
             self.beat(incarnation)
-        self.rings.poll()
+        self._poll()
 
     def compact(self) -> None:
         """As the service does between two turns."""
@@ -355,6 +356,7 @@ class Hub:
         self._begin()
         for record in [decode_record(raw) for raw in self._journal]:
             self.book.apply(record)
+        self._turn.clear()
         self.book.members.roll.hear_all(self.now)
 
 

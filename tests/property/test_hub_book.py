@@ -21,7 +21,6 @@ from atoll.hub.records import (
     Began,
     Came,
     Died,
-    InRing,
     Knows,
     Left,
     Told,
@@ -30,6 +29,7 @@ from atoll.hub.records import (
     encode_record,
 )
 from atoll.hub.rings import Rings
+from atoll.hub.turn import Turn
 from atoll.store.frames import encode_frame
 from atoll.wire.messages import Accept, Fenced, Gather, Lease, Prepare, StoreCall, Used
 from atoll.wire.peerviews import Ballot, Life, Member, View
@@ -68,31 +68,27 @@ class Hub:
     def __init__(self, shards: int, sites: bool) -> None:
         self.now, self.number = 0.0, 0
         self.answers: list[Any] = []
-        self.records: list[AnyRecord] = []
+        self.turn = Turn(lambda: self.now)
         self.book = Book(2, 10.0, shards, SITES if sites else None)
-        self.rings = Rings(
-            self.book.members,
-            Decisions(),
-            lambda: self.now,
-            # Who waited before a restart is nobody's connection after it, and asks again by a number.
-            lambda _peer, message: self.answers.append(unnumbered(message)),
-            lambda _peer, reason, _name, _number: self.answers.append(reason),
-            lambda _incarnation, _reason: None,
-            lambda message: self.records.append(InRing(at=self.now, message=message)),
-        )
+        self.rings = Rings(self.book.members, Decisions(), self.turn)
         self.book.rings = self.rings
+
+    @property
+    def records(self) -> list[AnyRecord]:
+        return self.turn.records
 
     def restarted(self, compact: bool) -> Hub:
         """Another one, that has read what this one wrote."""
         other = Hub(self.book.members.shards.count, bool(self.book.members.sites.workers))
         other.now, other.number = self.now, self.number
-        other.records = (
+        other.records[:] = (
             [decode_record(encode_record(Knows(at=self.now, state=self.book.state())))]
             if compact
             else list(self.records)
         )
         for record in map(encode_record, list(other.records)):
             other.book.apply(decode_record(record))
+        other.turn.answers.clear()
         other.answers = list(self.answers)  # what is gone through again answers nobody
         return other
 
@@ -100,6 +96,12 @@ class Hub:
         """One input, of those that such a run can have; time passes."""
         self.now += 1.0
         self.number += 1
+        self.act(kind, who, what, small)
+        # Who waited before a restart is nobody's connection after it, and asks again by a number.
+        self.answers += [unnumbered(message) for _, message in self.turn.answers]
+        self.turn.answers.clear()
+
+    def act(self, kind: str, who: int, what: int, small: int) -> None:
         if kind in ("worker", "shard", "site"):
             self.come(kind, who, small)
         elif kind == "beat":

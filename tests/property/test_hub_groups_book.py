@@ -10,17 +10,20 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
+from atoll.groups.formation import Formation
 from atoll.groups.grouping import Grouping
 from atoll.hub.book import GLOBAL, Book
+from atoll.hub.contributors import Contributors
 from atoll.hub.decisions import Decisions
 from atoll.hub.groups import Groups
+from atoll.hub.links import LinkDesk
 from atoll.hub.planner import GroupingSettings
 from atoll.hub.records import (
     AnyRecord,
     Asked,
     Came,
+    Decided,
     Died,
-    InRing,
     Knows,
     Left,
     Linked,
@@ -29,6 +32,7 @@ from atoll.hub.records import (
     encode_record,
 )
 from atoll.hub.rings import Rings
+from atoll.hub.turn import Turn
 from atoll.wire.messages import (
     Fenced,
     Grouped,
@@ -62,36 +66,26 @@ class Hub:
     def __init__(self, consistency: Any) -> None:
         self.now, self.number, self.consistency = 0.0, 0, consistency
         self.answers: list[Any] = []
-        self.records: list[AnyRecord] = []
+        self.turn = Turn(lambda: self.now)
         self.given: list[tuple[int, int]] = []  # positions, of epoch 0
         self.book = Book(4, 10.0, 1)
-        send = lambda _peer, message: self.answers.append(unnumbered(message))  # noqa: E731
-        refuse = lambda _peer, reason, _name, _number: self.answers.append(reason)  # noqa: E731
-        self.rings = Rings(
-            self.book.members,
-            Decisions(),
-            lambda: self.now,
-            send,
-            refuse,
-            lambda _incarnation, _reason: None,
-            lambda message: self.records.append(InRing(at=self.now, message=message)),
-        )
+        members, settings = self.book.members, GroupingSettings(consistency=consistency, patience=20.0)
+        self.formation = Formation(4, members.roll.new_incarnation, lockstep=consistency == "bsp")
+        desk = LinkDesk(5.0, self.turn.keep)
+        self.contributors = Contributors(self.book, self.formation, desk)
+        self.rings = Rings(members, Decisions(), self.turn, self.contributors)
         self.book.rings = self.rings
-        self.groups = Groups(
-            GroupingSettings(consistency=consistency, patience=20.0, links=5.0),
-            self.book,
-            self.rings,
-            Decisions(),
-            lambda: self.now,
-            send,
-            refuse,
-            lambda record: self.records.append(record),  # the list is another one after a restart
-        )
+        self.groups = Groups(settings, self.book, self.formation, desk, self.rings, Decisions(), self.turn)
+        self.book.groups = self.groups
+
+    @property
+    def records(self) -> list[AnyRecord]:
+        return self.turn.records
 
     def restarted(self, compact: bool) -> Hub:
         """Another one, that has read what this one wrote."""
         other = Hub(self.consistency)
-        other.records = (
+        other.records[:] = (
             [decode_record(encode_record(Knows(at=self.now, state=self.book.state())))]
             if compact
             else list(self.records)
@@ -101,7 +95,9 @@ class Hub:
             other.now = record.at
             other.book.apply(record)
         other.now, other.number = self.now, self.number
-        other.groups._progress = dict(self.groups._progress)  # what heartbeats tell is not written down
+        other.turn.answers.clear()
+        # What heartbeats tell is not written down.
+        other.groups._placement._progress = dict(self.groups._placement._progress)
         other.answers = list(self.answers)  # what is gone through again answers nobody
         return other
 
@@ -110,6 +106,11 @@ class Hub:
     def happen(self, kind: str, who: int, what: int) -> None:
         self.now += 0.5
         self.number += 1
+        self.act(kind, who, what)
+        self.answers += [unnumbered(message) for _, message in self.turn.answers]
+        self.turn.answers.clear()
+
+    def act(self, kind: str, who: int, what: int) -> None:
         live = self.book.members.workers.live()
         incarnation = live.get(who, 0)
         if kind == "comes":
@@ -122,14 +123,15 @@ class Hub:
         elif kind == "asks":
             self.asks(who, incarnation, what)
         elif kind == "arrives":
-            number = (self.groups.contributors(who) or [(9, 9)])[-1][0]
+            number = (self.formation.contributors_of(who) or [(9, 9)])[-1][0]
             self.groups.handle(b"x", InGroup(incarnation=incarnation, contributor=number))
         elif kind == "decide":
             groups: dict[int, list[int]] = {}
             for rank in live:
                 what, place = divmod(what, 3)
                 groups.setdefault(place, []).append(rank)
-            self.groups.decide(Grouping(groups.values()), "so")
+            together = [list(group) for group in Grouping(groups.values())]
+            self.groups.decide(Decided(at=self.now, groups=together, reason="so"))
         elif kind == "lease":
             self.lease(who, incarnation, what)
         elif kind in ("fenced", "news"):
@@ -138,9 +140,8 @@ class Hub:
             beat = Heartbeat(run="r", incarnation=incarnation, iteration=what % 100, pace=0.1 + what % 7)
             self.groups.beat(who, beat)
         elif kind == "place" and incarnation:
-            self.groups.handle_links(
-                LinkPlace(incarnation=incarnation, host=f"host {what % 3}", port=1, token=b"")
-            )
+            place = LinkPlace(incarnation=incarnation, host=f"host {what % 3}", port=1, token=b"")
+            self.groups.handle_links(b"x", place)
         elif kind == "linked" and incarnation:
             self.link(what)
         elif kind == "time":
@@ -154,11 +155,10 @@ class Hub:
 
     def link(self, what: int) -> None:
         """A link was measured. Which one is under way is not written down."""
-        assert self.groups._desk is not None
         hosts = ("host 0", f"host {what % 3}")
         linked = Linked(at=self.now, hosts=hosts, bandwidth=1.0 + what, latency=0.5)
         self.records.append(linked)
-        self.groups._desk.take(linked)
+        self.groups.replay(linked)
 
     def comes(self, who: int) -> None:
         self.number += 1
@@ -171,7 +171,7 @@ class Hub:
         self.answers.append((admission.worker, admission.incarnation, admission.refused))
 
     def asks(self, who: int, incarnation: int, what: int) -> None:
-        grouping = self.rings.grouping_of(incarnation) if self.rings.grouping_of is not None else 0
+        grouping = self.contributors.grouping_of(incarnation)
         held = [Used(sampler=0, epoch=0, start=start, stop=stop) for start, stop in self.given[-2:]]
         wish = JoinGroup(
             incarnation=incarnation,
@@ -187,7 +187,7 @@ class Hub:
     def lease(self, who: int, incarnation: int, what: int) -> None:
         if not incarnation:
             return
-        keys = self.groups.contributors(who)
+        keys = self.formation.contributors_of(who)
         in_group = keys[-1][0] >= 4
         lease = Lease(
             incarnation=incarnation,
@@ -211,7 +211,7 @@ class Hub:
             self.records.append(asked)
 
     def told(self, news: bool, who: int, what: int) -> None:
-        keys = self.groups.contributors(who)[:1] if news else sorted(self.book.fences[GLOBAL])
+        keys = self.formation.contributors_of(who)[:1] if news else sorted(self.book.fences[GLOBAL])
         if not keys:
             return
         worker, incarnation = keys[what % len(keys)]

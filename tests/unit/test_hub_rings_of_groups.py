@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from atoll.hub.decisions import Decisions
 from atoll.hub.rings import Rings
+from atoll.hub.turn import Turn
 from atoll.store.members import Membership
-from atoll.wire.messages import Reform, Reformed, RingNews, StoreAnswer, StoreCall
+from atoll.wire.messages import Reform, Reformed, Refused, RingNews, StoreAnswer, StoreCall
 
 
 class Hub:
@@ -19,23 +21,17 @@ class Hub:
         members = Membership(4, 10.0)
         for rank in range(4):
             members.handle_hello(0.0, "worker", rank)
-        self.sent: list[tuple[bytes, Any]] = []
-        self.rings = Rings(
-            members,
-            Decisions(),
-            lambda: 0.0,
-            lambda peer, message: self.sent.append((peer, message)),
-            lambda peer, reason, _name, _number: self.sent.append((peer, reason)),
-            lambda _incarnation, _reason: None,
-        )
-        self.rings.grouping_of = {1: 5, 2: 5, 3: 6, 4: 6}.get  # type: ignore[assignment]
+        self.turn = Turn(lambda: 0.0)
+        groups = SimpleNamespace(grouping_of={1: 5, 2: 5, 3: 6, 4: 6}.get, wants_links=lambda _: False)
+        self.rings = Rings(members, Decisions(), self.turn, cast(Any, groups))
         for incarnation in range(1, 5):
             self.rings.beat(b"%d" % incarnation, incarnation)
-        self.sent.clear()
+        self.turn.clear()
 
     def taken(self) -> list[tuple[bytes, Any]]:
         self.rings.poll()  # members are told of what a turn has changed at its end
-        sent, self.sent = self.sent, []
+        sent = [(to, word.reason if isinstance(word, Refused) else word) for to, word in self.turn.answers]
+        self.turn.clear()
         return sent
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -17,8 +17,9 @@ from atoll.hub.broken import BrokenLinks
 from atoll.hub.decisions import Decisions
 from atoll.hub.records import Came, Died
 from atoll.hub.rings import Rings
+from atoll.hub.turn import Turn
 from atoll.store.members import Membership
-from atoll.wire.messages import AnyMessage, Gather, Gathered, Reform, Reformed, RingNews
+from atoll.wire.messages import AnyMessage, Gather, Gathered, Reform, Reformed, Refused, RingNews
 
 FEW, MANY = 1_000, 8_000
 ROOM = 4.0  # times the cost of each; the square would cost 8
@@ -36,33 +37,35 @@ class Server:
         return "gone" if peer in self.gone else "sent"
 
 
+class Said(Turn):
+    """Counts what is said, and keeps the last of it alone."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__(now)
+        self.sent: Counter[type[AnyMessage]] = Counter()
+
+    def send(self, peer: bytes, message: AnyMessage) -> None:
+        assert not isinstance(message, Refused), message
+        self.sent[type(message)] += 1
+        self.answers = [(peer, message)]
+
+
 class Run:
     """A hub's book and rings, of `count` workers of incarnations 1, 2, ..., without connections."""
 
     def __init__(self, count: int, shards: int = 0) -> None:
         self.count, self.now = count, 0.0
-        self.sent: Counter[type[AnyMessage]] = Counter()
-        self.last: Any = None
         self.book = Book(count, 10.0, shards, heartbeat=0.25)
         self.server = Server()
         self.looked: list[int] = []
-        self.broken = BrokenLinks(self.book.members, self.server, lambda _, each: self.looked.append(each))  # type: ignore[arg-type]
+        self.broken = BrokenLinks(self.book.members, self.server)  # type: ignore[arg-type]
         self.decided: list[str] = []
         decisions = Decisions()
         decisions.add = lambda what, choice, reason: self.decided.append(f"{what}: {choice} ({reason})")  # type: ignore[method-assign]
-        self.rings = Rings(
-            self.book.members,
-            decisions,
-            lambda: self.now,
-            self._send,
-            lambda _peer, reason, _name, _number: pytest.fail(reason),
-            lambda _incarnation, _reason: None,
-        )
+        said = Said(lambda: self.now)
+        self.said, self.sent = said, said.sent
+        self.rings = Rings(self.book.members, decisions, said)
         self.book.rings = self.rings
-
-    def _send(self, _peer: bytes, message: AnyMessage) -> None:
-        self.sent[type(message)] += 1
-        self.last = message
 
     def join(self) -> None:
         for each in range(self.count):
@@ -86,7 +89,7 @@ class Run:
         return buried
 
     def turn(self) -> list[tuple[int, str]]:
-        self.broken.poll(self.now)
+        self.looked += [incarnation for _, incarnation in self.broken.poll(self.now)]
         self.rings.poll()
         return self.book.members.roll.poll_deaths(self.now)
 
@@ -124,8 +127,9 @@ def seconds_of_all(count: int) -> float:
     run.sent.clear()
     run.reform(count // 2)
     spent = time.process_time() - start
-    assert isinstance(run.last, Reformed)
-    assert run.last.workers == list(range(count // 2))
+    ((_, last),) = run.said.answers
+    assert isinstance(last, Reformed)
+    assert last.workers == list(range(count // 2))
     return spent
 
 

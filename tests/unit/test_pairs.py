@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any, cast
 
 from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
-from atoll.hub.pairs import HubParts, Pairs
-from atoll.hub.records import AnyRecord, Died
+from atoll.hub.pairs import Pairs
+from atoll.hub.records import Died
+from atoll.hub.turn import Turn
 from atoll.store.members import Membership
 from atoll.store.replicas import Half, Pair
 from atoll.wire.messages import VERSION, Hello
@@ -129,19 +131,14 @@ class Hub:
         self.book = Book(1, 10.0, 1, heartbeat=0.25, replicas=2)
         self.owners: dict[int, bytes] = {}
         self.buried: list[int] = []
-        self.records: list[AnyRecord] = []
-        parts = HubParts(
-            now=lambda: self.now,
-            send=lambda _peer, _message: None,
-            refuse=lambda peer, reason: pytest.fail(f"{peer!r} is refused: {reason}"),
-            welcome=lambda peer, incarnation: self.owners.update({incarnation: peer}),
-            owner=self.owners.get,
+        self.turn = Turn(lambda: self.now)
+        connections = SimpleNamespace(
+            welcome=lambda peer, _role, incarnation: self.owners.update({incarnation: peer}),
+            of=self.owners.get,
             is_gone=lambda incarnation: self.owners.get(incarnation) in self.gone,
             has_lost=lambda peer: peer in self.gone,
-            bury=self.bury,
-            keep=self.records.append,
         )
-        self.pairs = Pairs(self.book, Decisions(), parts)
+        self.pairs = Pairs(self.book, cast(Any, connections), self.bury, Decisions(), self.turn)
 
     def come(self, name: str) -> None:
         hello = Hello(version=VERSION, run="", role="shard", shard=0, address=name, token=name, life=name)

@@ -83,12 +83,14 @@ NO_WAITS: dict[tuple[str, str], str] = {
         ("poll", name): "takes in what there is, of files or without waiting for a socket"
         for name in (
             *("recorder", "self", "_rings", "_log", "snapshots", "_rendezvous", "_pairs"),
-            *("_groups", "_planner", "_formation"),
+            *("_groups", "_planner", "_formation", "_departures", "_door", "_places"),
         )
     },
     ("poll", "select"): "makes a poll object",
-    ("connect", "_log"): "a ZeroMQ socket connects in the background",
-    ("connect", "_links"): "a ZeroMQ socket connects in the background",
+    **{
+        ("connect", name): "a ZeroMQ socket connects in the background"
+        for name in ("_logs", "logs", "_links")
+    },
     ("connect", "probe"): "of a datagram socket: it only chooses the route",
     ("read", "_store"): "a worker's gradients, in memory",
     ("read", "file"): "a regular file",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from atoll.net.endpoint import Server
 from atoll.store.members import Membership
@@ -23,10 +23,10 @@ _PING = encode(Ping())
 
 
 class BrokenLinks:
-    """Looks after workers that have missed a heartbeat; `ask(rank, incarnation)` sends the log a Look."""
+    """Looks after workers that have missed a heartbeat."""
 
-    def __init__(self, members: Membership, server: Server, ask: Callable[[int, int], None]) -> None:
-        self._members, self._server, self._ask = members, server, ask
+    def __init__(self, members: Membership, server: Server) -> None:
+        self._members, self._server = members, server
         # Incarnation -> whose connection its heartbeats come over; who was heard last is the last.
         self._beats: OrderedDict[int, bytes] = OrderedDict()
         self._silent: dict[int, bytes] = {}  # those of them that have missed a heartbeat
@@ -48,9 +48,9 @@ class BrokenLinks:
         if peer is not None:
             self.beat(peer, incarnation)
 
-    def poll(self, now: float) -> None:
-        """Ask the log about those whose connection to the hub is no more. Only who is silent costs time, and
-        a ring's members, which tell of each other, cost none."""
+    def poll(self, now: float) -> Iterator[tuple[int, int]]:
+        """(rank, incarnation) of those whose connection to the hub is no more: the log is to be asked for
+        theirs. Only who is silent costs time, and a ring's members, which tell of each other, cost none."""
         self._find_silent(now)
         while self._next and self._next[0][0] <= now:
             _, incarnation = heapq.heappop(self._next)
@@ -60,7 +60,7 @@ class BrokenLinks:
                 continue  # it was heard again, is no more, or is no worker
             if self._server.offer(peer, _PING) == "gone":
                 self._asked.add(incarnation)
-                self._ask(rank, incarnation)
+                yield rank, incarnation
             heapq.heappush(self._next, (now + _ASK_SECONDS, incarnation))
 
     def _find_silent(self, now: float) -> None:

@@ -18,10 +18,11 @@ from __future__ import annotations
 import math
 import resource
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
 from atoll.core.errors import AtollError
+from atoll.hub.decisions import Decisions
+from atoll.hub.turn import Turn
 from atoll.net.endpoint import SOON, Client
 from atoll.net.keys import Keys
 from atoll.wire.messages import Echo, encode
@@ -33,17 +34,18 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Hearing:
-    """The hub's connection to itself, at `address`; `say(choice, reason)` takes what goes wrong with it.
+    """The hub's connection to itself, at `address`.
 
     `until` is the time, by the hub's clock, up to which all that members said has been read. It only grows
     after `ask`.
     """
 
-    def __init__(self, address: str, keys: Keys | None, say: Callable[[str, str], None]) -> None:
+    def __init__(self, address: str, keys: Keys | None, decisions: Decisions, turn: Turn) -> None:
+        turn.handlers[Echo] = self.take
         for host, own in _ANY_HOST.items():
             address = address.replace(f"//{host}:", f"//{own}:")
         self.until = -math.inf
-        self._address, self._keys, self._say = address, keys, say
+        self._address, self._keys, self._decisions = address, keys, decisions
         self._client: Client | None = None  # while an Echo is on its way
         self._token = secrets.token_hex(16)  # nobody else can say an Echo of ours
         self._number = 0
@@ -71,7 +73,12 @@ class Hearing:
         except AtollError as error:
             self._fail(str(error))
 
-    def take(self, echo: Echo) -> None:
+    def heard_until(self, now: float) -> float:
+        """Up to when all that members said has been read, for who is to judge somebody's silence `now`."""
+        self.ask(now)
+        return self.until
+
+    def take(self, _peer: bytes, echo: Echo) -> None:
         """An Echo has come back."""
         if echo.token == self._token and echo.number == self._number and not self._is_back:
             self._is_back = True
@@ -94,7 +101,7 @@ class Hearing:
     def _fail(self, why: str) -> None:
         if not self._said:
             self._said = True
-            self._say("does not hear itself", why)
+            self._decisions.add("hub", "does not hear itself", why)
 
     def close(self) -> None:
         """Close the connection; closing twice does no harm."""

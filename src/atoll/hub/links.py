@@ -47,7 +47,8 @@ class LinksFound:
 
 
 class LinkDesk:
-    """Has the links of a run's workers measured, `seconds` in all; workers are ranks, times the hub's.
+    """Has the links of a run's workers measured, `seconds` in all (0: no link is); workers are ranks, times
+    the hub's.
 
     `keep` is told of each link that was measured, and of where each worker is. A link that could not be
     measured is not tried again before the hub comes anew.
@@ -70,11 +71,17 @@ class LinkDesk:
         )  # for what, and what came out
         self._told: frozenset[Way] | None = None  # what was known when that was last told
 
+    @property
+    def measures(self) -> bool:
+        """Whether links are measured in this run."""
+        return self._seconds > 0
+
     # -- what happens -------------------------------------------------------------------------------------
 
     def handle_live(self, live: Iterable[int]) -> None:
         """These workers are there."""
-        self._live = tuple(sorted(live))
+        if self.measures:
+            self._live = tuple(sorted(live))
 
     def handle_place(self, now: float, worker: int, place: LinkPlace) -> None:
         """A worker says where its links are measured; when that is over it is there no longer."""

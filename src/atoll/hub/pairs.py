@@ -10,29 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from atoll.hub.book import Book
+from atoll.hub.connections import Connections
 from atoll.hub.decisions import Decisions
-from atoll.hub.records import AnyRecord, Came, Paired, Promoted
+from atoll.hub.records import Came, Paired, Promoted
+from atoll.hub.turn import Turn
 from atoll.store.replicas import Half, Pair
-from atoll.wire.messages import AnyMessage, Duty, Hello, InSync, LostTouch, Serves
+from atoll.wire.messages import Duty, Hello, InSync, LostTouch, Serves
 
 _MOST_RIVALS = 4096
-
-
-@dataclass(frozen=True)
-class HubParts:
-    """What this needs of the hub. `owner` gives the connection of an incarnation, `is_gone` whether that is
-    no more, and `has_lost` whether any connection is; `bury(incarnation, reason)` counts it as dead; `keep`
-    writes a record; `refuse(peer, reason)`; `welcome(peer, incarnation)`."""
-
-    now: Callable[[], float]
-    send: Callable[[bytes, AnyMessage], None]
-    refuse: Callable[[bytes, str], None]
-    welcome: Callable[[bytes, int], None]
-    owner: Callable[[int], bytes | None]
-    is_gone: Callable[[int], bool]
-    has_lost: Callable[[bytes], bool]
-    bury: Callable[[int, str], None]
-    keep: Callable[[AnyRecord], None]
 
 
 @dataclass(frozen=True)
@@ -45,10 +30,20 @@ class _Rival:
 
 
 class Pairs:
-    """The pairs of the run in `book`; without any, all of this does nothing."""
+    """The pairs of the run in `book`; without any, all of this does nothing. `bury(incarnation, reason)`
+    counts a process as dead."""
 
-    def __init__(self, book: Book, decisions: Decisions, hub: HubParts) -> None:
-        self._book, self._members, self._decisions, self._hub = book, book.members, decisions, hub
+    def __init__(
+        self,
+        book: Book,
+        connections: Connections,
+        bury: Callable[[int, str], None],
+        decisions: Decisions,
+        turn: Turn,
+    ) -> None:
+        self._book, self._members, self._connections = book, book.members, connections
+        self._bury, self._decisions, self._turn = bury, decisions, turn
+        turn.handlers |= dict.fromkeys((Serves, InSync, LostTouch), self.handle)
         self._told: dict[int, int] = {}  # shard -> the term that both were told of
         self._rivals: list[_Rival] = []
 
@@ -64,13 +59,13 @@ class Pairs:
         if pair is not None and pair.known(hello.life) is None:
             for half in pair.halves():
                 if hello.token and half.token == hello.token:
-                    self._hub.bury(half.incarnation, "it was started again, in its directory")
+                    self._bury(half.incarnation, "it was started again, in its directory")
             self._promote(hello.shard, pair)
         self._admit(peer, hello)
 
     def _admit(self, peer: bytes, hello: Hello, may_wait: bool = True) -> None:
         came = Came(
-            at=self._hub.now(),
+            at=self._turn.now(),
             role="shard",
             wish=-1,
             shard=hello.shard,
@@ -86,15 +81,15 @@ class Pairs:
         admission = self._book.come(came)
         if admission.waits and may_wait and len(self._rivals) < _MOST_RIVALS:
             self._rivals = [each for each in self._rivals if each.hello.life != hello.life]
-            self._rivals.append(_Rival(peer, hello, self._hub.now()))
+            self._rivals.append(_Rival(peer, hello, self._turn.now()))
             return
         if admission.refused:
-            self._hub.refuse(peer, admission.refused)
+            self._turn.refuse(peer, admission.refused, "Hello")
             return
         if admission.incarnation > newest:  # else it says Hello once more
-            self._hub.keep(came)
+            self._turn.keep(came)
             self._decisions.add("shard joined", f"shard {hello.shard}", admission.reason)
-        self._hub.welcome(peer, admission.incarnation)
+        self._connections.welcome(peer, "shard", admission.incarnation)
         self._tell(peer, admission.incarnation)
 
     # -- what they say ------------------------------------------------------------------------------------
@@ -104,18 +99,18 @@ class Pairs:
         if self._pairs:
             self._tell(peer, incarnation)
 
-    def handle(self, message: Serves | InSync | LostTouch) -> None:
-        """A word of a process that is there, on its own connection."""
+    def handle(self, peer: bytes, message: Serves | InSync | LostTouch) -> None:
+        """A word of a process that is there, on its own connection; else it hears at its next heartbeat."""
         shard = self._members.shards.pair_of(message.incarnation)
-        if shard is None:
+        if shard is None or not self._connections.owns(peer, message.incarnation):
             return
         if isinstance(message, LostTouch):
             self._handle_lost(shard, message)
             return
         standby = message.standby if isinstance(message, InSync) else 0
-        paired = Paired(at=self._hub.now(), shard=shard, primary=message.incarnation, standby=standby)
+        paired = Paired(at=self._turn.now(), shard=shard, primary=message.incarnation, standby=standby)
         if self._book.pair(paired):
-            self._hub.keep(paired)
+            self._turn.keep(paired)
             where = self._members.shards.half_at(standby or message.incarnation)
             if standby:
                 reason = f"it holds all that is acknowledged: {where}"
@@ -125,10 +120,10 @@ class Pairs:
         partner = self._pairs[shard].partner_of(lost.incarnation)
         if partner is None or partner.incarnation != lost.partner:
             return
-        if self._hub.is_gone(partner.incarnation):
-            self._hub.bury(partner.incarnation, "its connections are gone, to the hub and to its partner")
+        if self._connections.is_gone(partner.incarnation):
+            self._bury(partner.incarnation, "its connections are gone, to the hub and to its partner")
         else:
-            self._members.roll.suspect(self._hub.now(), partner.incarnation)
+            self._members.roll.suspect(self._turn.now(), partner.incarnation)
 
     # -- what time brings about ---------------------------------------------------------------------------
 
@@ -142,32 +137,20 @@ class Pairs:
                 continue
             self._told[shard] = pair.term
             for half in pair.halves():
-                self._tell(self._hub.owner(half.incarnation) or b"", half.incarnation)
+                self._tell(self._connections.of(half.incarnation), half.incarnation)
 
     def _promote(self, shard: int, pair: Pair) -> None:
         half = pair.promotable()
         if half is None or self._book.over:
             return
-        silence = self._members.roll.silence_of(self._hub.now(), half.incarnation)
+        silence = self._members.roll.silence_of(self._turn.now(), half.incarnation)
         if silence is None or silence >= self._members.roll.suspect_seconds:
             return  # it may be dead too: whoever of the two comes back goes on
-        promoted = Promoted(at=self._hub.now(), shard=shard)
+        promoted = Promoted(at=self._turn.now(), shard=shard)
         self._book.apply(promoted)
-        self._hub.keep(promoted)
+        self._turn.keep(promoted)
         where = self._members.shards.half_at(half.incarnation)
         self._decisions.add(f"shard {shard}", f"its standby at {where} goes on", "its primary is gone")
-
-    def has_primary(self, shard: int) -> bool:
-        """Whether a shard that is held twice has its primary."""
-        pair = self._pairs.get(shard)
-        return pair is not None and pair.primary is not None
-
-    def lost(self, shard: int) -> None:
-        """One of a shard's two processes has died or left: say what that means."""
-        pair = self._pairs.get(shard)
-        if pair is not None and pair.primary is not None and pair.standby is None and not self._book.over:
-            reason = "its standby is gone; another may come"
-            self._decisions.add(f"shard {shard}", "goes on without a standby", reason)
 
     def _poll_rivals(self) -> None:
         """A third one waits until one of the two is gone, or both have shown since that they live. One that
@@ -175,20 +158,20 @@ class Pairs:
         for rival in list(self._rivals):
             pair = self._pairs[rival.hello.shard]
             halves = pair.halves()
-            gone = [half for half in halves if self._hub.is_gone(half.incarnation)]
+            gone = [half for half in halves if self._connections.is_gone(half.incarnation)]
             if len(halves) == 2 and not gone and not all(self._lives(half, rival.since) for half in halves):
                 continue
             self._rivals.remove(rival)
-            if self._hub.has_lost(rival.peer):
+            if self._connections.has_lost(rival.peer):
                 continue
             for half in gone:
-                self._hub.bury(half.incarnation, "its connection is gone, and another came in its place")
+                self._bury(half.incarnation, "its connection is gone, and another came in its place")
             self._promote(rival.hello.shard, pair)
             self._admit(rival.peer, rival.hello, may_wait=False)
 
     def _lives(self, half: Half, since: float) -> bool:
         """Whether it was heard after that; else its patience ends, or it will be."""
-        now = self._hub.now()
+        now = self._turn.now()
         silence = self._members.roll.silence_of(now, half.incarnation)
         return silence is not None and silence < now - since
 
@@ -206,4 +189,4 @@ class Pairs:
             synced=pair.synced,
             serves=pair.serves,
         )
-        self._hub.send(peer, duty)
+        self._turn.send(peer, duty)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from atoll.core.errors import UserError
 from atoll.hub.decisions import Decisions
+from atoll.hub.records import InRing
+from atoll.hub.turn import Turn
 from atoll.store.members import Membership
 from atoll.store.regroup import Regroup, RegroupState
 from atoll.store.rendezvous import Rendezvous, RendezvousState
@@ -48,15 +51,22 @@ class _State:
     of_groups: list[RegroupState] = field(default_factory=list)
 
 
+class GroupNews(Protocol):
+    """What a worker of a run with groups is told of them (`hub/contributors.py`: Contributors)."""
+
+    def grouping_of(self, incarnation: int) -> int:
+        """The latest grouping that is meant for a worker."""
+
+    def wants_links(self, incarnation: int) -> bool:
+        """Whether a worker's links are to be measured."""
+
+
 class Rings:
-    """Takes what workers say about rings; `now` gives the hub's seconds, `send` and `refuse` its answers.
-    `give_up(incarnation, reason)` is called for a member that is dead by what the others say of it: it ends
-    in `left`. `heard_until(now)` gives up to when all that members said has been read, by which silences are
-    judged; `lives(incarnation)` says that a silent member is to be waited for. `keep` is told of each word
-    that changes something, for the hub's journal.
+    """Takes what workers say about rings. `heard_until(now)` gives up to when all that members said has been
+    read: silences are judged by that.
 
     A run without shards has one ring; where workers are put into groups each group has its own
-    (`form_group`), and `grouping_of(incarnation)` is what its member is told of groupings.
+    (`form_group`), and `groups` is what its members are told.
 
     A call says by its incarnation whose it is, since it comes over another connection than the worker's
     Hello: whoever was let in, by the run's keys, is trusted with that.
@@ -66,64 +76,54 @@ class Rings:
         self,
         members: Membership,
         decisions: Decisions,
-        now: Callable[[], float],
-        send: Callable[[bytes, AnyMessage], None],
-        refuse: Callable[[bytes, str, str, int], None],
-        give_up: Callable[[int, str], None],
-        keep: Callable[[AnyMessage], None] = lambda _message: None,
+        turn: Turn,
+        groups: GroupNews | None = None,
         *,
         at_least: int = 1,
         heard_until: Callable[[float], float] = lambda now: now,
-        lives: Callable[[int], bool] = lambda _incarnation: False,
     ) -> None:
-        self._lives = lives
+        turn.handlers |= dict.fromkeys((Gather, StoreCall, Reform, Enter), self.handle)
         self._heard_until = heard_until
-        self._members, self._decisions = members, decisions
-        self._clock, self._send, self._refuse, self._give_up = now, send, refuse, give_up
-        self._keep = keep
-        self._replayed_at: float | None = None  # while words from before a restart are taken again
+        self._members, self._decisions, self._turn, self._groups = members, decisions, turn, groups
         self._rendezvous = Rendezvous(members.workers.count)
         self._regroup = Regroup(self._rendezvous.form, at_least)  # the run's ring
         self._of_groups: dict[int, Regroup] = {}  # by the incarnation of each member
         self._told: dict[Regroup, tuple[int, bool, int]] = {}  # how each stood when its members were told
         self._stirred: dict[Regroup, None] = {}  # whose members are to be told, at the turn's end
-        self.grouping_of: Callable[[int], int] | None = None
-        self.wants_links: Callable[[int], bool] = lambda _incarnation: False
         self._look_at = -math.inf  # when to look next at whom the others have lost
         self._beats: dict[int, bytes] = {}  # incarnation -> whose connection its heartbeats come over
 
-    def _now(self) -> float:
-        return self._clock() if self._replayed_at is None else self._replayed_at
-
     def handle(self, peer: bytes, message: Gather | StoreCall | Reform | Enter) -> None:
         """A worker's wish to form a ring, the next ring or to enter one, or its call of the ring's store."""
-        rank = self._members.workers.rank_of(message.incarnation)
-        asker = _Asker(peer, message.number)
+        now = self._turn.now()
         try:
-            if rank is None:
-                raise UserError(f"the hub knows no incarnation {message.incarnation}, or has given it up")
-            if isinstance(message, StoreCall):
-                self._answer(self._rendezvous.handle_call(self._now(), asker, message))
-            elif isinstance(message, Gather):
-                self._gather(asker, rank, message)
-            elif isinstance(message, Reform):
-                self._reform(asker, rank, message)
-            else:
-                self._regrouped(self._regroup, self._regroup.handle_enter(asker, rank, message))
-                self._stirred[self._regroup] = None
-            if self._replayed_at is None and (
-                not isinstance(message, StoreCall) or message.operation in _CHANGES
-            ):
-                self._keep(message)
+            self._take(now, _Asker(peer, message.number), message)
         except UserError as error:
-            self._refuse(peer, str(error), type(message).__name__, message.number)
+            self._turn.refuse(peer, str(error), type(message).__name__, message.number)
+        else:
+            if not isinstance(message, StoreCall) or message.operation in _CHANGES:
+                self._turn.keep(InRing(at=now, message=message))
 
-    def _gather(self, asker: _Asker, rank: int, gather: Gather) -> None:
+    def _take(self, now: float, asker: _Asker, message: Gather | StoreCall | Reform | Enter) -> None:
+        rank = self._members.workers.rank_of(message.incarnation)
+        if rank is None:
+            raise UserError(f"the hub knows no incarnation {message.incarnation}, or has given it up")
+        if isinstance(message, StoreCall):
+            self._answer(self._rendezvous.handle_call(now, asker, message))
+        elif isinstance(message, Gather):
+            self._gather(now, asker, rank, message)
+        elif isinstance(message, Reform):
+            self._reform(asker, rank, message)
+        else:
+            self._regrouped(self._regroup, self._regroup.handle_enter(asker, rank, message))
+            self._stirred[self._regroup] = None
+
+    def _gather(self, now: float, asker: _Asker, rank: int, gather: Gather) -> None:
         if self._regroup.under_way and gather.incarnation not in self._regroup.members:
             self._answer([(asker, Gathered(group=self._regroup.group, late=True))])
             return
         before = self._rendezvous.formed
-        self._answer(self._rendezvous.handle_gather(self._now(), asker, rank, gather))
+        self._answer(self._rendezvous.handle_gather(now, asker, rank, gather))
         if self._rendezvous.formed != before:
             ranks = self._members.workers.ranks
             members = {each: ranks[each] for each in self._rendezvous.members() if each in ranks}
@@ -137,7 +137,7 @@ class Rings:
 
     def _reform(self, asker: _Asker, rank: int, reform: Reform) -> None:
         regroup = self._regroup_of(reform.incarnation)
-        if self.grouping_of is not None and regroup is self._regroup:
+        if self._groups is not None and regroup is self._regroup:
             raise UserError(f"incarnation {reform.incarnation} is in no group, and so in no ring")
         quiet = not regroup.broken
         self._regrouped(regroup, regroup.handle_reform(asker, reform, self._members.workers.ranks))
@@ -205,12 +205,12 @@ class Rings:
     def say(self, incarnation: int, message: AnyMessage) -> None:
         """Tell a worker something over the connection of its heartbeats."""
         if incarnation in self._beats:
-            self._send(self._beats[incarnation], message)
+            self._turn.send(self._beats[incarnation], message)
 
     def _news(self, incarnation: int) -> RingNews:
         regroup = self._regroup_of(incarnation)
-        grouping = self.grouping_of(incarnation) if self.grouping_of is not None else 0
-        links = self.wants_links(incarnation)
+        grouping = self._groups.grouping_of(incarnation) if self._groups is not None else 0
+        links = self._groups is not None and self._groups.wants_links(incarnation)
         if incarnation not in regroup.members:
             return RingNews(group=0, grouping=grouping, links=links)
         return RingNews(
@@ -230,7 +230,7 @@ class Rings:
         """A heartbeat has come: say what the member must know, over its own connection."""
         regroup = self._regroup_of(incarnation)
         stirs = incarnation in regroup.members and (regroup.broken or regroup.waiting)
-        if stirs or self.grouping_of is not None:
+        if stirs or self._groups is not None:
             self.tell(incarnation)
 
     def left(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
@@ -254,15 +254,14 @@ class Rings:
             self._told.pop(regroup, None)
 
     def replay(self, now: float, message: AnyMessage) -> None:
-        """Take a word that `keep` was told of before a restart: nobody is there yet who could be answered."""
+        """Take a word that was kept before a restart: nobody is there yet who could be answered."""
         assert isinstance(message, (Gather, StoreCall, Reform, Enter))
-        self._replayed_at = now
-        self.handle(_NOBODY.peer, message)
-        self._replayed_at = None
+        with contextlib.suppress(UserError):
+            self._take(now, _Asker(b"", message.number), message)
 
     def state(self) -> bytes:
         """All that is known of rings, as MessagePack."""
-        of_groups = [regroup.state() for regroup in self._groups()]
+        of_groups = [regroup.state() for regroup in self._rings_of_groups()]
         return msgspec.msgpack.encode(_State(self._rendezvous.state(), self._regroup.state(), of_groups))
 
     def restore(self, now: float, state: bytes) -> None:
@@ -279,43 +278,40 @@ class Rings:
         self._members.workers.open = self._regroup.under_way
 
     def poll(self) -> None:
-        """Answer those whose time is over, and give up whom the others have lost."""
-        now = self._now()
-        self._answer(self._rendezvous.poll(now))
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_SECONDS
-            for regroup in [self._regroup, *self._groups()]:
-                if regroup.broken:
-                    self._give_up_silent(now, regroup)
+        """Answer those whose time is over, and tell members what has changed."""
+        self._answer(self._rendezvous.poll(self._turn.now()))
         self._tell_stirred()
 
-    def _groups(self) -> list[Regroup]:
-        """The rings of groups."""
+    def _rings_of_groups(self) -> list[Regroup]:
         return list(dict.fromkeys(self._of_groups.values()))
 
-    def _give_up_silent(self, now: float, regroup: Regroup) -> None:
-        """Give up whom the others of its ring have lost, and nobody hears."""
-        for member in regroup.awaited:
-            if not regroup.awaits(member):
-                break  # with the one given up before, the next ring was formed
-            if self._members.roll.suspect(now, member):
-                heard_until = self._heard_until(now)
-                if not self._members.roll.suspect(heard_until, member):
-                    continue  # what it said may be unread yet
-                if self._lives(member):
+    def silent(self) -> Iterator[tuple[int, str]]:
+        """Whom the others of its ring have lost, and nobody hears: (incarnation, reason). Each is to be
+        counted as dead, which ends in `left`, before the next is asked for."""
+        now, roll = self._turn.now(), self._members.roll
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_SECONDS
+        for regroup in [self._regroup, *self._rings_of_groups()]:
+            for member in regroup.awaited if regroup.broken else ():
+                if not regroup.awaits(member):
+                    break  # with the one given up before, the next ring was formed
+                if not roll.suspect(now, member):
                     continue
-                silence = self._members.roll.silence_of(heard_until, member) or 0.0
-                self._give_up(member, f"the others lost touch with it, and it was silent for {silence:.1f} s")
+                heard_until = self._heard_until(now)
+                if roll.suspect(heard_until, member):  # else what it said may be unread yet
+                    silence = roll.silence_of(heard_until, member) or 0.0
+                    yield member, f"the others lost touch with it, and it was silent for {silence:.1f} s"
 
     def soon(self, seconds: float) -> float:
         """How long the hub may wait for messages, of up to `seconds`, before `poll` has something to do."""
         deadline = self._rendezvous.next_deadline()
-        return seconds if deadline is None else max(0.0, min(seconds, deadline - self._now()))
+        return seconds if deadline is None else max(0.0, min(seconds, deadline - self._turn.now()))
 
     def _answer(self, answers: Sequence[tuple[object, Gathered | Reformed | StoreAnswer]]) -> None:
         for asker, message in answers:
             assert isinstance(asker, _Asker)
-            self._send(asker.peer, msgspec.structs.replace(message, number=asker.number))
+            self._turn.send(asker.peer, msgspec.structs.replace(message, number=asker.number))
 
 
 def _who(members: Mapping[int, int]) -> str:

@@ -55,10 +55,6 @@ class RefusedError(RunError):
     """The owner could not give the payload; the line says why."""
 
 
-class _TurnedAwayError(PeerLostError):
-    """The owner has closed the connection before it was opened: strangers may have filled its places."""
-
-
 class FetchService:
     """Answers fetches at `port` of `host`, from `serve` on, until `close`.
 
@@ -211,10 +207,10 @@ class FetchLink:
             self._connect(address, until)
             try:
                 self._meet(secret, rank, min(until, time.monotonic() + OPENING_SECONDS))
-            except _TurnedAwayError:
+            except OSError as error:  # closed before it was opened: strangers may have filled the places
                 self.close()
                 if not tries_left:
-                    raise
+                    raise PeerLostError(f"{name} did not let this member in: {_why(error)}") from None
                 time.sleep(_PAUSE_SECONDS)
             except BaseException:
                 self.close()
@@ -232,13 +228,10 @@ class FetchLink:
             raise PeerLostError(f"{self._name} at {address[0]}:{address[1]}: {why}") from None
 
     def _meet(self, secret: bytes, rank: int, until: float) -> None:
-        try:
-            _prepare(self._link)
-            own, theirs = secrets.token_bytes(CHALLENGE_BYTES), _hear(self._link, CHALLENGE_BYTES, until)
-            _say(self._link, opening(rank, own, theirs, secret), until)
-            proof = _hear(self._link, PROOF_BYTES, until)
-        except OSError as error:
-            raise _TurnedAwayError(f"{self._name} did not let this member in: {_why(error)}") from None
+        _prepare(self._link)
+        own, theirs = secrets.token_bytes(CHALLENGE_BYTES), _hear(self._link, CHALLENGE_BYTES, until)
+        _say(self._link, opening(rank, own, theirs, secret), until)
+        proof = _hear(self._link, PROOF_BYTES, until)
         if not hmac.compare_digest(proof, server_proof(rank, own, secret)):
             raise PeerLostError(f"{self._name}: who answers there does not know the group's secret")
 
