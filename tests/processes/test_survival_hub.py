@@ -392,7 +392,7 @@ def test_a_disk_that_is_full_stops_nobody_and_the_journal_is_whole_again(
         if full.is_set() and point in ("hub.record", "hub.compacted"):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("atoll.hub.service._RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("atoll.hub.ledger._RETRY_SECONDS", 0.1)
     points.install(handler)
     try:
         with hub_of(folder, run="r") as service:
