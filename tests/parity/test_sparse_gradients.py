@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,9 @@ def refused(session: atoll.Session) -> str:
     return ""
 
 
+GONE = re.compile(
+    r"^worker \d (lost touch with another worker, waiting for|cannot have) worker \d's values of "
+)
 LINE = "the gradient of 'w' is sparse, which chunks cannot hold; give its embedding sparse=False"
 
 
@@ -53,7 +58,10 @@ LINE = "the gradient of 'w' is sparse, which chunks cannot hold; give its embedd
     "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.soak) for kind in KINDS]
 )
 def test_it_is_one_line(pool: WorkerPool, kind: str) -> None:
-    assert run_at(pool, kind, refused, world=2) == [LINE, LINE]
+    said = run_at(pool, kind, refused, world=2)
+    assert LINE in said
+    # Whoever still fetches values as the other one has left is told of that.
+    assert set(said) == {LINE} or (kind == "tiers" and GONE.search(next(s for s in said if s != LINE)))
 
 
 @pytest.mark.parametrize("tiers", [False, True])
