@@ -33,6 +33,7 @@ from atoll.hub.planner import GroupingSettings
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
 from atoll.train.api.place import Place
+from atoll.train.sync.service import Service
 from common import MIB, options, output_folder, recorded, write_results
 from stragglers_worker import Emulated
 from support.pool import WorkerPool
@@ -159,6 +160,7 @@ def train(
         atoll.join(config) as session,
     ):
         session.prepare(it.model, it.optimizer)
+        service = session._runtime.member
         loader = DataLoader(it.training, it.batch, sampler=session.sampler(it.training, seed=seed))
         steps = it.epochs * len(loader)
         scheduler = LambdaLR(it.optimizer, lambda step: it.rate(int(step * pace), step * pace / steps))
@@ -174,17 +176,17 @@ def train(
                     session.clip_grad_norm_(it.clip)
                 samples += session._state.prepared[0].own_samples
                 contributors.append(contributor_of(session))
-                speaks = session._group_ring is None or session.group.rank == 0
+                speaks = session._runtime.group_ring is None or session.group.rank == 0
                 it.optimizer.step()
-                if speaks and session._service is not None:
-                    staleness.append(session._service.staleness)
+                if speaks and isinstance(service, Service):
+                    staleness.append(service.staleness)
                 it.optimizer.zero_grad()
                 scheduler.step()
         session.barrier()
         if isinstance(it.model, Emulated):
             it.model = it.model.module
         held_out = it.held_out(it.model)
-        if session._service is None:
+        if not isinstance(service, Service):
             staleness = [float(step.staleness) for step in steps_of(records)]
     return Outcome(
         held_out=held_out,
@@ -204,7 +206,7 @@ def steps_of(records: Path) -> list[StepDone]:
 
 def contributor_of(session: atoll.Session) -> int:
     """Whose contribution this worker's gradients are part of: its group's, or its own."""
-    regrouping = session._regrouping
+    regrouping = session._runtime.regrouping
     return session.rank if regrouping is None else regrouping.contributor
 
 

@@ -100,10 +100,10 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 def contributes_alone(session: atoll.Session, members: int) -> bool:
     """Whether this worker's group has so many members, and nobody else makes steps at the shards."""
-    assert session._regrouping is not None
+    assert session._runtime.regrouping is not None
     reducer = session._state.prepared[0].reducer
     contributors = getattr(reducer, "contributors")  # noqa: B009  # a group's reducer has them
-    return session.group.size == members and contributors == [session._regrouping.contributor]
+    return session.group.size == members and contributors == [session._runtime.regrouping.contributor]
 
 
 def train(session: atoll.Session, together: int, codec: CodecKind) -> tuple[list[float], list[torch.Tensor]]:

@@ -59,9 +59,9 @@ def train(session: atoll.Session, grouped: bool, constant: bool = False) -> tupl
     module, optimizer = session.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
     if grouped:
         reducer: Any = session._state.prepared[0].reducer
-        assert session._regrouping is not None
+        assert session._runtime.regrouping is not None
         # Workers begin alone. As long as the log knows them so, a group's contribution is a part of a step.
-        while session.group.size < 2 or reducer.contributors != [session._regrouping.contributor]:
+        while session.group.size < 2 or reducer.contributors != [session._runtime.regrouping.contributor]:
             (0 * module(gradients(0, 0))).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -165,7 +165,7 @@ def step_in_backward(session: atoll.Session, before: bool) -> str:
     inputs = torch.randn(4, 32, dtype=torch.float64)
     with pytest.raises(PrepareError) as caught:
         net(inputs).square().mean().backward()
-    session._leave()  # as an error does that leaves the `with`
+    session._leaving.leave()  # as an error does that leaves the `with`
     return str(caught.value)
 
 
@@ -202,7 +202,7 @@ def steps_beside(session: atoll.Session) -> tuple[list[str], Tensor]:
             value = first.detach().clone()
     except PrepareError as error:
         said.append(str(error))
-        session._leave()
+        session._leaving.leave()
     return said, value
 
 

@@ -83,8 +83,8 @@ def train(place: Place, case: Case, address: str, uplink: Wanted) -> Seen:
             reducer = session._state.prepared[0].reducer
             assert isinstance(reducer, Server)
             assert reducer.uplink.kind == ("members" if uplink == "members" else "leader")
-            assert session._regrouping is not None
-            alone = reducer.contributors == [session._regrouping.contributor]
+            assert session._runtime.regrouping is not None
+            alone = reducer.contributors == [session._runtime.regrouping.contributor]
             if begun < 0 and session.group.size == place.world and alone:
                 chosen = "members share a machine's link" if uplink == "auto" else "sync.uplink"
                 assert reducer.uplink.reason == chosen
@@ -153,8 +153,8 @@ def train_mean(place: Place, case: Case, address: str, uplink: Wanted, tiered: b
                 optimizer.step()
             optimizer.zero_grad()
             seen.after.append(values(model))
-        assert session._regrouping is not None
-        assert session._regrouping.contributor != place.rank, "it has not moved to a group"
+        assert session._runtime.regrouping is not None
+        assert session._runtime.regrouping.contributor != place.rank, "it has not moved to a group"
         if tiered:
             (tiers,) = session._state.tiers
             assert isinstance(tiers.fitted, Exchanged)

@@ -87,7 +87,7 @@ def train(
         atoll.join(Config(run=Run(strategy="server"), chunks=Chunks(size="1KiB"), sync=sync)) as session,
     ):
         model, optimizer = session.prepare(*make(name))
-        assert session._service is not None
+        assert session._runtime.member is not None
         for step in range(STEPS):
             if step == MEETING:
                 session.barrier()
@@ -100,7 +100,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             seen.append(values_of(model))
-            staleness.append(session._service.staleness)
+            staleness.append(session._runtime.member.staleness)
             looked = max(looked, len(state))
     return [*seen, values_of(model)], staleness, looked
 
@@ -201,7 +201,7 @@ def in_a_group(place: Place, address: str, uplink: Any) -> list[float]:
     step = grouped = 0
     with served_worker(address, place.rank), atoll.join(config) as session:
         model, optimizer = session.prepare(*make("sgd"))
-        assert session._service is not None
+        assert session._runtime.member is not None
         while len(staleness) < STEPS:
             await_groups(session, step)
             # The log has fenced who was alone; the first word in a group settles once more.
@@ -211,7 +211,7 @@ def in_a_group(place: Place, address: str, uplink: Any) -> list[float]:
             optimizer.zero_grad()
             step += 1
             if grouped > 3:
-                staleness.append(session._service.staleness)
+                staleness.append(session._runtime.member.staleness)
             if len(staleness) == 3:
                 session.barrier()
     return staleness

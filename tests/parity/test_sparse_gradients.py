@@ -43,7 +43,7 @@ def refused(session: atoll.Session) -> str:
     try:
         train(session)
     except AtollError as error:
-        session._leave()
+        session._leaving.leave()
         return str(error)
     return ""
 

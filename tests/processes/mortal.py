@@ -244,7 +244,7 @@ def train(
         atoll.join(config(consistency, lazy, tiers)) as session,
     ):
         session.prepare(model, optimizer)
-        shards = session._service.shards  # type: ignore[union-attr]
+        shards = session._runtime.member.shards  # type: ignore[union-attr]
         staged = shards._handlers[Parameters]
 
         def look(shard: int, message: Any, payload: memoryview | None) -> None:

@@ -191,7 +191,7 @@ class Notes:
 
     def add(self, what: str, iteration: int, **more: Any) -> None:
         group = self._session.group
-        regrouping = self._session._regrouping
+        regrouping = self._session._runtime.regrouping
         assert regrouping is not None
         line = {"what": what, "time": time.time(), "iteration": iteration, "size": group.size}
         line["contributor"] = regrouping.contributor

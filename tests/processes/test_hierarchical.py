@@ -66,8 +66,8 @@ def test_a_session_knows_its_group(
 
 def sends(place: Place, size: int) -> int:
     with atoll.join(config(2), place=place) as session:
-        assert session._ring is not None
-        return session._ring.data.sends(size)
+        assert session._runtime.ring is not None
+        return session._runtime.ring.data.sends(size)
 
 
 def test_what_a_sum_sends_is_counted(pool: WorkerPool) -> None:
@@ -140,8 +140,10 @@ def stays_away(place: Place, late: int) -> str:
     model, optimizer = make()
     session.prepare(model, optimizer)
     session.barrier()
-    assert session._ring is not None
-    session._ring.data.timeout = 2.0  # only now: joining and preparing may take longer on a busy machine
+    assert session._runtime.ring is not None
+    session._runtime.ring.data.timeout = (
+        2.0  # only now: joining and preparing may take longer on a busy machine
+    )
     if session.rank == late:
         place.store.wait(others, DEADLINE)
         return "late"

@@ -185,7 +185,7 @@ def loads_without_the_first(place: Place, address: str, folder: str, site: str) 
             loss_of(model, share(place.rank, step)).backward()
             optimizer.step()
         if session.rank == 0:
-            session._leave()
+            session._leaving.leave()
             return []
         session.barrier()
         session.load(folder)
@@ -299,7 +299,7 @@ def outlives(place: Place, address: str, folder: str, dies_after: int) -> str:
                 sampler.set_epoch(epoch)
                 for indices, x in loader:
                     if place.rank == 2 and made == dies_after > 0:
-                        session._service.hub.close()
+                        session._runtime.member.hub.close()
                         return "it dies"
                     time.sleep(0.02)
                     optimizer.zero_grad()
@@ -311,7 +311,7 @@ def outlives(place: Place, address: str, folder: str, dies_after: int) -> str:
                     session.close()
                     return ""
     except AtollError as error:
-        session._leave()  # else its heartbeats would go on for as long as the pool
+        session._leaving.leave()  # else its heartbeats would go on for as long as the pool
         return f"{type(error).__name__}: {error}"
     raise AssertionError("nobody has had enough")
 
@@ -379,7 +379,7 @@ def races(place: Place, address: str, folder: str, steps: int) -> tuple[list[int
             note.write_text(str(step + 1))
             note.replace(notes[place.rank])
             optimizer.step()
-            staleness.append(session._service.staleness)
+            staleness.append(session._runtime.member.staleness)
     return ahead, staleness
 
 
@@ -436,7 +436,7 @@ def dies(place: Place, address: str, steps: int, dying: int) -> list[Tensor]:
     session.prepare(model, optimizer)
     for step in range(steps):
         if place.rank == dying and step == 2:
-            session._service.hub.close()
+            session._runtime.member.hub.close()
             return values(model)
         optimizer.zero_grad()
         loss_of(model, share(place.rank, step)).backward()
@@ -527,7 +527,7 @@ def stays_away(place: Place, address: str, timeout: float) -> str:
     try:
         with joined(address, place.rank) as session:
             session.prepare(model, optimizer)
-            session._service.shards.timeout = timeout  # joining on a busy machine may take longer
+            session._runtime.member.shards.timeout = timeout  # joining on a busy machine may take longer
             if place.rank == 1:
                 place.store.wait(["given up"])
             for step in range(2):

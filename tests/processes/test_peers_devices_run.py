@@ -143,8 +143,8 @@ def has_trouble(place: Place, how: str) -> tuple[int, str]:
             session.prepare(model, optimizer)
             for step in range(40):
                 if step == 8 and how == "killed" and place.rank == 4:
-                    assert session._node is not None
-                    os.kill(session._node._side.pid, signal.SIGKILL)  # type: ignore[union-attr]
+                    assert session._runtime.member is not None
+                    os.kill(session._runtime.member._side.pid, signal.SIGKILL)  # type: ignore[union-attr]
                 if step == 8 and how == "break" and place.rank == 5:
                     break
                 model(torch.randn(4, 3)).square().mean().backward()

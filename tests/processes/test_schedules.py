@@ -279,7 +279,7 @@ def outlive(rank: int, address: str, folder: str, life: int, waits: bool) -> Non
     config = Config(run=Run(strategy="ring", elastic=True), sync=Sync(timeout="60s"))
     made, worlds, hello = [], [], Path(folder, "hello")
     with served_worker(address, rank), atoll.join(config) as session:
-        ring = session._ring
+        ring = session._runtime.ring
         assert ring is not None
         models = [session.prepare(*build(1)) for _ in range(2)]
         sampler = session.sampler(DATA, seed=0)

@@ -457,8 +457,8 @@ def races(place: Place, address: str, folder: str, steps: int, dies_after: int) 
             time.sleep(0.02)  # in which they would go further, if they could
             if step == dies_after:
                 notes[0].with_suffix(".dead").touch()
-                assert session._service is not None
-                session._service.hub.close()  # no heartbeat, and no goodbye
+                assert session._runtime.member is not None
+                session._runtime.member.hub.close()  # no heartbeat, and no goodbye
                 return ahead
         note = notes[place.rank].with_suffix(".new")
         note.write_text(str(step + 1))
@@ -495,8 +495,8 @@ def dies(place: Place, address: str, steps: int, dying: int, dies_before: int) -
     session.prepare(model, optimizer)
     for step in range(steps):
         if place.rank == dying and step == dies_before:
-            assert session._service is not None
-            session._service.hub.close()
+            assert session._runtime.member is not None
+            session._runtime.member.hub.close()
             return values(model)
         optimizer.zero_grad()
         loss_of(model, share(place.rank, step)).backward()
@@ -754,8 +754,8 @@ def stays_away(place: Place, address: str, consistency: str) -> str:
     try:
         with joined(address, place.rank, consistency, slack=0) as session:
             session.prepare(model, optimizer)
-            if place.rank == 0 and session._service is not None:
-                session._service.shards.timeout = 1.0  # joining on a busy machine may take longer
+            if place.rank == 0 and session._runtime.member is not None:
+                session._runtime.member.shards.timeout = 1.0  # joining on a busy machine may take longer
             if place.rank == 1:
                 place.store.wait(["given up"])
             for step in range(2):

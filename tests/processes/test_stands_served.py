@@ -252,7 +252,7 @@ def gather_and_end(place: Place, address: str) -> list[int]:
             await_groups(session, step)
             model(torch.ones(4, 8)).square().mean().backward()
             optimizer.step()
-        ring = session._group_ring
+        ring = session._runtime.group_ring
         assert ring is not None
         channels = ring.channels.current
         assert channels is not None

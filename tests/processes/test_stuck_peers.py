@@ -63,7 +63,7 @@ def one_worker(folder: Path, consistency: str) -> Iterator[tuple[Session, Mortal
         try:
             yield session, run
         finally:
-            session._leave()  # as after an error; its heartbeats would go on for as long as this process
+            session._leaving.leave()  # as after an error: its heartbeats would go on with this process
         assert not run.failures
 
 
@@ -91,7 +91,7 @@ def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
 
         step()
         optimizer.zero_grad()
-        service = session._service
+        service = session._runtime.member
         assert service is not None
         service.shards.timeout = 1.0
         service.warn = told.append
@@ -251,7 +251,7 @@ def stays_away(place: Place, address: str, where: str) -> tuple[str, list[str]]:
     model, optimizer = make()
     try:
         with served_worker(address, place.rank), atoll.join(config("bsp")) as session:
-            service = session._service
+            service = session._runtime.member
             assert service is not None
             if where == "barrier":
                 session.prepare(model, optimizer)

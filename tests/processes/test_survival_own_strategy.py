@@ -35,7 +35,7 @@ class Trains:
         model, optimizer = make()
         torch.manual_seed(7)
         session.prepare(model, optimizer)
-        first, ring, averaged = session.resume(), session._ring, Averaged()
+        first, ring, averaged = session.resume(), session._runtime.ring, Averaged()
         assert ring is not None
         launch = own_strategy.PairAverage.launch
 

@@ -429,8 +429,8 @@ def cut_off(session: Session, who: int, folder: Path) -> dict[str, Any]:
         optimizer.zero_grad()
         session.weight(2.0**who)
         if (who, step) == (1, STRIKE):
-            assert session._ring is not None
-            data = session._ring.data
+            assert session._runtime.ring is not None
+            data = session._runtime.ring.data
             assert shut(data._ports, data._peers) == 2
         loss_of(model, who, step).backward()
         counted.append(weight_of(session))
@@ -453,7 +453,7 @@ def test_connections_that_break_between_the_living_are_made_again(tmp_path: Path
 def lose_word(session: Session, of: str, have_it: Callable[[], bool]) -> None:
     """This worker confirms to the others that it holds a round's result, all of them hear so and go on; and
     its connections break before it hears that from them. Once."""
-    ring = session._ring
+    ring = session._runtime.ring
     assert ring is not None
     confirm = ring._confirm
     lost = []
@@ -479,7 +479,7 @@ def goes_on_without_a_word(session: Session, who: int, folder: Path) -> dict[str
     session.prepare(model, optimizer)
     first = session.resume()
     counted: list[float] = []
-    ring = session._ring
+    ring = session._runtime.ring
     assert ring is not None
     for step in range(first, STEPS):
         if step in (at, at + 2) and session.world < 4:  # in the second, at the latest, they hear of it again
@@ -597,7 +597,7 @@ class TakesIn:
         session.prepare(model, optimizer)
         first = session.resume()
         counted: list[float] = []
-        ring = session._ring
+        ring = session._runtime.ring
         assert ring is not None
         for step in range(first, STEPS):
             if step == self.at:

@@ -48,7 +48,7 @@ def takes_in(session: Session, who: int, folder: Path, grows: dict[int, int]) ->
     model, optimizer = make()
     session.prepare(model, optimizer)
     first = session.resume()
-    ring = session._ring
+    ring = session._runtime.ring
     assert ring is not None
     counted: list[float] = []
     for step in range(first, STEPS):
@@ -69,8 +69,8 @@ def takes_in(session: Session, who: int, folder: Path, grows: dict[int, int]) ->
 
 def confirms_by(session: Session) -> list[int]:
     """The workers that could not connect."""
-    assert session._ring is not None
-    channels = session._ring.channels.current
+    assert session._runtime.ring is not None
+    channels = session._runtime.ring.channels.current
     assert channels is not None
     assert channels.confirmations is not None
     return channels.confirmations.without
@@ -101,7 +101,7 @@ def scales(session: Session, who: int, folder: Path, *, registers: bool) -> dict
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     if registers:
         session.register(scaler=scaler)
-    ring = session._ring
+    ring = session._runtime.ring
     assert ring is not None
     for step in range(session.resume(), STEPS):
         if step == 2 and who == 0:
@@ -236,7 +236,7 @@ class TakesTurns:
         for model, optimizer in models:
             session.prepare(model, optimizer)
         first = session.resume()
-        ring = session._ring
+        ring = session._runtime.ring
         assert ring is not None
         counted: list[list[float]] = []
         for step in range(first, STEPS):

@@ -140,8 +140,8 @@ def train_grouped(
     )
     with served_worker(address, place.rank), atoll.join(config) as session:
         seen = _train(session, place.rank, case, await_groups)
-        assert session._regrouping is not None
-        if session._regrouping.contributor == place.rank:
+        assert session._runtime.regrouping is not None
+        if session._runtime.regrouping.contributor == place.rank:
             raise RunError(f"worker {place.rank} has not moved to a group")
         return seen
 
@@ -163,7 +163,7 @@ def await_groups(session: atoll.Session, step: int) -> None:
     """Return when the hub has made groups, where that is due."""
     if step == ALONE:
         until = time.monotonic() + 60
-        regrouping = session._regrouping
+        regrouping = session._runtime.regrouping
         assert regrouping is not None
         while not regrouping.known():
             if time.monotonic() > until:

@@ -28,14 +28,14 @@ class Met:
 
 
 def state(met: Met, iteration: int = 0) -> TrainingState:
-    made = TrainingState(met, torch.device("cpu"))  # type: ignore[arg-type]
+    made = TrainingState(met.place, torch.device("cpu"))  # type: ignore[arg-type]
     made.iteration = iteration
     return made
 
 
 def saved(folder: Path, iteration: int, seed: int = 0) -> Path:
     torch.manual_seed(seed)
-    state(Met(0), iteration).save(folder)
+    state(met := Met(0), iteration).save(met, folder)  # type: ignore[arg-type]
     return folder
 
 
@@ -44,11 +44,11 @@ def load_both(first: Path, second: Path) -> list[str]:
     told = []
     read = Met(0), Met(1)
     for met, folder in zip(read, (first, second), strict=True):
-        state(met).load(folder)  # alone: it says what it would to another
+        state(met).load(met, folder)  # type: ignore[arg-type]  # alone: it says what it would to another
     for met, folder in ((Met(0, read[1].said), first), (Met(1, read[0].said), second)):
         loading = state(met)
         try:
-            loading.load(folder)
+            loading.load(met, folder)  # type: ignore[arg-type]
             told.append(str(loading.iteration))
         except CheckpointError as error:
             assert loading.iteration == 0

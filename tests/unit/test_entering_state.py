@@ -98,7 +98,7 @@ def test_a_newcomer_goes_on_as_the_other_does(place: Callable[[], Place] | None)
         session._state.deal_anew([there], 0, 1)
     with atoll.join(CONFIG, place=place() if place else None) as session:
         newcomer = Script(session, seed=9)
-        session._state.restore(raw)
+        session._state.restore(raw, 0)
         session._state.deal_anew([there], 0, 1)
         assert session.iteration == 3
         assert same(newcomer.all(), held)
@@ -117,8 +117,7 @@ def test_the_random_state_is_derived_and_not_the_others() -> None:
     for rank in (1, 2, 1):
         with atoll.join(CONFIG) as session:
             Script(session)
-            session._state._workers._place = Place(rank=rank, world=4)
-            session._state.restore(raw)
+            session._state.restore(raw, rank)
             drawn.append(torch.rand(3))
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])
@@ -183,7 +182,7 @@ def test_what_does_not_fit_is_one_line_and_changes_nothing(
         model = session._state.prepared[0].module
         before = [t.clone() for t in model.state_dict().values()]
         with pytest.raises(CheckpointError, match=message) as caught:
-            session._state.restore(raw)
+            session._state.restore(raw, 0)
         assert "\n" not in str(caught.value)
         assert same(list(model.state_dict().values()), before)
         assert session.iteration == 0
@@ -213,7 +212,7 @@ def test_damage_anywhere_is_one_line_and_changes_nothing(raw: bytes) -> None:
         ]
         for damaged in (*cut, *flipped, raw + b"x"):
             with pytest.raises(CheckpointError, match="^the state of a living worker") as caught:
-                session._state.restore(damaged)
+                session._state.restore(damaged, 0)
             assert "\n" not in str(caught.value)
         assert same(script.all(), before)
 
@@ -242,7 +241,7 @@ def test_a_state_that_is_none_is_refused_before_anything_is_changed(
         script = Script(session)
         before = script.all()
         with pytest.raises(CheckpointError):
-            session._state.restore(pack(model=model, trees=trees))
+            session._state.restore(pack(model=model, trees=trees), 0)
         assert same(script.all(), before)
         assert session.iteration == 0
 

@@ -21,8 +21,10 @@ from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.group.channel import Channel
 from atoll.train.group.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.group.solo import SoloChannel
+from atoll.train.members.attendance import Attendance
 from atoll.train.members.groupworkers import GroupWorkers
 from atoll.train.members.regrouping import GroupState, Leases
+from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.uplink import Uplink, Wanted
 from atoll.wire.messages import Leased, run_of
 
@@ -232,9 +234,10 @@ def test_what_was_given_and_not_used_is_held_when_the_worker_moves() -> None:
 
 
 def test_numbers_of_groups_are_no_workers() -> None:
-    shards: Any = SimpleNamespace(late=False, on=lambda *_: None)
+    shards: Any = SimpleNamespace(on=lambda *_: None)
     ring: Any = SimpleNamespace(scripts=SimpleNamespace())
-    workers = GroupWorkers(Place(0, 4), shards, ring)
+    attendance = Attendance(Place(0, 4), late=False)
+    workers = GroupWorkers(attendance, shards, ServedModels(), ring, None)
     workers.saw([4, 5])
     assert workers.is_first
     assert workers.ranks == [0, 1, 2, 3]

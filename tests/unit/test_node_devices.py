@@ -94,7 +94,7 @@ def device(
     try:
         yield made
     finally:
-        made.session._leave()
+        made.session._leaving.leave()
 
 
 def said_by(act: Callable[[], object]) -> str:
@@ -111,7 +111,9 @@ def steps(place: Place, lent: bool) -> dict[str, Any]:
         session = node.session
         found: dict[str, Any] = {"who": (session.rank, session.world, session.is_main, session.group)}
         begun = [p.detach().clone() for p in node.model.parameters()]
-        node.session._pace._seconds.extend([0.25 * (1 + place.rank)] * 4)  # each device's, for a sample
+        node.session._runtime.pace._seconds.extend(
+            [0.25 * (1 + place.rank)] * 4
+        )  # each device's, for a sample
         node.backward()
         found["mean"] = [p.grad.clone() for p in node.model.parameters() if p.grad is not None]
         node.lead(lambda side: side.publish(0, 1, values=3.0))
@@ -222,7 +224,7 @@ def returns(place: Place, lent: bool) -> dict[str, Any]:
             "at": node.session.iteration,
             "resumed": len(node.side.of(Resumed)),
             "iterations": [each.iteration for each in node.side.of(Contribute)],
-            "meeting": node.session._node.next_meeting if node.session._node else -1,
+            "meeting": node.session._runtime.member.next_meeting if node.session._runtime.member else -1,
         }
     return found
 
@@ -336,7 +338,7 @@ def trains_beside_a_chatty_side(place: Place) -> list[list[float]]:
                     case 1:
                         node.session.gather(step)
                     case 2:
-                        node.session._peers.refresh()  # type: ignore[union-attr]
+                        node.session._runtime.strategy.refresh()  # type: ignore[union-attr]
                     case 3 if own.random() < 0.5:
                         node.model.state_dict()
                 seen.append([step, *sorted(node.values)])

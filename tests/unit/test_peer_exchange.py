@@ -108,14 +108,14 @@ def _budgets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Node, "memory", memory)
     yield
     while Node.made:
-        Node.made.pop().session._leave()
+        Node.made.pop().session._leaving.leave()
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
     made = Node(config())
     yield made
-    made.session._leave()
+    made.session._leaving.leave()
 
 
 def test_the_model_is_brought_with_its_values(node: Node) -> None:
@@ -153,7 +153,7 @@ def test_what_was_published_before_the_model_was_set_up_anew_is_of_no_use(node: 
     for value in (7.0, 8.0):  # both are on their way when the model is brought anew
         node.side.publish(1, 1, values=value)
     held = [p.detach().clone() for p in node.model.parameters()]
-    node.session._strategy.loaded()
+    node.session._runtime.strategy.loaded()
     assert node.side.of(Release) == []
     assert all(torch.equal(a, b) for a, b in zip(held, node.model.parameters(), strict=True))
 
@@ -244,7 +244,7 @@ def test_without_staleness_each_step_waits_for_its_own_iteration() -> None:
     node.side.publish(1, 1, values=2.0)
     node.step()
     assert {v for p in node.model.parameters() for v in p.flatten().tolist()} == {2.0}
-    node.session._leave()
+    node.session._leaving.leave()
 
 
 def test_a_slot_is_written_again_when_it_is_free() -> None:
@@ -265,7 +265,7 @@ def test_a_slot_is_written_again_when_it_is_free() -> None:
     node.side.publish(4, 4)
     node.optimizer.step()
     assert node.last().iteration == 3
-    node.session._leave()
+    node.session._leaving.leave()
 
 
 def test_clipping_is_the_means_and_the_gradients_stay(node: Node) -> None:
@@ -303,12 +303,12 @@ def test_nan_ends_the_run_or_weighs_nothing() -> None:
     node.backward(scale=float("nan"))
     with pytest.raises(NonFiniteGradientError, match=r"the gradient of .* on worker 0 holds NaN or infinity"):
         node.optimizer.step()
-    node.session._leave()
+    node.session._leaving.leave()
     node = Node(config(nonfinite="skip"))
     node.backward(scale=float("nan"))
     node.optimizer.step()
     assert (node.last().weight, node.last().samples) == (0.0, 4.0)
-    node.session._leave()
+    node.session._leaving.leave()
 
 
 def test_a_parameter_that_the_script_changes_is_found(node: Node) -> None:
@@ -345,7 +345,7 @@ def test_the_state_for_a_newcomer_is_that_of_its_first_iterations_boundary(node:
     assert late.session.resume() == 1
     late.side.publish(2, 2)
     assert late.step().iteration == 1
-    late.session._leave()
+    late.session._leaving.leave()
 
 
 def script_at(iteration: int) -> bytes:
@@ -353,7 +353,7 @@ def script_at(iteration: int) -> bytes:
     giver = Node(config())
     giver.session._state.iteration = iteration
     script = giver.session._state.capture(fixed=True)
-    giver.session._leave()
+    giver.session._leaving.leave()
     return script
 
 
@@ -362,12 +362,12 @@ def test_who_was_left_out_before_it_was_set_up_enters_as_one_that_comes_late() -
     assert node.session.resume() == 41
     node.side.publish(42, 42)
     assert node.step().iteration == 41
-    node.session._leave()
+    node.session._leaving.leave()
 
 
 def test_who_was_left_out_as_a_checkpoint_was_loaded_goes_on_where_the_others_are(node: Node) -> None:
     node.side.first, node.side.script, node.side.incarnation = 41, script_at(41), 2
-    node.session._strategy.loaded()
+    node.session._runtime.strategy.loaded()
     assert node.session.iteration == 41
     node.side.publish(42, 42)
     assert node.step().iteration == 41
@@ -379,8 +379,8 @@ def test_after_an_earlier_checkpoint_it_has_not_come_to_later_iterations(node: N
         node.side.publish(made, made)
         node.side.say(Freed(before=made))
         node.step()
-    node.session._peers.exchange.steps = 2  # type: ignore[union-attr]
-    node.session._strategy.loaded()
+    node.session._runtime.strategy.exchange.steps = 2  # type: ignore[union-attr]
+    node.session._runtime.strategy.loaded()
     node.session.reduce(1.0)
     assert node.side.of(Meet)[-1].at == 1
     node.side.publish(3, 3)
@@ -397,14 +397,14 @@ def test_frozen_parameters_come_from_the_members_too() -> None:
     session.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
     assert {value for p in model[0].parameters() for value in p.flatten().tolist()} == {3.0}
     assert "0.weight" not in str(session._state.capture(fixed=True))
-    session._leave()
+    session._leaving.leave()
 
 
 def test_one_that_comes_late_must_resume() -> None:
     late = Node(config(), late=True, first=7)
     with pytest.raises(UserError, match=r"call session.resume\(\) before the loop"):
         late.backward()
-    late.session._leave()
+    late.session._leaving.leave()
 
 
 def test_a_node_that_was_left_out_goes_on_where_the_others_are() -> None:
@@ -423,7 +423,7 @@ def test_a_node_that_was_left_out_goes_on_where_the_others_are() -> None:
     assert node.side.of(Resumed) == [Resumed(incarnation=2)]
     assert (said.iteration, said.taken) == (41, 40)
     assert node.session.iteration == 42
-    node.session._leave()
+    node.session._leaving.leave()
 
 
 @pytest.mark.parametrize("by", ["sampler", "batches"])
@@ -538,7 +538,7 @@ def test_a_model_whose_parts_are_called_comes_back_too() -> None:
     node.side.publish(43, 43, values=12.0)
     step()
     assert (node.last().iteration, node.last().weight, node.session.iteration) == (42, 1.0, 43)
-    node.session._leave()
+    node.session._leaving.leave()
 
 
 def test_of_several_backwards_those_before_a_return_weigh_nothing() -> None:
@@ -630,4 +630,4 @@ def test_one_that_comes_late_and_gets_no_state_of_the_script_ends() -> None:
     late = Node(config(), late=True, first=1, script=b"")
     with pytest.raises(GivenUpError, match="node 0 cannot come in: the others could not give it the script"):
         late.session.resume()
-    late.session._leave()
+    late.session._leaving.leave()

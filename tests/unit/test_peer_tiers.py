@@ -128,7 +128,7 @@ def _parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(planning, "measure", lambda *_: RATES)
     yield
     while Lent.made:
-        Lent.made.pop().session._leave()
+        Lent.made.pop().session._leaving.leave()
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_an_optimizers_state_that_is_loaded_is_not_read_before_it_is_brought() -
         lent.optimizer.load_state_dict(saved)
     assert reads == []
     assert lent.optimizer.param_groups[0]["lr"] == 0.25
-    lent.session._strategy.loaded()
+    lent.session._runtime.strategy.loaded()
     assert sorted(reads) == list(range(2 * LAYERS))
     set_up = lent.side.of(SetUp)[-1]
     assert set_up.packed > 0
@@ -213,7 +213,7 @@ def test_a_script_s_load_state_dict_is_refused_whole_as_long_as_the_session_last
     lent.step()
     assert lent.side.of(Contribute)[-1].hyperparameters[0]["momentum"] == 0.9
     assert lent.is_plain()
-    lent.session._leave()
+    lent.session._leaving.leave()
     lent.optimizer.load_state_dict(saved)
     assert lent.optimizer.param_groups[0]["lr"] == 0.125
 
@@ -252,7 +252,7 @@ def test_gradients_that_are_not_finite_are_left_out() -> None:
     assert lent.side.of(Contribute)[-1].weight == 0
     lent.optimizer.zero_grad()
     assert {v for p in lent.model.parameters() for v in p.flatten().tolist()} == {1.0}
-    lent.session._leave()
+    lent.session._leaving.leave()
 
 
 def test_an_average_may_be_looked_at_and_put_back_and_what_stays_is_named(lent: Lent) -> None:
@@ -308,7 +308,7 @@ def test_a_copy_under_way_has_ended_before_the_buffer_is_given_back(
     assert begun.wait(10.0)
     before = len(lent.side.of(Release))
     lent.side.publish(3, 3, values=2.0)
-    exchange = lent.session._peers.exchange  # type: ignore[union-attr]
+    exchange = lent.session._runtime.strategy.exchange  # type: ignore[union-attr]
     assert exchange is not None
     exchange.go_on(3, 3)
     assert waited_for.is_set()
@@ -328,7 +328,7 @@ def test_views_are_kept_and_show_what_is_taken(lent: Lent) -> None:
 
 def test_a_model_is_plain_after_the_session(lent: Lent) -> None:
     lent.step()
-    lent.session._leave()
+    lent.session._leaving.leave()
     assert not any(isinstance(p, ChunkParameter) for p in lent.model.parameters())
     assert lent.is_plain()
 
@@ -357,7 +357,7 @@ def test_what_cannot_be_kept_to_is_refused_before_the_model_is_touched(memory: M
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
     assert side.of(SetUp) == []
-    session._leave()
+    session._leaving.leave()
 
 
 def test_the_host_budget_is_held_against_what_a_node_keeps() -> None:
@@ -381,7 +381,7 @@ def test_the_host_budget_is_held_against_what_a_node_keeps() -> None:
         else:
             with pytest.raises(UserError, match=rf"the budget of the host is too small: .* {least} bytes"):
                 session.prepare(model, optimizer, memory=memory)
-        session._leave()
+        session._leaving.leave()
 
 
 def test_a_device_budget_that_is_too_small_is_told_with_the_least(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_device_budget_that_is_too_small_is_told_with_the_least(tmp_path: Path
         session.prepare(
             model, torch.optim.SGD(model.parameters(), lr=RATE), memory=Memory(device="4KiB", chunk="4KiB")
         )
-    session._leave()
+    session._leaving.leave()
 
 
 def test_a_slot_is_left_alone_after_its_turn() -> None:

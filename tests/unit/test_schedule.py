@@ -312,7 +312,7 @@ def test_who_takes_another_s_state_has_its_place_in_the_schedule(shared: bool) -
             session.schedule(maker(optimizer), total=TOTAL)
             state = session._state
             if raw:
-                state.restore_shared(raw) if shared else state.restore(raw, 0)
+                state.restore_shared(raw) if shared else state.restore(raw, 0, 0)
             for at in range(first, last):
                 assert settings(optimizer) == expected[at]
                 step(session, model, optimizer)

@@ -9,8 +9,10 @@ from unittest import mock
 import pytest
 
 from atoll.train.api.place import Place
+from atoll.train.members.attendance import Attendance
 from atoll.train.members.entering import ServedEntrance
 from atoll.train.members.served_workers import ServedWorkers
+from atoll.train.sync.servedmodels import ServedModels
 from atoll.wire.messages import Committed
 
 
@@ -19,7 +21,7 @@ def of_rank(rank: int, site: str = "") -> tuple[ServedWorkers, ServedEntrance, l
     shards: Any = SimpleNamespace(
         late=False, hello=hello, incarnation=1, on=lambda *_: None, send=mock.Mock()
     )
-    workers = ServedWorkers(Place(rank, 3), shards)
+    workers = ServedWorkers(Attendance(Place(rank, 3), late=False), shards, ServedModels())
     counts: list[int] = []
     entrance = ServedEntrance(shards, workers, mock.Mock(), lambda: 0, counts.append, elastic=False)
     return workers, entrance, counts

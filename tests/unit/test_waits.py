@@ -119,6 +119,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("receive", "port"): "UdpPort.receive: takes what has come",
     **{("receive", name): "Post.receive: a socket that does not block" for name in ("post", "_post")},
     ("accept", "_hooks"): "what to do with NaN; no socket",
+    ("barrier", "_collectives"): "Collectives.barrier: of Workers.barrier",
     ("barrier", "_workers"): "Workers.barrier: its waits are Channel.wait's or Link.wait's (sync.timeout)",
 }
 

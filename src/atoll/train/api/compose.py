@@ -7,10 +7,10 @@ have in common, and asks nobody what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,28 +23,34 @@ from atoll.exchange.codecs import codec_named
 from atoll.train.api.device import device_of
 from atoll.train.api.meter import Meter
 from atoll.train.api.news import GroupNews, NodeNews, RingNews
+from atoll.train.api.owngroup import among_all, at_shards, in_hierarchy, of_node, of_replica
 from atoll.train.api.pace import Pace
-from atoll.train.api.place import Place
+from atoll.train.api.place import Group, Place
 from atoll.train.api.records import Records
 from atoll.train.checkpoint.resume import TrainingState
+from atoll.train.data.sources import DealtData, LeasedData, NodesData, Source
 from atoll.train.gradients.memory import Around, ServedTiers, Tiers, by_itself
 from atoll.train.group.hierarchy import Hierarchy
-from atoll.train.group.inner import InnerRing, Replicas
+from atoll.train.group.inner import AnyRing, InnerRing, Replicas
 from atoll.train.group.members import WorkerMembers
 from atoll.train.group.ordering import order_for
 from atoll.train.group.rendezvous import HubRing
 from atoll.train.group.rounds import Ring
+from atoll.train.members.attendance import Attendance
 from atoll.train.members.entering import Entrance, RingEntrance, ServedEntrance
 from atoll.train.members.groupworkers import GroupWorkers
 from atoll.train.members.hub_client import HubClient
 from atoll.train.members.peersmeetings import NodeWorkers
 from atoll.train.members.regrouping import GroupState, Leases, Parts, Regrouping
+from atoll.train.members.ringstate import RingState
 from atoll.train.members.served_workers import ServedWorkers
 from atoll.train.members.workers import Workers
 from atoll.train.sync.outside import Coded, synchronizer_named
-from atoll.train.sync.peersintiers import PeersInTiers
+from atoll.train.sync.peers import Peers
+from atoll.train.sync.peersintiers import LentTiers
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.replicas import Replicated
+from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.service import Service
 from atoll.train.sync.strategies import Alone, Grouped, OverRing, Served, Strategy
 
@@ -61,13 +67,22 @@ class Runtime:
         others: through what this worker's group meets others.
         group: whether the worker sums gradients on a ring first.
         strategy: who reduces a model's gradients, and who steps it.
+        source: makes samplers.
         make_tiers: gives a model's budgets a place, for the session's model of that number.
         tell_of_start: tells the records what the worker trains with, and has the run tell through them.
+        own_group: which group this worker belongs to now.
+        contributor: the workers, by name, that contribute as one with this one now.
+        members: how many workers share a batch now.
         together: True where all workers make each step together, so that samples count as they are trained.
         keeps_heap: True where memory that is freed stays with the process.
-        leases: what this worker leases of its data; None where data is dealt.
+        pace: how fast this worker computes; None where nobody asks for that.
+        groups: how many the run begins with.
         entrance: how workers come late; None where nobody can.
+        member: how the worker has joined its run.
         hub: of a run with shards, or of a ring whose workers may die alone.
+        figures: what a step's record has beside what it took.
+        staleness: of the latest step; None where it is not measured.
+        drain: waits as the session ends, in words for errors, until all that was contributed is applied.
     """
 
     others: Others
@@ -77,23 +92,27 @@ class Runtime:
     state: TrainingState
     records: Records
     meter: Meter
-    pace: Pace
     strategy: Strategy
+    source: Source
     make_tiers: Callable[[Memory, int], Tiers]
     tell_of_start: Callable[[], None]
+    own_group: Callable[[], Group]
+    contributor: Callable[[], Sequence[int]]
+    members: Callable[[], int]
     together: bool
     keeps_heap: bool
+    pace: Pace | None = None
+    groups: int = 1
     entrance: Entrance | None = None
-    leases: Leases | None = None
     ring: Ring | None = None
-    hierarchy: Hierarchy | None = None
     group_ring: Ring | None = None
     regrouping: Regrouping | None = None
-    replicas: Replicas | None = None
+    member: Member = None
     hub: HubClient | None = None
-    service: Service | None = None
-    node: NodeWorker | None = None
-    peers: PeersInTiers | None = None
+    figures: Callable[[], dict[str, Any]] = dict
+    staleness: Callable[[], float | None] = lambda: None
+    drain: Callable[[str], None] = lambda _where: None
+    site: str = ""  # where the run's sites have shards of their own: this worker's
 
     @property
     def late(self) -> bool:
@@ -112,8 +131,7 @@ class Runtime:
         """
         cell = self.cell(config, budgets=given is not None or config.memory.is_given)
         number = len(self.state.prepared)
-        site = "" if self.service is None else self.service.site
-        facts = {"late": self.late, "site": site, "models": number}
+        facts = {"late": self.late, "site": self.site, "models": number}
         check("prepare", choices_in(cell, config, facts, given))
         if not cell.budgets:
             return None
@@ -135,145 +153,105 @@ def compose(config: Config, place: Place, member: Member) -> Runtime:
         return _with_shards(config, place, device, member)
     if isinstance(member, NodeWorker):
         return _with_peers(config, device, member)
-    if config.run.strategy not in STRATEGIES:
-        return _with_replicas(config, place, device, member)
     return _with_ring(config, place, device, member)
 
 
 def _with_ring(config: Config, place: Place, device: torch.device, member: HubRing | None) -> Runtime:
-    """A ring's worker, or one that is alone."""
-    timeout, hierarchy = config.timeout_seconds, None
-    if config.run.strategy == "hierarchical":
+    """A ring's worker, or one that is alone. Under a strategy from outside each worker, or each group of
+    workers, trains a replica: gradients are then summed within the group, and values go over the ring."""
+    timeout, name = config.timeout_seconds, config.run.strategy
+    make = hierarchy = order = replicas = ring = None
+    if name not in STRATEGIES:
+        make = synchronizer_named(name)
+        replicas = Replicas(config.groups.count, place.world if member is None else member.welcome.workers)
+    elif name == "hierarchical":
         late = member is not None and member.late
         hierarchy = Hierarchy(config.groups.count, None if late else place.world)
-    ring = None
-    order = order_for(config, device) if hierarchy is None else None
+    else:
+        order = order_for(config, device)
     if member is not None or place.store:
-        ring = Ring(place, device, timeout, member, hierarchy, order=order, compares=True)
+        ring = Ring(place, device, timeout, member, hierarchy, order=order, compares=True, inside=replicas)
     workers = Workers(place, ring)
-    state = TrainingState(workers, device)
+    state = TrainingState(workers.place, device)
     records = Records(config, workers, state)
-    strategy: Strategy = Alone()
+    around: Around = by_itself
+    own_group: Callable[[], Group] = partial(among_all, state)
+    summing: AnyRing | None = ring  # where gradients are summed
+    if replicas is not None:
+        summing = InnerRing(ring, replicas) if ring is not None and replicas.grouped else None
+    strategy: Strategy = Alone() if summing is None else OverRing(summing)
+    if hierarchy is not None:
+        own_group = partial(in_hierarchy, hierarchy, workers, state)
     if ring is not None:
         news = RingNews(workers, state, records, ring, hierarchy, order)
-        ring.trains(state, news.ring_changed)
-        strategy = OverRing(ring)
+        ring.trains(RingState(state, workers), news.ring_changed)
+    if ring is not None and make is not None and replicas is not None:
+        coder = Coded(codec_named(config.sync.codec))
+        strategy = replicated = Replicated(strategy, make, ring, replicas, workers, coder)
+        own_group, around = partial(of_replica, replicas), replicated.around
 
     def tell_of_start() -> None:
         if member is not None:
             records.decided("place", f"of {place.world}, by the hub", member.describe())
-        kind = "none: one worker"
-        if ring is not None:
-            kind = f"{'gloo' if device.type == 'cpu' else 'nccl'} over {state.world} workers"
-        records.decided("ring", kind, "the backend that c10d has for this device")
+        alone = "none: one worker"
+        if replicas is not None:
+            said = alone
+            if ring is not None and not ring.outside:
+                said = f"{len(replicas)} train replicas: {replicas.describe()}"
+            records.decided("contributors", said, f"strategy {name!r}, groups.count")
+        else:
+            backend = "gloo" if device.type == "cpu" else "nccl"
+            kind = alone if ring is None else f"{backend} over {state.world} workers"
+            records.decided("ring", kind, "the backend that c10d has for this device")
         records.tell_of_groups(hierarchy)
         if workers.is_first:
             records.tell_of_order(order)
         records.tell_of_confirmations(ring)
 
     def make_tiers(memory: Memory, number: int) -> Tiers:
-        if ring is None:
-            return Tiers(memory, None)
+        if ring is None or summing is None:
+            return Tiers(memory, None, around=around)
         groups = () if hierarchy is None else hierarchy.ranks
         return Tiers(
             memory,
-            lambda: WorkerMembers(ring.place, timeout, number, groups, ring),
-            of_group=" in its group" if config.run.strategy == "hierarchical" else "",
-            ring=ring,
-        )
-
-    return Runtime(
-        others="local",
-        group="solo" if ring is None else "ring",
-        device=device,
-        workers=workers,
-        state=state,
-        records=records,
-        meter=Meter(device, workers, state),
-        pace=Pace(config.groups.probe),
-        strategy=strategy,
-        make_tiers=make_tiers,
-        tell_of_start=tell_of_start,
-        together=True,
-        keeps_heap=device.type == "cpu" and keep_freed_memory(),
-        entrance=None if ring is None else RingEntrance(ring),
-        hub=None if member is None else member.hub,
-        ring=ring,
-        hierarchy=hierarchy,
-    )
-
-
-def _with_replicas(config: Config, place: Place, device: torch.device, member: HubRing | None) -> Runtime:
-    """A worker whose contributor trains a replica, under a strategy from outside."""
-    make = synchronizer_named(config.run.strategy)
-    ring, timeout = None, config.timeout_seconds
-    replicas = Replicas(config.groups.count, place.world if member is None else member.welcome.workers)
-    if member is not None or place.store:
-        ring = Ring(place, device, timeout, member, compares=True, inside=replicas)
-    workers = Workers(place, ring)
-    state = TrainingState(workers, device)
-    records = Records(config, workers, state)
-    strategy: Strategy = Alone()
-    grouped = bool(config.groups.count) and ring is not None
-    around: Around = by_itself
-    inner: InnerRing | None = None
-    if ring is not None:
-        news = RingNews(workers, state, records, ring, None, None)
-        ring.trains(state, news.ring_changed)
-        inner = InnerRing(ring, replicas) if grouped else None
-        alone = Alone() if inner is None else OverRing(inner)
-        coder = Coded(codec_named(config.sync.codec))
-        strategy = replicated = Replicated(alone, make, ring, replicas, workers, coder)
-        around = replicated.around
-
-    def tell_of_start() -> None:
-        if member is not None:
-            records.decided("place", f"of {place.world}, by the hub", member.describe())
-        said = "none: one worker"
-        if ring is not None and not ring.outside:
-            said = f"{len(replicas)} train replicas: {replicas.describe()}"
-        records.decided("contributors", said, f"strategy {config.run.strategy!r}, groups.count")
-        records.tell_of_confirmations(ring)
-
-    def make_tiers(memory: Memory, number: int) -> Tiers:
-        if inner is None:
-            return Tiers(memory, None, around=around)
-        return Tiers(
-            memory,
-            lambda: WorkerMembers(inner.place, timeout, number, ring=inner),
-            of_group=" in its group",
-            ring=inner,
+            lambda: WorkerMembers(summing.place, timeout, number, groups, summing),
+            of_group="" if summing is ring and hierarchy is None else " in its group",
+            ring=summing,
             around=around,
         )
 
     return Runtime(
-        others="replicas" if ring is not None else "local",
-        group="ring" if grouped else "solo",
+        others="local" if ring is None or replicas is None else "replicas",
+        group="solo" if summing is None else "ring",
         device=device,
         workers=workers,
         state=state,
         records=records,
         meter=Meter(device, workers, state),
-        pace=Pace(config.groups.probe),
         strategy=strategy,
+        source=DealtData(state),
         make_tiers=make_tiers,
         tell_of_start=tell_of_start,
+        own_group=own_group,
+        contributor=partial(_contributor, workers, None),
+        members=lambda: state.world,
         together=True,
         keeps_heap=device.type == "cpu" and keep_freed_memory(),
+        groups=1 if hierarchy is None else hierarchy.groups,
         entrance=None if ring is None else RingEntrance(ring),
-        hub=None if member is None else member.hub,
         ring=ring,
-        replicas=replicas if ring is not None else None,
+        member=member,
+        hub=None if member is None else member.hub,
     )
 
 
 def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runtime:
     """A device of a node, among other nodes."""
     workers = NodeWorkers(node)
-    state = TrainingState(workers, device)
+    state = TrainingState(workers.place, device)
     records = Records(config, workers, state, node=node)
     pace = Pace(config.groups.probe)
-    peers = PeersInTiers(
+    peers = Peers(
         node, workers, state, lambda: pace.latest, config.sync.stale_max, lambda line: records.warn(line)
     )
 
@@ -285,66 +263,84 @@ def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runti
         state=state,
         records=records,
         meter=Meter(device, workers, state),
-        pace=pace,
         strategy=peers,
-        make_tiers=lambda memory, _number: peers.tiers(memory, config),
+        source=NodesData(state, peers),
+        make_tiers=lambda memory, _number: LentTiers(memory, config, peers, node, workers),
         tell_of_start=lambda: NodeNews(node, records).begin(config),
+        own_group=partial(of_node, node, state),
+        contributor=lambda: node.introduction.workers_of(node.node),
+        members=lambda: state.world,
         together=True,
         keeps_heap=device.type == "cpu" and keep_freed_memory(),
+        pace=pace,
+        groups=node.world if node.has_groups else 1,
         entrance=peers,
-        node=node,
-        peers=peers,
+        member=node,
+        figures=peers.figures,
+        drain=peers.drain,
     )
 
 
 def _with_shards(config: Config, place: Place, device: torch.device, service: Service) -> Runtime:
     """A worker of a parameter server, by itself or in a group."""
     ring = service.ring
-    in_group = None if ring is None else GroupWorkers(place, service.shards, ring)
-    workers = in_group or ServedWorkers(place, service.shards)
-    state = TrainingState(workers, device)
-    records = Records(config, workers, state, service)
-    pace = Pace(config.groups.probe)
+    attendance = Attendance(place, late=service.shards.late)
+    state = TrainingState(place, device)
+    records = Records(config, attendance, state, service)
+    pace, models, leases = Pace(config.groups.probe), ServedModels(), Leases(service.hub)
     together = config.sync.consistency == "bsp"
+    regrouping: Regrouping | None = None
+    if ring is None:
+        workers = ServedWorkers(attendance, service.shards, models)
+    else:
+        news = GroupNews(attendance, state, records, pace, ring, service.order)
+        parts = Parts(
+            hub=service.hub,
+            ring=ring,
+            shards=service.shards,
+            attendance=attendance,
+            state=state,
+            samplers=service.samplers,
+            leases=leases,
+            models=models,
+        )
+        moves = regrouping = Regrouping(parts, news.moved)
+        # Under bsp all leave their groups at one iteration, and nobody in a call.
+        leaves = None if together else regrouping
+        workers = GroupWorkers(attendance, service.shards, models, ring, leaves)
+        ring.trains(
+            GroupState(state, ring, service.samplers, records.warn),
+            lambda changed: news.ring_changed(changed, moves.contributor),
+        )
     fixed = bool(service.site) or ring is not None  # data is not dealt anew
     entrance = ServedEntrance(
         service.shards,
         workers,
         state,
-        entered=lambda: served.entered(),
+        entered=models.entered,
         told_members=service.told_members,
         told_unlike=partial(records.warn_once, "unlike hyperparameters"),
         elastic=together and not fixed,
         fixed=together and fixed,
     )
-    leases = Leases(service.hub)
-    regrouping = None
+
+    def members() -> int:
+        # The shards know groups, and not their members.
+        return state.world if together or ring is not None else service.members or state.world
+
+    source: Source = DealtData(state)
+    if not together:
+        # In ssp, and at a site, the others may be held up until this worker goes on.
+        waits = config.sync.consistency == "asp" and not service.site
+        wait = 3 * service.welcome.patience if waits else 0.0
+        source = LeasedData(state, leases, service.samplers, members, wait, records.warn_once)
+    own_group: Callable[[], Group] = partial(among_all, state)
     served: Served
-    if ring is None or in_group is None:
-        served = Served(service, workers, config, entrance)
+    if ring is None or regrouping is None:
+        served = Served(service, workers, config, entrance, models)
     else:
-        grouped = Grouped(service, workers, config, entrance, ring, lambda: moves)
-        news = GroupNews(in_group, state, records, pace, ring, service.order)
-        parts = Parts(
-            hub=service.hub,
-            ring=ring,
-            shards=service.shards,
-            workers=in_group,
-            state=state,
-            samplers=service.samplers,
-            leases=leases,
-            exchange=lambda: grouped.exchange,
-            arrive=grouped.arrive,
-        )
-        moves = regrouping = Regrouping(parts, partial(news.moved, lambda: grouped.exchange.uplink))
-        ring.trains(
-            GroupState(state, ring, service.samplers, records.warn),
-            lambda changed: news.ring_changed(changed, moves.contributor),
-        )
-        in_group.gather_members = grouped.gather_members
-        if not together:  # else all leave their groups at one iteration
-            in_group.is_called, in_group.move = moves.is_called, moves.answer
-        served = grouped
+        own_group = partial(at_shards, regrouping, ring)
+        served = Grouped(service, workers, config, entrance, models, ring, regrouping)
 
     def tell_of_start() -> None:
         service.warn = records.warn
@@ -360,16 +356,28 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         state=state,
         records=records,
         meter=Meter(device, workers, state, service, ring),
-        pace=pace,
         strategy=served,
+        source=source,
         make_tiers=lambda memory, _number: ServedTiers(memory, served, config),
         tell_of_start=tell_of_start,
+        own_group=own_group,
+        contributor=partial(_contributor, workers, ring),
+        members=members,
         together=together,
         keeps_heap=service.keeps_memory,
+        pace=pace,
         entrance=entrance,
-        leases=None if together else leases,
         group_ring=ring,
         regrouping=regrouping,
+        member=service,
         hub=service.hub,
-        service=service,
+        staleness=lambda: None if together else service.staleness,
+        site=service.site,
     )
+
+
+def _contributor(workers: Workers, ring: Ring | None) -> list[int]:
+    """The workers, by name, that contribute as one with this one: those of its group's ring."""
+    if ring is None:
+        return [workers.place.name]
+    return [ring.place.name_of(rank) for rank in range(ring.world)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from atoll.core import events
 from atoll.core.config import Config
 from atoll.train.api.pace import Pace
@@ -12,7 +10,7 @@ from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.ordering import RingOrder
 from atoll.train.group.rounds import MOVING, Regrouped, Ring
-from atoll.train.members.groupworkers import GroupWorkers
+from atoll.train.members.attendance import Attendance
 from atoll.train.members.workers import Workers
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.uplink import Speaker
@@ -52,28 +50,28 @@ class GroupNews:
 
     def __init__(
         self,
-        workers: GroupWorkers,
+        attendance: Attendance,
         state: TrainingState,
         records: Records,
         pace: Pace,
         ring: Ring,
         order: RingOrder | None,
     ) -> None:
-        self._workers, self._state, self._records = workers, state, records
+        self._attendance, self._state, self._records = attendance, state, records
         self._pace, self._ring, self._order = pace, ring, order
 
     def ring_changed(self, ring: Regrouped, group: int) -> None:
         """The ring of this worker's group, which contributes as `group`, is another one; `moved` tells of
         moves."""
         self._pace.leave_out()
-        self._workers.lose([*ring.lost, *ring.left])
+        self._attendance.lose([*ring.lost, *ring.left])
         if self._ring.rank != 0:
             return
         if ring.what != MOVING:
             self._records.tell_of_ring(ring, f"group {group}")
         self._records.tell_of_order(self._order)
 
-    def moved(self, uplink_of: Callable[[], Speaker], grouped: Grouped, seconds: float) -> None:
+    def moved(self, grouped: Grouped, seconds: float, speaker: Speaker) -> None:
         """This worker is in another group, or was told to stay where it is."""
         self._pace.leave_out()
         if grouped.group:
@@ -86,8 +84,7 @@ class GroupNews:
                 seconds=seconds,
                 reason=grouped.reason,
             )
-            uplink = uplink_of()
-            self._records.emit(events.Decided, what="uplink", choice=uplink.kind, reason=uplink.reason)
+            self._records.emit(events.Decided, what="uplink", choice=speaker.kind, reason=speaker.reason)
 
 
 _WEIGHTS = "weights"  # what is told of counts that differ

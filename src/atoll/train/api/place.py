@@ -21,6 +21,17 @@ _joins = itertools.count()
 
 
 @dataclass(frozen=True)
+class Group:
+    """The group that a worker belongs to: its index among `count`, and the worker's rank among the group's
+    `size`."""
+
+    index: int
+    count: int
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Place:
     """A worker's place in its group.
 

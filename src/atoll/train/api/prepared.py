@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
 from atoll.core.scriptline import at_script_line, script_line
 from atoll.core.stands import Epoch
 from atoll.exchange.sentgroups import sent_groups
 from atoll.memory.agreeing import BatchEpochs
-from atoll.memory.over import features_of, refuse_apart
+from atoll.memory.over import refuse_apart
 from atoll.memory.sharded import Sharded
-from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
+from atoll.tensors.binding import check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.optimizer import StepHooks, elementwise_keys
 from atoll.tensors.torch_compat import (
@@ -39,15 +39,15 @@ from atoll.tensors.torch_compat import (
 from atoll.train.api.agreement import check_same, describe
 from atoll.train.api.origin import Origin
 from atoll.train.checkpoint.buffers import ModelBuffers
-from atoll.train.gradients.apart import take_from_groups
 from atoll.train.gradients.backward import BackwardEnd
-from atoll.train.gradients.clipping import GradientNorm, Norms, ResidentNorms
+from atoll.train.gradients.clipping import GradientNorm
 from atoll.train.gradients.forwards import BesideCompiled, ForwardHooks
-from atoll.train.gradients.memory import Tiers, held_chunks
+from atoll.train.gradients.memory import Tiers
 from atoll.train.gradients.othersteps import OtherSteps
 from atoll.train.gradients.reducer import Calls, Clipping
 from atoll.train.gradients.samples import Contribution, SampleCount, Seen
 from atoll.train.gradients.syncnorm import check_sync_batch_norm
+from atoll.train.gradients.whole import Whole
 from atoll.train.members.workers import Workers
 from atoll.train.sync.strategies import Strategy, Training
 
@@ -64,19 +64,50 @@ _EDITED = (
 )
 
 
+class Batches(Protocol):
+    """The batches on which one model trains (`train/data/batches.py`)."""
+
+    def forward(self) -> None:
+        """Note that the model is given a batch."""
+
+    def count(self, seen: Seen) -> tuple[float | None, str]:
+        """Count a batch that backward has reached; returns its number of samples (None: unknown), and how
+        certain that number is."""
+
+    def epoch(self) -> Epoch:
+        """Return the epoch of the present batch."""
+
+    def whole(self) -> None:
+        """Note that an iteration's gradients are reduced."""
+
+
+class Steps(Protocol):
+    """What a session does around each optimizer step (`train/api/steps.py`)."""
+
+    def begins(self, prepared: Prepared) -> None:
+        """The model's optimizer is about to step."""
+
+    def skipped(self, reason: str) -> None:
+        """The policy on NaN and infinities has skipped a step."""
+
+    def stepped(self, prepared: Prepared) -> None:
+        """The model's optimizer has stepped."""
+
+
+class Tells(Protocol):
+    """Prints lines for people (`train/api/records.py`: Records)."""
+
+    def warn_once(self, subject: str, line: str) -> None: ...
+
+    def warn_together(self, subject: str, line: str) -> None:
+        """Print once what all workers know."""
+
+
 class Prepared:
     """One (model, optimizer) pair that `session.prepare` has prepared.
 
     With `tiers`, the model's chunks lie in these tiers, and a strategy of the tiers replaces `strategy`.
-    Without that strategy, the model trains as if without tiers. `backward` is the session's. `epoch_of(self)`
-    is the epoch of the present batch. `epochs_mixed(line)` is that of a reducer's Calls. `forward()` is
-    called before each forward.
-
-    `counted(self, seen)` is called when backward reaches a batch. It returns the number of samples (None:
-    unknown) and how certain that number is. `counts_unlike(line)` is that of a reducer's Calls. `whole(self)`
-    is called when an iteration is whole, `begins_step(self)` before each optimizer step, and `stepped(self)`
-    after it. `skipped(reason)` is called when the policy on NaN and infinities has skipped a step.
-    `warn_once(subject, line)` prints a line once.
+    Without that strategy, the model trains as if without tiers. `backward` is the session's.
     """
 
     def __init__(
@@ -91,21 +122,12 @@ class Prepared:
         strategy: Strategy,
         tiers: Tiers | None,
         backward: BackwardEnd,
-        begins_step: Callable[[Prepared], None],
-        counted: Callable[[Prepared, Seen], tuple[float | None, str]],
-        epoch_of: Callable[[Prepared], Epoch],
-        epochs_mixed: Callable[[str], None],
-        forward: Callable[[], None],
-        counts_unlike: Callable[[str], None],
-        whole: Callable[[Prepared], None],
-        stepped: Callable[[Prepared], None],
-        skipped: Callable[[str], None],
-        warn_once: Callable[[str, str], None],
+        batches: Batches,
+        steps: Steps,
+        tells: Tells,
     ) -> None:
-        self.config, self._workers, self.optimizer = config, workers, optimizer
-        self._begins_step, self._forward = begins_step, forward
-        self._backward, self._counted, self._stepped, self._skipped = backward, counted, stepped, skipped
-        self._whole, self.origin, self._warn_once = whole, origin, warn_once
+        self.config, self._workers, self.optimizer, self.origin = config, workers, optimizer, origin
+        self._backward, self._batches, self._steps, self._tells = backward, batches, steps, tells
         self.module: nn.Module = uncompiled(model)  # inside torch.compile's wrapper
         count_unscaling()
         watch_clipping()
@@ -136,32 +158,19 @@ class Prepared:
         )
         check_same(workers, described)
         elementwise = elementwise_keys(optimizer)
-        self.tiers = tiers
-        in_tiers = tiers.strategy(model, optimizer) if tiers is not None else None
-        self._strategy = strategy = in_tiers or strategy
-        self._in_tiers = in_tiers is not None
-        self.chunk_map: ChunkMap
-        self.chunks: list[BoundChunk]
-        if in_tiers is None:
-            self.chunk_map = lay_out(specs, chunk_bytes=config.chunk_bytes)
-            self.chunks = bind_model(self.chunk_map, self.parameters)
-        else:
-            self.chunk_map, self.chunks = held_chunks(specs, self.parameters, config.chunk_bytes)
+        epochs_mixed = partial(tells.warn_together, "epochs")
+        lies: Tiers | Whole = Whole()
+        in_tiers = None if tiers is None else tiers.strategy(model, optimizer)
+        if tiers is not None and in_tiers is not None:
+            lies, strategy = tiers, in_tiers
+        self.tiers, self._strategy = tiers, strategy
+        self.chunk_map, self.chunks = lies.bind(specs, self.parameters, config.chunk_bytes)
         self._homes = list(_homes(self.module, self.parameters))
         self._frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         trained = [chunk for chunk in self.chunks if chunk.parameters[0].requires_grad]
         brought = {chunk.chunk.id for chunk in trained} if strategy.brings_parameters else set()
-        if in_tiers is None:
-            others = [chunk.flat for chunk in self.chunks if chunk.chunk.id not in brought]
-            workers.take_from_first(others, "worker 0's parameters")
-        else:
-            assert tiers is not None
-            features = features_of(self.module)
-            for chunk in self.chunks:
-                if chunk.chunk.id not in brought:
-                    for name, parameter in zip(chunk.names, chunk.parameters, strict=True):
-                        # One by one: all may not be in memory at once.
-                        take_from_groups(workers, parameter, tiers.groups_of(features.get(name, "")))
+        others = [chunk for chunk in self.chunks if chunk.chunk.id not in brought]
+        lies.take_values(workers, self.module, others)
         workers.take_from_first(self.module.buffers(), "worker 0's buffers")
         self.buffers = ModelBuffers(self.module)
         self.norm = GradientNorm(self.parameters)
@@ -180,10 +189,10 @@ class Prepared:
                     committed=self._committed,
                     leaving=backward.settle,
                     reduce=backward.reduce_before_step,
-                    dropped=lambda: warn_once("dropped gradients", _DROPPED),
+                    dropped=partial(tells.warn_once, "dropped gradients", _DROPPED),
                     edited=self._tell_of_edits,
-                    counts_unlike=counts_unlike,
-                    epoch=lambda: epoch_of(self),
+                    counts_unlike=partial(tells.warn_together, "weights"),
+                    epoch=batches.epoch,
                     epochs_mixed=epochs_mixed,
                     unscaled=lambda: scale_of(optimizer),
                     buffers=self.buffers if len(self.buffers) else None,
@@ -193,15 +202,12 @@ class Prepared:
             )
         )
         # After what comes before a step: the session's word on a gradient is heard first.
-        if tiers is not None and in_tiers is not None:
-            tiers.fit(model, optimizer, BatchEpochs(lambda: epoch_of(self), epochs_mixed))
+        lies.fit(model, optimizer, BatchEpochs(batches.epoch, epochs_mixed))
         self._ready = True
         self.reducer.ready()
         backward.add(self.reducer)
         before_unscaling(optimizer, self._before_unscaling, self._has_batch)
-        self._norms: Norms = ResidentNorms(self.norm)
-        if tiers is not None and in_tiers is not None:
-            self._norms = tiers.norms(self.norm)
+        self._norms = lies.norms(self.norm)
         self._lazy_hooks = []
         touched = BesideCompiled(self.reducer.before_use)
         if self.reducer.acts_before_forward:
@@ -221,7 +227,7 @@ class Prepared:
                 optimizer,
                 self.parameters,
                 shows_mean=lambda: self.reducer.shows_mean,
-                warn_once=warn_once,
+                warn_once=tells.warn_once,
             )
 
     @property
@@ -318,7 +324,7 @@ class Prepared:
             until, line = script_line() or "the next one", clipped_at()
             how = at_script_line("by torch.nn.utils.clip_grad_norm_", line)
             how = how if line else "as torch.nn.utils.clip_grad_norm_ does"
-            self._warn_once("edits under no_sync", _EDITED.format(until, how))
+            self._tells.warn_once("edits under no_sync", _EDITED.format(until, how))
 
     def _before_forward(self) -> None:
         self.stepper.restore()
@@ -327,7 +333,7 @@ class Prepared:
                 bound.check_kinds()
         self._check_homes()
         self._backward.before_forward()
-        self._forward()
+        self._batches.forward()
 
     def _check_homes(self) -> None:
         """Raise BindingError where a parameter of the module was replaced.
@@ -347,7 +353,7 @@ class Prepared:
         backward = backward_under_way()
         self.reducer.reached(backward)
         if seen is not None:
-            samples, basis = self._counted(self, seen)
+            samples, basis = self._batches.count(seen)
             if samples is not None:
                 self.samples.count(samples, basis)
         if backward != -1 and self.reducer.acts_after_backward:
@@ -366,7 +372,7 @@ class Prepared:
         if self._others:  # who compare the scale
             forget_scale(self.optimizer)
         self.samples.use(alike=self.reducer.count_alike)
-        self._whole(self)
+        self._batches.whole()
 
     def _before_unscaling(self) -> None:
         """Reduce before a GradScaler looks for infinities, also on a worker without a batch."""
@@ -392,7 +398,7 @@ class Prepared:
         for bound in self._trained_chunks:
             bound.check()
         if not self.reducer.sums_samples:
-            self._begins_step(self)
+            self._steps.begins(self)
         self.reducer.before_step()
 
     def _accept(self, gradients: Sequence[Tensor]) -> bool:
@@ -409,7 +415,7 @@ class Prepared:
             return True
         reason = self._blame()
         if self.config.sync.nonfinite == "skip":
-            self._skipped(reason)
+            self._steps.skipped(reason)
             self.reducer.refuse()
             return False
         raise NonFiniteGradientError(
@@ -433,7 +439,7 @@ class Prepared:
     def _after_step(self) -> None:
         self.norm.forget()
         self.reducer.after_step()
-        self._stepped(self)
+        self._steps.stepped(self)
         self.samples.reset()
         self.own_samples = 0.0
 

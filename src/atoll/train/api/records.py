@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from torch import Tensor
@@ -28,6 +28,7 @@ from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory
 from atoll.train.api.logged import finite, loggable
 from atoll.train.api.meter import Taken
+from atoll.train.api.place import Place
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.ordering import RingOrder
@@ -39,19 +40,29 @@ from atoll.train.sync.service import Service, print_warning
 MOST_LOGGED = 1000  # calls of `log` that are kept to be read later
 
 
+class Who(Protocol):
+    """The worker that tells: its place, and whether it tells what concerns all."""
+
+    @property
+    def place(self) -> Place: ...
+
+    @property
+    def is_first(self) -> bool: ...
+
+
 class Records:
-    """One worker's: `workers` and `state` are its session's, `service` and `node` the same where the strategy
+    """One worker's: `state` is its session's, `service` and `node` the same where the strategy
     has such. Without a journal nobody hears of its events; people hear its warnings all the same."""
 
     def __init__(
         self,
         config: Config,
-        workers: Workers,
+        who: Who,
         state: TrainingState,
         service: Service | None = None,
         node: NodeWorker | None = None,
     ) -> None:
-        self._config, self._workers, self._state, self._node = config, workers, state, node
+        self._config, self._who, self._state, self._node = config, who, state, node
         self._bus = events.EventBus()
         self._claim: Claim | None = None  # of the run directory: worker 0's, without `atoll run`
         self._journal: Journal | None = None
@@ -64,18 +75,19 @@ class Records:
         self._confirming = ""  # how, as was last told
         self._warned_of: set[str] = set()  # the subjects of `warn_once`
         shards = service.shards if service is not None else None
+        self._is_at_site = service is not None and bool(service.site)
         self._link = shards if shards is not None and shards.options.transport == "ltp" else None
-        self._links = LinksSeen(f"worker {self._workers.place.name}", self.emit)
+        self._links = LinksSeen(f"worker {self._who.place.name}", self.emit)
 
     # The journals
 
-    def open(self) -> None:
+    def open(self, workers: Workers) -> None:
         """Begin this worker's journal, where a directory for it is named, and the lab's in a lab.
 
-        Every worker calls it; worker 0 first sees that the directory holds no other run. Raises UserError on
+        All `workers` call it; worker 0 first sees that the directory holds no other run. Raises UserError on
         every worker if it does.
         """
-        self._open_journal()
+        self._open_journal(workers)
         self._open_lab_journal()
         self.kept = self._journal is not None or self._lab_journal is not None
 
@@ -89,7 +101,7 @@ class Records:
 
     def summarise(self) -> None:
         """Without `atoll run` above, worker 0 puts the records together itself."""
-        if self._journal is None or DIRECTORY_VARIABLE in os.environ or not self._workers.is_first:
+        if self._journal is None or DIRECTORY_VARIABLE in os.environ or not self._who.is_first:
             return
         run = self._config.run
         recorder = Recorder(RunDirectory(Path(run.directory)), self._state.world, run.strategy)
@@ -105,14 +117,14 @@ class Records:
         """Tell of an event of this kind (`core/events.py`), now and of this worker."""
         if self._steps:
             self._tell_of_steps()
-        event = kind(time=record_time(), worker=self._workers.place.name, **fields)
+        event = kind(time=record_time(), worker=self._who.place.name, **fields)
         self._bus.emit(event)
         if isinstance(event, (events.Started, events.Finished)):
             say(event)
 
     def decided(self, what: str, choice: str, reason: str) -> None:
         """A decision that concerns all workers: the first tells of it."""
-        if self._workers.is_first:
+        if self._who.is_first:
             self.decided_here(events.Decided, what, choice, reason)
 
     def decided_here(self, kind: Any, what: str, choice: str, reason: str) -> None:
@@ -134,6 +146,12 @@ class Records:
         if subject not in self._warned_of:
             self._warned_of.add(subject)
             self.warn(line)
+
+    def warn_together(self, subject: str, line: str) -> None:
+        """Print once what all workers know: the first one does, and at a site, whose workers know of
+        themselves alone, each."""
+        if self._who.is_first or self._is_at_site:
+            self.warn_once(subject, line)
 
     # Iterations, and what is logged in them
 
@@ -186,7 +204,7 @@ class Records:
         """Which workers are in which group, and why."""
         arranged = hierarchy.arranged if hierarchy is not None else None
         if arranged is not None:
-            place = self._workers.place
+            place = self._who.place
             named = show(arranged.grouping, lambda rank: str(place.name_of(rank)))
             self.decided("groups", named, arranged.reason)
 
@@ -227,7 +245,7 @@ class Records:
             self._confirming = choice
             self.decided("confirmations", choice, reason)
             if confirmations.trouble:
-                name = self._workers.place.name
+                name = self._who.place.name
                 self.warn(f"worker {name}: the ring's members confirm {choice}: {confirmations.trouble}")
 
     def tell_of_node(self) -> None:
@@ -244,7 +262,7 @@ class Records:
 
         Any thread may call this, before an event of its own.
         """
-        worker = self._workers.place.name
+        worker = self._who.place.name
         while self._steps:
             try:
                 at, iteration, samples, taken, figures = self._steps.popleft()
@@ -263,18 +281,18 @@ class Records:
             )
             self._bus.emit(step)
 
-    def _open_journal(self) -> None:
+    def _open_journal(self, workers: Workers) -> None:
         by_command = os.environ.get(DIRECTORY_VARIABLE)
         directory = by_command or self._config.run.directory
         run = RunDirectory(Path(directory)) if directory else None
         failure = ""
-        if self._workers.is_first and run is not None and not by_command:
+        if self._who.is_first and run is not None and not by_command:
             try:
                 self._claim = run.claim(self._config.run.readable)
             except UserError as error:
                 failure = str(error)
         # Every worker takes part, whether or not it keeps records itself.
-        found = self._workers.gather(failure, "worker 0 to look at the run directory")[0]
+        found = workers.gather(failure, "worker 0 to look at the run directory")[0]
         if found:
             raise UserError(found)
         if run is None:
@@ -282,7 +300,7 @@ class Records:
         run.create(self._config.run.readable)
         if self._claim is not None and self._claim.trouble:
             self.warn(self._claim.trouble)
-        self._journal = Journal(run.journal(self._workers.place.name))
+        self._journal = Journal(run.journal(self._who.place.name))
         self._bus.subscribe(self._journal)
 
     def _open_lab_journal(self) -> None:

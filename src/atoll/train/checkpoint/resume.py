@@ -20,6 +20,7 @@ from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkp
 from atoll.tensors.torch_compat import is_persistent, own_buffers
 from atoll.tensors.trees import check_encodable
 from atoll.train.api.origin import Origin, positions_of
+from atoll.train.api.place import Place
 from atoll.train.api.prepared import Prepared
 from atoll.train.api.schedule import SampleSchedule
 from atoll.train.api.schedulers import check_states, put_back_states, states_of
@@ -81,14 +82,15 @@ def check_state(name: str, stateful: Stateful) -> None:
 class TrainingState:
     """The parts of a session that go into its checkpoints, and come back from them.
 
-    Parts are added as the script makes them. `save` and `load` are collectives: every worker calls them.
-    `capture` and `restore` are the same for one worker that enters a run under way: its state comes from
-    another one's memory. `rank` and `world` are this worker's place among the members.
+    Parts are added as the script makes them. `save`, `load` and `unify` are collectives of the `workers` that
+    they are given. `capture` and `restore` are the same for one worker that enters a run under way: its state
+    comes from another one's memory. `rank` and `world` are this worker's place among the members.
     """
 
-    def __init__(self, workers: Workers, device: torch.device) -> None:
-        self._workers, self._device = workers, device
-        self.rank, self.world = workers.place.rank, workers.place.world
+    def __init__(self, place: Place, device: torch.device) -> None:
+        """`place` is this worker's as the session begins."""
+        self._device = device
+        self.rank, self.world = place.rank, place.world
         self.prepared: list[Prepared] = []
         self.samplers: list[AnySampler] = []
         self.registered: dict[str, Stateful] = {}
@@ -106,27 +108,27 @@ class TrainingState:
         for tiers in self.tiers:
             tiers.sync(what)
 
-    def unify(self, what: str, *, registered: bool = False) -> None:
+    def unify(self, workers: Workers, what: str, *, registered: bool = False) -> None:
         """Give all workers the first worker's buffers where they differ; with `registered`, also tensors of
         registered modules.
 
         A collective. A tensor whose shape differs between workers stays each worker's own.
         """
         named = self._of_each_worker(registered)
-        if not named or self._workers.alone:
+        if not named or workers.alone:
             return
         kinds = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items()}
         sums = {name: zlib.crc32(bytes_of(tensor)) for name, tensor in named.items()}
         digest = zlib.crc32(repr((kinds, sums)).encode())
-        if len(set(self._workers.gather(digest, what))) > 1:
-            everyone = self._workers.gather([kinds, sums], what)
+        if len(set(workers.gather(digest, what))) > 1:
+            everyone = workers.gather([kinds, sums], what)
             differing = [
                 name
                 for name in sorted(named)
                 if all(other.get(name) == kinds[name] for other, _ in everyone)
                 and any(other[name] != sums[name] for _, other in everyone)
             ]
-            self._workers.take_from_first([named[name] for name in differing], what)
+            workers.take_from_first([named[name] for name in differing], what)
         for prepared in self.prepared:
             prepared.buffers.settle()
 
@@ -144,7 +146,7 @@ class TrainingState:
                 named |= {f"{name} {key}": each.detach() for key, each in tensors if id(each) not in shared}
         return named
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, workers: Workers, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint on the first worker.
 
         Raises CheckpointError on every worker if the write fails, and UserError if workers give different
@@ -155,8 +157,8 @@ class TrainingState:
             own = self._own_state()
         except CheckpointError as error:
             failure = str(error)
-        state = {**own, **self._collect(path)}
-        if self._workers.is_first and not failure:
+        state = {**own, **self._collect(workers, path)}
+        if workers.is_first and not failure:
             trees = {"optimizer": [p.optimizer.state_dict() for p in self.prepared], "state": state}
             if any(held := [prepared.held_by_groups for prepared in self.prepared]):
                 trees["groups"] = held
@@ -164,9 +166,9 @@ class TrainingState:
                 write_checkpoint(path, model=self._models(), trees=trees)
             except CheckpointError as error:
                 failure = str(error)
-        self._raise_together(failure, "session.save (worker 0 to write)")
+        _raise_together(workers, failure, "session.save (worker 0 to write)")
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, workers: Workers, path: str | os.PathLike[str]) -> None:
         """Every worker reads; raises CheckpointError on every worker, and changes nothing, if one cannot go
         on from it, or has another one."""
         failure, found = "", None
@@ -176,7 +178,7 @@ class TrainingState:
             checkpoint = read_checkpoint(path, lazily=any(_lies_elsewhere(p.module) for p in self.prepared))
             model, trees = self._in_own_order(checkpoint.model, checkpoint.trees, str(path))
             self._check(model, trees, str(path))
-            model = self._of_own_groups(model, trees, str(path))
+            model = self._of_own_groups(workers.place.rank, model, trees, str(path))
             for sampler, saved in zip(self.samplers, trees["state"]["samplers"], strict=True):
                 sampler.check_state(saved)
             iteration = trees["state"]["iteration"]
@@ -188,15 +190,15 @@ class TrainingState:
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             # Its checksums are right: another program has written it.
             failure = f"{path}: not the state of a session: {error!r}"
-        everyone = self._raise_together(failure, "session.load (the other workers to read)", found)
-        _check_alike(self._workers.ranks, everyone)
+        everyone = _raise_together(workers, failure, "session.load (the other workers to read)", found)
+        _check_alike(workers.ranks, everyone)
         self._put_back(model, trees)
         state = trees["state"]
         for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
             prepared.reducer.load_state_dict(saved)
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
             sampler.load_state_dict(saved)
-        self._load_random(state["random"])
+        self._load_random(workers.place.rank, state["random"])
 
     def _in_own_order(
         self, model: dict[str, Any], trees: dict[str, Any], where: str
@@ -240,7 +242,9 @@ class TrainingState:
         shapes = [{n: tuple(p.shape) for n, p in each.parameters.items()} for each in (one, other)]
         return shapes[0] == shapes[1] and type(one.optimizer) is type(other.optimizer)
 
-    def _of_own_groups(self, model: dict[str, Any], trees: dict[str, Any], where: str) -> dict[str, Any]:
+    def _of_own_groups(
+        self, rank: int, model: dict[str, Any], trees: dict[str, Any], where: str
+    ) -> dict[str, Any]:
         """The model as this worker's groups have it, and its optimizers' state in `trees`, where groups have
         parameters of their own. Raises CheckpointError where those of the checkpoint are others."""
         held = trees.get("groups", [{}] * len(self.prepared))
@@ -249,7 +253,7 @@ class TrainingState:
             if its:
                 own = of_member(
                     its,
-                    self._workers.place.rank,
+                    rank,
                     _of_model(model, index),
                     trees["optimizer"][index],
                     prepared.stepped_names,
@@ -381,14 +385,15 @@ class TrainingState:
         self._put_back(model, trees)
 
     def restore(
-        self, raw: bytes | bytearray | memoryview, rank: int | None = None, fixed: bool = False
+        self, raw: bytes | bytearray | memoryview, own: int, rank: int | None = None, fixed: bool = False
     ) -> None:
         """Take over what another worker's `capture` gave; then this one goes on at that iteration.
 
         `rank` is this worker's in the samplers' deals where it is in them already; else `deal_anew` follows,
         unless it was captured `fixed`.
-        The random-number generators are derived from the other's, and the rank. All is checked before
-        anything is changed: raises CheckpointError, which names what differs, and has changed nothing.
+        The random-number generators are derived from the other's, and `own`, this worker's rank. All is
+        checked before anything is changed: raises CheckpointError, which names what differs, and has changed
+        nothing.
         """
         where = "the state of a living worker"
         model, trees = unpack(raw, where)
@@ -419,19 +424,14 @@ class TrainingState:
                 sampler.return_to(saved)
             else:
                 sampler.load_deal_state(saved, rank)
-        derive_random_state(state["random"], self._workers.place.rank)
+        derive_random_state(state["random"], own)
 
     def places(self) -> list[Any]:
         """Where this worker is in each of its samplers' deals, as JSON can hold it."""
         return [sampler.place() for sampler in self.samplers]
 
-    def all_places(self, *, entered: bool = False) -> list[Any]:
-        """Each member's `places`; None for one that has `entered`, after `restore`. A collective of the
-        members, who then call `deal_anew`."""
-        return self._workers.gather(None if entered else self.places(), "the members' places in their data")
-
     def deal_anew(self, places: Sequence[Any], rank: int, world: int, absent: Collection[int] = ()) -> None:
-        """The members have changed: this worker is number `rank` of `world` now, and every member's `places`
+        """The members have changed: this worker is number `rank` of `world` now, and each member's `places()`
         are known, None for one that enters. Every member calls it, at the same point of the same iteration.
 
         What is left of an epoch is dealt anew (`DealtSampler.deal_anew`, `absent` as there).
@@ -441,22 +441,20 @@ class TrainingState:
                 sampler.deal_anew([None if each is None else each[number] for each in places], rank, absent)
         self.rank, self.world = rank, world
 
-    def _collect(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def _collect(self, workers: Workers, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Collect the parts of a checkpoint that differ between workers or need a collective."""
         try:
             given = [os.fsdecode(path), str(Path(os.fsdecode(path)).resolve())]
         except (OSError, ValueError, RuntimeError) as error:  # a null byte, links in a circle
             raise CheckpointError(f"{path!r}: no path of a folder: {error}") from None
-        everyone = self._workers.gather([given, self.places()], "session.save (the workers' samplers)")
-        _check_one_folder(self._workers.ranks, [each for each, _ in everyone])
+        everyone = workers.gather([given, self.places()], "session.save (the workers' samplers)")
+        _check_one_folder(workers.ranks, [each for each, _ in everyone])
         places = [each for _, each in everyone]
         by_sampler = zip(*places, strict=True)
         return {
             "reducers": [prepared.reducer.state_dict() for prepared in self.prepared],
             "samplers": [s.state_dict(list(p)) for s, p in zip(self.samplers, by_sampler, strict=True)],
-            "random": self._workers.gather(
-                random_state(self._device), "session.save (the workers' random state)"
-            ),
+            "random": workers.gather(random_state(self._device), "session.save (the workers' random state)"),
         }
 
     def _own_state(self) -> dict[str, Any]:
@@ -513,8 +511,7 @@ class TrainingState:
                     f"{where}: holds the state of {name!r}; call session.register({name}=...) before {call}"
                 )
 
-    def _load_random(self, states: list[dict[str, Any]]) -> None:
-        rank = self._workers.place.rank
+    def _load_random(self, rank: int, states: list[dict[str, Any]]) -> None:
         if rank < len(states):
             self.resumed_random = states[rank]
             set_random_state(states[rank], self._device)
@@ -527,13 +524,14 @@ class TrainingState:
             set_random_state(self.resumed_random, self._device)
             self.resumed_random = None
 
-    def _raise_together(self, failure: str, what: str, said: Any = None) -> list[Any]:
-        """Raise CheckpointError where any worker has a failure; else what each has said, in order of rank."""
-        everyone = self._workers.gather((failure, said), what)
-        for rank, (message, _) in zip(self._workers.ranks, everyone, strict=True):
-            if message:
-                raise CheckpointError(failure or f"worker {rank}: {message}")
-        return [each for _, each in everyone]
+
+def _raise_together(workers: Workers, failure: str, what: str, said: Any = None) -> list[Any]:
+    """Raise CheckpointError where any worker has a failure; else what each has said, in order of rank."""
+    everyone = workers.gather((failure, said), what)
+    for rank, (message, _) in zip(workers.ranks, everyone, strict=True):
+        if message:
+            raise CheckpointError(failure or f"worker {rank}: {message}")
+    return [each for _, each in everyone]
 
 
 def _check_alike(ranks: Sequence[int], everyone: Sequence[tuple[int, str, str]]) -> None:

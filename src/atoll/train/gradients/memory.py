@@ -18,6 +18,7 @@ from atoll.core.units import format_bytes
 from atoll.memory.agreeing import BatchEpochs
 from atoll.memory.exchanged import Exchanged
 from atoll.memory.fit import Fitted, fit, fit_exchanged, fit_shared, plan, plan_exchanged
+from atoll.memory.over import features_of
 from atoll.memory.planning import specs_for
 from atoll.memory.sharded import Sharded
 from atoll.moves.owners import Groups
@@ -25,6 +26,7 @@ from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import ParameterOptimizer
 from atoll.train.gradients.agreement import refuse_beyond, take_beside, tell_beside
+from atoll.train.gradients.apart import take_from_groups
 from atoll.train.gradients.clipping import ExchangedNorms, GradientNorm, Norms, ResidentNorms, SharedNorms
 from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.solo import SoloReducer
@@ -32,6 +34,7 @@ from atoll.train.gradients.sums import AtEnd
 from atoll.train.gradients.watch import SharedGradientWatch
 from atoll.train.group.inner import AnyRing
 from atoll.train.group.members import WorkerMembers
+from atoll.train.members.workers import Workers
 from atoll.train.sync.servedtiers import ServedInTiers, staging_bytes
 from atoll.train.sync.strategies import Alone, Served, Stepper, Strategy, Training
 
@@ -85,6 +88,25 @@ class Tiers:
     def _written(self) -> None:
         self.sync("values from other contributors")
 
+    def bind(
+        self, specs: Sequence[ParameterSpec], parameters: Mapping[str, nn.Parameter], chunk_bytes: int | None
+    ) -> tuple[ChunkMap, list[BoundChunk]]:
+        """Lay the parameters out in chunks as anywhere else; their memory is as it was."""
+        chunk_map, names = lay_out(specs, chunk_bytes=chunk_bytes), list(parameters)
+        chunks: list[BoundChunk] = []
+        for chunk in chunk_map.chunks:
+            members = [names[slot.parameter] for slot in chunk.slots]
+            chunks.append(HeldChunk(chunk, members, [parameters[name] for name in members]))
+        return chunk_map, chunks
+
+    def take_values(self, workers: Workers, module: nn.Module, chunks: Sequence[BoundChunk]) -> None:
+        """Let chunks have the values of the first worker of each of their groups. A collective."""
+        features = features_of(module)
+        for chunk in chunks:
+            for name, parameter in zip(chunk.names, chunk.parameters, strict=True):
+                # One by one: all may not be in memory at once.
+                take_from_groups(workers, parameter, self._groups_of(features.get(name, "")))
+
     def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
         """Let the model train in chunks from now on; `epochs` tells of the batches."""
         if self._members is None:
@@ -104,7 +126,7 @@ class Tiers:
         """Whether other workers may hold a part of the model."""
         return self._connect is not None
 
-    def groups_of(self, feature: str) -> Groups:
+    def _groups_of(self, feature: str) -> Groups:
         """The groups of workers that have parameters of this feature (memory/over.py), each its own; alone,
         there is one."""
         share = None if self._plan is None else self._plan.share
@@ -271,15 +293,3 @@ class _TieredOptimizer(ParameterOptimizer):
         for group in self._group_parameters:
             for parameter in group:
                 parameter.grad = None
-
-
-def held_chunks(
-    specs: Sequence[ParameterSpec], parameters: Mapping[str, nn.Parameter], chunk_bytes: int | None = None
-) -> tuple[ChunkMap, list[BoundChunk]]:
-    """The parameters in chunks as anywhere else, for whoever goes through them; their memory is as it was."""
-    chunk_map, names = lay_out(specs, chunk_bytes=chunk_bytes), list(parameters)
-    chunks: list[BoundChunk] = []
-    for chunk in chunk_map.chunks:
-        members = [names[slot.parameter] for slot in chunk.slots]
-        chunks.append(HeldChunk(chunk, members, [parameters[name] for name in members]))
-    return chunk_map, chunks

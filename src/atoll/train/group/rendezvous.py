@@ -325,9 +325,16 @@ class HubRing:
         before = "; torchrun's RANK and WORLD_SIZE do not count" if torchrun else ""
         return f"ATOLL_HUB is {self._address}{before}"
 
-    def stepped(self, iteration: int) -> None:
+    def prepared(self, _nbytes: int) -> None:
+        """The hub of a ring does not ask how large models are."""
+
+    def stepped(self, iteration: int, _samples: float, _pace: object) -> None:
         """Note how far this worker is, for the hub to know."""
         self.hub.iteration = iteration
+
+    def finish(self, _iteration: int) -> None:
+        """The session came to its end."""
+        self.finished = True
 
     def close(self) -> None:
         """Leave the run in good order."""

@@ -123,13 +123,13 @@ class ServedEntrance:
         assert self._given is not None
         give, payload = self._given
         self._given = None
-        self._workers.enter(give.meeting, list(give.members) or [self._worker])
+        self._workers.attendance.enter(give.meeting, list(give.members) or [self._worker])
         if give.refused:
             raise CheckpointError(f"a living worker's state: {give.refused}")
         members = list(give.members) or [self._worker]
         if give.members:
             rank = members.index(self._worker) if self._elastic else None
-            self._state.restore(payload if payload is not None else b"", rank, self._fixed)
+            self._state.restore(payload if payload is not None else b"", self._worker, rank, self._fixed)
         else:
             self._state.iteration = iteration
         if self._elastic:
@@ -185,7 +185,7 @@ class ServedEntrance:
             give = GiveState(
                 worker=want.worker,
                 life=want.life,
-                meeting=self._workers.next_meeting,
+                meeting=self._workers.attendance.number,
                 members=self._members or [self._worker, want.worker],
                 refused=refused,
             )

@@ -3,17 +3,19 @@ groups through the log's meetings, to which a group comes as one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from atoll.core.errors import MismatchError, UserError
 from atoll.core.stands import CALL, Stand, are_consistent, describe_mismatch
 from atoll.exchange.link import LOG, Link
-from atoll.train.api.place import Place
 from atoll.train.group.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.group.rounds import Ring
+from atoll.train.members.attendance import Attendance
+from atoll.train.members.regrouping import Regrouping
 from atoll.train.members.served_workers import CalledAwayError, ServedWorkers
+from atoll.train.sync.servedmodels import ServedModels
 from atoll.wire.messages import Mismatch, WorkerStand
 
 _Parts = dict[int, bytes]  # by rank in the run
@@ -33,25 +35,26 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 class GroupWorkers(ServedWorkers):
     """`ServedWorkers` where some share a ring: every live worker of the run takes part in each call."""
 
-    def __init__(self, place: Place, shards: Link, ring: Ring) -> None:
-        super().__init__(place, shards)
-        self._group = ring
-        self._meets_in = -1  # the call that this worker is in
+    def __init__(
+        self,
+        attendance: Attendance,
+        shards: Link,
+        models: ServedModels,
+        ring: Ring,
+        moves: Regrouping | None,
+    ) -> None:
+        """`moves` takes a worker that is alone to another group while it waits in a call; None: it waits on,
+        since all leave their groups at one iteration."""
+        super().__init__(attendance, shards, models)
+        self._group, self._moves = ring, moves
         self._has_come = False  # the whole group, to the call that this worker is in
         self._was_called_away = False  # from that call
         self._last: _Parts = {}  # what all brought to the latest one that it was in
-        self.gather_members: Callable[[], None] = lambda: None  # returns when the whole group has come
-        self.is_called: Callable[[], bool] = lambda: False  # to another group, where it could leave this one
-        self.move: Callable[[], None] = lambda: None  # goes there
         ring.scripts.judge = self
-
-    @property
-    def coming_meeting(self) -> int:
-        return self._number if self._meets_in < 0 else self._meets_in
 
     def _leaves(self) -> bool:
         """A worker alone also moves while it waits for others: they may wait for it in its next group."""
-        return self._group.world == 1 and self.is_called()
+        return self._group.world == 1 and self._moves is not None and self._moves.is_called()
 
     def part(self) -> None:
         """Record this member's end in its group's store.
@@ -73,16 +76,12 @@ class GroupWorkers(ServedWorkers):
         The call's first meeting then skips this wait, so that all calls take part in equally many collectives
         of the ring.
         """
-        self.gather_members()
+        self._models.gather_members()
         self._has_come = True
 
     def _stand_at(self, stand: Stand | None) -> None:
         super()._stand_at(stand)
         self._has_come = self._was_called_away = False
-
-    def lose(self, ranks: Sequence[int]) -> None:
-        """These workers of the group are gone."""
-        self._ranks = [rank for rank in self._ranks if rank not in ranks] or [self.place.rank]
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Gather each live worker's bytes, in order of rank.
@@ -92,12 +91,13 @@ class GroupWorkers(ServedWorkers):
         self.check_open()
         if self.late:
             return [payload]
-        number, self._number = self._number, self._number + 1
-        self._meets_in, self._was_called_away = number, False
+        attendance = self.attendance
+        number = attendance.meets_in = attendance.number
+        attendance.number, self._was_called_away = number + 1, False
         parts: _Parts | None = None
         while parts is None:
             if not self._has_come:
-                self.gather_members()
+                self._models.gather_members()
             self._has_come = False
             self._group.scripts.check_ended()
             try:
@@ -109,10 +109,11 @@ class GroupWorkers(ServedWorkers):
                 parts = result if met == number else None  # else it was a call that others were behind in
             except CalledAwayError:
                 self._was_called_away = True  # others may have been answered, and be in their next call
-                self.move()
-        self._meets_in, self._last = -1, parts
-        self._ranks = sorted(parts)
-        return [parts[rank] for rank in self._ranks]
+                assert self._moves is not None
+                self._moves.answer()
+        attendance.meets_in, self._last = -1, parts
+        attendance.ranks = sorted(parts)
+        return [parts[rank] for rank in attendance.ranks]
 
     def _gather_all(self, payload: bytes, number: int, what: str) -> tuple[int, _Parts]:
         """The number of a call that is over with this, and what all brought to it. The group's first member

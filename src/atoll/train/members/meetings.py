@@ -33,7 +33,10 @@ class MeetingWorkers(Workers):
     """`Workers` over `gather_bytes`: every live worker takes part in each call. While `late`, this one has
     yet to enter a run under way, and is alone in each."""
 
-    late: bool
+    @property
+    @abstractmethod
+    def late(self) -> bool:
+        """Whether this worker has yet to enter."""
 
     @abstractmethod
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:

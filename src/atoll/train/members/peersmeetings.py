@@ -36,7 +36,7 @@ class NodeWorkers(MeetingWorkers):
         worker.on(Met, self._handle_met)
 
     @property
-    def late(self) -> bool:  # type: ignore[override]
+    def late(self) -> bool:
         return self._worker.late
 
     @property

@@ -21,9 +21,10 @@ from atoll.exchange.link import LOG, Link
 from atoll.train.data.leased_sampler import LeasedSampler, Where
 from atoll.train.group.ringbytes import gather_bytes
 from atoll.train.group.rounds import Ring
+from atoll.train.members.attendance import Attendance
 from atoll.train.members.hub_client import HubClient
-from atoll.train.members.served_workers import ServedWorkers
-from atoll.train.sync.server import Server
+from atoll.train.sync.servedmodels import ServedModels
+from atoll.train.sync.uplink import Speaker
 from atoll.wire.messages import Arrive, Grouped, Leased, Reformed
 
 ARRIVING = "arriving"  # what a group's Arrive is sent again until
@@ -98,9 +99,9 @@ class Leases:
 
 
 class Told(Protocol):
-    """Who hears of a move: its group, how long it took, and the iteration."""
+    """Who hears of a move: its group, how long it took, and who speaks for the group."""
 
-    def __call__(self, grouped: Grouped, seconds: float) -> None: ...
+    def __call__(self, grouped: Grouped, seconds: float, speaker: Speaker) -> None: ...
 
 
 @dataclass
@@ -110,12 +111,11 @@ class Parts:
     hub: HubClient
     ring: Ring
     shards: Link
-    workers: ServedWorkers
+    attendance: Attendance
     state: Shared
     samplers: list[LeasedSampler]
     leases: Leases
-    exchange: Callable[[], Server]
-    arrive: Callable[[str], None]  # wait until the shards know a new contributor
+    models: ServedModels
 
 
 class Regrouping:
@@ -124,13 +124,13 @@ class Regrouping:
 
     def __init__(self, parts: Parts, told: Told) -> None:
         self._parts, self._tell = parts, told
-        self.contributor = parts.workers.place.rank
+        self.contributor = parts.attendance.place.rank
         self.grouping = 0  # the hub's latest that this worker has asked to move to
 
     @property
     def contributors(self) -> list[int]:
         """All that live, as the log last said."""
-        return self._parts.exchange().contributors or [self.contributor]
+        return self._parts.models.contributors or [self.contributor]
 
     def known(self) -> int:
         """The hub's latest grouping that this worker knows of."""
@@ -138,11 +138,11 @@ class Regrouping:
 
     def is_called(self) -> bool:
         """Whether the hub wants this worker elsewhere, between two of its iterations."""
-        return self.known() > self.grouping and not self._parts.exchange().reduced
+        return self.known() > self.grouping and not self._parts.models.exchange.reduced
 
     def answer(self) -> None:
         """Go where the hub wants this worker, which is a group of one."""
-        self._parts.exchange().settle()  # what is in flight is this group's
+        self._parts.models.exchange.settle()  # what is in flight is this group's
         self.move(self.known())
 
     def move(self, grouping: int) -> None:
@@ -157,7 +157,7 @@ class Regrouping:
         points.reach("group.formed", parts.state.iteration)
         if grouped.group:
             self._move_to(grouped)
-        self._tell(grouped, time.monotonic() - began)
+        self._tell(grouped, time.monotonic() - began, parts.models.exchange.uplink)
 
     def _move_to(self, grouped: Grouped) -> None:
         parts = self._parts
@@ -174,17 +174,17 @@ class Regrouping:
                 shards.hello,
                 worker=grouped.contributor,
                 incarnation=grouped.life,
-                member=parts.workers.place.rank,
+                member=parts.attendance.place.rank,
             )
         )
-        meeting = parts.workers.coming_meeting
+        meeting = parts.attendance.coming
         shards.send(LOG, Arrive(incarnation=grouped.life, meeting=meeting), until=ARRIVING)
         who = f"group {grouped.contributor}"
-        parts.arrive(f"the shards' word that they know {who}")
+        parts.models.arrive(f"the shards' word that they know {who}")
         shards.answered(ARRIVING)
         self.contributor = grouped.contributor
         points.reach("group.arrived", parts.state.iteration)
         # Under bsp the group's first iteration begins when the hub has heard this from all groups.
         parts.hub.in_group(grouped.contributor)
-        parts.exchange().join(grouped.contributor, f"the parameters with which {who} begins")
+        parts.models.exchange.join(grouped.contributor, f"the parameters with which {who} begins")
         points.reach("group.joined", parts.state.iteration)

@@ -6,12 +6,12 @@ They have no group of their own: a worker that dies is left out, and the others'
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 from atoll.core.errors import AtollError, RunError
 from atoll.exchange.link import LOG, Link
-from atoll.train.api.place import Place
+from atoll.train.members.attendance import Attendance
 from atoll.train.members.meetings import MeetingWorkers, called
+from atoll.train.sync.servedmodels import ServedModels
 from atoll.wire.messages import AnyMessage, Ended, Ends, Meet, Met
 
 MEETING, ENDING = "meeting", "ending"  # what a Meet is sent again until; an Ends
@@ -24,46 +24,31 @@ class CalledAwayError(AtollError):
 class ServedWorkers(MeetingWorkers):
     """`Workers` over the shards' log."""
 
-    def __init__(self, place: Place, shards: Link) -> None:
-        super().__init__(place, None)
-        self._shards, self._number = shards, 0
+    def __init__(self, attendance: Attendance, shards: Link, models: ServedModels) -> None:
+        super().__init__(attendance.place, None)
+        self.attendance, self._shards, self._models = attendance, shards, models
         self._met: dict[int, list[bytes]] = {}
-        self.late = shards.late
-        self._ranks = [place.rank] if self.late else list(range(place.world))
-        self._told: Callable[[int], None] = lambda _clock: None
         shards.on(Met, self._handle_met)
 
     @property
+    def late(self) -> bool:
+        return self.attendance.late
+
+    @property
     def ranks(self) -> list[int]:
-        return self._ranks
-
-    @property
-    def next_meeting(self) -> int:
-        """The number of this worker's next call."""
-        return self._number
-
-    @property
-    def coming_meeting(self) -> int:
-        """The number of the call that this worker is in, or else of its next."""
-        return self._number
-
-    def enter(self, meeting: int, ranks: list[int]) -> None:
-        """This worker takes part from the others' call of that number on."""
-        self.late, self._number, self._ranks = False, meeting, list(ranks)
+        return self.attendance.ranks
 
     def saw(self, ranks: list[int]) -> None:
         """These live, as an iteration's word says, between two calls: the first of them is the first now."""
-        self._ranks = list(ranks)
-
-    def on_met(self, told: Callable[[int], None]) -> None:
-        self._told = told
+        self.attendance.ranks = list(ranks)
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Each live worker's bytes, in order of rank."""
         self.check_open()
         if self.late:
             return [payload]
-        number, self._number = self._number, self._number + 1
+        number = self.attendance.number
+        self.attendance.number += 1
         return self._meet(payload, number, what)
 
     def _meet(self, payload: bytes, number: int, what: str) -> list[bytes]:
@@ -110,5 +95,5 @@ class ServedWorkers(MeetingWorkers):
             parts.append(bytes(payload[offset : offset + size]) if payload is not None else b"")
             offset += size
         self._met[message.number] = parts
-        self._ranks = list(message.workers)
-        self._told(message.clock)
+        self.attendance.ranks = list(message.workers)
+        self._models.catch_up(message.clock)

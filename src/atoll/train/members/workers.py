@@ -82,10 +82,6 @@ class Workers:
         self.check_open()
         return None if self._ring is None else self._ring.session
 
-    def on_met(self, told: Callable[[int], None]) -> None:
-        """Let `told` know, after each collective, the iteration that this worker makes next, where that is
-        not its own to count."""
-
     def gather_group(self) -> None:
         """Wait, inside a call and before it changes anything, until this worker's whole group has come."""
 

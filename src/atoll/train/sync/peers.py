@@ -80,8 +80,12 @@ class Peers:
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         """The reducer, and what steps."""
-        model = self._model_of(training)
-        self._model = model
+        place = OnDevice(training.chunks, self._worker.leads)
+        return self.build_model(PeerModel(training, self._workers, self.parts(training, place)))
+
+    def build_model(self, model: PeerModel) -> tuple[Reducer, Stepper]:
+        """As `build`, of a model that was made for this."""
+        self._model, training = model, model.training
         model.begin()
         return model.exchange, model.optimizer_kind(
             training.optimizer,
@@ -93,11 +97,8 @@ class Peers:
             counts_skips=True,
         )
 
-    def _model_of(self, training: Training) -> PeerModel:
-        place = OnDevice(training.chunks, self._worker.leads)
-        return PeerModel(training, self._workers, self._parts(training, place))
-
-    def _parts(self, training: Training, place: Place) -> NodeParts:
+    def parts(self, training: Training, place: Place) -> NodeParts:
+        """What a model's exchange is composed of, whose values lie in `place`."""
         sync = training.config.sync
         return NodeParts(
             self._worker,
@@ -207,6 +208,12 @@ class Peers:
         if self.exchange is not None:
             self.exchange.catch_up()
 
+    def drain(self, where: str) -> None:
+        """Return when all that this node has contributed is applied, as the session ends at `where`. Nodes
+        that come in now are let in first."""
+        if self.exchange is not None:
+            self.exchange.end(where)
+
     def figures(self) -> dict[str, Any]:
         """Of the latest step, for its StepDone."""
         exchange = self.exchange
@@ -246,7 +253,7 @@ class Peers:
                 f"node {self._worker.node} cannot come in: the others could not give it the script's state "
                 "(samplers, buffers, what is registered), and their logs say why; go on from a checkpoint"
             )
-        self._state.restore(script, fixed=True)
+        self._state.restore(script, self._workers.place.rank, fixed=True)
         for batches in self._batches:  # what the member had not heard of, and this node has
             for fact in self._facts:
                 batches.applied(*fact)
@@ -264,7 +271,7 @@ class PeerModel:
         workers: NodeWorkers,
         parts: NodeParts,
     ) -> None:
-        self._training, self._worker, self._workers = training, parts.worker, workers
+        self.training, self._worker, self._workers = training, parts.worker, workers
         self._plan = plan_memory(training.chunk_map, slots_for(parts.stale_max), BUFFERS)
         self.exchange = self._make_exchange(parts)
         self._returned = parts.returned
@@ -279,7 +286,7 @@ class PeerModel:
 
     def _make_exchange(self, parts: NodeParts) -> PeerExchange:
         """That of a node with one device, or with several."""
-        training, ring = self._training, self._worker.devices.ring
+        training, ring = self.training, self._worker.devices.ring
         if ring is None:
             return PeerExchange(training.chunks, training.calls, parts)
         # A node of which nobody has samples weighs nothing:
@@ -298,7 +305,7 @@ class PeerModel:
         self.set_up()
 
     def _take_from_first(self) -> None:
-        flats = [bound.flat[: bound.chunk.extent] for bound in self._training.chunks]
+        flats = [bound.flat[: bound.chunk.extent] for bound in self.training.chunks]
         self._workers.take_from_first(flats, "node 0's parameters")
 
     def _check_alike(self) -> None:
@@ -316,7 +323,7 @@ class PeerModel:
     def set_up(self) -> None:
         """Bring the model's values and the optimizer's state to the CPU side, as they are here: the leader of
         the node's devices does, and all share its memory."""
-        training, worker = self._training, self._worker
+        training, worker = self.training, self._worker
         self._number += 1
         self._ready = None
         memory = self._share_memory()
@@ -341,7 +348,7 @@ class PeerModel:
 
     def _share_memory(self) -> HostMemory:
         """The memory that the leader makes for its CPU side, with the model's values in it."""
-        training, made = self._training, []
+        training, made = self.training, []
 
         def make() -> bytes:
             memory = HostMemory.create(self._plan)
@@ -362,11 +369,11 @@ class PeerModel:
         into.copy_(bound.flat[: bound.chunk.extent].detach())
 
     def _take_frozen(self, memory: HostMemory) -> None:
-        for bound in self._training.frozen:
+        for bound in self.training.frozen:
             bound.flat[: bound.chunk.extent].copy_(memory.frozen[bound.chunk.id])
 
     def _bring(self, memory: HostMemory) -> None:
-        training = self._training
+        training = self.training
         packed, file = self._packed()
         descriptors = [memory.fd] if file < 0 else [memory.fd, file]
         self._worker.send(
@@ -392,7 +399,7 @@ class PeerModel:
             os.close(file)
 
     def make_step(self, accepted: bool) -> None:
-        self.exchange.step(accepted, sent_groups(self._training.optimizer))
+        self.exchange.step(accepted, sent_groups(self.training.optimizer))
 
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Each parameter's state, as plain torch would have it, with all that this node has contributed. On
@@ -405,7 +412,7 @@ class PeerModel:
             raw = map_bytes(file, state.packed)
         finally:
             os.close(file)
-        training = self._training
+        training = self.training
         return unpack_optimizer(
             raw.numpy().data, training.optimizer, training.chunks, lazily=self.reads_lazily
         )
@@ -413,7 +420,7 @@ class PeerModel:
     def _ask_for_state(self, question: WantState, file: int) -> State:
         worker, what = self._worker, f"the optimizer's state after {question.least} iterations"
         if not worker.leads:
-            who, timeout = f"worker {self._workers.place.rank}", self._training.config.timeout_seconds
+            who, timeout = f"worker {self._workers.place.rank}", self.training.config.timeout_seconds
             return ask_at(worker.door, question, file, timeout, who, what)
         state = worker.ask(question, [file], State, what)
         assert isinstance(state, State)
@@ -421,19 +428,17 @@ class PeerModel:
 
     def _packed(self) -> tuple[int, int]:
         """The optimizer's state in a file: how many bytes, and its descriptor; -1: it has none."""
-        optimizer = self._training.optimizer
+        optimizer = self.training.optimizer
         if not any(optimizer.state.values()):
             return 0, -1
-        raw = pack_optimizer(
-            optimizer, self._training.chunks, self._training.elementwise, self.exchange.steps
-        )
+        raw = pack_optimizer(optimizer, self.training.chunks, self.training.elementwise, self.exchange.steps)
         file = make_file(len(raw), "the optimizer's state")
         map_bytes(file, len(raw)).copy_(torch.frombuffer(raw, dtype=torch.uint8))
         return len(raw), file
 
     def _digest(self) -> str:
         """What must be the same on every node, for one that comes late."""
-        training = self._training
+        training = self.training
         sections = (training.config.chunks, training.config.sync, training.config.link)
         told = (training.chunk_map, type(training.optimizer).__qualname__, *sections, self._fingerprint)
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]

@@ -9,7 +9,7 @@ Source: docs/memory.md, "Lent values".
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
 from atoll.train.gradients.agreement import Ballot
 from atoll.train.gradients.alike import Treatments
 from atoll.train.gradients.memory import Tiers
-from atoll.train.gradients.reducer import Calls
+from atoll.train.gradients.reducer import Calls, Reducer
 from atoll.train.gradients.samples import Contribution
 from atoll.train.gradients.scaling import Scaling
 from atoll.train.gradients.sums import AtEnd, Owner
@@ -44,46 +44,8 @@ from atoll.train.sync.peers import PeerModel, Peers
 from atoll.train.sync.peersexchange import NodeParts, PeerExchange
 from atoll.train.sync.peersparameters import Lent
 from atoll.train.sync.peersring import DevicesExchange
-from atoll.train.sync.strategies import Strategy, Training
-
-
-class PeersInTiers(Peers):
-    """Strategy `peers`, whose model may be prepared under budgets."""
-
-    _tiers: LentTiers | None = None
-
-    def tiers(self, memory: Memory, config: Config) -> LentTiers:
-        """The budgets of the one model."""
-        return LentTiers(memory, config, self)
-
-    def in_tiers(self, tiers: LentTiers) -> Strategy:
-        """The strategy for a model that is trained in `tiers`."""
-        self._tiers = tiers
-        return self
-
-    def _model_of(self, training: Training) -> PeerModel:
-        if self._tiers is None:
-            return super()._model_of(training)
-        place = Lent(training.chunks, self._worker.leads)
-        model = LentPeerModel(training, self._workers, self._parts(training, place), place)
-        self._tiers.model = model
-        return model
-
-    def told(self, word: bytes, what: str) -> list[bytes]:
-        """What each worker says as the model is prepared; where this node comes late, each of its devices."""
-        if self.late:
-            return self._worker.devices.gather(word, what)
-        return self._workers.gather_bytes(word, what)
-
-    @property
-    def devices(self) -> int:
-        """Of this node."""
-        return self._worker.devices.count
-
-    @property
-    def nodes(self) -> int:
-        """How many the run has."""
-        return self._worker.world
+from atoll.train.sync.peersworker import NodeWorker
+from atoll.train.sync.strategies import Stepper, Strategy, Training
 
 
 class LentTiers(Tiers):
@@ -91,24 +53,26 @@ class LentTiers(Tiers):
 
     _steps_here = False
 
-    def __init__(self, memory: Memory, config: Config, peers: PeersInTiers) -> None:
+    def __init__(
+        self, memory: Memory, config: Config, peers: Peers, node: NodeWorker, workers: NodeWorkers
+    ) -> None:
         super().__init__(memory, None)
-        self._config, self._peers = config, peers
-        self.model: LentPeerModel  # set where the strategy has made it
+        self._config, self._peers, self._node, self._workers = config, peers, node, workers
+        self._model: LentPeerModel | None = None
 
     def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
         """None where parameters and gradients fit on each worker's device."""
         word, found = _Word(), None
         try:
             self._check_host(model, optimizer)
-            found = plan(model, optimizer, self._memory, lent=self._peers.devices)
+            found = plan(model, optimizer, self._memory, lent=self._node.devices.count)
             word.fits = found.fits
         except AtollError as error:
             word.error = str(error)
         what = "what fits on the workers' devices"
         told = [
             msgspec.msgpack.decode(each, type=_Word)
-            for each in self._peers.told(msgspec.msgpack.encode(word), what)
+            for each in self._tell(msgspec.msgpack.encode(word), what)
         ]
         for worker, each in enumerate(told):
             if each.error:
@@ -119,18 +83,30 @@ class LentTiers(Tiers):
             return None
         if found.fits:  # and on another's it does not: all go one way
             held = msgspec.structs.replace(self._memory, step="host")
-            self._plan = plan(model, optimizer, held, lent=self._peers.devices)
-        return self._peers.in_tiers(self)
+            self._plan = plan(model, optimizer, held, lent=self._node.devices.count)
+        return LentPeers(self._peers, self._make_model)
+
+    def _tell(self, word: bytes, what: str) -> list[bytes]:
+        """What each worker says as the model is prepared; where this node comes late, each of its devices."""
+        if self._node.late:
+            return self._node.devices.gather(word, what)
+        return self._workers.gather_bytes(word, what)
+
+    def _make_model(self, training: Training) -> LentPeerModel:
+        place = Lent(training.chunks, self._node.leads)
+        self._model = LentPeerModel(training, self._workers, self._peers.parts(training, place), place)
+        return self._model
 
     def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
         del optimizer, epochs  # steps are the CPU side's, and so is the comparison
-        place = self.model.place
         assert self._plan is not None
+        assert self._model is not None
+        place = self._model.place
         fitted = borrow(
             model,
             memory=self._memory,
             plan=self._plan,
-            chunk_map=self.model.chunk_map,
+            chunk_map=self._model.chunk_map,
             values=place.lent(),
             gradients=place.payloads,
             peak=place.host_peak,
@@ -146,15 +122,35 @@ class LentTiers(Tiers):
             specs_of(dict(model.named_parameters()), settings_of(optimizer)),
             chunk_bytes=self._config.chunk_bytes,
         )
-        stale_max, devices = self._config.sync.stale_max, self._peers.devices
-        least = least_host_bytes(layout, optimizer, stale_max, self._peers.nodes, devices)
+        stale_max, devices = self._config.sync.stale_max, self._node.devices.count
+        least = least_host_bytes(layout, optimizer, stale_max, self._node.world, devices)
         if least > budget:
             raise UserError(
                 f"the budget of the host is too small: a node of strategy 'peers' keeps up to {least} bytes "
                 f"({format_bytes(least)}) there, with contributions that others may still lack, for "
-                f"sync.stale_max = {stale_max} and {self._peers.nodes} nodes; give that, a smaller "
+                f"sync.stale_max = {stale_max} and {self._node.world} nodes; give that, a smaller "
                 "sync.stale_max, or no budget of the host"
             )
+
+
+class LentPeers:
+    """Strategy `peers` for a model that is trained in tiers; `make` makes it."""
+
+    brings_parameters = brings_frozen = True
+    collective = shares_buffers = False
+
+    def __init__(self, peers: Peers, make: Callable[[Training], LentPeerModel]) -> None:
+        self._peers, self._make = peers, make
+        self.skips_together = peers.skips_together
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        return self._peers.build_model(self._make(training))
+
+    def loaded(self) -> None:
+        self._peers.loaded()
+
+    def refresh(self) -> None:
+        self._peers.refresh()
 
 
 class _Word(msgspec.Struct):
@@ -239,7 +235,7 @@ class LentPeerModel(PeerModel):
         super().__init__(training, workers, parts)
 
     def _make_exchange(self, parts: NodeParts) -> PeerExchange:
-        training, ring = self._training, self._worker.devices.ring
+        training, ring = self.training, self._worker.devices.ring
         if ring is None:
             return PeerExchange(training.chunks, training.calls, parts)
         make_sum = partial(LentSum, ring=ring, calls=training.calls, lent=self.place)
@@ -248,12 +244,12 @@ class LentPeerModel(PeerModel):
     @property
     def chunk_map(self) -> ChunkMap:
         """The layout that the CPU side has."""
-        return self._training.chunk_map
+        return self.training.chunk_map
 
     @torch.no_grad()
     def _take_from_first(self) -> None:
         """Receive the first worker's parameters, one chunk at a time: all together may not fit in memory."""
-        for bound in self._training.chunks:
+        for bound in self.training.chunks:
             self._workers.take_from_first(bound.parameters, "node 0's parameters")
 
     def _copy_values(self, bound: BoundChunk, into: Tensor) -> None:

@@ -279,10 +279,13 @@ class NodeWorker:
         self.script, self.door = ready.script, ready.door
         self.introduction.lived(ready.incarnation)
 
-    def stepped(self, iteration: int) -> None:
+    def prepared(self, _nbytes: int) -> None:
+        """The CPU side is told of the model itself."""
+
+    def stepped(self, _iteration: int, _samples: float, _pace: object) -> None:
         """The session has made so many iterations; the CPU side counts its own."""
 
-    def leave(self, iteration: int) -> None:
+    def finish(self, iteration: int) -> None:
         """Let the leader say goodbye to the other nodes, after `iteration` iterations; they are not waited
         for long."""
         left: list[bool] = []

@@ -29,6 +29,7 @@ from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.api.device import device_of
+from atoll.train.api.pace import Pace
 from atoll.train.api.place import Place
 from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.group.ordering import RingOrder, order_for
@@ -194,10 +195,20 @@ class Service:
         """The leased positions that this worker's next commit uses up."""
         return [each for sampler in self.samplers for each in sampler.used()]
 
-    def stepped(self, iteration: int) -> None:
+    def prepared(self, nbytes: int) -> None:
+        """A model is prepared, whose gradients take so many bytes."""
+        self.hub.size += nbytes
+
+    def stepped(self, iteration: int, samples: float, pace: Pace | None) -> None:
         """Note how far this worker is; raises RunError when the hub has given it up."""
-        self.hub.iteration = iteration
+        self.hub.iteration, self.hub.batch = iteration, samples
+        if self.ring is not None and pace is not None:  # the hub makes groups of those that tell it a pace
+            self.hub.pace = pace.seconds
         self.hub.check()
+
+    def finish(self, _iteration: int) -> None:
+        """The session came to its end."""
+        self.finished = True
 
     def told_members(self, count: int) -> None:
         """So many workers live."""

@@ -35,6 +35,7 @@ from atoll.train.group.rounds import Ring
 from atoll.train.members.regrouping import Regrouping
 from atoll.train.members.served_workers import ServedWorkers
 from atoll.train.sync.connection import Connection, Members, values_of
+from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.server import Server
 from atoll.train.sync.service import Service
 from atoll.train.sync.serving import serve_alone, serve_group
@@ -161,10 +162,16 @@ class Served:
     brings_parameters, brings_frozen, shares_buffers = True, False, False
     of_group = False  # whether this worker is a member of a group, which the shards know as one
 
-    def __init__(self, service: Service, workers: ServedWorkers, config: Config, members: Members) -> None:
-        self._service, self._workers, self._members = service, workers, members
+    def __init__(
+        self,
+        service: Service,
+        workers: ServedWorkers,
+        config: Config,
+        members: Members,
+        models: ServedModels,
+    ) -> None:
+        self._service, self._workers, self._members, self._models = service, workers, members, models
         self.collective = self.skips_together = config.sync.consistency == "bsp"
-        self._models: list[ServedModel] = []
 
     @property
     def site(self) -> str:
@@ -182,7 +189,7 @@ class Served:
     ) -> tuple[Server, RemoteOptimizer]:
         """As `build`, with another exchange and another `kind` of ServedModel."""
         model = kind(training, self._service, self._workers, self._members, make_exchange)
-        self._models.append(model)
+        self._models.add(model)
         model.set_up()
         stepper = RemoteOptimizer(
             training.optimizer,
@@ -208,20 +215,11 @@ class Served:
         return serve_alone(policy, training.chunks, connection, training.calls, held=held)
 
     def loaded(self) -> None:
-        for model in self._models:
-            model.set_up()
-
-    def entered(self) -> int:
-        """This worker takes part in the run that is under way: it gets the newest parameters; returns the
-        shards' iteration that it makes next."""
-        for model in self._models:
-            model.fetch_parameters()
-        return self._models[0].exchange.steps
+        self._models.set_up()
 
     def refresh(self) -> None:
         if not self.collective:
-            for model in self._models:
-                model.exchange.refresh()
+            self._models.refresh()
 
 
 class Grouped(Served):
@@ -235,22 +233,12 @@ class Grouped(Served):
         workers: ServedWorkers,
         config: Config,
         members: Members,
+        models: ServedModels,
         ring: Ring,
-        regrouping: Callable[[], Regrouping],
+        regrouping: Regrouping,
     ) -> None:
-        super().__init__(service, workers, config, members)
+        super().__init__(service, workers, config, members, models)
         self._ring, self._regrouping = ring, regrouping
-        self._exchange: Server | None = None
-
-    @property
-    def exchange(self) -> Server:
-        """The model's; there is one once `build` has been called."""
-        assert self._exchange is not None
-        return self._exchange
-
-    def arrive(self, what: str) -> None:
-        """As `ServedModel.arrive`."""
-        self._models[0].arrive(what)
 
     def _make_exchange(self, training: Training, connection: Connection) -> Server:
         return self._make_group_exchange(training, connection, None)
@@ -260,7 +248,7 @@ class Grouped(Served):
 
     def _make_group_exchange(self, training: Training, connection: Connection, held: Holder | None) -> Server:
         sync = training.config.sync
-        self._exchange = serve_group(
+        return serve_group(
             sync.consistency,
             training.chunks,
             connection,
@@ -268,20 +256,14 @@ class Grouped(Served):
             ring=self._ring,
             uplink=sync.uplink,
             message_bytes=message_bytes_for(training.chunk_map),
-            grouping=lambda: self._regrouping().known(),
-            move=lambda grouping: self._regrouping().move(grouping),
+            grouping=self._regrouping.known,
+            move=self._regrouping.move,
             # A member that waits in a meeting takes part in iterations that its script does not count.
             settings=partial(settings_of, training.optimizer, scheduled=sync.consistency == "bsp"),
             hyperparameters=lambda: sent_groups(training.optimizer),
             held=held,
             pipeline=sync.pipeline,
         )
-        return self._exchange
-
-    def gather_members(self) -> None:
-        """Return when all members of this worker's group have come to a meeting."""
-        if self._exchange is not None:
-            self._exchange.gather_members()
 
 
 SET_UP, STATE = "set-up", "state"  # what messages are sent again until
@@ -313,7 +295,6 @@ class ServedModel:
             link=shards.options,
         )
         self.exchange = make_exchange(training, connection)
-        workers.on_met(self.exchange.catch_up)
         self._kind = type(training.optimizer)
         self._ready: set[int] = set()
         self._set_ups = 0

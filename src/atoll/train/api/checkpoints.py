@@ -1,0 +1,99 @@
+"""A session's checkpoints: saved, loaded, and gone on from where a run is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from atoll.core import events
+from atoll.core.errors import UserError
+from atoll.tensors.checkpoint import is_checkpoint_there
+from atoll.train.api.collectives import Collectives
+from atoll.train.api.compose import Runtime
+from atoll.train.api.maskcheck import MaskCheck
+from atoll.train.checkpoint.resume import Stateful, check_state
+
+
+class Checkpoints:
+    """One worker's part in them."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        collectives: Collectives,
+        masks: MaskCheck,
+        aside: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """What happens within `aside()` is not the training's own time."""
+        self._runtime, self._collectives, self._masks, self._aside = runtime, collectives, masks, aside
+        self._state, self._workers, self._records = runtime.state, runtime.workers, runtime.records
+        self._entrance = runtime.entrance
+
+    def register(self, objects: dict[str, Stateful]) -> None:
+        """As `Session.register`."""
+        for name, stateful in objects.items():
+            if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
+                raise UserError(
+                    f"session.register({name}=...): a {type(stateful).__name__} has no state_dict and "
+                    "load_state_dict"
+                )
+            check_state(name, stateful)
+        self._state.registered.update(objects)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """As `Session.save`."""
+        with self._collectives.call("session.save"):
+            self._collectives.before_saving()
+            with self._aside():
+                self._state.save(self._workers, path)
+        if self._workers.is_first:  # under `ssp` and `asp` each is at an iteration of its own
+            self._records.emit(events.Saved, iteration=self._state.iteration, path=str(path))
+
+    def resume(self, folder: str | os.PathLike[str] | None) -> int:
+        """As `Session.resume`."""
+        state, entrance = self._state, self._entrance
+        if entrance is not None and entrance.late:
+            with self._aside():
+                entered = entrance.enter()
+            if entered:
+                at = f"at iteration {state.iteration}"
+                self._records.decided_here(events.Decided, "entered", at, "a living worker gave its state")
+                return state.iteration
+        with self._collectives.call("session.resume"):
+            there = folder is not None and is_checkpoint_there(folder)
+            if folder is not None and any(
+                self._workers.gather(there, "session.resume (who has a checkpoint)")
+            ):
+                self.load(folder)
+            elif entrance is not None and state.iteration:
+                self._records.warn(
+                    f"nobody lives who could give its state: parameters and optimizer are those of iteration "
+                    f"{state.iteration}, and schedulers, buffers and data begin anew"
+                )
+            elif folder is not None and self._workers.is_first:
+                self._records.warn_once(
+                    f"session.resume {folder}",
+                    f"session.resume found no checkpoint in {folder}: starting at step {state.iteration}",
+                )
+            return state.iteration
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """As `Session.load`."""
+        if self._entrance is not None and self._entrance.late:
+            raise UserError(
+                "session.load: this worker comes late, and the run is under way; call session.resume(folder) "
+                "in its place"
+            )
+        with self._collectives.call("session.load"):
+            self._collectives.settle()
+            regrouping = self._runtime.regrouping
+            if regrouping is not None and regrouping.grouping:
+                raise UserError(
+                    "session.load: the workers are in groups already; call it before the loop, after "
+                    "session.prepare"
+                )
+            with self._aside():
+                self._state.load(self._workers, path)
+                self._runtime.strategy.loaded()
+            self._masks.begin()

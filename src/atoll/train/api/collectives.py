@@ -1,0 +1,77 @@
+"""The calls of a session that all workers make together, and what is alike once they have met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from atoll.core.scriptline import script_line
+from atoll.core.stands import call
+from atoll.train.checkpoint.resume import TrainingState
+from atoll.train.members.workers import Reduction, Value, Workers, asked_of_gather, asked_of_reduce
+from atoll.train.sync.strategies import Strategy
+
+
+class Collectives:
+    """One worker's part in them. `follow()` lets schedules step by what others have consumed meanwhile."""
+
+    def __init__(
+        self, workers: Workers, state: TrainingState, strategy: Strategy, follow: Callable[[], None]
+    ) -> None:
+        self._workers, self._state, self._strategy, self._follow = workers, state, strategy, follow
+
+    def call(self, name: str, asks: str = "") -> AbstractContextManager[None]:
+        """Mark this worker as inside a call that all workers make; see `Workers.standing`."""
+        return self._workers.standing(call(name, script_line(), asks=asks, step=self._state.iteration))
+
+    def settle(self) -> None:
+        """Wait until what this worker has sent by itself counts: exchanges may go on while it computes."""
+        self._workers.gather_group()
+        for prepared in self._state.prepared:
+            prepared.reducer.settle()
+
+    def confirm(self, what: str) -> None:
+        """Hear of all who step copies of their own that these are alike; raises UserError."""
+        for prepared in self._state.prepared:
+            prepared.reducer.confirm(what)
+
+    def unify(self, what: str, *, registered: bool = False) -> None:
+        """Make alike what each worker has a copy of; `registered` as in `TrainingState.unify`."""
+        self._state.sync(what)
+        self._state.unify(self._workers, what, registered=registered)
+        self._follow()
+
+    def barrier(self) -> None:
+        """As `Session.barrier`."""
+        name = "session.barrier"
+        with self.call(name):
+            self.settle()
+            self._workers.barrier()
+            self.confirm(name)
+            self._strategy.refresh()
+            self.unify(name)
+
+    def before_saving(self) -> None:
+        """Let this worker have what a checkpoint of the run holds, inside `session.save`."""
+        name = "session.save"
+        if not self._strategy.collective:  # when all are here, nothing moves any more
+            self.settle()
+            self._workers.barrier(name)
+            self._strategy.refresh()
+        self.confirm(name)
+        self.unify(name, registered=True)
+
+    def reduce(self, value: Value, op: Reduction, weight: float | None) -> Value:
+        """As `Session.reduce`."""
+        with self.call("session.reduce", asked_of_reduce(value, op)):
+            reduced = self._workers.reduce(value, op, weight)
+        self._follow()
+        return reduced
+
+    def gather(self, value: Any) -> list[Any]:
+        """As `Session.gather`."""
+        with self.call("session.gather", asked_of_gather(value)):
+            gathered = self._workers.gather(value)
+        self._follow()
+        return gathered

@@ -1,0 +1,94 @@
+"""The end of a session: workers part, and what it had opened is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+from atoll.core.errors import RunError
+from atoll.core.scriptline import script_line
+from atoll.core.stands import end
+from atoll.train.api.collectives import Collectives
+from atoll.train.api.compose import Runtime
+from atoll.train.api.maskcheck import MaskCheck
+
+_END = (
+    "the end of the session, which it reached after {} iterations (every worker must make equally many, and "
+    "leave its `with` block)"
+)
+
+
+class Leaving:
+    """One worker's end. `closes` ends what is the session's own. In a process that the script has forked
+    nothing happens: the session is its parent's to leave."""
+
+    def __init__(
+        self, runtime: Runtime, collectives: Collectives, masks: MaskCheck, closes: Callable[[], None]
+    ) -> None:
+        self._runtime, self._collectives, self._masks, self._closes = runtime, collectives, masks, closes
+        self._state, self._workers, self._records = runtime.state, runtime.workers, runtime.records
+        self._process, self._is_over = os.getpid(), False
+
+    @property
+    def has_left(self) -> bool:
+        """True once the session is over, and in a forked process."""
+        return self._is_over or os.getpid() != self._process
+
+    def finish(self) -> None:
+        """Write the last records, wait for the other workers to finish too, and let the model go."""
+        if self.has_left:
+            return
+        self._records.finished()
+        entrance, stand = self._runtime.entrance, end(self._state.iteration, script_line())
+        try:
+            if self._runtime.together and entrance is not None:
+                entrance.ending()
+            with self._workers.standing(stand):
+                if self._runtime.together:
+                    self._end_together(_END.format(self._state.iteration))
+                else:  # workers end when they have no more data, one before the other
+                    with contextlib.suppress(RunError):  # the shards are gone: what was trained counts
+                        self._give_back()
+                    self._workers.part()
+            if self._runtime.member is not None:
+                self._runtime.member.finish(self._state.iteration)
+            self._records.tell_of_node()
+        finally:
+            self.leave()
+
+    def _end_together(self, where: str) -> None:
+        """Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
+        What was contributed is applied, and those who come in now are let in."""
+        self._runtime.drain(where)
+        self._masks.look_at_end()
+        self._state.unify(self._workers, where)
+        self._give_back()
+        self._workers.barrier(where)
+        self._collectives.confirm(where)
+
+    def _give_back(self) -> None:
+        """Bring the state of optimizers that stepped elsewhere to this worker, for the script's use."""
+        if not self._runtime.late:
+            for prepared in self._state.prepared:
+                prepared.give_back()
+
+    def leave(self) -> None:
+        """Close all, after an error or at the end."""
+        if self.has_left:
+            return
+        self._is_over = True
+        with contextlib.suppress(RuntimeError):  # a device that has failed must not hide why
+            self._records.read_logged()
+        with contextlib.ExitStack() as ends:  # from the last on, and whatever one raises, the others too
+            ends.callback(self._records.summarise)
+            if self._runtime.member is not None:
+                ends.callback(self._runtime.member.close)
+            ends.callback(self._workers.close)
+            for ring in (self._runtime.ring, self._runtime.group_ring):
+                if ring is not None:
+                    ends.callback(ring.close)
+            ends.callback(self._records.close)
+            for prepared in self._state.prepared:
+                ends.callback(prepared.close)
+            ends.callback(self._closes)

@@ -1,0 +1,80 @@
+"""The models that a session has prepared: which one a call means, and which one may be prepared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from atoll.core.errors import PrepareError, UserError
+from atoll.tensors.torch_compat import uncompiled
+from atoll.train.api.prepared import Prepared
+
+
+class Models:
+    """They stand in `prepared`, which grows, in the order in which the script prepares them."""
+
+    def __init__(self, prepared: list[Prepared]) -> None:
+        self._prepared = prepared
+
+    def check_new(self, model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
+        """Raise PrepareError or UserError where `model` is no module or `optimizer` no optimizer, or where
+        the model, one of its parameters or its `name` belongs to a model prepared before."""
+        _check_pair(model, optimizer)
+        module = uncompiled(model)
+        for prepared in self._prepared:
+            if name and prepared.origin.name == name:
+                raise UserError(f"session.prepare(name={name!r}): another model has that name already")
+            if prepared.module is module:
+                raise UserError("this model is prepared already; call session.prepare once for each model")
+            taken = {id(parameter) for parameter in prepared.parameters.values()}
+            for own, parameter in module.named_parameters():
+                if id(parameter) in taken:
+                    raise PrepareError(
+                        f"parameter {own!r} belongs to another prepared model too; put both models into one "
+                        "nn.ModuleList and prepare that, with one optimizer"
+                    )
+
+    def require(self, what: str) -> None:
+        """Raise UserError unless a model is prepared, which `what` needs."""
+        if not self._prepared:
+            raise UserError(f"{what} needs a model; call session.prepare(model, optimizer) first")
+
+    def find(self, model: nn.Module | None) -> Prepared:
+        """Return the prepared model that a call means by `model`; without one, the only one."""
+        self.require("this call")
+        if model is None:
+            if len(self._prepared) > 1:
+                raise UserError("several models are prepared; say which is meant with model=...")
+            return self._prepared[0]
+        for prepared in self._prepared:
+            if prepared.module is uncompiled(model):
+                return prepared
+        raise UserError("this model is not prepared; call session.prepare(model, optimizer) first")
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As `Session.no_sync`."""
+        before = [(prepared.reducer, prepared.reducer.synchronous) for prepared in self._prepared]
+        for reducer, _ in before:
+            reducer.synchronous = False
+        try:
+            yield
+        finally:
+            for reducer, synchronous in before:
+                reducer.synchronous = synchronous
+
+
+def _check_pair(model: object, optimizer: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise PrepareError(
+            f"session.prepare takes one nn.Module as its model, and was given a {type(model).__name__}; put "
+            "several into one nn.ModuleList"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PrepareError(
+            "session.prepare takes one torch.optim.Optimizer, and was given a "
+            f"{type(optimizer).__name__}; several become one with a param group for each"
+        )

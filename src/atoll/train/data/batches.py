@@ -1,0 +1,78 @@
+"""The batches on which a session's models train: their samples, and their epochs."""
+
+from __future__ import annotations
+
+from atoll.core.stands import SAMPLER, UNKNOWN, Epoch
+from atoll.core.weighing import GUESSED, KNOWN, NONE
+from atoll.train.checkpoint.resume import AnySampler, TrainingState
+from atoll.train.data.leased_sampler import LeasedSampler
+from atoll.train.data.passes import Passes
+from atoll.train.gradients.samples import Seen
+
+
+class SampledBatches:
+    """The batches of a session's first model, which are those of its samplers, where it has any.
+
+    Without a sampler of the session the epoch is what the script shows of its loop. The epoch is unknown
+    where each worker leases its own data.
+    """
+
+    def __init__(self, state: TrainingState, passes: Passes) -> None:
+        self._state, self._passes = state, passes
+        self._sampling: AnySampler | None = None  # the sampler that gave the latest index
+        self._trains_on: AnySampler | None = None  # the first whose batches a backward has reached
+
+    def given_by(self, sampler: AnySampler) -> None:
+        """A sampler is about to give an index: the samples that a forward counts next are its."""
+        self._sampling = sampler
+        if sampler.resumed:
+            # A DataLoader draws a number when it starts; a run that was never stopped has drawn it long ago.
+            self._state.restore_random_once()
+
+    def forward(self) -> None:
+        self._passes.forward()
+
+    def count(self, seen: Seen) -> tuple[float | None, str]:
+        samples, certain, sampler = seen.samples, seen.confirms, self._sampling
+        self._passes.trains()
+        if samples is None:
+            return None, NONE
+        if sampler is not None:
+            self._trains_on = self._trains_on or sampler
+            sizes = sampler.next_sizes()
+            if samples not in sizes:
+                samples = next((each for each in seen.instead if each in sizes), samples)
+            certain = certain or samples in sizes
+            samples = sampler.count(samples)
+        return samples, KNOWN if certain else GUESSED
+
+    def epoch(self) -> Epoch:
+        sampler = self._trains_on
+        if isinstance(sampler, LeasedSampler):
+            return UNKNOWN
+        return self._passes.epoch() if sampler is None else Epoch(sampler.epoch, SAMPLER)
+
+    def whole(self) -> None:
+        if self._sampling is not None:
+            self._sampling.committed()
+
+
+class OtherBatches:
+    """The batches of a session's further models, which no sampler of the session counts."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+
+    def forward(self) -> None:
+        self._passes.forward()
+
+    def count(self, seen: Seen) -> tuple[float | None, str]:
+        if seen.samples is None:
+            return None, NONE
+        return seen.samples, KNOWN if seen.confirms else GUESSED
+
+    def epoch(self) -> Epoch:
+        return UNKNOWN
+
+    def whole(self) -> None:
+        """The first model's iterations use up the samplers' data."""
