@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from atoll.core.errors import DeadlineError
-from atoll.testing import supervisor
+from support import supervisor
 from support.supervisor import Supervisor, Usage, leaks
 
 DEADLINE = 60.0
