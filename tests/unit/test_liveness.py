@@ -159,7 +159,9 @@ def test_who_is_dead_or_stopped_is_known_at_the_first_look(change: dict[str, obj
 
 
 @pytest.mark.parametrize(
-    "origin", ["", "x", "a:b:c", f"{own_origin().split(':')[0]}:1", own_origin(), "a:²:1"]
+    "origin",
+    ["", "x", "a:b:c", f"{own_origin().split(':')[0]}:1", own_origin(), "a:²:1"],
+    ids=["empty", "a word", "letters", "no start", "this process", "a raised digit"],
 )
 def test_of_whom_nothing_is_known(origin: str) -> None:
     assert Machine().vouching().judge(origin, 4.0, 10.0) == Judgement(False)
