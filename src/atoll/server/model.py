@@ -20,6 +20,7 @@ from atoll.core.weighing import KNOWN
 from atoll.exchange.codecs import codec_named
 from atoll.exchange.coding import Coding, bytes_of
 from atoll.server.checks import Checks, wrong_size
+from atoll.server.heard import NOT_SET_UP
 from atoll.server.inflight import InFlight
 from atoll.server.logkeeper import IN_FLIGHT
 from atoll.server.payloads import Lent, payload_of, weighted_mean
@@ -138,6 +139,8 @@ class Holder(Protocol):
 class Model:
     """A Setup put into effect. Raises UserError where it makes no sense or cannot be run here."""
 
+    has_values_at_once = True  # parameters may be asked for before it is complete
+
     def __init__(
         self, setup: Setup, shard: int, *, configured: str = "", fused: bool = False, codec: str = ""
     ) -> None:
@@ -199,11 +202,6 @@ class Model:
     def is_whole(self) -> bool:
         """Whether all values are here."""
         return self.complete and not self.awaited
-
-    @property
-    def answers(self) -> bool:
-        """Whether parameters may be asked for: a site's model has none before the global shards gave them."""
-        return True
 
     def freshen(self, pull: AnyPull) -> None:
         """Have the parameters that `pull` asks for: they are here, but for a site's."""
@@ -371,7 +369,7 @@ class Model:
 
     def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
         """Stage a chunk of a contribution; returns why not, and whether the contribution is now whole."""
-        refusal = self._not_yet() or self.checks.gradient(push, payload)
+        refusal = self.checks.gradient(push, payload) if self.complete else NOT_SET_UP
         refusal = refusal or self.checks.finite(worker, push, payload)
         if not refusal and push.chunks_in_all != len(self.chunks):
             refusal = f"{push.chunks_in_all} chunks announced, where this shard holds {len(self.chunks)}"
@@ -384,9 +382,6 @@ class Model:
         if outcome.joins:
             self._payloads.join(outcome.joins)
         return outcome.refused, outcome.staged
-
-    def _not_yet(self) -> str:
-        return "" if self.complete else "this shard is not set up yet"
 
     def pull_with(self, push: Push) -> AnyPull:
         """What a push asks for that is a pull as well: the mean under bsp, else the parameters."""
@@ -413,7 +408,7 @@ class Model:
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
         """Take what a worker made of a chunk's mean; returns why not."""
-        refusal = self._not_yet() or self.checks.gradient(replace, payload)
+        refusal = self.checks.gradient(replace, payload) if self.complete else NOT_SET_UP
         if refusal:
             return refusal
         outcome = self.state.handle_replace(worker, replace, self._payloads.next)
@@ -478,15 +473,12 @@ class Model:
                 gradients = self._payloads.gradients(handle, self.optimizer.dtype(chunk))
             elif action.scale != 1:
                 gradients = gradients * action.scale  # the mean itself may still be on its way to a worker
-            if self._steps(chunk) and any(present):
+            if self.own.trains(chunk) and chunk not in self.awaited and any(present):
                 self._make_way(chunk, before)
                 with _told_of(chunk):
                     self.own.step(chunk, gradients, present)
             reach("shard.stepped", action.iteration)
             done(chunk)
-
-    def _steps(self, chunk: int) -> bool:
-        return self.own.trains(chunk) and chunk not in self.awaited
 
     def _make_way(self, chunk: int, before: Done) -> None:
         """A chunk's values are about to change; those on their way to workers stay as they are."""
@@ -499,7 +491,7 @@ class Model:
         self.iterations = max(self.iterations, action.iteration + 1)
         self.optimizer.set_hyperparameters(action.hyperparameters)
         for chunk, (handle, present) in _in_order(action.chunks):
-            if self._steps(chunk):
+            if self.own.trains(chunk) and chunk not in self.awaited:
                 self._make_way(chunk, before)
                 gradients = self._payloads.gradients(handle, self.optimizer.dtype(chunk))
                 with _told_of(chunk):

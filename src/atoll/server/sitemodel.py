@@ -102,6 +102,7 @@ class SiteModel(Model):
     is replayed, and `go_on` finishes the work under way. `link` says how the site's gradients go up.
     """
 
+    has_values_at_once = False  # the global shards give them
     optimizer: PassingValues
 
     def __init__(
@@ -238,10 +239,6 @@ class SiteModel(Model):
         what = f"the description of the model by worker {self.between.first}"
         upstream.ask(range(self._shards), asked, SET_UP, ready, what)
         self.refresh()
-
-    @property
-    def answers(self) -> bool:
-        return self.complete
 
     def freshen(self, pull: AnyPull) -> None:
         if isinstance(pull, messages.Pull) and pull.newest and self._refreshed < self._met():

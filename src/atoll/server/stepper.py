@@ -69,7 +69,7 @@ class Stepper:
     def handle_pull(self, heard: Heard) -> str:
         """Send all chunks to one who asks for them, if it is ready; else it waits for a line."""
         model, pull = self._training.model, heard.message
-        if model is None or not model.answers:
+        if model is None or not (model.complete or model.has_values_at_once):
             return NOT_SET_UP
         model.freshen(pull)
         if pull.share >= pull.shares:
@@ -85,7 +85,7 @@ class Stepper:
         """Whether this one may be answered between two chunks."""
         return (
             self._done is not None
-            and self._model.answers
+            and (self._model.complete or self._model.has_values_at_once)
             and hello.role == "worker"
             and hello.incarnation == pull.incarnation
             and pull.share < pull.shares
