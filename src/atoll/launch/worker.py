@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
@@ -28,7 +27,7 @@ from atoll.core.sharing import open_like_folder
 from atoll.core.texts import shortened
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 from atoll.launch.program import Program
-from atoll.observe.failing import MESSAGE_CHARACTERS, failure_of, text_of
+from atoll.observe.failing import MESSAGE_CHARACTERS, failure_of, sigterm_ignored, text_of
 from atoll.observe.journal import Journal
 from atoll.observe.lastwords import say
 from atoll.observe.logstream import LogStreams
@@ -68,22 +67,11 @@ def main(script: str, arguments: list[str]) -> None:
         if os.getpid() != process:  # the script has forked: its child's end is not the worker's
             raise
         ignore_child_deaths()
-        with _sigterm_ignored():
+        with sigterm_ignored():
             status = _fail(run, worker, program, error)
         sys.exit(status)
     if os.getpid() == process:
         say_end(0)
-
-
-@contextlib.contextmanager
-def _sigterm_ignored() -> Iterator[None]:
-    """Let SIGTERM not end this process while it tells of its error: where another worker has lost touch with
-    it, torchrun may stop both."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _exit_of(error: SystemExit) -> tuple[int, str, str]:

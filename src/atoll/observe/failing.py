@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import traceback
+from collections.abc import Iterator
 
 from atoll.core.childsignals import death_behind
 from atoll.core.errors import AtollError, PeerLostError
@@ -35,13 +39,30 @@ def failure_of(worker: int, error: BaseException, whole: str, now: float, *, lea
     )
 
 
+@contextlib.contextmanager
+def sigterm_ignored() -> Iterator[None]:
+    """Let SIGTERM not end this process while it tells of its error: where another worker has lost touch with
+    it, torchrun may stop both. Only a process's main thread can do so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
 def say_leaving(worker: int, error: BaseException) -> None:
     """Say which error makes a worker leave its session, before it does: it may be stopped meanwhile."""
-    try:
-        whole = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")
-    except MemoryError:
-        whole = f"{type(error).__name__}: {text_of(error)}"
-    say(failure_of(worker, error, whole, record_time(), leaving=True))
+    if isinstance(error, (SystemExit, KeyboardInterrupt)):
+        return
+    with sigterm_ignored():
+        try:
+            whole = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")
+        except MemoryError:
+            whole = f"{type(error).__name__}: {text_of(error)}"
+        say(failure_of(worker, error, whole, record_time(), leaving=True))
 
 
 def text_of(error: object) -> str:
