@@ -117,9 +117,6 @@ def put_clocks(session: atoll.Session, clocks: Clocks) -> None:
     prepared.reducer.sum.reduce = clocks.around(  # type: ignore[method-assign]
         "end of backward: the ring's sum and agreement, waits included", prepared.reducer.sum.reduce
     )
-    prepared.reducer.came = clocks.around(  # type: ignore[method-assign]
-        "in backward: a gradient has come", prepared.reducer.came
-    )
     session.log = clocks.around("session.log", session.log)  # type: ignore[method-assign]
 
 

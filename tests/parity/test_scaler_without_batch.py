@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll.train.gradients import reducer
+from atoll.train.gradients import watch
 from support.pool import WorkerPool
 from support.runs import KINDS, PACES, TOGETHER, alone, model, run_at
 
@@ -63,7 +63,7 @@ def train(
     session: atoll.Session, how: str, script: Script = SCRIPT, on_gpu: bool = False
 ) -> tuple[list[Tensor], int, float]:
     """`on_gpu`: no look at gradients, as on a GPU."""
-    with patch.object(reducer, "_READABLE", frozenset() if on_gpu else reducer._READABLE):
+    with patch.object(watch, "_READABLE", frozenset() if on_gpu else watch._READABLE):
         return _train(session, how, script)
 
 
@@ -128,22 +128,22 @@ def zeros(session: atoll.Session, of: str) -> list[bool]:
     net = model()
     optimizer = optimizer_of(net, "loop")
     session.prepare(net, optimizer)
-    known, its = session._state.prepared[0].reducer, optimizer if of == "optimizer" else net
-    with patch.object(reducer, "_READABLE", frozenset()):
+    known, its = session._state.prepared[0].reducer.watch, optimizer if of == "optimizer" else net
+    with patch.object(watch, "_READABLE", frozenset()):
         net(torch.ones(2, 32, dtype=torch.float64)).sum().backward()
-        seen = [known._is_left_out()]
+        seen = [known.is_left_out()]
         its.zero_grad(set_to_none=False)
-        seen.append(known._is_left_out())
+        seen.append(known.is_left_out())
         with torch.no_grad():
             for parameter in net.parameters():
                 if parameter.grad is not None:
                     parameter.grad.add_(1.0)
-        seen.append(known._is_left_out())
+        seen.append(known.is_left_out())
         its.zero_grad(set_to_none=False)
-        seen.append(known._is_left_out())
+        seen.append(known.is_left_out())
         first = next(parameter for parameter in net.parameters() if parameter.grad is not None)
         first.grad = torch.ones_like(first)
-        seen.append(known._is_left_out())
+        seen.append(known.is_left_out())
         optimizer.zero_grad()
     return seen
 
