@@ -526,11 +526,11 @@ def test_a_member_whose_steps_have_ended_says_that_it_has_gone() -> None:
     ended, told = threading.Event(), list[str]()
 
     def body(member: Member, _model: Any, _optimizer: Any, fitted: Sharded) -> None:
-        def over(_chunk: int) -> None:
+        def over(_chunk: int, *, tells: bool = True) -> None:
             raise RunError("the optimizer's step of 'w' will not come: the session ended before it")
 
         if member.rank == 0:
-            fitted.sharing.wait_stepped = over
+            fitted._steps.wait_stepped = over
         fitted.sync("the test")
         try:
             if member.rank == 1:

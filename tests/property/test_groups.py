@@ -182,7 +182,8 @@ def test_whatever_happens_each_that_lives_and_reported_is_in_one_group_or_late(
     assert living - set(grouped) <= given_up | late | {
         worker for moment, what, worker, _ in possible if what == "begun"
     }
-    if living == reported and not late and len(possible) == workers and not given_up:
+    everybody = living == reported == set(range(workers))
+    if everybody and not late and len(possible) == workers and not given_up:
         assert [len(group) for group in formed(told)] == sizes_of(workers, groups)
 
 

@@ -39,7 +39,7 @@ def test_a_worker_lets_its_cpu_side_see_to_the_others(monkeypatch: pytest.Monkey
     node = worker.NodeWorker(introduction, cast(CpuSide, side), 60.0)
     # What FakeSide answers at once is not this side's.
     side.send = lambda message, descriptors=(): side.heard.append(message)  # type: ignore[method-assign]
-    node.leave(3)
+    node.finish(3)
     if leaves < 100.0:
         assert leaves <= side.now < leaves + 0.5, "it has heard that the others have all"
     else:
