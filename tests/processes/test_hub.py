@@ -395,10 +395,10 @@ def test_a_hub_that_falls_silent_is_told_at_once_and_when_it_is_back(
     with hub_of(folder, patience=600.0, heartbeat=0.1) as service:
         door = Forwarder(service.address)
         with client(service, address=door.address) as one:
-            one.tell, one.meanwhile = told.append, "on"
+            one.silence.tell, one.silence.meanwhile = told.append, "on"
             one.join()
             assert one.lease(0, 0, 100, 10).stop == 10
-            wait_for(lambda: one._silent is None, "the hub's answers")  # which may take longer than that too
+            wait_for(lambda: one.silence.since is None, "the hub's answers")  # may take longer
             told.clear()
             door.stand_still()
             if gone:

@@ -55,7 +55,8 @@ class Run:
 
     def paces(self, *paces: float) -> None:
         for each, pace in zip(self.clients, paces, strict=True):
-            each.iteration, each.pace = 4, pace  # 0: its probe is under way
+            each.iteration = 4
+            each.set_pace(pace)  # 0: its probe is under way
 
     def told(self, grouping: int, *ranks: int) -> None:
         """Wait until these know of it."""
@@ -229,7 +230,8 @@ def test_groups_are_chosen_when_all_have_reported_and_a_late_worker_is_placed(fo
         with client(run.hub) as late:
             rank = late.join().worker
             assert rank == 3  # 2 is the group's
-            late.iteration, late.pace = 4, 0.1
+            late.iteration = 4
+            late.set_pace(0.1)
             run.clients.append(late)
             run.told(2, 0, 1, 2)
             answers = [each.result(DEADLINE) for each in (run.asks(0, 9), run.asks(1, 9), run.asks(2))]
@@ -243,7 +245,8 @@ def test_workers_say_at_which_site_they_are_and_sites_are_groups(folder: Path) -
         clients = [client(service) for _ in range(3)]
         for rank, site in enumerate(("paris", "berlin", "paris")):
             clients[rank].join(rank, site)
-            clients[rank].iteration, clients[rank].pace = 4, 0.1
+            clients[rank].iteration = 4
+            clients[rank].set_pace(0.1)
         wait_for(lambda: service.decisions("groups"), "a grouping")
         (decision,) = service.decisions("groups")
         assert decision.choice == "workers 0 2"  # 1 is alone, as it was
@@ -306,7 +309,7 @@ def test_speeds_that_drift_make_other_groups(folder: Path) -> None:
         def drifts() -> bool:
             for each in run.clients:
                 each.iteration += 1
-            run.clients[1].pace = 0.4
+            run.clients[1].set_pace(0.4)
             return run.clients[0].grouping == 2
 
         wait_for(drifts, "a grouping for the speeds that there are")
@@ -381,7 +384,7 @@ class Member(threading.Thread):
         self.iteration += 1
         self.hub.iteration = self.iteration
         if self.iteration >= 4:
-            self.hub.pace = self.pace
+            self.hub.set_pace(self.pace)
         return True
 
     def moves(self) -> None:

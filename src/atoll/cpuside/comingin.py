@@ -60,7 +60,7 @@ class ComingIn:
                 np.random.default_rng(),
                 now,
                 stage.newest,
-                self._others.network.judge,
+                self._others.network.silent.judge,
             )
             self._acting.do(stage.node.poll(now))
         if entering.taker is not None and (why := entering.taker.stalled()):

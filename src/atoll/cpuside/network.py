@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from atoll.core.errors import RunError, UserError
-from atoll.core.liveness import Judgement, Vouching, own_origin
+from atoll.core.liveness import own_origin
 from atoll.core.texts import one_line
-from atoll.core.units import format_seconds
 from atoll.cpuside.guests import CHUNKS, WORDS, Guests, Places
+from atoll.cpuside.silent import SilentNodes
 from atoll.net.endpoint import (
     NOTHING_LISTENS,
     SOON,
@@ -48,12 +48,11 @@ from atoll.wire.nodes import (
     encode,
 )
 from atoll.wire.peers import PeerMessage
-from atoll.wire.peerviews import NODES, Life
+from atoll.wire.peerviews import NODES
 
 LARGEST_FRAME = 2**31 - 1  # bytes
 _AT_ONCE = 64  # messages taken before everything else has its turn
 _REFUSED_STRANGERS = 1000  # beyond, those who did not greet get no answer
-_TELL_SECONDS = 60.0  # from one line on a silent node that lives to the next
 _LOOK_SECONDS = 0.05  # between looks at connections on which nothing comes: each look costs
 _OTHER_MODEL = (
     "trains another model, or with another optimizer, configuration or kind of processor: "
@@ -123,8 +122,6 @@ class Network:
         self.name = f"node {begin.node}"
         self.counts = Counts()
         self.life = secrets.token_hex(8)
-        self._vouching = Vouching()
-        self._tell_again_at: dict[int, float] = {}  # by node: when it may be told again that it is waited for
         self._digest, self._number = "", 0
         self._links: dict[int, _Link] = {}
         self._met: list[Met] = []
@@ -133,6 +130,7 @@ class Network:
         self.address = begin.address or self._server.address
         self._places = Places(begin.nodes, self.keys, self._server.address)
         self._guests = Guests(begin.run, begin.node, self.address, self._places, begin.codec)
+        self.silent = SilentNodes(self._guests, tell)
 
     def _open(self) -> Server:
         begin = self._begin
@@ -196,18 +194,6 @@ class Network:
                 way.client.abandon()
             link.ways = []
             self._refused_by(link, str(error))
-
-    def judge(self, life: Life, silence: float, most: float) -> Judgement:
-        """Look at the process of a node that was silent for so many seconds: whether it lives. Once a minute
-        it is told that one is waited for."""
-        origin = self._guests.origin(life.node, life.incarnation)
-        judgement = self._vouching.judge(origin, silence, most)
-        now = time.monotonic()
-        if judgement.alive and judgement.why and now >= self._tell_again_at.get(life.node, now):
-            self._tell_again_at[life.node] = now + _TELL_SECONDS
-            reason = f"silent for {format_seconds(silence)}; {judgement.why}"
-            self._tell("silence", f"node {life.node} is waited for", reason)
-        return judgement
 
     def disconnect(self, node: int) -> None:
         """Drop the connections to a node, and whatever is not sent."""

@@ -76,7 +76,7 @@ class Service:
         now = time.monotonic()
         absent, self._turned = now - self._turned - _TURN_SECONDS, now
         if absent > 0 and self.stage.node is not None:
-            self.stage.node.handle_absence(now, absent)
+            self.stage.node.watch.handle_absence(now, absent)
 
     def _see_to_time(self) -> None:
         now, stage = time.monotonic(), self.stage

@@ -58,7 +58,7 @@ class SettingUp:
             raise UserError(f"node {begin.node} is none of those that it was introduced to")
         assert stage.view is not None
         now, life = time.monotonic(), stage.lives[begin.node]
-        rng, judge = np.random.default_rng(), self._others.network.judge
+        rng, judge = np.random.default_rng(), self._others.network.silent.judge
         stage.node = Node(life, stage.view, stage.settings(), rng, now, judge=judge)
         self._acting.do(stage.node.poll(time.monotonic()))
 

@@ -19,7 +19,7 @@ from atoll.ltp.settings import Settings
 from atoll.net.linkreport import Packets
 from atoll.net.linksession import LinkSession
 from atoll.net.ltplink import LtpLink
-from atoll.net.tcpflows import Told, UnreachableError
+from atoll.net.tcpflows import Told
 from atoll.wire.datagrams import payload_bytes
 from atoll.wire.linktest import SECRET_BYTES
 from atoll.wire.messages import FlowLost, LtpOpened, Taken
@@ -130,7 +130,7 @@ class LtpTransport:
     """Transfers over one session: `values`, again and again, a share `high` of whose blocks, drawn anew for
     each, is of high priority; or all of them, in full-reliability mode.
 
-    Raises UnreachableError where no datagram comes back within `seconds`, and what `look` raises, which is
+    Raises PeerLostError where no datagram comes back within `seconds`, and what `look` raises, which is
     called meanwhile.
     """
 
@@ -220,7 +220,7 @@ class LtpTransport:
             look()
             if time.monotonic() > until:
                 trouble = f" ({self._link.trouble})" if self._link.trouble else ""
-                raise UnreachableError(
+                raise PeerLostError(
                     f"no datagram came back from {self._name} within {seconds:g} s{trouble}; does a firewall "
                     "let UDP through, both ways?"
                 )

@@ -245,16 +245,12 @@ class TcpFlows:
             self._told(FlowLost(flow=link.flow.number, reason=reason))
 
 
-class UnreachableError(PeerLostError):
-    """A transport's ports do not answer, though the server does."""
-
-
 class TcpSender:
     """A connection to a server's `TcpFlows`, by which transfers are sent. `congestion` is the kernel's
     algorithm by name; empty: its default, which `congestion` then names.
 
     Raises UserError for an algorithm that this kernel has not, or does not let us use, and
-    UnreachableError where the port does not answer.
+    PeerLostError where the port does not answer.
     """
 
     def __init__(self, place: tuple[str, int], token: bytes, congestion: str, seconds: float) -> None:
@@ -263,7 +259,7 @@ class TcpSender:
             family, kind, protocol, _, where = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0]
             self._socket = socket.socket(family, kind, protocol)
         except OSError as error:
-            raise UnreachableError(f"{self._name}: {error.strerror}") from None
+            raise PeerLostError(f"{self._name}: {error.strerror}") from None
         try:
             if congestion:
                 choose_congestion(self._socket, congestion)
@@ -274,12 +270,12 @@ class TcpSender:
             self._socket.setblocking(False)
         except TimeoutError:
             self._socket.close()
-            raise UnreachableError(
+            raise PeerLostError(
                 f"{self._name} did not answer within {seconds:g} s; does a firewall let it through?"
             ) from None
         except OSError as error:
             self._socket.close()
-            raise UnreachableError(f"{self._name}: {error.strerror}") from None
+            raise PeerLostError(f"{self._name}: {error.strerror}") from None
         except UserError:
             self._socket.close()
             raise

@@ -79,17 +79,17 @@ class Node:
         due = self._due = Due()
         held = self._held = Contributions(at, settings, out, due)
         self._script, self._scripts = OwnScript(), Scripts()
-        self._watch, self._joiners = Watch(settings, judge), Joiners(at, settings, out)
+        self.watch, self._joiners = Watch(settings, judge), Joiners(at, settings, out)
         self._entrance = Entrance(at, held, settings, out, now, asking, known)
         self._progress = Progress(at, held, self._script, out, due, now)
         self._suspicion = Suspicion(
-            at, held, self._script, self._scripts, self._progress, self._watch, self._joiners, due
+            at, held, self._script, self._scripts, self._progress, self.watch, self._joiners, due
         )
         self._delivery, self._dropping = Delivery(at, held, settings, out), Dropping(held, out)
         self._fetching = Fetching(Limit("a contribution's way", *settings.fetch, start=settings.heartbeat))
         self._requests = Requests(at, held, self._entrance, self._fetching, out, due)
         self._reporting = Reporting(
-            at, held, self._script, self._scripts, self._watch, settings, out, due, now
+            at, held, self._script, self._scripts, self.watch, settings, out, due, now
         )
         self.sync = Synchronisation(life.node, settings, rng, held, out)
         self.waits = Waits(at, held, self._script, self._suspicion, self._entrance)
@@ -287,10 +287,10 @@ class Node:
             self._entrance.tell_known(sender, message)
         elif isinstance(message, _OF_VIEWS):
             if membership.may_say(sender, message):
-                self._watch.handle_heard(now, sender)
+                self.watch.handle_heard(now, sender)
                 membership.handle_message(now, sender, message)
         elif self._reporting.is_current(now, sender, message.report):
-            self._watch.handle_heard(now, sender)
+            self.watch.handle_heard(now, sender)
             self._absorb(now, message.report)
             self._dispatch(now, sender, message)
         return self.poll(now)
@@ -298,9 +298,9 @@ class Node:
     def _dispatch(self, now: float, sender: int, message: PeerMessage) -> None:
         if isinstance(message, NodeReport):
             if message.whole:
-                self._watch.handle_whole(message.report.life)
+                self.watch.handle_whole(message.report.life)
             if message.finished:
-                self._watch.handle_finished(message.report.life)
+                self.watch.handle_finished(message.report.life)
                 self._due.suspects_at = -math.inf
             self._reporting.handle_report(message)
         elif isinstance(message, ScriptsDiffer):
@@ -329,7 +329,7 @@ class Node:
     def _absorb(self, now: float, report: Report) -> None:
         """What a member holds and has done."""
         if self._held.absorb(report):
-            self._watch.handle_iteration(now, report.life, report.iteration, report.applied)
+            self.watch.handle_iteration(now, report.life, report.iteration, report.applied)
 
     def refusal(self, key: Key) -> str:
         """Why the payload of `key` is not taken now, as Contributions.refusal."""
@@ -338,11 +338,7 @@ class Node:
     def handle_heard(self, now: float, life: Life) -> None:
         """Anything has come from a node in this life: a chunk, say."""
         if life in self._held.iterations.acks:
-            self._watch.handle_heard(now, life.node)
-
-    def handle_absence(self, now: float, seconds: float) -> None:
-        """This process has stood still for so long."""
-        self._watch.handle_absence(now, seconds)
+            self.watch.handle_heard(now, life.node)
 
     def handle_arriving(self, now: float, key: Key) -> list[Output]:
         """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet.
@@ -367,7 +363,7 @@ class Node:
         self._due.missing = True
         self._fetching.handle_arrived(now, key)
         if key.stream == "iterations":
-            self._watch.handle_iteration(now, key.life, key.number + 1)
+            self.watch.handle_iteration(now, key.life, key.number + 1)
         return self.poll(now)
 
     # -- time ---------------------------------------------------------------------------------------------

@@ -60,14 +60,41 @@ _OPENING_SECONDS = 0.05  # between looks whether there is a connection again
 _ASK_AGAIN = (0.01, 0.2)  # seconds before the same lease is asked for again: first, and at most
 
 
+class HubSilence:
+    """Tells when the hub at `address` has not answered for a while, and when it answers again: it calls
+    `tell(line)`. `meanwhile` ends the first line, and says what becomes of the run."""
+
+    def __init__(self, address: str) -> None:
+        self.tell: Callable[[str], None] = lambda _line: None
+        self.meanwhile = ""
+        self._address = address
+        self.since: float | None = None  # when the silence began (monotonic); None: the hub answers
+        self._told = False
+
+    def look(self, link: Client, asked: float | None) -> None:
+        """Look at `link`, whose oldest question without an answer was sent at `asked` (monotonic)."""
+        now = time.monotonic()
+        if link.connected and (asked is None or now - asked < SILENCE):
+            if self._told:
+                self.tell(f"the hub at {self._address} answers again")
+            self.since, self._told = None, False
+            return
+        if self.since is None:
+            self.since = now if asked is None or not link.connected else asked
+        if not self._told and now - self.since >= SILENCE:
+            self._told = True
+            silence = f"the hub at {self._address} has not answered for {now - self.since:.1f} s"
+            trouble = f" ({link.trouble})" if link.trouble else ""
+            self.tell(f"{silence}{trouble}; {self.meanwhile}")
+
+
 class HubClient:
     """A connection to the hub at `address`. `timeout` in seconds is the deadline of each wait (sync.timeout).
 
     `run` is the run's name where it is known; the hub's Welcome tells it. All calls come from one thread;
     the heartbeats have a thread and a connection of their own, since a script may compute for minutes. They
-    go through `launcher` where it passes them on, and to the hub directly where it does not. On that thread
-    `tell(line)` is called when the hub has not answered for a while, and when it does again; `meanwhile`
-    ends the first line: what becomes of the run.
+    go through `launcher` where it passes them on, and to the hub directly where it does not. That thread also
+    looks whether the hub is silent: `silence`.
     """
 
     def __init__(
@@ -99,11 +126,8 @@ class HubClient:
         self._thread: threading.Thread | None = None
         self._given_up = ""
         self._leaves_because = ""  # what goodbye says, where it is no end of the training
-        self.tell: Callable[[str], None] = lambda _line: None
-        self.meanwhile = ""  # what becomes of the run while the hub is silent
+        self.silence = HubSilence(address)
         self._asked: float | None = None  # when a question was asked that the hub answers at once; monotonic
-        self._silent: float | None = None  # since when nothing is heard, as the heartbeats' thread sees it
-        self._told = False  # that the hub is silent
 
     def join(self, wish: int = -1, site: str = "") -> Welcome:
         """Take part, as rank `wish` (-1: any that is free), at `site` where the run has some; heartbeats
@@ -230,13 +254,9 @@ class HubClient:
             raise RunError(f"the ring does not go on: {ring.reason}")
         return ring
 
-    @property
-    def pace(self) -> float:
-        """How long this worker computes a sample, in seconds, for a run with groups; 0: not known yet."""
-        return self._pace
-
-    @pace.setter
-    def pace(self, seconds: float) -> None:
+    def set_pace(self, seconds: float) -> None:
+        """How long this worker computes a sample, in seconds, for a run with groups; 0: not known yet. The
+        first pace is told to the hub at once."""
         if seconds > 0 and not self._pace:
             self._at_once.set()
         self._pace = seconds
@@ -448,7 +468,7 @@ class HubClient:
                     pause = sender.pause()
                 if self._given_up:
                     return
-                self._look(link)
+                self.silence.look(link, self._asked)
 
     def _send_beat(self, link: Client, sender: HeartbeatSender, incarnation: int) -> None:
         """Send a heartbeat, if it is time to. What the hub is to know beside goes with those that go to the
@@ -483,22 +503,6 @@ class HubClient:
             elif left <= 0:
                 return False
         return True
-
-    def _look(self, link: Client) -> None:
-        """Tell when the hub falls silent, and when it is back."""
-        now, asked = time.monotonic(), self._asked
-        if link.connected and (asked is None or now - asked < SILENCE):
-            if self._told:
-                self.tell(f"the hub at {self._address} answers again")
-            self._silent, self._told = None, False
-            return
-        if self._silent is None:
-            self._silent = now if asked is None or not link.connected else asked
-        if not self._told and now - self._silent >= SILENCE:
-            self._told = True
-            silence = f"the hub at {self._address} has not answered for {now - self._silent:.1f} s"
-            trouble = f" ({link.trouble})" if link.trouble else ""
-            self.tell(f"{silence}{trouble}; {self.meanwhile}")
 
     def _note(self, header: bytes) -> None:
         try:

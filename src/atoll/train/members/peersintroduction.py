@@ -457,7 +457,7 @@ class HubMeeting(_InStore):
         timeout = config.timeout_seconds
         run, launcher = os.environ.get(RUN_VARIABLE, ""), launcher_from_environment()
         self._client = HubClient(address, keys, run=run, timeout=timeout, launcher=launcher)
-        self._client.meanwhile = _WITHOUT_HUB
+        self._client.silence.meanwhile = _WITHOUT_HUB
         try:
             welcome = self._client.join(wished_rank())
             facts = {"hub": address, "shards": welcome.shards, "nodes": welcome.workers}

@@ -72,7 +72,7 @@ def _joined(config: Config, address: str, keys: Keys | None, kept: bool) -> Serv
         timeout=config.timeout_seconds,
         launcher=launcher_from_environment(),
     )
-    hub.tell = print_warning
+    hub.silence.tell = print_warning
     try:
         # A ring's workers tell one another where they are; a hub that knows no sites refuses who names one.
         site = "" if config.run.strategy == "hierarchical" else os.environ.get(SITE_VARIABLE, "")
@@ -83,7 +83,7 @@ def _joined(config: Config, address: str, keys: Keys | None, kept: bool) -> Serv
         if welcome.shards:
             return Service(config, hub, address, keys, keeps_memory=kept)
         _tell_of_torchrun(welcome.workers)
-        hub.meanwhile = _WITHOUT_HUB_RING
+        hub.silence.meanwhile = _WITHOUT_HUB_RING
         return _ring_of(hub, address, keys, config, wish)
     except BaseException:  # a rank that is held, and never trains, would hold up the others
         hub.goodbye()
@@ -123,8 +123,8 @@ class Service:
             self.order = order_for(config, device)
             self.ring = Ring(self._rings.place, device, timeout, self._rings, order=self.order, compares=True)
         self.warn: Callable[[str], None] = print_warning  # the session's, once there is one
-        hub.tell = self._tell
-        hub.meanwhile = _WITHOUT_HUB_BSP if config.sync.consistency == "bsp" else _WITHOUT_HUB
+        hub.silence.tell = self._tell
+        hub.silence.meanwhile = _WITHOUT_HUB_BSP if config.sync.consistency == "bsp" else _WITHOUT_HUB
         self.shards = Link(
             self.hub.shards(),
             keys,
@@ -203,7 +203,7 @@ class Service:
         """Note how far this worker is; raises RunError when the hub has given it up."""
         self.hub.iteration, self.hub.batch = iteration, samples
         if self.ring is not None and pace is not None:  # the hub makes groups of those that tell it a pace
-            self.hub.pace = pace.seconds
+            self.hub.set_pace(pace.seconds)
         self.hub.check()
 
     def finish(self, _iteration: int) -> None:
