@@ -186,9 +186,17 @@ def test_a_group_goes_on_without_a_member_or_its_leader(tmp_path: Path, who: int
         results = {each: made.result(each) for each in survivors}
     whole = {0: [0, 1], 1: [2, 3]}
     left = {name: [each for each in workers if each != who] for name, workers in whole.items()}
-    first = STRIKE - (point == "ring.all_sent")  # the first step without it
-    members = [whole if step < first else left for step in range(STEPS)]
-    averaged = assert_as_plain(results, {0: 0, 1: 0, 2: 1, 3: 1}, members)
+    # The first step without it. Who dies once all is sent has its last gradient counted if the survivors had
+    # all of it before they lost its connection.
+    possible = [STRIKE - 1, STRIKE] if point == "ring.all_sent" else [STRIKE]
+    for first in possible:
+        members = [whole if step < first else left for step in range(STEPS)]
+        try:
+            averaged = assert_as_plain(results, {0: 0, 1: 0, 2: 1, 3: 1}, members)
+            break
+        except AssertionError:
+            if first == possible[-1]:
+                raise
     assert all(names == [0, 1] for chunks in averaged.values() for names in chunks.values())
     sizes = {tuple(result["group"][i] for i in (0, 3)) for result in results.values()}
     assert sizes == {(who // 2, 1), (1 - who // 2, 2)}

@@ -256,6 +256,7 @@ def test_a_module_imports_only_what_its_layer_may(path: Path) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.check
 def test_what_stands_outside_imports_only_modules_that_there_are() -> None:
     """A moved module is found here, and not by the first run of a soak test or of a benchmark."""
     there = {
