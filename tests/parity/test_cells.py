@@ -39,8 +39,10 @@ BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # the model takes mo
 
 
 def choices(cell: Cell) -> tuple[object, ...]:
-    """One choice an axis. What a store with budgets is called follows from the other axes."""
-    return cell.budgets, cell.group, cell.sync, cell.link, cell.codec
+    """One choice an axis. What a store with budgets is called follows from the other axes, but for a group of
+    a server, whose members may have been told to share the model."""
+    shared = cell.served and cell.store == "sharded"
+    return cell.budgets, shared, cell.group, cell.sync, cell.link, cell.codec
 
 
 def pairs(cell: Cell) -> set[tuple[object, ...]]:
@@ -75,7 +77,8 @@ def configured(cell: Cell, codec: str = "") -> Config:
     config = config_of(cell).having(sync={"timeout": "60s"}, link={"high": "1"})
     config = config.having(sync={"codec": codec or cell.codec})
     if cell.budgets:
-        config = msgspec.structs.replace(config, memory=BUDGET)
+        memory = msgspec.structs.replace(BUDGET, sharding=config.memory.sharding)
+        config = msgspec.structs.replace(config, memory=memory)
     if cell.sync == "peers":
         groups = {"count": 2 if cell.group == "ring" else 0}
         config = config.having(sync={"stale_max": 0}, groups=groups)

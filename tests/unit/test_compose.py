@@ -86,7 +86,8 @@ def test_the_checker_finds_what_is_planted() -> None:
 def test_a_worker_without_others_is_composed_by_its_place(cell: Cell) -> None:
     place = ring_of_one() if cell.group == "ring" else Place()
     runtime = compose(config_of(cell), place, None)
-    assert runtime.cell(config_of(cell), budgets=cell.budgets) == cell
+    memory = config_of(cell).memory
+    assert runtime.cell(config_of(cell), memory if cell.budgets else None) == cell
     assert (runtime.ring is not None) == (cell.group == "ring")
     tiers = runtime.tiers(config_of(cell), None)
     assert (tiers is not None) == cell.budgets

@@ -32,10 +32,10 @@ def under_budgets(strategy: str, settings: list[str] = [], late: bool = False, *
     """The choices of a model that `session.prepare` is given with budgets."""
     config = load_config(settings=[f"run.strategy={strategy}", *settings], environment={})
     others: Any = {"ring": "local", "hierarchical": "local", "peers": "peers"}.get(strategy, "shards")
-    cell = cell_of(config, others, "solo" if strategy == "server" else "ring", budgets=True)
-    site = given.pop("site", "")
-    facts = {"late": late, "site": site, "models": 0}
-    return choices_in(cell, config, facts, Memory(device="1GiB", **given))
+    facts = {"late": late, "site": given.pop("site", ""), "models": 0}
+    memory = Memory(device="1GiB", **given)
+    cell = cell_of(config, others, "solo" if strategy == "server" else "ring", memory)
+    return choices_in(cell, config, facts, memory)
 
 
 OVER = {"over": "expert.weight", "ranks": [0, 1]}
@@ -297,6 +297,12 @@ EXAMPLES: dict[str, tuple[Choices, str, str]] = {
         "memory.sharding: strategy 'peers' has none: a node's devices read whole chunks",
         "leave it out",
     ),
+    "sharded-served": (
+        under_budgets("ps-hra", sharding="symmetric"),
+        "memory.sharding = 'symmetric' has a group's workers hold one model between them, and under strategy "
+        "'ps-hra' each must be able to hold all of it",
+        "leave memory.sharding out",
+    ),
     "sharded-share": (
         Choices({"store": "sharded", "step share": True}),
         "memory.step: a share is for one worker",
@@ -444,6 +450,7 @@ def test_a_cell_trains_or_is_refused_in_one_sentence(cell: Cell) -> None:
     refused = (cell.sync == "local" or (cell.served and cell.budgets)) and own
     refused |= cell.sync == "peers" and lossy
     refused |= cell.sync == "replicas" and cell.link != "tcp"
+    refused |= cell.store == "sharded" and cell.served
     assert (need is not None) == refused
     if need is not None:
         sentence = choices_in(cell, config_of(cell)).fill(need.reason)

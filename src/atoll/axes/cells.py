@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+import msgspec
+
 from atoll.axes.choices import NO_FACTS, Choices, choices_of
 from atoll.axes.needs import Moment, Need, refusal
 from atoll.core.config import PLAIN_CODEC, Config, Run
@@ -34,7 +36,9 @@ CodecKind: TypeAlias = Literal["float32", "bfloat16"]
 Others: TypeAlias = Literal["local", "shards", "peers", "replicas"]
 OUTSIDE = "own"  # the name of another package's strategy, for a cell's configuration
 
-_BUDGET = "64KiB"  # of a cell's configuration; any will do
+# A cell's budgets; any will do. The second ones say that a group's members are to share the model.
+_TIERS = Memory(device="64KiB")
+_SHARED = Memory(device="64KiB", sharding="symmetric")
 
 
 @dataclass(frozen=True)
@@ -61,37 +65,40 @@ class Cell:
         return f"{self.store} x {self.group} x {self.sync} over {self.link} by {self.codec}"
 
 
-def cell_of(config: Config, others: Others, group: GroupKind, *, budgets: bool = False) -> Cell:
+def cell_of(config: Config, others: Others, group: GroupKind, memory: Memory | None = None) -> Cell:
     """The cell of a worker's run.
 
     Args:
         config: of the run.
         others: through what this worker's group meets others.
         group: whether the worker is in a ring.
-        budgets: True where the model is under budgets of memory.
+        memory: the model's budgets; None: it has none.
     """
     sync: SyncKind = config.sync.consistency if others == "shards" else others
     link: LinkKind = "tcp"
     if config.link.transport == "ltp":
         link = "ltp reliable" if config.link.reliable else "ltp"
     codec: CodecKind = "float32" if config.sync.codec == PLAIN_CODEC else "bfloat16"
-    return Cell(_store(group, sync, budgets=budgets), group, sync, link, codec)
+    return Cell(_store(group, sync, memory), group, sync, link, codec)
 
 
-def _store(group: GroupKind, sync: SyncKind, *, budgets: bool) -> StoreKind:
-    if not budgets:
+def _store(group: GroupKind, sync: SyncKind, memory: Memory | None) -> StoreKind:
+    if memory is None:
         return "resident"
     if sync == "peers":
         return "lent"
-    return "sharded" if sync in ("local", "replicas") and group == "ring" else "tiered"
+    shares = sync in ("local", "replicas") or memory.sharding != "auto"  # pinned: at shards too
+    return "sharded" if shares and group == "ring" else "tiered"
 
 
 def _cells() -> Iterator[Cell]:
     for sync in get_args(SyncKind):
         for group in get_args(GroupKind):
-            for budgets in (False, True):
+            # In the order of `StoreKind`, without repetition:
+            stores = dict.fromkeys(_store(group, sync, memory) for memory in (None, _TIERS, _SHARED))
+            for store in stores:
                 for codec, link in itertools.product(get_args(CodecKind), get_args(LinkKind)):
-                    yield Cell(_store(group, sync, budgets=budgets), group, sync, link, codec)
+                    yield Cell(store, group, sync, link, codec)
 
 
 CELLS: tuple[Cell, ...] = tuple(_cells())
@@ -118,7 +125,8 @@ def config_of(cell: Cell) -> Config:
     if cell.sync == "replicas" and cell.group == "ring":
         config = config.having(groups={"count": 1})
     if cell.budgets:
-        config = config.having(memory={"device": _BUDGET})
+        shared = cell.store == "sharded" and cell.served
+        config = msgspec.structs.replace(config, memory=_SHARED if shared else _TIERS)
     return config
 
 

@@ -391,6 +391,14 @@ def _of_budgets() -> Iterator[Need]:
             "out",
             UserError,
         )
+    yield Need(
+        "sharded-served",
+        ("configuration", "prepare"),
+        {"run.strategy": Is("ps-hra"), "memory.sharding": IsNot("auto", None)},
+        "memory.sharding = {memory.sharding!r} has a group's workers hold one model between them, and under "
+        "strategy 'ps-hra' each must be able to hold all of it: it trains alone until its group comes "
+        "together, and again when the others are lost; leave memory.sharding out",
+    )
     for key, condition, why in (
         ("disk", Given(), "the CPU side keeps all in host memory, and has no disk below it"),
         ("master", Is(True), "the CPU side steps parameters in their own precision"),

@@ -119,9 +119,9 @@ class Runtime:
         """True on a worker that came when the run was under way, and has not entered."""
         return self.entrance is not None and self.entrance.late
 
-    def cell(self, config: Config, *, budgets: bool = False) -> Cell:
-        """The choices by which a model is trained here."""
-        return cell_of(config, self.others, self.group, budgets=budgets)
+    def cell(self, config: Config, memory: Memory | None = None) -> Cell:
+        """The choices by which a model is trained here, under these budgets."""
+        return cell_of(config, self.others, self.group, memory)
 
     def tiers(self, config: Config, given: Memory | None) -> Tiers | None:
         """The place of the next model's budgets: as `given`, else as `[memory]` says. None: no budgets.
@@ -129,13 +129,12 @@ class Runtime:
         Raises UserError, on all workers alike, for a model that cannot be trained by the run's choices, and
         for budgets that cannot be read.
         """
-        cell = self.cell(config, budgets=given is not None or config.memory.is_given)
+        memory = config.memory if given is None and config.memory.is_given else given
+        cell = self.cell(config, memory)
         number = len(self.state.prepared)
         facts = {"late": self.late, "site": self.site, "models": number}
         check("prepare", choices_in(cell, config, facts, given))
-        if not cell.budgets:
-            return None
-        return self.make_tiers(config.memory if given is None else given, number)
+        return None if memory is None else self.make_tiers(memory, number)
 
 
 def compose(config: Config, place: Place, member: Member) -> Runtime:
