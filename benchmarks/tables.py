@@ -528,6 +528,28 @@ def ring_order(record: Record) -> str:
     return table(heads, rows)
 
 
+def strangers(record: Record) -> str:
+    heads = [
+        "attack",
+        "rate of the attacked run to the other's",
+        "pairs of rounds",
+        "CPU ms an iteration",
+        "a client is let in after",
+        "target",
+    ]
+    rows = []
+    for case in record["cases"]:
+        pairs = ", ".join(f"{each:.2f}" for each in case["ratios"])
+        spent = [median([each["milliseconds"][at] for each in case["rounds"]]) for at in (0, 1)]
+        waits = [wait for each in case["rounds"] for wait in each["let_in"]]
+        let_in = f"{median(waits):.2f} s, at most {max(waits):.2f} s" if waits else ""
+        target = VERDICTS[case["met"]] + ("" if case["target"] is None else f" ({case['target']:g})")
+        rows.append(
+            [case["case"], f"{case['ratio']:.3f}", pairs, f"{spent[0]:.1f} / {spent[1]:.1f}", let_in, target]
+        )
+    return table(heads, rows)
+
+
 def fairness(record: Record) -> str:
     heads = ["flows", "queue", "Jain's index", "least", "most", "Mbit/s, median", "queued, median", "target"]
     rows = []
@@ -614,6 +636,7 @@ def tables(folder: Path) -> dict[str, str]:
         "transport": transport,
         "incast": incast,
         "fairness": fairness,
+        "strangers": strangers,
         "tunnel": tunnel,
         "wan": wan,
         "peers": peers,
