@@ -56,6 +56,15 @@ def _gradients_stay_on() -> Iterator[None]:
         pytest.fail("this test left gradients switched off")
 
 
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Device memory that is given back is NaN until it is used again; bandwidths are measured once."""
+    from support import tight
+
+    with tight.poisoned():
+        yield
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """One set of worker processes for the whole test run: importing torch costs seconds, a job does not."""

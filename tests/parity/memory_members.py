@@ -6,58 +6,24 @@ processes.
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll.core.memory import Memory
-from atoll.memory import planning
-from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit
 from atoll.memory.sharded import Sharded
 from atoll.moves.owners import Groups
-from atoll.moves.timeline import Bandwidths
 from support.families import FAMILIES, batch, build, loss_of
 from support.members import Member, together
+from support.tight import adamw, memory, same
 
-CHUNK = 4096
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-@functools.cache
-def _rates() -> Bandwidths:
-    """Measured once for all fits."""
-    return measure(torch.device("cpu"), None, tempfile.gettempdir())
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ATOLL_POISON", "1")
-    rates = _rates()
-    monkeypatch.setattr(planning, "measure", lambda *_: rates)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def memory(model: nn.Module, share: float, **more: Any) -> Memory:
-    """A device budget of this share of all values, in whole blocks."""
-    need = sum(-(-p.nbytes // CHUNK) for p in model.parameters() if p.nbytes >= CHUNK) * CHUNK
-    need += sum(p.nbytes for p in model.parameters() if p.nbytes < CHUNK)
-    return Memory(device=str(int(need * share) // CHUNK * CHUNK), chunk=str(CHUNK), step="host", **more)
-
-
 BOTH = pytest.mark.parametrize("sharding", ["symmetric", "asymmetric"])
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -115,14 +81,6 @@ class Script:
 
 def values_of(model: nn.Module) -> list[Tensor]:
     return [value.detach().clone() for value in model.parameters()]
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
 
 
 def share_between(

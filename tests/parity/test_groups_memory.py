@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import pytest
 import torch
 from test_groups_parity import score_for
-from test_members_parity import TOLERANCE, Case, budget, make, poisoned, share_of
+from test_members_parity import TOLERANCE, Case, make, share_of
 from torch import Tensor
 
 import atoll
@@ -30,6 +29,7 @@ from support.families import loss_of
 from support.parity import ALONE, MAX_NORM, await_groups
 from support.pool import WorkerPool
 from support.served import ServedRun, served_worker
+from support.tight import memory, poisoned
 
 pytestmark = pytest.mark.check
 
@@ -62,8 +62,7 @@ def config(consistency: Consistency, uplink: Wanted) -> Config:
 
 
 def budgets(model: torch.nn.Module, case: Case) -> Memory:
-    memory: Memory = msgspec.structs.replace(budget(model, case.share), step="auto")
-    return memory
+    return memory(model, case.share, step="auto")
 
 
 def train(place: Place, case: Case, address: str, uplink: Wanted) -> Seen:

@@ -5,13 +5,8 @@ clipping.
 
 from __future__ import annotations
 
-import functools
-import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,17 +14,13 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
-from atoll.core.memory import Memory
-from atoll.memory import planning
-from atoll.memory.bandwidth import measure
 from atoll.memory.sharded import Sharded
-from atoll.moves.timeline import Bandwidths
 from atoll.train.api.place import Place
 from support.families import batch, build, loss_of
 from support.parity import MAX_NORM, OPTIMIZERS
 from support.pool import WorkerPool
+from support.tight import memory, poisoned
 
-CHUNK = 4096
 TOLERANCE = 1e-9  # as the ring's (test_parity.py)
 STEPS = 4
 
@@ -74,27 +65,6 @@ def share_of(case: Case, rank: int, step: int, micro: int) -> tuple[Tensor, Tens
     ]
 
 
-def budget(model: nn.Module, share: float) -> Memory:
-    """This share of all values, in whole blocks."""
-    need = sum(-(-p.nbytes // CHUNK) * CHUNK for p in model.parameters() if p.nbytes >= CHUNK)
-    need += sum(p.nbytes for p in model.parameters() if p.nbytes < CHUNK)
-    return Memory(device=str(int(need * share) // CHUNK * CHUNK), chunk=str(CHUNK), step="host")
-
-
-@functools.cache
-def rates() -> Bandwidths:
-    """Measured once in each process."""
-    return measure(torch.device("cpu"), None, tempfile.gettempdir())
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """What is given back is NaN, and bandwidths are not measured anew."""
-    known = rates()
-    with patch.dict(os.environ, ATOLL_POISON="1"), patch.object(planning, "measure", lambda *_: known):
-        yield
-
-
 def train_members(place: Place, case: Case, groups: int = 0) -> Seen:
     """What a user writes, on one member; with `groups`, under strategy `hierarchical`."""
     model, optimizer = make(case)
@@ -105,7 +75,7 @@ def train_members(place: Place, case: Case, groups: int = 0) -> Seen:
         sync=Sync(timeout="60s"),
     )
     with poisoned(), atoll.join(config, place=place) as session:
-        session.prepare(model, optimizer, memory=budget(model, case.share))
+        session.prepare(model, optimizer, memory=memory(model, case.share))
         (tiers,) = session._state.tiers
         assert isinstance(tiers.fitted, Sharded)
         for step in range(STEPS):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from test_memory_parity import USES, Run, each_step, same
+from test_memory_parity import USES, Run, each_step
 from torch import Tensor, nn
 
 from atoll.core.memory import Memory
@@ -21,6 +21,7 @@ from atoll.memory.segments import Segments
 from atoll.memory.speculation import Ahead, Speculation
 from atoll.moves.timeline import Bandwidths
 from support.families import FAMILIES, batch, loss_of
+from support.tight import same
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SHARE = 0.4  # of the need, on the device
@@ -32,15 +33,11 @@ RATES = Bandwidths(to_device=1e9, to_host=1e9, host_steps=1.2e8, device_steps=1e
 
 
 @pytest.fixture(autouse=True)
-def _early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_POISON", "1")
     monkeypatch.setattr(planning, "measure", lambda *_: RATES)
     monkeypatch.setattr(speculation, "_ALWAYS", True)
     monkeypatch.setattr(speculation, "TRUST", 1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def speculation_of(run: Run) -> Speculation:

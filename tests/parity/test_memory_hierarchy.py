@@ -13,11 +13,8 @@ from memory_members import (
     ClippedByTorch,
     ReducingEach,
     Script,
-    _poison,
     compare,
-    memory,
     plainly,
-    same,
     sgd,
     share_between,
     values_of,
@@ -33,8 +30,9 @@ from atoll.memory.sharded import Sharded
 from atoll.moves.owners import UNIT, Groups
 from support.families import build
 from support.members import Member, together
+from support.tight import memory, same
 
-__all__ = ["_poison"]
+pytestmark = pytest.mark.usefixtures("poisoned")
 PAIRS = ((0, 1), (2, 3))
 ACROSS = ((0, 2), (1, 3))
 UNEQUAL = ((0, 1), (2,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,12 @@ from atoll.tensors.lazy import LazyTensor
 from atoll.train.api.place import Place
 from atoll.train.api.session import Session
 from support.families import batch, build, loss_of
+from support.tight import CHUNK
 
-CHUNK = 4096
 FAMILIES = ("tied", "resnet", "lora")
 
 
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ATOLL_POISON", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def size_of(model: nn.Module) -> int:

@@ -15,12 +15,9 @@ from memory_members import (
     ClippedByTorch,
     ReducingEach,
     Script,
-    _poison,
     check_same_states,
     compare,
-    memory,
     plainly,
-    same,
     sgd,
     share_between,
     values_of,
@@ -39,8 +36,9 @@ from support.families import batch, build, loss_of
 from support.members import Member, together
 from support.models import TinyGPT
 from support.optimizers import SETTINGS
+from support.tight import memory, same
 
-__all__ = ["_poison"]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def _of_both(families: list[str]) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_members import BOTH, Script, _poison, compare, same, sgd, share_between, values_of
+from memory_members import BOTH, Script, compare, sgd, share_between, values_of
 from torch import Tensor, nn
 
 from atoll.core.errors import AtollError, MismatchError, RunError, UserError
@@ -17,8 +17,9 @@ from atoll.memory.payloads import VALUES
 from atoll.memory.sharded import Sharded
 from support.families import build
 from support.members import Member
+from support.tight import same
 
-__all__ = ["_poison"]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def check_gone(fitted: Sharded, rank: int) -> None:

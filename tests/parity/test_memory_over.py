@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from memory_members import _poison, memory, same
 from torch import Tensor, nn
 
 from atoll.core.errors import AtollError, ConfigError, PrepareError, UserError
@@ -16,8 +15,9 @@ from atoll.memory.fit import fit, plan
 from atoll.memory.over import over
 from atoll.memory.sharded import Sharded
 from support.members import Member, together
+from support.tight import adamw, memory, same
 
-__all__ = ["_poison"]
+pytestmark = pytest.mark.usefixtures("poisoned")
 STEPS = 3
 PAIRS = ((0, 1), (2, 3))
 
@@ -53,10 +53,6 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(6, 16, generator=generator)
     return (model(inputs) - inputs[:, :4].tanh()).square().mean()
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
 def group_of(rank: int, groups: tuple[tuple[int, ...], ...]) -> int:

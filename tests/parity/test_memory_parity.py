@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +14,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atoll.core.memory import Memory
-from atoll.memory import planning
-from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Fitted
-from atoll.moves.timeline import Bandwidths
 from support.families import FAMILIES, batch, build, loss_of
 from support.models import TinyGPT
+from support.tight import adamw, memory, same
 
-CHUNK = 4096
 BUDGETS = (0.25, 0.5, 0.75)  # of the need
 Scenario = Callable[["Run"], list[Any]]
 
 
-@functools.cache
-def _rates() -> Bandwidths:
-    """Measured once for all fits."""
-    return measure(torch.device("cpu"), None, tempfile.gettempdir())
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ATOLL_POISON", "1")
-    rates = _rates()
-    monkeypatch.setattr(planning, "measure", lambda *_: rates)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def memory(model: nn.Module, share: float) -> Memory:
-    """A device budget of this share of all values, in whole blocks."""
-    need = sum(-(-p.nbytes // CHUNK) for p in model.parameters() if p.nbytes >= CHUNK) * CHUNK
-    need += sum(p.nbytes for p in model.parameters() if p.nbytes < CHUNK)
-    return Memory(device=str(int(need * share) // CHUNK * CHUNK), host="1GiB", chunk=str(CHUNK), step="host")
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 class Run:
@@ -60,9 +34,7 @@ class Run:
         self,
         family: str,
         share: float | None,
-        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(
-            p, lr=1e-2, fused=True
-        ),
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
         change: Callable[[Memory], Memory] = lambda given: given,
     ) -> None:
         self.family = family
@@ -70,7 +42,9 @@ class Run:
         self.optimizer = make([p for p in self.model.parameters() if p.requires_grad])
         self.fitted: Fitted | None = None
         if share is not None:
-            self.fitted = fit(self.model, self.optimizer, memory=change(memory(self.model, share)))
+            self.fitted = fit(
+                self.model, self.optimizer, memory=change(memory(self.model, share, host="1GiB"))
+            )
 
     def close(self) -> list[Tensor]:
         """The parameters and buffers at the end."""
@@ -95,14 +69,6 @@ class Run:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return torch.equal(left, right) or bool((left.isnan() == right.isnan()).all() and left.isnan().any())
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
 
 
 def compare(family: str, scenario: Scenario, shares: tuple[float, ...] = BUDGETS, **options: Any) -> None:

@@ -3,9 +3,7 @@ numbers are the plain model's, to the bit."""
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +15,20 @@ import atoll
 from atoll.core.config import Config
 from atoll.core.memory import Memory
 from atoll.memory import planning
-from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Moving
 from atoll.memory.observing import as_in
 from atoll.memory.parameters import ChunkParameter
 from atoll.memory.profile import Recorder
-from atoll.moves.timeline import Bandwidths
 from atoll.train.api.place import Place
 from support.families import batch, build, loss_of
+from support.tight import CHUNK, adamw, rates, same
 
-CHUNK = 4096
 SHARES = ("0", "0.3", "0.6", "1")
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-@functools.cache
-def _rates() -> Bandwidths:
-    return measure(torch.device("cpu"), None, tempfile.gettempdir())
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ATOLL_POISON", "1")
-    rates = _rates()
-    monkeypatch.setattr(planning, "measure", lambda *_: rates)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -110,14 +89,6 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     state = optimizer.state_dict()
     kept = [(n, key, entry[key]) for n, entry in sorted(state["state"].items()) for key in sorted(entry)]
     return [(n, key, value.clone() if isinstance(value, Tensor) else value) for n, key, value in kept]
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
 
 
 @pytest.mark.parametrize(("family", "make"), [("gpt", adamw), ("resnet", momentum), ("lora", adamw)])
@@ -200,7 +171,7 @@ def test_a_recorded_step_is_the_model_s_whatever_steps_where() -> None:
         loss_of(run.model(inputs), targets).backward()
         uses.append([(use.parameters, use.backward) for use in recorder.stop() if use.parameters])
         pinned = as_in(run.fitted.budgets, run.fitted.plan)
-        plan = planning.choose(run.model, run.optimizer, pinned, bandwidths=_rates())
+        plan = planning.choose(run.model, run.optimizer, pinned, bandwidths=rates())
         assert plan.steps_on_device == run.fitted.plan.steps_on_device
         run.close()
     assert uses[0] == uses[1]

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
-from atoll.core.memory import Memory
 from atoll.train.api.place import Place
 from support.families import batch, build, loss_of
 from support.pool import WorkerPool
+from support.tight import memory
 
 pytestmark = pytest.mark.check
 
 FEW = ("tied", "experts", "lstm", "lora")
 ALL = ("gpt", "resnet", "thrice", *FEW)
-CHUNK, STEPS, MICRO = 4096, 3, 2
+STEPS, MICRO = 3, 2
 
 
 def make(names: Sequence[str]) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
@@ -43,13 +43,6 @@ def loss(model: nn.ModuleDict, rank: int, step: int, micro: int, world: int) -> 
         inputs, targets = batch(name, (step * world + rank) * MICRO + micro)
         total = total + loss_of(model[name](inputs), targets)
     return total / MICRO
-
-
-def memory(model: nn.Module, share: float) -> Memory:
-    """A device budget of this share of all values, in whole blocks."""
-    need = sum(-(-p.nbytes // CHUNK) for p in model.parameters() if p.nbytes >= CHUNK) * CHUNK
-    need += sum(p.nbytes for p in model.parameters() if p.nbytes < CHUNK)
-    return Memory(device=str(int(need * share) // CHUNK * CHUNK), chunk=str(CHUNK))
 
 
 def bits(tensors: Iterable[Tensor]) -> list[bytes]:
@@ -100,7 +93,7 @@ def train(place: Place, names: Sequence[str], shares: list[float], nodes: int, f
     model, optimizer = make(names)
     share = shares[place.rank]
     with atoll.join(config, place=place) as session:
-        session.prepare(model, optimizer, memory=memory(model, share))
+        session.prepare(model, optimizer, memory=memory(model, share, step="auto"))
 
         def make_step(step: int) -> None:
             for micro in range(MICRO):

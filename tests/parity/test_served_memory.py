@@ -10,18 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from test_members_parity import (
-    CHUNK,
     STEPS,
     Case,
     Seen,
-    budget,
     differences,
     make,
-    poisoned,
     share_of,
     train_plain,
 )
@@ -36,6 +32,7 @@ from support.families import loss_of
 from support.parity import MAX_NORM
 from support.pool import WorkerPool
 from support.served import ServedRun, served_worker
+from support.tight import CHUNK, memory, poisoned
 
 
 @dataclass
@@ -55,8 +52,7 @@ def on_disk(case: Case, folder: str) -> Memory:
     """Half of the payloads in host memory, the rest on disk."""
     model, _ = make(case)
     pages = sum(-(-p.nbytes // CHUNK) * CHUNK for p in model.parameters())
-    memory = budget(model, case.share)
-    return msgspec.structs.replace(memory, host=str(pages + 16 * CHUNK), disk=f"{folder}:64MiB")
+    return memory(model, case.share, host=str(pages + 16 * CHUNK), disk=f"{folder}:64MiB")
 
 
 def train(
@@ -66,10 +62,10 @@ def train(
     model, optimizer = make(case)
     seen = Trained()
     with poisoned(), served_worker(address, place.rank), atoll.join(config(consistency)) as session:
-        memory = None
+        given = None
         if tiered:
-            memory = on_disk(case, folder) if folder else budget(model, case.share)
-        session.prepare(model, optimizer, memory=memory)
+            given = on_disk(case, folder) if folder else memory(model, case.share)
+        session.prepare(model, optimizer, memory=given)
         for step in range(STEPS):
             losses = []
             for micro in range(case.accumulation):

@@ -9,8 +9,6 @@ budgets of the kinds in `IN_TIERS`.
 
 from __future__ import annotations
 
-import functools
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -25,11 +23,10 @@ from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.memory import Memory
 from atoll.hub.planner import GroupingSettings
 from atoll.memory import planning
-from atoll.memory.bandwidth import measure
-from atoll.moves.timeline import Bandwidths
 from atoll.train.api.place import Place
 from support.pool import WorkerPool
 from support.served import ServedRun, served_worker
+from support.tight import rates
 
 _TIMEOUT = "60s"
 _BUDGET = Memory(device="24KiB", chunk="4096", step="host")  # the model of `model` takes more
@@ -126,14 +123,9 @@ def _join(place: Place, config: Config, address: str, script: Callable[..., Any]
 
 
 def _train(config: Config, place: Place | None, script: Callable[..., Any], arguments: Any) -> Any:
-    known = _rates() if config.memory.is_given else None
+    known = rates() if config.memory.is_given else None
     with ExitStack() as stack:
         if known is not None:  # they are not measured anew
             stack.enter_context(patch.object(planning, "measure", lambda *_: known))
         session = stack.enter_context(atoll.join(msgspec.structs.replace(config), place=place))
         return script(session, *arguments)
-
-
-@functools.cache
-def _rates() -> Bandwidths:
-    return measure(torch.device("cpu"), None, tempfile.gettempdir())

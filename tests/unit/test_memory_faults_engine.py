@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,24 +12,15 @@ from torch import Tensor, nn
 
 from atoll.core.memory import Memory
 from atoll.memory import fitted as fitted_module
-from atoll.memory import planning, residents
-from atoll.memory.bandwidth import measure
+from atoll.memory import residents
 from atoll.memory.bringing import Bringing
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Moving
 from atoll.memory.stays import Stay
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 BLOCK = 4096
 X = torch.ones(2, 32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _poison() -> Iterator[None]:
-    rates = measure(torch.device("cpu"), None, "")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATOLL_POISON", "1")
-        patch.setattr(planning, "measure", lambda *_: rates)
-        yield
 
 
 def made() -> tuple[nn.Sequential, torch.optim.Optimizer]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,31 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.memory import Memory
-from atoll.memory import copies, planning
+from atoll.memory import copies
 from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Moving
 from atoll.memory.leaving import Leaving
-from atoll.moves.timeline import Bandwidths
 from support.links import slow_link
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 CPU = torch.device("cpu")
 WIDTH, LAYERS = 32, 8
 CHUNK = 4 * WIDTH * WIDTH  # bytes: a layer's weight
 SECONDS = 60  # for what comes at once
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
-
-
-@functools.cache
-def _measured() -> Bandwidths:
-    return measure(CPU, None, "")
-
-
-@pytest.fixture(autouse=True)
-def _rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = _measured()
-    monkeypatch.setattr(planning, "measure", lambda *_: rates)
-    monkeypatch.setenv("ATOLL_POISON", "1")
 
 
 def made() -> tuple[nn.Sequential, torch.optim.Optimizer]:
