@@ -52,7 +52,7 @@ from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.replicas import Replicated
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.service import Service
-from atoll.train.sync.strategies import Alone, Grouped, OverRing, Served, Strategy
+from atoll.train.sync.strategies import Alone, OverRing, Served, Strategy, exchange_alone, exchange_in_group
 
 # How a worker has joined its run: with shards, with a ring at a hub, as a node's device; None: by torchrun,
 # or alone.
@@ -334,12 +334,11 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
         wait = 3 * service.welcome.patience if waits else 0.0
         source = LeasedData(state, leases, service.samplers, members, wait, records.warn_once)
     own_group: Callable[[], Group] = partial(among_all, state)
-    served: Served
-    if ring is None or regrouping is None:
-        served = Served(service, workers, config, entrance, models)
-    else:
+    make_exchange, of_group = exchange_alone(service.site), False
+    if ring is not None and regrouping is not None:
         own_group = partial(at_shards, regrouping, ring)
-        served = Grouped(service, workers, config, entrance, models, ring, regrouping)
+        make_exchange, of_group = exchange_in_group(ring, regrouping), True
+    served = Served(service, workers, config, entrance, models, make_exchange, of_group=of_group)
 
     def tell_of_start() -> None:
         service.warn = records.warn

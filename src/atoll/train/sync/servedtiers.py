@@ -22,8 +22,6 @@ from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import LazyTensor
 from atoll.train.gradients.reducer import Reducer
 from atoll.train.gradients.tiersums import values_from
-from atoll.train.sync.connection import Connection
-from atoll.train.sync.server import Server
 from atoll.train.sync.stores import UNDER_WAY
 from atoll.train.sync.strategies import Served, ServedModel, Stepper, Training, numbers_of
 from atoll.wire.messages import AnyMessage, PullState, State
@@ -62,12 +60,9 @@ class ServedInTiers:
             self._tiers.fit_now()
             return made[0]
 
-        exchange, stepper = self._served.build_model(training, self._make_exchange, make)
+        exchange, stepper = self._served.build_model(training, make, self._tiers.held)
         stepper.takes_states(made[0].take_states)
         return exchange, stepper
-
-    def _make_exchange(self, training: Training, connection: Connection) -> Server:
-        return self._served.make_exchange_in_tiers(training, connection, self._tiers.held)
 
     def loaded(self) -> None:
         self._served.loaded()

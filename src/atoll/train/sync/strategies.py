@@ -156,11 +156,14 @@ class OverRing:
         """Every worker has the same."""
 
 
+# Makes the exchange of a model over a connection; the holder has the model where that lies in tiers.
+MakeExchange: TypeAlias = Callable[[Training, Connection, Holder | None], Server]
+
+
 class Served:
     """Shards of a parameter server combine gradients, and make the steps."""
 
     brings_parameters, brings_frozen, shares_buffers = True, False, False
-    of_group = False  # whether this worker is a member of a group, which the shards know as one
 
     def __init__(
         self,
@@ -169,8 +172,13 @@ class Served:
         config: Config,
         members: Members,
         models: ServedModels,
+        make_exchange: MakeExchange,
+        *,
+        of_group: bool = False,
     ) -> None:
+        """`of_group`: this worker is a member of a group, which the shards know as one."""
         self._service, self._workers, self._members, self._models = service, workers, members, models
+        self._make_exchange, self.of_group = make_exchange, of_group
         self.collective = self.skips_together = config.sync.consistency == "bsp"
 
     @property
@@ -179,15 +187,16 @@ class Served:
         return self._service.site
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
-        return self.build_model(training, self._make_exchange, ServedModel)
+        return self.build_model(training, ServedModel, None)
 
     def build_model(
-        self,
-        training: Training,
-        make_exchange: Callable[[Training, Connection], Server],
-        kind: Callable[..., ServedModel],
+        self, training: Training, kind: Callable[..., ServedModel], held: Holder | None
     ) -> tuple[Server, RemoteOptimizer]:
-        """As `build`, with another exchange and another `kind` of ServedModel."""
+        """As `build`, with another `kind` of ServedModel, and where `held` has the model in tiers."""
+
+        def make_exchange(training: Training, connection: Connection) -> Server:
+            return self._make_exchange(training, connection, held)
+
         model = kind(training, self._service, self._workers, self._members, make_exchange)
         self._models.add(model)
         model.set_up()
@@ -201,19 +210,6 @@ class Served:
         )
         return model.exchange, stepper
 
-    def _make_exchange(self, training: Training, connection: Connection) -> Server:
-        sync = training.config.sync
-        # Inside a site it is always bsp; `sync.consistency` is between the sites.
-        policy = "bsp" if self._service.site else sync.consistency
-        return serve_alone(
-            policy, training.chunks, connection, training.calls, lazy=sync.lazy, pipeline=sync.pipeline
-        )
-
-    def make_exchange_in_tiers(self, training: Training, connection: Connection, held: Holder) -> Server:
-        """The exchange of a model that lies in tiers."""
-        policy = training.config.sync.consistency
-        return serve_alone(policy, training.chunks, connection, training.calls, held=held)
-
     def loaded(self) -> None:
         self._models.set_up()
 
@@ -222,48 +218,50 @@ class Served:
             self._models.refresh()
 
 
-class Grouped(Served):
-    """As `Served`, where workers of like speed share a ring, and come to the shards as one."""
+def exchange_alone(site: str) -> MakeExchange:
+    """Make the exchange of a worker that speaks for itself, perhaps to the shard of its `site`."""
 
-    of_group = True
+    def make(training: Training, connection: Connection, held: Holder | None) -> Server:
+        sync = training.config.sync
+        # Inside a site it is always bsp; `sync.consistency` is between the sites.
+        policy = "bsp" if site else sync.consistency
+        return serve_alone(
+            policy,
+            training.chunks,
+            connection,
+            training.calls,
+            held=held,
+            lazy=sync.lazy and held is None,
+            pipeline=sync.pipeline if held is None else 0,
+        )
 
-    def __init__(
-        self,
-        service: Service,
-        workers: ServedWorkers,
-        config: Config,
-        members: Members,
-        models: ServedModels,
-        ring: Ring,
-        regrouping: Regrouping,
-    ) -> None:
-        super().__init__(service, workers, config, members, models)
-        self._ring, self._regrouping = ring, regrouping
+    return make
 
-    def _make_exchange(self, training: Training, connection: Connection) -> Server:
-        return self._make_group_exchange(training, connection, None)
 
-    def make_exchange_in_tiers(self, training: Training, connection: Connection, held: Holder) -> Server:
-        return self._make_group_exchange(training, connection, held)
+def exchange_in_group(ring: Ring, regrouping: Regrouping) -> MakeExchange:
+    """Make the exchange of a worker that shares a ring with workers of like speed, who come to the shards as
+    one."""
 
-    def _make_group_exchange(self, training: Training, connection: Connection, held: Holder | None) -> Server:
+    def make(training: Training, connection: Connection, held: Holder | None) -> Server:
         sync = training.config.sync
         return serve_group(
             sync.consistency,
             training.chunks,
             connection,
             training.calls,
-            ring=self._ring,
+            ring=ring,
             uplink=sync.uplink,
             message_bytes=message_bytes_for(training.chunk_map),
-            grouping=self._regrouping.known,
-            move=self._regrouping.move,
+            grouping=regrouping.known,
+            move=regrouping.move,
             # A member that waits in a meeting takes part in iterations that its script does not count.
             settings=partial(settings_of, training.optimizer, scheduled=sync.consistency == "bsp"),
             hyperparameters=lambda: sent_groups(training.optimizer),
             held=held,
             pipeline=sync.pipeline,
         )
+
+    return make
 
 
 SET_UP, STATE = "set-up", "state"  # what messages are sent again until
