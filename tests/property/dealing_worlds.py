@@ -1,5 +1,8 @@
-"""Workers that train on what samplers deal them, for tests of the deals: teams in lockstep whose members come
-and go (`Team`), and nodes that deal by themselves (`Nodes`)."""
+"""Workers that train on what samplers deal them, for tests of the deals: teams in lockstep whose members
+come and go (`Team`), nodes that deal by themselves (`Nodes`), and workers that lease (`Lessees`).
+
+Their clocks are virtual: an iteration, or a turn, is a tick of it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from atoll.store.leases import Leases
+from atoll.train.data.leased_sampler import LeasedSampler
 from atoll.train.data.peersdealing import AHEAD, PeerDeal
 from atoll.train.data.runs import Item
 from atoll.train.data.sampler import BatchesSampler, DealtSampler, ShardedSampler
+from atoll.train.data.shares import Shares, split
+from atoll.wire.messages import Lease, Leased, Used
 
 
 @dataclass
@@ -56,17 +64,31 @@ class Member:
 class Team:
     """Workers in lockstep, and what whole iterations have counted of each epoch."""
 
-    def __init__(self, length: int, world: int, size: int, batch: int, ahead: int, seed: int) -> None:
+    def __init__(
+        self,
+        length: int,
+        world: int,
+        size: int,
+        batch: int,
+        ahead: int,
+        seed: int,
+        shares: Shares | None = None,
+        drop_last: bool = False,
+    ) -> None:
         self.length, self.size, self.batch, self.ahead, self.seed = length, size, batch, ahead, seed
+        self.shares, self.drop_last = shares, drop_last
         self.members = [self.member(rank, world) for rank in range(world)]
         self.counts: Counter[int] = Counter()  # over all epochs
         self.totals: list[int] = []  # samples in each iteration
         self.given: list[Any] = []  # each iteration's batches, by member
+        self.batches: list[list[int]] = []  # what counted of each iteration
 
     def member(self, rank: int, world: int) -> Member:
         options: dict[str, Any] = {"rank": rank, "world": world, "seed": self.seed}
+        options["drop_last"] = self.drop_last
         if self.batch:
-            return Member(BatchesSampler(self.length, batch=self.batch, **options), 0, self.ahead)
+            batches = BatchesSampler(self.length, batch=self.batch, shares=self.shares, **options)
+            return Member(batches, 0, self.ahead)
         return Member(ShardedSampler(self.length, **options), self.size, self.ahead)
 
     def iterate(self, change: Change | None) -> bool:
@@ -88,7 +110,8 @@ class Team:
             self._change(kept, change.new, set())
         for index in kept:
             self.counts.update(counted[index] or [])
-        self.totals.append(sum(len(counted[index] or []) for index in kept))
+        self.batches.append(sorted(each for index in kept for each in counted[index] or []))
+        self.totals.append(len(self.batches[-1]))
         for member in [m for m in self.members if m.batches is not None]:
             member.sampler.committed()
         if change and not change.redone:
@@ -129,6 +152,110 @@ def run(team: Team, changes: list[Change], epochs: int) -> None:
             if not team.iterate(due):
                 break
             iteration += 1
+
+
+def drawn_shares(seed: int) -> Shares:
+    """Other shares in every tick; some members take nothing."""
+
+    def shares(tick: int, samples: int, members: Sequence[int]) -> list[int]:
+        rng = random.Random(f"{seed}, {tick}, {len(members)}")
+        weights = {member: rng.choice([0.0, 0.2, 1.0, 3.0]) for member in members}
+        if not sum(weights.values()):
+            weights = dict.fromkeys(members, 1.0)
+        return list(split(samples, weights).values())
+
+    return shares
+
+
+class Lessees:
+    """Workers that lease what they train on, each at its own pace. `counts` has what is committed.
+
+    A worker may die, and come back in a later incarnation: what it had not committed does not count. All may
+    be saved, and others go on from there.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length, self.state = length, {}
+        self.counts: Counter[Item] = Counter()
+        self.incarnation = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.book = Leases()
+        self.samplers: dict[int, LeasedSampler] = {}  # of those who live
+        self.loops: dict[int, Iterator[int]] = {}
+        self.lives: dict[int, int] = {}
+        self.used: dict[int, list[Used]] = {}  # by incarnation
+        self.trained: dict[int, Counter[Item]] = {}
+        self.known: dict[int, set[Item]] = {}
+
+    def come(self, worker: int) -> None:
+        """A worker comes, new or again: as those who live lease, or else from the checkpoint."""
+        self.incarnation += 1
+        sampler = LeasedSampler(self.length, lease=partial(self._lease, worker), seed=5)
+        if self.samplers:
+            sampler.load_deal_state(_plain(next(iter(self.samplers.values())).deal_state()))
+        elif self.state:
+            sampler.load_state_dict(self.state)
+        self.samplers[worker], self.lives[worker] = sampler, self.incarnation
+        self.used[self.incarnation], self.trained[self.incarnation] = [], Counter()
+        self.known[self.incarnation] = self._used_by(sampler)
+        self.loops[worker] = iter(sampler)
+
+    def _lease(self, worker: int, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased:
+        life = self.lives[worker]
+        request = Lease(incarnation=life, sampler=sampler, epoch=epoch, length=length, count=count)
+        return self.book.handle_lease(worker, life, request)
+
+    def _used_by(self, sampler: LeasedSampler) -> set[Item]:
+        return {
+            (epoch, each) for epoch, start, stop in sampler.place()["used"] for each in range(start, stop)
+        }
+
+    def die(self, worker: int) -> None:
+        """The hub fences the worker: what it had committed counts, and nothing else."""
+        life = self.lives.pop(worker)
+        del self.samplers[worker], self.loops[worker]
+        self.book.handle_fenced(worker, life, self.used[life])
+
+    def iterate(self, worker: int, batch: int, *, commits: bool = True) -> bool:
+        """A worker trains on a batch; False where its loop has ended, and the next one begins."""
+        sampler = self.samplers[worker]
+        had = list(itertools.islice(self.loops[worker], batch))
+        sampler.count(len(had))
+        if commits:
+            self.commit(worker)
+        if not had:
+            self.loops[worker] = iter(sampler)
+        return bool(had)
+
+    def commit(self, worker: int) -> None:
+        """What the worker has trained on counts."""
+        sampler, life = self.samplers[worker], self.lives[worker]
+        used = sampler.used()
+        self.used[life] += used
+        self.book.handle_used(worker, life, used)
+        known = self._used_by(sampler)
+        new = known - self.known[life]
+        assert len(new) == sum(part.stop - part.start for part in used), "one is used twice by one worker"
+        self.known[life] = known
+        self.trained[life].update(new)
+        self.counts.update(new)
+
+    def save(self) -> None:
+        """Those who live save, and all end: what the dead had used is not in the checkpoint."""
+        for worker in self.samplers:
+            self.commit(worker)
+        living = list(self.samplers.values())
+        self.state = _plain(living[0].state_dict(_plain([sampler.place() for sampler in living])))
+        for life, trained in self.trained.items():
+            if life not in self.lives.values():
+                self.counts.subtract(trained)
+        self._begin()
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
 
 
 class Nodes:

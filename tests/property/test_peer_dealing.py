@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
-from atoll.train.data.peersdealing import AHEAD, Fact, PeerDeal, split, weights_by
+from atoll.train.data.peersdealing import AHEAD, Fact, PeerDeal, weights_by
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.runs import Item
+from atoll.train.data.shares import split
 
 worlds = st.builds(
     Nodes,

@@ -3,7 +3,8 @@
 Workers in lockstep make **ticks**: one index each (ShardedSampler), or one batch each (BatchesSampler). In a
 tick each member without anything in hand takes its part of the next run of the **pool**; one that has been
 given something before the deal, and has not committed it, has that first. So all members make equally many
-ticks, and while nothing is in hand, a tick of all is a contiguous run of the pool, whatever their number.
+ticks, and while nothing is in hand, a tick of all is a contiguous run of the pool, whatever their number, and
+however it is shared out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from atoll.core.errors import RunError
 from atoll.train.data.runs import Item, Run, cut, kept, merged, positions, singles, ticks_of
+from atoll.train.data.shares import Shares
 
 Tick: TypeAlias = list[Item]  # what one member trains on in one tick; empty: a fill
 
@@ -40,7 +43,8 @@ class Deal:
     `batch` is how many samples a tick of all members takes; 0: one for each member. `ticks` is how many each
     member makes: as many as the pool takes, rounded up (what is missing is filled up), or down with
     `drop_last`, but at least as many as any member has in hand, and with `ended` no more than that. What the
-    pool then has too much is `over`.
+    pool then has too much is `over`. `shares` says how many samples of a tick's batch each member takes; else
+    members take one each in turn.
     """
 
     def __init__(
@@ -50,7 +54,9 @@ class Deal:
         batch: int = 0,
         drop_last: bool = False,
         ended: bool = False,
+        shares: Shares | None = None,
     ) -> None:
+        self._shares = shares
         self.runs: list[Run] = [run for run in runs if run[1] < run[2]]
         self.held = [list(ticks) for ticks in held]
         self.batch, self.drop_last, self.ended = batch, drop_last, ended
@@ -58,7 +64,7 @@ class Deal:
         self.size = positions(self.runs)
         self._in_hand = max(map(len, self.held))
         # While some have ticks in hand: where the pool's part of a tick begins, how long it is, who shares it
-        self._early: list[tuple[int, int, list[int]]] = []
+        self._early: list[tuple[int, int, Sequence[int]]] = []
         self._taken = 0
         for tick in range(self._in_hand):
             free = [rank for rank, ticks in enumerate(self.held) if tick >= len(ticks)]
@@ -73,16 +79,28 @@ class Deal:
 
     def slots(self, rank: int, tick: int) -> range:
         """The pool's slots that a member takes in a tick; those from `size` on are none, to be filled up."""
+        begin, need, members = self._taken, self.per_tick, range(self.world)
         if tick < self._in_hand:
-            begin, need, free = self._early[tick]
-            return range(begin + free.index(rank), begin + need, len(free)) if rank in free else range(0)
-        begin = self._taken + (tick - self._in_hand) * self.per_tick
-        return range(begin + rank, begin + self.per_tick, self.world)
+            begin, need, members = self._early[tick]
+        else:
+            begin += (tick - self._in_hand) * need
+        if rank not in members:
+            return range(0)
+        place = members.index(rank)
+        if self._shares is None:
+            return range(begin + place, begin + need, len(members))
+        there = max(0, min(need, self.size - begin))
+        sizes = self._shares(tick, there, members)
+        if sum(sizes) != there or min(sizes) < 0 or len(sizes) != len(members):
+            raise RunError(f"shares of {list(sizes)} samples among {len(members)} workers, where {there} are")
+        begin += sum(sizes[:place])
+        return range(begin, begin + sizes[place])
 
     def all_slots(self, rank: int, ticks: int) -> Tensor:
         """All slots of the pool that a member takes in its first `ticks`; int64, flat."""
-        early = [s for t in range(min(ticks, self._in_hand)) for s in self.slots(rank, t)]
-        late = max(0, min(ticks, self.ticks) - self._in_hand)
+        singly = min(ticks, self._in_hand if self._shares is None else self.ticks)
+        early = [s for t in range(singly) for s in self.slots(rank, t)]
+        late = max(0, min(ticks, self.ticks) - max(singly, self._in_hand))
         begins = self._taken + self.per_tick * torch.arange(late)
         within = torch.arange(min(rank, self.per_tick), self.per_tick, self.world)
         slots = torch.cat([torch.tensor(early, dtype=torch.int64), (begins[:, None] + within).flatten()])

@@ -18,6 +18,7 @@ import msgspec
 
 from atoll.core.errors import UserError
 from atoll.train.data.runs import Item, Run, cut, items_of, merged, positions, singles, ticks_of
+from atoll.train.data.shares import split
 
 BLOCK = 16  # ticks that are dealt alike
 AHEAD = 31  # ticks that a loader may fetch ahead, where nothing else is said
@@ -239,14 +240,3 @@ def _pace_by(paces: Sequence[float]) -> float:
     newest alone, where those are much slower or faster."""
     whole, newest = median(paces), median(paces[-_NEWEST:])
     return whole if whole / _CHANGED <= newest <= whole * _CHANGED else newest
-
-
-def split(size: int, weights: Mapping[int, float]) -> dict[int, int]:
-    """`size` samples in proportion to `weights`, by largest remainder; ties to the lower node."""
-    whole = sum(weights.values())
-    exact = {node: size * weights[node] / whole for node in sorted(weights)}
-    parts = {node: int(value) for node, value in exact.items()}
-    rest = sorted(parts, key=lambda node: (parts[node] - exact[node], node))
-    for node in rest[: size - sum(parts.values())]:
-        parts[node] += 1
-    return parts

@@ -15,6 +15,7 @@ from atoll.train.data.dealing import Deal, Place, Tick
 from atoll.train.data.given import Given, GivenBatches, GivenIndices
 from atoll.train.data.order import Order, left_in
 from atoll.train.data.runs import Run, cut, merged
+from atoll.train.data.shares import Shares
 
 _AT_ONCE = 4096  # ticks that are looked up together
 Thing = TypeVar("Thing", int, list[int])
@@ -49,6 +50,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
     """
 
     _batch = 0  # samples that all workers take together; 0: one each
+    _shares: Shares | None = None
 
     def __init__(
         self,
@@ -314,7 +316,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self, runs: Sequence[Run], held: Sequence[Sequence[Tick]] | None = None, ended: bool = False
     ) -> Deal:
         held = [[]] * self.world if held is None else held
-        return Deal(runs, held, self._batch, self.drop_last, ended)
+        return Deal(runs, held, self._batch, self.drop_last, ended, self._shares)
 
     def _set_deal(self, deal: Deal) -> None:
         self._deal, self._whole, self._comeback.made = deal, False, None
@@ -402,16 +404,19 @@ class BatchesSampler(DealtSampler[list[int]]):
     """One worker's part of batches that have `batch` samples over all workers, however many there are: for
     `DataLoader(batch_sampler=...)`.
 
-    The k-th batches of all workers together are the k-th `batch` samples of the epoch's order; remainders go
-    to the first ranks. The last may have fewer (with `drop_last` it is left out). A worker for whom nothing
-    is left of one gets a fill: one sample, which weighs nothing in the mean.
+    The k-th batches of all workers together are the k-th `batch` samples of the epoch's order; remainders of
+    even shares go to the first ranks. The last may have fewer (with `drop_last` it is left out). A worker
+    for whom nothing is left of one gets a fill: one sample, which weighs nothing in the mean.
     """
 
-    def __init__(self, dataset: Sized | int, *, batch: int, **options: Any) -> None:
-        """`batch` is the number of samples in a batch of all workers; `options` as in DealtSampler."""
+    def __init__(
+        self, dataset: Sized | int, *, batch: int, shares: Shares | None = None, **options: Any
+    ) -> None:
+        """`batch` is the number of samples in a batch of all workers; `shares` says how many of them each
+        takes, else they are even; `options` as in DealtSampler."""
         if batch < 1:
             raise UserError(f"a global batch of {batch} samples; it must be 1 or more")
-        self._batch = batch
+        self._batch, self._shares = batch, shares
         self._batches = GivenBatches()
         super().__init__(dataset, taken=self._batches, **options)
 
