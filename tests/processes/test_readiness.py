@@ -23,7 +23,7 @@ from atoll.hub.options import HubOptions
 from atoll.server import main as server
 from atoll.server.journal import Folder, read_segments
 from atoll.server.options import ServerOptions
-from atoll.store.records import Told
+from atoll.server.records import Told
 from atoll.train.api.place import Place
 from support.pool import FORKSERVER, WorkerPool
 from support.served import RUN, served_worker
@@ -200,7 +200,7 @@ import os, select, sys
 from pathlib import Path
 import msgspec
 from atoll.server.journal import Folder, Journal
-from atoll.store.records import Told
+from atoll.server.records import Told
 
 folder = Folder(Path(sys.argv[1]), "run", 0)
 number, index = int(sys.argv[2]), int(sys.argv[3])

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from atoll.net.endpoint import Client, Server
+from atoll.server.records import Told, encode_header
 from atoll.server.shard import Shard
 from atoll.server.standby import MARK, Standby
 from atoll.wire import messages as m
@@ -124,7 +125,8 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 def copy() -> m.Copy:
     hello = m.Hello(version=m.VERSION, run="test", role="worker", worker=0, incarnation=7)
-    return m.Copy(role="worker", index=0, incarnation=7, message=msgspec.Raw(encode(hello)))
+    told = Told(role="worker", index=0, incarnation=7, message=msgspec.Raw(encode(hello)))
+    return m.Copy(record=msgspec.Raw(encode_header(told)))
 
 
 def test_it_holds_what_is_written_and_says_so_on_a_new_connection_too(stage: Stage) -> None:

@@ -107,24 +107,25 @@ def test_a_journal_that_cannot_be_written_ends_the_shard_before_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 10_000_000
-    writev = os.writev
+    pwritev = os.pwritev
 
-    def little_room(file: int, pieces: list[Any]) -> int:
+    def little_room(file: int, pieces: list[Any], offset: int) -> int:
         nonlocal room
         size = sum(memoryview(piece).nbytes for piece in pieces)
         if room >= size:
             room -= size
-            return writev(file, pieces)
+            return pwritev(file, pieces, offset)
         if not room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         part, room = room, 0
-        return writev(file, [b"".join(map(bytes, pieces))[:part]])  # what a full disk does
+        whole = b"".join(map(bytes, pieces))
+        return pwritev(file, [whole[:part]], offset)  # what a full disk does
 
     kept = Kept(tmp_path / "shard", seconds=60.0)
     worker = begin(kept)
     iterate(worker, 0)
     with monkeypatch.context() as patched:
-        patched.setattr("atoll.server.journal.os.writev", little_room)
+        patched.setattr(os, "pwritev", little_room)
         room = 100
         worker.push(1, gradients(1), pull=True)
         worker.commit(1)

@@ -24,10 +24,10 @@ from atoll.core.config import HUB_VARIABLE
 from atoll.core.errors import UserError
 from atoll.hub.journal import FILE, KIND
 from atoll.hub.records import Told, decode_record
+from atoll.logs.frames import frames
 from atoll.net.endpoint import Client
 from atoll.net.requests import RefusedError, ask
 from atoll.server.journal import Folder
-from atoll.store.frames import frames
 from atoll.testing import faults
 from atoll.testing.faults import Fault
 from atoll.train.members.hub_client import HubClient

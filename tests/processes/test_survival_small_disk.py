@@ -386,21 +386,25 @@ def steps_in(folder: Path) -> int:
     return int((path.read_text() if path.exists() else "") or "0")
 
 
-def test_a_run_on_a_disk_that_stays_full_ends_as_its_script_does(disk: SmallDisk, tmp_path: Path) -> None:
-    """Logs, journals, metrics and the picture cannot be written; what failed first is known all the same."""
-    process = start_run(disk, tmp_path, "train.py", "fails")
+def run_without_room(disk: SmallDisk, tmp_path: Path, steps: int, *arguments: str) -> tuple[int, str]:
+    """The status of a run that makes so many steps on a full disk, and what it says."""
+    process = start_run(disk, tmp_path, *arguments)
     try:
         wait_for(lambda: steps_in(tmp_path) > 5, "a few steps")
         disk.fill()
         full = steps_in(tmp_path)
-        wait_for(lambda: steps_in(tmp_path) > full + 300, "steps without records")
+        wait_for(lambda: steps_in(tmp_path) > full + steps, "steps without records")
         (tmp_path / "enough").touch()
-        process.wait(DEADLINE)
-        err = (tmp_path / "said").read_text()
+        return process.wait(DEADLINE), (tmp_path / "said").read_text()
     finally:
         process.kill()
         process.wait(DEADLINE)
-    assert process.returncode == 1, err
+
+
+def test_a_run_on_a_disk_that_stays_full_ends_as_its_script_does(disk: SmallDisk, tmp_path: Path) -> None:
+    """Logs, journals, metrics and the picture cannot be written; what failed first is known all the same."""
+    status, err = run_without_room(disk, tmp_path, 300, "train.py", "fails")
+    assert status == 1, err
     made = steps_in(tmp_path)
     assert 'train.py", line' in err
     assert "ValueError: the script's own mistake" in err
@@ -415,19 +419,8 @@ def test_a_run_on_a_disk_that_stays_full_ends_as_its_script_does(disk: SmallDisk
 def test_a_served_run_goes_on_without_records_and_without_its_shards_journal(
     disk: SmallDisk, tmp_path: Path
 ) -> None:
-    process = start_run(disk, tmp_path, "--strategy", "server", "train.py")
-    try:
-        wait_for(lambda: steps_in(tmp_path) > 5, "a few steps")
-        disk.fill()
-        full = steps_in(tmp_path)
-        wait_for(lambda: steps_in(tmp_path) > full + 200, "steps without records")
-        (tmp_path / "enough").touch()
-        process.wait(DEADLINE)
-        err = (tmp_path / "said").read_text()
-    finally:
-        process.kill()
-        process.wait(DEADLINE)
-    assert process.returncode == 0, err
+    status, err = run_without_room(disk, tmp_path, 200, "--strategy", "server", "train.py")
+    assert status == 0, err
     assert re.search(r"atoll: warning: shard 0 cannot write its journal .*; it goes on without one", err)
     assert re.search(r"missing in .*: .*\d+ events of worker 0, .* that worker 0 printed", err)
     made = steps_in(tmp_path)

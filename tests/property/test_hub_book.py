@@ -30,7 +30,7 @@ from atoll.hub.records import (
 )
 from atoll.hub.rings import Rings
 from atoll.hub.turn import Turn
-from atoll.store.frames import encode_frame
+from atoll.logs.frames import encode_frame
 from atoll.wire.messages import Accept, Fenced, Gather, Lease, Prepare, StoreCall, Used
 from atoll.wire.peerviews import Ballot, Life, Member, View
 

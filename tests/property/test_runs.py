@@ -18,6 +18,7 @@ from atoll.train.data.runs import (
     positions,
     singles,
     ticks_of,
+    without,
 )
 
 # Runs as they come: they may be empty, overlap, and stand in any order.
@@ -62,6 +63,13 @@ def test_joined_runs_have_the_same_positions(runs: list[Run]) -> None:
 def test_what_fills_batches_up_is_never_joined(runs: list[Run]) -> None:
     below = [(-1 - epoch, start, stop) for epoch, start, stop in runs]
     assert joined(below) == below
+
+
+@given(ANY, ANY)
+def test_what_is_without_others_has_none_of_theirs(runs: list[Run], parts: list[Run]) -> None:
+    found, gone = without(runs, parts), set(items_of(parts))
+    assert items_of(found) == [item for item in items_of(runs) if item not in gone]
+    assert all(start < stop for _, start, stop in found)
 
 
 @given(ANY, st.data())

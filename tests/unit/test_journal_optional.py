@@ -13,7 +13,7 @@ import pytest
 
 from atoll.server.durability import Durability
 from atoll.server.journal import Folder, Journal, JournalError, read_segments
-from atoll.store.records import Begun, Told
+from atoll.server.records import Begun, Told
 
 PAYLOAD = bytes(2**19)  # of one record: more than the shard's own thread writes
 
@@ -27,13 +27,13 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = False
-        self._writev = os.writev
-        monkeypatch.setattr(os, "writev", self._write)
+        self._pwritev = os.pwritev
+        monkeypatch.setattr(os, "pwritev", self._write)
 
-    def _write(self, file: int, pieces: Any) -> int:
+    def _write(self, file: int, pieces: Any, offset: int) -> int:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._writev(file, pieces)
+        return self._pwritev(file, pieces, offset)
 
 
 def wait_written(journal: Journal, done: list[str], what: str) -> None:

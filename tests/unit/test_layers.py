@@ -64,9 +64,11 @@ TABLE = {
         lazy=frozenset({"matplotlib", "tensorboard", "prometheus_client"}),
     ),
     "train": Layer(BELOW_TRAIN | {"plan"}, BASE | {"torch"}),
-    "hub": Layer({"core", "wire", "net", "axes", "observe"} | PURE, BASE),
+    "logs": Layer({"core"}, BASE, frozenset(IMPURE)),
+    "hub": Layer({"core", "wire", "net", "axes", "observe", "logs"} | PURE, BASE),
     "server": Layer(
-        {"core", "chunks", "wire", "net", "axes", "exchange", "observe", "tensors"} | PURE, BASE | {"torch"}
+        {"core", "chunks", "wire", "net", "axes", "exchange", "observe", "tensors", "logs"} | PURE,
+        BASE | {"torch"},
     ),
     "cpuside": Layer(
         {"core", "chunks", "wire", "net", "axes", "exchange", "observe", "tensors", "memory"} | PURE,

@@ -12,8 +12,8 @@ from atoll.core.errors import CheckpointError, UserError
 from atoll.server.journal import Folder, Journal
 from atoll.server.logkeeper import LogKeeper
 from atoll.server.model import CONTRIBUTION, ModelState, SiteState
+from atoll.server.records import Part, Told
 from atoll.server.recovery import ShardImage, encode_image, find_site
-from atoll.store.records import Part, Told
 from atoll.store.shard import ShardState
 from atoll.wire.messages import Meet, Setup, encode
 

@@ -1,6 +1,6 @@
 """What the hub writes down: each input that changes what it knows, and now and then all that it knows.
 
-A record is MessagePack; on disk it is a frame's header (`hub/journal.py`, `store/frames.py`). `at` is the
+A record is MessagePack; on disk it is a frame's header (`hub/journal.py`, `logs/frames.py`). `at` is the
 hub's own clock, in seconds, which goes on over its restarts.
 """
 

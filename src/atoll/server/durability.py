@@ -16,9 +16,9 @@ from atoll.server.heard import Heard
 from atoll.server.journal import Journal
 from atoll.server.mirror import Mirror
 from atoll.server.mirror import Source as Mirrored
+from atoll.server.records import Told
 from atoll.server.recovery import encode_image
 from atoll.server.snapshot import Heading, Snapshots
-from atoll.store.records import Told
 from atoll.wire import messages
 from atoll.wire.messages import Hello
 

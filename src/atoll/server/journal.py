@@ -1,7 +1,7 @@
 """A shard's journal: what it was told, written down before anybody is answered out of it.
 
     FOLDER/shard.json                 whose folder this is, and as whom the shard is known to the hub
-    FOLDER/journal-000000.bin         records (store/records.py), in the order in which they took effect
+    FOLDER/journal-000000.bin         records (server/records.py), in the order in which they took effect
     FOLDER/journal-000001.bin         begins with the whole state at some moment; snapshots belong to one
     FOLDER/spare.bin                  a segment that is not needed any more, to be written over
     FOLDER/lock                       held while a shard is at work here
@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import queue
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,18 +32,19 @@ import msgspec
 from atoll.core.decoding import decoded
 from atoll.core.descriptors import files_in, opened
 from atoll.core.errors import CheckpointError, RunError, UserError
-from atoll.store.frames import FRAME_BYTES, encode_frame, is_other_kind
-from atoll.store.outcomes import StoreError
-from atoll.store.records import (
+from atoll.logs.frames import FRAME_BYTES, encode_frame
+from atoll.logs.logfile import DamagedLogError, LogFile, open_locked
+from atoll.logs.waiting import Waiting
+from atoll.server.records import (
     SHARD,
     Begun,
     Part,
     Record,
     encode_header,
-    is_damaged,
     records,
     stamp_of,
 )
+from atoll.store.outcomes import StoreError
 
 Payload: TypeAlias = Any
 Item: TypeAlias = tuple[Record, Payload]
@@ -55,7 +54,6 @@ _IDENTITY, _LOCK, _SPARE = "shard.json", "lock", "spare.bin"
 _HUBS = "hub.journal"  # in a hub's directory
 _BACKLOG = 2**28  # bytes that wait to be written; beyond, the shard takes no more messages
 _SMALL = 2**18  # bytes of records that the shard's own thread writes rather than to wake the journal's
-_PIECES = 512  # of one write; systems take 1024
 _WAIT_SECONDS = 60.0  # for the thread, at the end
 
 
@@ -91,22 +89,20 @@ class Folder:
             raise UserError(f"{path}: holds a hub's journal; give the shard another --directory")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            self._lock = open_locked(path / _LOCK)
+        except BlockingIOError:
+            raise UserError(
+                f"{path}: another shard is at work there, or was stopped and holds it: end that one first, "
+                "or give this one another --directory"
+            ) from None
         except OSError as error:
             raise UserError(f"{path}: cannot keep a shard's journal there: {error.strerror}") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.identity = self._read(run, shard, site)
             if self.identity.over:  # that run has ended: begin anew
                 self.clear()
             if self.identity.over or not self.identity.token:
                 self.remember(over=False, incarnation=0, token=secrets.token_hex(8))
-        except BlockingIOError:
-            os.close(self._lock)
-            raise UserError(
-                f"{path}: another shard is at work there, or was stopped and holds it: end that one first, "
-                "or give this one another --directory"
-            ) from None
         except BaseException:
             os.close(self._lock)
             raise
@@ -196,20 +192,17 @@ def _read_segment(path: Path, number: int, last: bool) -> Iterator[Item]:
         size = os.fstat(file.fileno()).st_size
         # Payloads stay in place: the mapping lives as long as one of them does.
         whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b"")
-        if is_other_kind(whole, SHARD):
-            raise CheckpointError(
-                f"{path}: no segment of a journal that this version of Atoll can read, or damaged at byte "
-                "0; the shard cannot go on from it"
-            )
         end = 0
         try:
             for record, payload, end in records(whole, number):  # noqa: B007
                 yield record, payload
+            if end < size and not last:
+                raise DamagedLogError(f"damaged at byte {end}")
         except StoreError as error:
             raise CheckpointError(f"{path}: {error}") from None
+        except DamagedLogError as error:
+            raise CheckpointError(f"{path}: {error}; the shard cannot go on from it") from None
         if end < size:
-            if not last or is_damaged(whole, end, number):
-                raise CheckpointError(f"{path}: damaged at byte {end}; the shard cannot go on from it")
             file.truncate(end)
 
 
@@ -236,11 +229,12 @@ class Journal:
         self._pending_bytes = 0
         self._bytes_appended, self._bytes_written = 0, 0
         self._error = ""
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._waiting = Waiting()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # What the journal's thread does; the shard's thread does it while that has no job.
         self._written = 0  # records that may be told of
-        self._file, self._end, self._count = -1, 0, 0  # the segment, its length, records in the system
+        self._file: LogFile | None = None  # the segment
+        self._count = 0  # records in the system
         self._items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._given, self._done = 0, 0  # jobs
         self._thread = threading.Thread(target=self._work, name="atoll-journal", daemon=True)
@@ -326,7 +320,7 @@ class Journal:
         if not self._waiting and self._written == self.appended:
             act()
             return
-        self._waiting.append((self.appended, act))
+        self._waiting.add(self.appended, act)
         if self._written == self.appended:  # the thread has looked for who waits just before
             self.release()
 
@@ -339,14 +333,12 @@ class Journal:
             self._let_go()
         elif self._error:
             raise JournalError(self._error)
-        while self._waiting and self._waiting[0][0] <= self._written:
-            self._waiting.popleft()[1]()
+        self._waiting.release(self._written)
 
     def _let_go(self) -> None:
         """Nothing is written any more: nothing waits for it."""
         self._pending, self._pending_bytes = [], 0
-        while self._waiting:
-            self._waiting.popleft()[1]()
+        self._waiting.release(None)
 
     def _mend(self) -> None:
         """Let the thread write again: a segment begins. What was appended before is past."""
@@ -417,8 +409,8 @@ class Journal:
                 self._tell()
 
     def _publish(self) -> None:
-        if self._sync and self._written < self._count:
-            os.fdatasync(self._file)
+        if self._sync and self._written < self._count and self._file is not None:
+            self._file.sync()
         self._written = self._count
 
     def _fail(self, error: OSError) -> None:
@@ -443,10 +435,10 @@ class Journal:
 
     def _forsake(self) -> None:
         """Remove all segments: they lack what is acknowledged from now on."""
-        file, self._file, self._end = self._file, -1, 0
-        if file >= 0:
+        file, self._file = self._file, None
+        if file is not None:
             with contextlib.suppress(OSError):
-                os.close(file)
+                file.close()
         self.folder.clear()
 
     def _open(self, path: Path) -> None:
@@ -456,10 +448,11 @@ class Journal:
             if path.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             self.folder.spare.rename(path)
-            self._file = opened(lambda: os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+            file = opened(lambda: os.open(path, os.O_WRONLY | os.O_CLOEXEC))
         except FileNotFoundError:
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-            self._file = opened(lambda: os.open(path, flags, 0o644))
+            file = opened(lambda: os.open(path, flags, 0o644))
+        self._file = LogFile(file)
         if self._sync:
             self._sync_folder()
 
@@ -473,31 +466,19 @@ class Journal:
 
     def _seal(self) -> None:
         """Nothing more goes to this segment: what an earlier use has left behind its end goes."""
-        if self._file < 0:
-            return
-        file, self._file = self._file, -1
-        try:
-            os.ftruncate(file, self._end)
-            if self._sync:
-                os.fdatasync(file)
-        finally:
-            os.close(file)
-            self._end = 0
+        file, self._file = self._file, None
+        if file is not None:
+            file.seal(sync=self._sync)
 
     def _write(self, pending: Sequence[Pending], size: int) -> None:
-        pieces: list[memoryview] = []
-        for stamp, header, payload in pending:
-            pieces += map(memoryview, encode_frame(SHARD, stamp, header, payload, self._sync))
-        while pieces:
-            wrote = os.writev(self._file, pieces[:_PIECES])
-            self._end += wrote
-            done = 0
-            while done < len(pieces) and wrote >= pieces[done].nbytes:
-                wrote -= pieces[done].nbytes
-                done += 1
-            del pieces[:done]
-            if wrote:
-                pieces[0] = pieces[0][wrote:]
+        assert self._file is not None
+        self._file.append(
+            [
+                piece
+                for stamp, header, payload in pending
+                for piece in encode_frame(SHARD, stamp, header, payload, self._sync)
+            ]
+        )
         was_full = self.is_full
         self._bytes_written += size
         self._count += len(pending)

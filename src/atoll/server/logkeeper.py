@@ -15,10 +15,10 @@ from atoll.core.points import reach
 from atoll.server.entrance import Above, Entrance, Life, Want
 from atoll.server.followers import KEPT, Followers, sequence_of
 from atoll.server.peers import Peers
+from atoll.server.records import Part
 from atoll.store.entries import Entry
 from atoll.store.log import CommitLog
 from atoll.store.outcomes import Meeting, Outcome
-from atoll.store.records import Part
 from atoll.store.waits import deadlock
 from atoll.wire import messages
 from atoll.wire.messages import Count, Setup

@@ -21,14 +21,15 @@ from typing import Any, Protocol
 import msgspec
 
 from atoll.core.points import reach
+from atoll.logs.waiting import Waiting
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
 from atoll.server.journal import Journal
 from atoll.server.links import HubLink
 from atoll.server.model import Model
 from atoll.server.payloads import payload_of
+from atoll.server.records import Record, Told, encode_header
 from atoll.server.recovery import Parts, ShardImage, encode_image
-from atoll.store.records import Told
 from atoll.tensors.wholechunk import WholeChunk
 from atoll.wire.messages import (
     VERSION,
@@ -36,7 +37,6 @@ from atoll.wire.messages import (
     Begin,
     Copy,
     CopyChunk,
-    CopyPart,
     Hello,
     InSync,
     LostTouch,
@@ -78,18 +78,6 @@ class _Sent:
     payload: Any
 
 
-@dataclass
-class _Held:
-    """Something that may leave once it is written, and `number` messages of the stream are acknowledged."""
-
-    act: Callable[[], None]
-    number: int
-    written: bool = False
-
-    def mark(self) -> None:
-        self.written = True
-
-
 class Mirror:
     """Keeps shard `index`'s standby as the hub names it. All calls come from the shard's thread.
 
@@ -123,7 +111,7 @@ class Mirror:
         self._bytes = 0  # of these
         self._copying: deque[int] = deque()  # chunks that are to be copied
         self._model: Model | None = None  # whose they are
-        self._held: deque[_Held] = deque()
+        self._waiting = Waiting()  # what is written, until messages of the stream are acknowledged
         self._history: list[tuple[Told, Any]] | None = []  # before the first Setup; else None, or if too much
         self._said: dict[type, float] = {}  # when something was last said again; monotonic
 
@@ -149,7 +137,7 @@ class Mirror:
     def append(self, told: Told, payload: Any) -> None:
         """The shard is about to handle this; nobody may change the payload any more."""
         if self._stream:
-            self._send(_copy_of(told), payload)
+            self._copy(told, payload)
         self.remember(told, payload)
 
     def set_up(self) -> None:
@@ -160,20 +148,20 @@ class Mirror:
         """Call `act` once all that was appended so far is written here, and held by the standby."""
         if self.gated and time.monotonic() > self._sent_at + _FRESH:
             self._send(Probe(), None)  # it may have taken this one's place meanwhile
-        held = _Held(act, self._number if self.gated else 0)
-        self._held.append(held)
+        stream, number = (self._stream, self._number) if self.gated else ("", 0)
+
+        def written() -> None:  # perhaps when the standby of that stream is gone
+            self._waiting.add(number if stream == self._stream else 0, act)
+
         if self._journal is None:
-            held.written = True
+            written()
         else:
-            self._journal.when_written(held.mark)
+            self._journal.when_written(written)
         self.release()
 
     def release(self) -> None:
         """Let go what waited and may leave now."""
-        while self._held and self._held[0].written:
-            if self.gated and self._held[0].number > self._acked:
-                return
-            self._held.popleft().act()
+        self._waiting.release(self._acked if self.gated else None)
 
     # -- the loop's part ----------------------------------------------------------------------------------
 
@@ -219,10 +207,9 @@ class Mirror:
         if place[0] != before:
             self._forget_stream()
             self._lost = False  # that was the one before
-            for held in self._held:
-                held.number = 0  # of the stream that is no more
             if self.gated:
                 self.gated = False
+                self.release()
                 self.tell("goes on without a standby", "the hub says that it is gone")
                 self.changed()
         self._connect()
@@ -332,7 +319,7 @@ class Mirror:
             self._stream = secrets.token_hex(8)
             self._send(Begin(stream=self._stream), None)
             for told, payload in self._history:
-                self._send(_copy_of(told), payload)
+                self._copy(told, payload)
             self._copied = self._number
         elif model.complete and source.is_between_lines:
             image, parts = source.image()
@@ -341,8 +328,11 @@ class Mirror:
             begin = Begin(stream=self._stream, parts=len(parts), hyperparameters=groups)
             self._send(begin, encode_image(image))
             for part, payload in parts:
-                self._send(CopyPart(kind=part.kind, key=part.key), payload)
+                self._copy(part, payload)
             self._model, self._copying, self._copied = model, deque(model.chunks), self._number
+
+    def _copy(self, record: Record, payload: Any) -> None:
+        self._send(Copy(record=msgspec.Raw(encode_header(record))), payload)
 
     def _copy_chunk(self, chunk: int) -> None:
         """A chunk as it is between these two messages; its values are not copied, for they are lent."""
@@ -356,13 +346,3 @@ class Mirror:
         if step is not None:
             last = msgspec.structs.replace(last, is_open=True, present=step.present, open_slots=step.slots)
         self._send(last, model.lend(chunk))
-
-
-def _copy_of(told: Told) -> Copy:
-    return Copy(
-        role=told.role,
-        index=told.index,
-        incarnation=told.incarnation,
-        message=told.message,
-        member=told.member,
-    )

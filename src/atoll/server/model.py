@@ -24,13 +24,13 @@ from atoll.server.heard import NOT_SET_UP
 from atoll.server.inflight import InFlight
 from atoll.server.logkeeper import IN_FLIGHT
 from atoll.server.payloads import Lent, payload_of, weighted_mean
+from atoll.server.records import Part
 from atoll.server.snapshot import Heading
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
 from atoll.store.losses import absent
 from atoll.store.pulls import AnyPull, Pulls
-from atoll.store.records import Part
 from atoll.store.shard import ShardState
 from atoll.store.streams import SCALED
 from atoll.tensors.compensation import Origins, compensated

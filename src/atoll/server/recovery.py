@@ -18,8 +18,8 @@ from atoll.core.errors import CheckpointError
 from atoll.server.journal import Folder, Payload, read_segments
 from atoll.server.logkeeper import LAST_MEETING, MEETING, KeeperState
 from atoll.server.model import CONTRIBUTION, HELD, MEAN, ModelState
+from atoll.server.records import Begun, Part, Record, Told
 from atoll.server.snapshot import Heading, whole_snapshots
-from atoll.store.records import Begun, Part, Record, Told
 
 Parts: TypeAlias = list[tuple[Part, Payload]]
 KeptParts: TypeAlias = dict[str, dict[int, memoryview]]  # payloads by kind and key

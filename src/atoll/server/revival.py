@@ -10,11 +10,11 @@ from atoll.server.common import Common
 from atoll.server.heard import Handler, Heard
 from atoll.server.logkeeper import LAST_MEETING, MEETING
 from atoll.server.model import Model
+from atoll.server.records import Told
 from atoll.server.recovery import Found, KeptParts, Parts, ShardImage
 from atoll.server.setups import SetUps
 from atoll.server.snapshot import Heading, restore
 from atoll.store.entries import decode_entry_untrusted
-from atoll.store.records import Told
 from atoll.wire import messages
 from atoll.wire.messages import Hello, decode_untrusted
 

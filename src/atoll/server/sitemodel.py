@@ -29,12 +29,12 @@ from atoll.exchange.feedback import Feedback
 from atoll.exchange.link import Link
 from atoll.server.model import HELD, Done, Holder, MeanOf, Model, ModelState, Send, SiteState
 from atoll.server.payloads import payload_of
+from atoll.server.records import Part
 from atoll.server.siteplace import Place
 from atoll.server.uplink import CONTRIBUTION, SET_UP, STATE, STEP, Edits, Uplink
 from atoll.store.actions import CombineChunks, StepChunks
 from atoll.store.balance import balance
 from atoll.store.pulls import AnyPull
-from atoll.store.records import Part
 from atoll.tensors.payload import tensor_of
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Setup, Used, WorkerStand

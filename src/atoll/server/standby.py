@@ -24,10 +24,11 @@ from atoll.core.texts import one_line
 from atoll.net.endpoint import Received, Server, poll
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink
+from atoll.server.records import Part, Record, Told, decode_record
 from atoll.server.recovery import ShardImage, decode_image, no_parts
 from atoll.server.shard import Shard
 from atoll.server.snapshot import Snapshots
-from atoll.store.records import Told
+from atoll.store.outcomes import StoreError
 from atoll.tensors.shardoptimizer import warm_up
 from atoll.tensors.wholechunk import OpenRecord
 from atoll.wire.messages import (
@@ -36,7 +37,6 @@ from atoll.wire.messages import (
     Begin,
     Copy,
     CopyChunk,
-    CopyPart,
     Hello,
     LostTouch,
     Probe,
@@ -55,7 +55,7 @@ _AT_ONCE = 256  # messages taken in one go
 
 @dataclass(frozen=True)
 class _Pending:
-    message: AnyMessage
+    message: AnyMessage | Record
     payload: memoryview | None
     size: int
 
@@ -184,14 +184,14 @@ class Standby:
 
     def _take(self, received: Received) -> None:
         try:
-            message = decode_untrusted(received.header)
-        except WireError:
+            message: AnyMessage | Record = decode_untrusted(received.header)
+            if isinstance(message, Copy):
+                message = decode_record(message.record)
+        except (WireError, StoreError):
             return
         if isinstance(message, Hello):
             self._greet(received.peer, message)
-        elif received.peer == self._primary and isinstance(
-            message, (Begin, CopyPart, CopyChunk, Copy, Probe)
-        ):
+        elif received.peer == self._primary and isinstance(message, (Begin, Part, Told, CopyChunk, Probe)):
             self._note(message, received.payload)
 
     def _greet(self, peer: bytes, hello: Hello) -> None:
@@ -224,15 +224,15 @@ class Standby:
         assert self._primary is not None
         return self._server.offer(self._primary, encode(Standing(stream=self._stream, count=self._held)))
 
-    def _note(self, message: AnyMessage, payload: memoryview | None) -> None:
+    def _note(self, message: AnyMessage | Record, payload: memoryview | None) -> None:
         """Hold a message of the stream."""
         if isinstance(message, Begin):
             self._stream = message.stream
             self._begin()
         elif not self._stream:
             return
-        elif isinstance(message, Copy) and self._journal is not None:
-            self._journal.append(_told(message), payload)
+        elif isinstance(message, Told) and self._journal is not None:
+            self._journal.append(message, payload)
         self._count += 1
         size = 64 + (payload.nbytes if payload is not None else 0)
         self._pending.append(_Pending(message, payload, size))
@@ -282,12 +282,12 @@ class Standby:
                 f"({type(error).__name__}: {why})"
             ) from error
 
-    def _handle(self, message: AnyMessage, payload: memoryview | None) -> None:
-        if isinstance(message, Copy):
-            self.shard.revival.hear_again(_told(message), payload)
+    def _handle(self, message: AnyMessage | Record, payload: memoryview | None) -> None:
+        if isinstance(message, Told):
+            self.shard.revival.hear_again(message, payload)
         elif isinstance(message, CopyChunk):
             self._take_chunk(message, payload)
-        elif isinstance(message, CopyPart):
+        elif isinstance(message, Part):
             if payload is None or message.kind not in self._parts or self._image is None:
                 raise RunError(f"the primary sent a part {message.kind[:40]!r} that nobody knows")
             self._parts[message.kind][message.key] = payload
@@ -333,7 +333,3 @@ class Standby:
             pass  # of those who took this one for another: they ask the hub, and come again
         reach("shard.promoted", model.iterations if model is not None else -1)
         self.shard.serves()
-
-
-def _told(copy: Copy) -> Told:
-    return Told(copy.role, copy.index, copy.incarnation, copy.message, copy.member)

@@ -35,7 +35,7 @@ AnyMessage: TypeAlias = Union[
     PullState, State, StateEnd, Meet, Met, Ends, Ended, Mismatch, Arrive, WantState, GiveState,
     WhoIsMissing, Missing,
     Follow, Staged, Entry,
-    Duty, Serves, InSync, LostTouch, Standing, Begin, CopyPart, CopyChunk, Copy, Probe,
+    Duty, Serves, InSync, LostTouch, Standing, Begin, CopyChunk, Copy, Probe,
     ReadClock, ClockRead, OpenTcp, TcpOpened, OpenLtp, LtpOpened, Taken, FlowLost,
     OpenLink, LinkOpened, LinkLost,
     NodeReport, ScriptsDiffer, AskRound, AnswerRound, RefuseRound, EndRound, AbortRound, FetchParts,

@@ -41,19 +41,12 @@ class Standing(Message, frozen=True):
 
 class Begin(Message, frozen=True):
     """The first message of a stream. The payload is the primary's state (server/recovery.py: ShardImage),
-    whose `parts` follow as CopyPart, and its chunks as CopyChunk, while messages go on; none: it has not been
+    whose `parts` follow as Copy, and its chunks as CopyChunk, while messages go on; none: it has not been
     set up, and all that it was told follows."""
 
     stream: Name
     parts: Count = 0
     hyperparameters: Hyperparameters = []
-
-
-class CopyPart(Message, frozen=True):
-    """The payload of a part of the state: `kind` and `key` as in store/records.py: Part."""
-
-    kind: Name
-    key: Count
 
 
 class CopyChunk(Message, frozen=True):
@@ -70,13 +63,10 @@ class CopyChunk(Message, frozen=True):
 
 
 class Copy(Message, frozen=True):
-    """What the primary was told (store/records.py: Told), with its payload."""
+    """What the primary was told, or a part of its state, with its payload: a record of server/records.py, as
+    MessagePack."""
 
-    role: Name
-    index: int
-    incarnation: Count
-    message: msgspec.Raw
-    member: Count = 0
+    record: msgspec.Raw
 
 
 class Probe(Message, frozen=True):

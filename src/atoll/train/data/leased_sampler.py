@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 from atoll.core.errors import CheckpointError, RunError
 from atoll.train.data.given import GivenIndices
 from atoll.train.data.order import Order
-from atoll.train.data.runs import Run, joined, merged, positions
+from atoll.train.data.runs import Run, cut, joined, merged, positions, without
 from atoll.wire.messages import Leased, Used
 
 FIRST_LEASE = 32  # samples, until a batch has been seen
@@ -202,29 +202,15 @@ class LeasedSampler(Sampler[int]):
         used = merged(
             (epoch, start, stop) for p in places for epoch, start, stop in p["used"] if epoch >= first
         )
-        order = self._samples.order
-        return {
-            "seed": order.seed,
-            "epoch": first,
-            "offset": used[0][2] if used and used[0][:2] == (first, 0) else 0,
-            "length": order.length,
-            "shuffle": order.shuffle,
-            "used": [list(run) for run in used],
-        }
+        offset = used[0][2] if used and used[0][:2] == (first, 0) else 0
+        return {**self._samples.order.facts(first, offset), "used": [list(run) for run in used]}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError where `state` is of another dataset or another order than this sampler's."""
         self._samples.order.check(state)
         runs = state.get("used", [])
-        right = isinstance(runs, (list, tuple)) and all(
-            isinstance(run, (list, tuple))
-            and len(run) == 3
-            and all(isinstance(number, int) for number in run)
-            and run[0] >= state["epoch"]
-            and 0 <= run[1] < run[2] <= self._samples.order.length
-            for run in runs
-        )
-        if not right:
+        self._samples.order.check_runs(runs)
+        if any(run[0] < state["epoch"] or run[1] == run[2] for run in runs):
             raise CheckpointError("the checkpoint's sampler names used samples that are none")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -237,7 +223,7 @@ class LeasedSampler(Sampler[int]):
         self._epoch = state["epoch"]
         left = [_run(run) for run in state.get("left", [])]  # a ShardedSampler's: not used, before the offset
         before = {epoch: self._samples.order.length for epoch, _, _ in left} | {self._epoch: state["offset"]}
-        offset = [run for epoch, stop in before.items() for run in _without((epoch, 0, stop), left)]
+        offset = without([(epoch, 0, stop) for epoch, stop in before.items()], left)
         self._samples.load(state, merged(map(_run, [*offset, *state.get("used", [])])))
         self._hand = InHand()
         self._pending = sorted({epoch for epoch, _, _ in left if epoch != self._epoch})
@@ -251,16 +237,8 @@ class LeasedSampler(Sampler[int]):
 
     def deal_state(self) -> dict[str, Any]:
         """What a worker needs that enters the run, to lease of the same order: no worker's own samples."""
-        order = self._samples.order
-        return {
-            "seed": order.seed,
-            "epoch": self._epoch,
-            "offset": 0,
-            "length": order.length,
-            "shuffle": order.shuffle,
-            "loads": self._leasing.loads,
-            "used": self._samples.used(since_load=False),
-        }
+        order, used = self._samples.order, self._samples.used(since_load=False)
+        return {**order.facts(self._epoch, 0), "loads": self._leasing.loads, "used": used}
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError where `state` is none of `deal_state`'s, or of other data."""
@@ -359,7 +337,7 @@ class InHand:
     trained on. `used` has named none of both."""
 
     def __init__(self) -> None:
-        self.runs: deque[Run] = deque()
+        self.runs: list[Run] = []
         self.seen: list[Run] = []
 
     def hold(self, run: Run) -> None:
@@ -374,23 +352,12 @@ class InHand:
 
     def filled_among(self, first: int, count: int) -> int:
         """How many of `count` samples, from the `first` that is held on, only fill up."""
-        filled, place = 0, 0
-        for epoch, start, stop in self.runs:
-            if epoch < 0:
-                filled += max(0, min(place + stop - start, first + count) - max(place, first))
-            place += stop - start
-        return filled
+        among = cut(cut(self.runs, first)[1], count)[0]
+        return positions(run for run in among if run[0] < 0)
 
     def take(self, count: int) -> list[Run]:
         """Take the first `count` samples; those that only fill up are left out."""
-        taken = []
-        while count > 0:
-            epoch, start, stop = self.runs.popleft()
-            cut = min(stop, start + count)
-            taken.append((epoch, start, cut))
-            if cut < stop:
-                self.runs.appendleft((epoch, cut, stop))
-            count -= cut - start
+        taken, self.runs = cut(self.runs, count)
         return [run for run in taken if run[0] >= 0]
 
     def take_seen(self) -> list[Run]:
@@ -543,17 +510,6 @@ class LeasedBatches(Sampler[list[int]]):
 def _filling(epoch: int) -> int:
     """What stands in a run for an epoch that batches are filled up in."""
     return -1 - epoch
-
-
-def _without(run: Run, parts: Iterable[Run]) -> Iterator[Run]:
-    """What of a run is in none of the parts, which are in order."""
-    epoch, start, end = run
-    for _, first, stop in (part for part in parts if part[0] == epoch):
-        if start < first:
-            yield epoch, start, first
-        start = max(start, stop)
-    if start < end:
-        yield epoch, start, end
 
 
 def _run(numbers: Sequence[int]) -> Run:

@@ -57,14 +57,13 @@ class Order:
         left, offset = list(left), self.length
         if left and left[-1][0] == epoch and left[-1][2] == self.length:
             offset = left.pop()[1]
-        state = {
-            "seed": self.seed,
-            "epoch": epoch,
-            "offset": offset,
-            "length": self.length,
-            "shuffle": self.shuffle,
-        }
+        state = self.facts(epoch, offset)
         return {**state, "left": [list(run) for run in left]} if left else state
+
+    def facts(self, epoch: int, offset: int) -> dict[str, Any]:
+        """What every sampler's state has."""
+        length, shuffle = self.length, self.shuffle
+        return {"seed": self.seed, "epoch": epoch, "offset": offset, "length": length, "shuffle": shuffle}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError where `state` is of another dataset or another order."""

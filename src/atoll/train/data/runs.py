@@ -60,6 +60,19 @@ def cut(runs: Iterable[Run], count: int) -> tuple[list[Run], list[Run]]:
     return first, rest
 
 
+def without(runs: Iterable[Run], parts: Iterable[Run]) -> list[Run]:
+    """What of the runs is in none of the parts."""
+    left, gone = [], merged(parts)
+    for epoch, start, end in runs:
+        for _, first, stop in (part for part in gone if part[0] == epoch):
+            if start < min(first, end):
+                left.append((epoch, start, min(first, end)))
+            start = max(start, stop)
+        if start < end:
+            left.append((epoch, start, end))
+    return left
+
+
 def items_of(runs: Iterable[Run]) -> list[Item]:
     """The positions of runs, one after the other."""
     return [(epoch, position) for epoch, start, stop in runs for position in range(start, stop)]

@@ -231,8 +231,8 @@ def exchange_alone(site: str) -> MakeExchange:
             connection,
             training.calls,
             held=held,
-            lazy=sync.lazy and held is None,
-            pipeline=sync.pipeline if held is None else 0,
+            lazy=sync.lazy,
+            pipeline=sync.pipeline,
         )
 
     return make

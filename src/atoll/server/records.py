@@ -1,8 +1,8 @@
 """Records of a shard's journal: what the shard was told, in the order in which it took effect.
 
-On disk and on their way a record is a frame (`store/frames.py`): its header is the record as MessagePack, its
-payload a chunk. The stamp of a segment's frames has the segment's number in its lower half: a file that was
-another segment before, and is not written yet, has no record.
+A standby is sent the same records (wire/shards.py: Copy). On disk a record is a frame (`logs/frames.py`): its
+header is the record as MessagePack, its payload a chunk. The stamp of a segment's frames has the segment's
+number in its lower half: a file that was another segment before, and is not written yet, has no record.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TypeAlias, Union
 import msgspec
 
 from atoll.core.decoding import decoded
-from atoll.store import frames
-from atoll.store.frames import Buffer, Kind, encode_frame
+from atoll.logs.frames import Buffer, Kind, encode_frame
+from atoll.logs.logfile import replay
 from atoll.store.outcomes import StoreError
 from atoll.wire.messages import HEADER_BYTES, Count, Name
 
-SHARD = Kind(b"ATJ3", HEADER_BYTES + 2**16)
+SHARD = Kind(b"ATJ3", HEADER_BYTES + 2**16, "segment of a journal")
 _HALF = 2**32
 
 
@@ -82,17 +82,14 @@ def records(
 ) -> Iterator[tuple[Record, memoryview | None, int]]:
     """Each whole record of a segment, its payload in place, and the offset of its end.
 
-    Ends before the first that is cut off, damaged, or of another use of the file: with `segment`, of another
-    segment. Nothing is allocated for what a length says. Raises StoreError for a record that is whole and
-    yet none of these.
+    Ends before the first that is cut off, or of another use of the file: with `segment`, of another segment.
+    Nothing is allocated for what a length says. Raises StoreError for a record that is whole and yet none of
+    these, and DamagedLogError as `replay` does.
     """
-    for frame in frames.frames(journal, SHARD):
-        if segment is not None and frame.stamp % _HALF != segment % _HALF:
-            return
-        found = decoded(_decoder, frame.header, StoreError, "no record of a journal")
-        yield found, frame.payload, frame.end
+    for frame in replay(journal, SHARD, lambda stamp: segment is None or stamp % _HALF == segment % _HALF):
+        yield decode_record(frame.header), frame.payload, frame.end
 
 
-def is_damaged(journal: memoryview, end: int, segment: int) -> bool:
-    """Whether records of this segment stand behind `end`, where `records` stopped: see `frames`."""
-    return frames.is_damaged(journal, end, SHARD, lambda stamp: stamp % _HALF == segment % _HALF)
+def decode_record(header: bytes | memoryview) -> Record:
+    """The record in a frame's header; raises StoreError for what is none."""
+    return decoded(_decoder, header, StoreError, "no record of a journal")

@@ -1,4 +1,4 @@
-"""Frames: how the journals of shards and hub hold their records, and tell them from what is none.
+"""Frames: how the journals of shards and hub hold their records, and tell them from what is none; pure.
 
 A frame is a header (a record, as MessagePack) and perhaps a payload (a chunk). On disk, little-endian:
 
@@ -50,10 +50,12 @@ class Frame(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of journal: the four bytes that its frames begin with, and the most bytes of a header."""
+    """A kind of journal: the four bytes that its frames begin with, the most bytes of a header, and what
+    people call one of its files."""
 
     magic: bytes
     most: int
+    name: str
 
 
 def encode_frame(
