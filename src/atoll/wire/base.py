@@ -23,7 +23,7 @@ Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
 Weight: TypeAlias = Annotated[float, Meta(ge=0)]
-Key: TypeAlias = Annotated[str, Meta(max_length=1024)]  # of the rings' store
+StoreKey: TypeAlias = Annotated[str, Meta(max_length=1024)]  # of the rings' store
 Value: TypeAlias = Annotated[bytes, Meta(max_length=2**20)]
 Hyperparameters: TypeAlias = list[dict[str, Any]]  # for each param group of the optimizer: numbers, booleans
 

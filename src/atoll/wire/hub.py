@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from atoll.wire.base import Count, Key, Message, Name, Seconds, Text, Used, Value, Weight
+from atoll.wire.base import Count, Message, Name, Seconds, StoreKey, Text, Used, Value, Weight
 
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
 Ranks: TypeAlias = Annotated[list[Count], Meta(max_length=2**17)]  # of workers: as many as a run may have
@@ -342,7 +342,7 @@ class StoreCall(Message, frozen=True):
     group: Count
     number: Count
     operation: Literal["set", "get", "wait", "check", "add", "append", "compare_set", "delete", "num_keys"]
-    keys: Annotated[list[Key], Meta(max_length=4096)] = []
+    keys: Annotated[list[StoreKey], Meta(max_length=4096)] = []
     values: Annotated[list[Value], Meta(max_length=2)] = []
     amount: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
     seconds: Seconds = 0.0
@@ -354,7 +354,7 @@ class StoreAnswer(Message, frozen=True):
 
     value: Value = b""
     count: int = 0
-    missing: Annotated[list[Key], Meta(max_length=4096)] = []
+    missing: Annotated[list[StoreKey], Meta(max_length=4096)] = []
     number: Count = 0
 
 

@@ -16,7 +16,7 @@ from atoll.wire import peers
 from atoll.wire.base import *
 from atoll.wire.hub import *
 from atoll.wire.linktest import *
-from atoll.wire.lost import *
+from atoll.wire.lost import LostBlocks as LostBlocks
 from atoll.wire.peers import *
 from atoll.wire.peerviews import *
 from atoll.wire.served import *

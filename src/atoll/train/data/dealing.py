@@ -79,7 +79,8 @@ class Deal:
 
     def slots(self, rank: int, tick: int) -> range:
         """The pool's slots that a member takes in a tick; those from `size` on are none, to be filled up."""
-        begin, need, members = self._taken, self.per_tick, range(self.world)
+        begin, need = self._taken, self.per_tick
+        members: Sequence[int] = range(self.world)
         if tick < self._in_hand:
             begin, need, members = self._early[tick]
         else:

@@ -35,11 +35,13 @@ class GivenBatches:
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
+        self._used = 0  # batches that have been used whole
+        self._rest = 0  # samples that backwards have reached beyond those
         self.consumed = 0
 
     def begin(self, sizes: Sequence[int] = (), used: int = 0) -> None:
         """Batches are given anew; those of these sizes were given before, and the first `used` are used."""
-        self._sizes = list(sizes)
+        self._sizes, self._used, self._rest = list(sizes), used, 0
         self.consumed = self._samples(used)
 
     def __len__(self) -> int:
@@ -47,16 +49,16 @@ class GivenBatches:
 
     def give(self, size: int, at: int) -> None:
         """The `at`-th batch is of this size; those from it on were not given after all."""
+        while self._used > at:
+            self._used -= 1
+            self._rest += max(1, self._sizes[self._used])
         del self._sizes[at:]
         self._sizes.append(size)
+        self._use()
 
     def used(self, given: int) -> int:
         """How many of the first `given` batches have been used whole."""
-        left, used = self.consumed, 0
-        while used < given and left >= max(1, self._sizes[used]):
-            left -= max(1, self._sizes[used])
-            used += 1
-        return used
+        return min(self._used, given)
 
     def next_sizes(self, given: int) -> set[float]:
         """The possible sizes of the next batch that a backward reaches."""
@@ -68,6 +70,8 @@ class GivenBatches:
         used = self.used(given)
         is_fill = used < given and self._sizes[used] == 0
         self.consumed += int(samples)
+        self._rest += int(samples)
+        self._use()
         return 0.0 if is_fill else samples
 
     def sizes(self, start: int = 0) -> list[int]:
@@ -77,7 +81,13 @@ class GivenBatches:
     def use_up(self, count: int) -> None:
         """Forget the first `count` batches, which are used."""
         self.consumed -= self._samples(count)
+        self._used -= count
         del self._sizes[:count]
+
+    def _use(self) -> None:
+        while self._used < len(self._sizes) and self._rest >= max(1, self._sizes[self._used]):
+            self._rest -= max(1, self._sizes[self._used])
+            self._used += 1
 
     def _samples(self, count: int) -> int:
         return sum(max(1, size) for size in self._sizes[:count])
