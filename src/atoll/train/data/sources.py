@@ -54,8 +54,10 @@ class DealtData:
         self, dataset: Sized, whole: int, ahead: int | None, order: Arguments, on_index: OnIndex
     ) -> BatchesSampler:
         del ahead  # of any number of batches fetched before their use, the deal is the same
-        state, place = self._state, {"rank": self._state.rank, "world": self._state.world}
-        made = BatchesSampler(dataset, batch=whole, on_index=on_index, **place, **order)
+        state = self._state
+        made = BatchesSampler(
+            dataset, batch=whole, rank=state.rank, world=state.world, on_index=on_index, **order
+        )
         state.samplers.append(made)
         return made
 
