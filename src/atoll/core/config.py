@@ -43,6 +43,9 @@ LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
 # Where `atoll run` starts several launches of several workers: the number of this one's first worker.
 FIRST_VARIABLE = "ATOLL_FIRST_WORKER"
 
+# Set by a worker that joins: its process, and its place. What it starts inherits both, and is no worker.
+JOINED_VARIABLE = "ATOLL_JOINED"
+
 Strategy = Literal["ring", "server", "hierarchical", "ps-hra", "peers"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 # Strategies of other packages have entry points in this group (docs/own-strategy.md).

@@ -20,6 +20,7 @@ from atoll.core.config import (
     CONFIG_VARIABLE,
     FIRST_VARIABLE,
     HUB_VARIABLE,
+    JOINED_VARIABLE,
     KEYS_VARIABLE,
     LAUNCHER_VARIABLE,
     RANK_VARIABLE,
@@ -317,6 +318,7 @@ class _Watch:
             RANK_VARIABLE,
             SITE_VARIABLE,
             FIRST_VARIABLE,
+            JOINED_VARIABLE,
         )
         environment = {
             **{name: value for name, value in os.environ.items() if name not in foreign},

@@ -137,8 +137,8 @@ class Judge:
         text = one_line(failure.message, _SHOWN_CHARACTERS)
         if (child := self.causes.child_end(failure)) is not None:
             said = f": {one_line(child.message, _SHOWN_CHARACTERS)}" if child.message else ""
-            at = f"sys.exit{_at(child.line)}"
-            text = f"a process of its DataLoader ended with status {child.status} ({at}){said}"
+            at = f" (sys.exit{_at(child.line)})" if child.line else ""
+            text = f"a process of its DataLoader ended with status {child.status}{at}{said}"
         line = f"worker {first.worker} ended with {how}, {self._when(first)}{f': {text}' if text else ''}"
         detail = f"worker {first.worker}:\n{failure.traceback}"
         return Verdict(failure.exit_status, f"{line}{_in_log(self._log(first))}", detail, followed)

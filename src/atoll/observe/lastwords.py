@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from atoll.core.environment import variable
 from atoll.core.events import AnyEvent, Failed, decode, encode
 from atoll.core.texts import shortened
 
@@ -58,7 +59,7 @@ class LastWords:
 def say(event: AnyEvent) -> bool:
     """Say how this process ends, or one of its children, or what its journal could not hold. Returns whether
     somebody is told: outside `atoll run` nobody is. Never raises."""
-    where = os.environ.get(LAST_WORDS_VARIABLE)
+    where = variable(LAST_WORDS_VARIABLE)
     if not where:
         return False
     with contextlib.suppress(OSError, ValueError):  # the journal has it too

@@ -5,12 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from atoll.axes.needs import check_configuration
-from atoll.core.config import FIRST_VARIABLE, HUB_VARIABLE, SERVED, Config, load_given
-from atoll.core.events import Joining
+from atoll.core.config import (
+    CONFIG_VARIABLE,
+    FIRST_VARIABLE,
+    HUB_VARIABLE,
+    JOINED_VARIABLE,
+    KEYS_VARIABLE,
+    LAUNCHER_VARIABLE,
+    RANK_VARIABLE,
+    RUN_VARIABLE,
+    SERVED,
+    SITE_VARIABLE,
+    SOCKETS_VARIABLE,
+    Config,
+    load_given,
+)
+from atoll.core.environment import removed, started_with, variable
+from atoll.core.errors import ConfigError
+from atoll.core.events import ChildEnded, Joining
 from atoll.core.runclock import record_time
-from atoll.core.scriptline import script_line
+from atoll.core.scriptline import at_script_line, script_line
 from atoll.observe.journal import Journal
 from atoll.observe.lastwords import say
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
@@ -22,6 +39,22 @@ from atoll.train.members.peersintroduction import introduce
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.service import enter
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# What a worker finds its run by, wherever it is started, and what `atoll run` adds to that.
+_PLACED_BY = (
+    HUB_VARIABLE,
+    KEYS_VARIABLE,
+    SOCKETS_VARIABLE,
+    LAUNCHER_VARIABLE,
+    RUN_VARIABLE,
+    RANK_VARIABLE,
+    SITE_VARIABLE,
+    FIRST_VARIABLE,
+    *_TORCHRUN,
+)
+_LAUNCHED_BY = (DIRECTORY_VARIABLE, CONFIG_VARIABLE)
+_NAMED = 4  # variables, in an error
+
 
 def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place | None = None) -> Session:
     """Take this process's place in the run: from torchrun's variables, or alone.
@@ -31,10 +64,16 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
 
     `config` is a Config or a file's path; unless given, $ATOLL_CONFIG or ./atoll.toml counts, else the
     defaults. `place` overrides the environment. Raises ConfigError for a bad configuration or environment,
-    and DeadlineError when the other workers do not come within `sync.timeout`.
+    also for one from which the script has removed what the worker finds its run by, and in a process that a
+    worker has started. Raises DeadlineError when the other workers do not come within `sync.timeout`.
     """
     show_errors_as_one_line()
-    _tell_of_joining(script_line())
+    line = script_line()
+    if place is None:
+        _check_process(line)
+    _tell_of_joining(line)
+    if place is None:
+        _check_environment(line)
     speed_from()  # a mistake in it is found before anybody is waited for
     given: Mapping[str, str] = {}
     if not isinstance(config, Config):
@@ -56,13 +95,56 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     return Session(config, place, given=given)
 
 
+def _check_process(line: str) -> None:
+    """Raise ConfigError in a process that a worker of the run has started after it had joined: it would join
+    as the same worker once more. Where a script says which worker each of its processes is, each may join."""
+    place = "|".join(os.environ.get(name, "") for name in (DIRECTORY_VARIABLE, *_PLACED_BY))
+    joined, _, where = os.environ.get(JOINED_VARIABLE, "").partition(" ")
+    if joined and where == place and joined != str(os.getpid()):
+        message = (
+            f"{at_script_line('atoll.join', line)} in a process that the worker has started, after it had "
+            f"joined itself in process {joined}: keep what such a process is not to run under "
+            "`if __name__ == '__main__':`"
+        )
+        _tell_of_child(message)
+        raise ConfigError(message)
+    if place.strip("|"):
+        os.environ[JOINED_VARIABLE] = f"{os.getpid()} {place}"
+
+
+def _tell_of_child(message: str) -> None:
+    """Tell `atoll run` why this process ends, which a DataLoader may have started."""
+    rank = os.environ.get("RANK", "")
+    if rank.isdecimal():
+        worker, status = int(rank) + int(os.environ.get(FIRST_VARIABLE, "0")), ConfigError.exit_status
+        say(
+            ChildEnded(
+                time=record_time(), worker=worker, pid=os.getpid(), status=status, message=message, line=""
+            )
+        )
+
+
+def _check_environment(line: str) -> None:
+    """Raise ConfigError where the script has removed variables: the worker would train alone, or by other
+    options, and nobody would be told."""
+    before = started_with()
+    names = (*_LAUNCHED_BY, *_PLACED_BY) if DIRECTORY_VARIABLE in before else _PLACED_BY
+    if not (gone := removed(names, before, os.environ)):
+        return
+    shown = gone[:_NAMED] + ([f"{len(gone) - _NAMED} more"] if len(gone) > _NAMED else [])
+    listed = " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+    raise ConfigError(
+        f"the script has removed {listed} from os.environ before {at_script_line('atoll.join', line)}, and a "
+        f"worker finds its run by them; keep {', '.join(_TORCHRUN)} and those that begin with ATOLL_"
+    )
+
+
 def _tell_of_joining(line: str) -> None:
     """Tell `atoll run` that this worker waits for the others from now on."""
-    run = RunDirectory.from_environment()
-    rank = os.environ.get("RANK", "")
-    if run is None or not rank.isdecimal():
+    folder, rank = variable(DIRECTORY_VARIABLE), variable("RANK") or ""
+    if not folder or not rank.isdecimal():
         return
-    worker = int(rank) + int(os.environ.get(FIRST_VARIABLE, "0"))
+    run, worker = RunDirectory(Path(folder)), int(rank) + int(variable(FIRST_VARIABLE) or "0")
     event = Joining(time=record_time(), worker=worker, line=line, pid=os.getpid())
     say(event)
     with (
