@@ -125,6 +125,27 @@ def test_a_worker_that_gets_no_cpu_is_waited_for(command: Command, run: str, tol
     assert "left out" not in err, err
 
 
+def test_a_node_that_is_heard_and_whose_worker_gets_no_cpu_is_waited_for(command: Command) -> None:
+    """Its CPU side answers, and the others wait for its iterations: for 6 s, a tenth of sync.timeout."""
+    options = ("[sync]", "stale_max = 0", "timeout = '60s'")
+    steady = STEADY.replace("STEPS", "40")
+    environment = with_site(command, WANTS_CPU)
+    process = start(command, steady, *options, run="strategy = 'peers'", workers=3, environment=environment)
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    with starved(command.directory, [command.worker_pid(1)]):
+        wait_for(lambda: told_of_node(command) or process.poll() is not None, "its delay")
+        assert process.poll() is None, process.communicate()
+        time.sleep(BEYOND)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    told = told_of_node(command)
+    assert all(re.match(r"no iteration for \S+ s; .*: the machine is overloaded", each) for each in told), (
+        told
+    )
+    assert command.summary()["steps"] == 40
+    assert "left out" not in err, err
+
+
 SLOW_SHARD = """
 import sys
 import time

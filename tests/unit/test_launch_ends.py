@@ -382,7 +382,8 @@ def test_a_hub_that_does_not_listen_is_waited_for_with_a_deadline(
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61.0)
     assert begun.launch.poll() is not None
-    assert begun.failure().message.startswith("the hub did not listen within 60 s; its log is ")
+    said = "the hub did not listen within 60 s: its process has ended; it has said nothing; its log is "
+    assert begun.failure().message.startswith(said)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES_WITH_HUB)

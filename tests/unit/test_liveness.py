@@ -14,12 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.liveness import AGAIN_SECONDS, Judgement, Reading, Vouching, own_origin, read_process
+from atoll.core.liveness import (
+    AGAIN_SECONDS,
+    Judgement,
+    Reading,
+    Vouching,
+    own_origin,
+    parent_of,
+    read_process,
+)
 from atoll.hub.decisions import Decisions, read_decisions
 from atoll.hub.options import HubOptions
 from atoll.hub.vouching import Vouchers
 from atoll.peers.settings import Settings
-from atoll.peers.watch import Watch
+from atoll.peers.watch import IDLE, Watch
 from atoll.store.members import Membership
 from atoll.wire.peerviews import Life
 
@@ -64,6 +72,15 @@ def test_what_the_system_says_of_a_process() -> None:
         while seen(pid, "R").cpu <= first.cpu:
             assert time.monotonic() < until
         assert seen(pid, "R").started == first.started
+
+
+def test_the_parent_of_a_process() -> None:
+    with process("sleep", "600") as pid:
+        child = f"{own_origin().split(':')[0]}:{pid}:{seen(pid, 'SRD').started}"
+        assert parent_of(child) == own_origin()
+    assert parent_of(child) == ""
+    assert parent_of("0123:1:1") == ""
+    assert parent_of("") == ""
 
 
 def test_where_a_process_is() -> None:
@@ -291,7 +308,7 @@ ONE = Life(1, 1)
 def test_a_node_without_cpu_is_not_suspected() -> None:
     machine = Machine()
     vouching = machine.vouching()
-    watch = Watch(Settings(), lambda life, silence, most: vouching.judge(HERE, silence, most))
+    watch = Watch(Settings(), lambda life, lack, silence, most: vouching.judge(HERE, silence, most))
     watch.install(machine.now, [ONE])
     for _ in range(80):
         machine.pass_time(0.25)
@@ -305,6 +322,53 @@ def test_a_node_without_cpu_is_not_suspected() -> None:
     machine.pass_time(AGAIN_SECONDS)
     (why,) = watch.suspects(machine.now, {}, {}).values()
     assert why.startswith("silent for 1 min 40 s; its process has ended; silence: 3.5 s;")
+
+
+@pytest.mark.parametrize("what", ["awaited", "absent"])
+@pytest.mark.parametrize("state", ["starved", "computes", "waits", "T", "ended"])
+def test_a_node_that_is_heard_and_makes_no_iteration(state: str, what: str) -> None:
+    """One that gets no CPU is waited for; else it is removed when its limit is over, as if nobody looked."""
+    machine, lacks = Machine(), set()
+    vouching, settings = machine.vouching(), Settings(progress=(10.0, 20.0))
+
+    def judge(_life: Life, lack: str, seconds: float, most: float) -> Judgement:
+        lacks.add(lack)
+        return vouching.judge(HERE, seconds, most)
+
+    def suspects() -> dict[int, str]:
+        watch.handle_heard(machine.now, ONE.node)
+        awaited = {ONE: 100.0}
+        return watch.suspects(machine.now, *((awaited, {}) if what == "awaited" else ({}, awaited)))
+
+    watch = Watch(settings, judge)
+    watch.install(machine.now, [ONE])
+    for iteration in range(10):
+        machine.pass_time(1.0)
+        watch.handle_heard(machine.now, ONE.node)
+        watch.handle_iteration(machine.now, ONE, iteration + 1, iteration + 1)
+    began, limit = machine.now, 10.0 if what == "awaited" else 20.0
+    while machine.now < began + limit - 0.5:
+        machine.pass_time(0.25)
+        assert suspects() == {}
+    if state == "starved":
+        for _ in range(400):
+            machine.pass_time(0.25)
+            assert suspects() == {}
+        assert watch.deadline({ONE: began}, {}) <= machine.now + AGAIN_SECONDS
+        assert lacks == {IDLE}
+        machine.state, machine.share = "S", 0.0  # the machine is idle again, and the script hangs
+    elif state == "computes":
+        machine.share = 1.0
+    elif state == "waits":
+        machine.state, machine.share = "S", 0.0
+    else:
+        machine.state, machine.ended = state[0].upper(), state == "ended"
+    machine.pass_time(0.5)
+    found = suspects()
+    for _ in range(2):
+        machine.pass_time(AGAIN_SECONDS)
+        found = found or suspects()
+    assert "no iteration for" in found[1] if what == "awaited" else "it has come to no meeting" in found[1]
 
 
 def test_while_a_node_itself_stands_still_nobody_is_silent() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import signal
 import time
@@ -71,16 +72,19 @@ def _machine() -> str:
 
 def own_origin() -> str:
     """Where this process is, for others of its machine to look at it; empty where they could not."""
-    reading = read_process(os.getpid())
-    return f"{_machine()}:{os.getpid()}:{reading.started}" if _machine() and reading is not None else ""
+    return _origin_of(os.getpid())
+
+
+def _origin_of(pid: int) -> str:
+    reading = read_process(pid)
+    return f"{_machine()}:{pid}:{reading.started}" if _machine() and reading is not None else ""
 
 
 def read_process(pid: int) -> Reading | None:
     """Read a process of this machine; None where there is none."""
     folder = _PROC / str(pid)
     try:
-        # The name, in parentheses, may hold anything; what is read comes after it.
-        fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = _fields(pid)
         pending = (folder / "status").read_text(errors="replace")
         threads = [each for each in (folder / "task").iterdir() if each.name != str(pid)]
     except OSError:
@@ -88,6 +92,22 @@ def read_process(pid: int) -> Reading | None:
     states = fields[0] + "".join(map(_state, threads))
     ended = fields[0] in "ZX" or bool(int(fields[6]) & (_EXITING | _DUMPING)) or _is_killed(pending)
     return Reading(states, (int(fields[11]) + int(fields[12])) / _TICK, int(fields[19]), ended)
+
+
+def parent_of(origin: str) -> str:
+    """Return where the parent of a process of this machine is, as `own_origin`; empty: not known."""
+    machine, pid, _ = _parsed(origin)
+    if not pid or machine != _machine():
+        return ""
+    try:
+        return _origin_of(int(_fields(pid)[1]))
+    except OSError:
+        return ""
+
+
+def _fields(pid: int) -> list[str]:
+    """What /proc/PID/stat says after the process's name, which is in parentheses and may hold anything."""
+    return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _state(thread: Path) -> str:
@@ -101,6 +121,17 @@ def _is_killed(status: str) -> bool:
     """Whether SIGKILL waits for a process to run once more, and end."""
     masks = [line.split()[1] for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
     return any(int(mask, 16) & 1 << (signal.SIGKILL - 1) for mask in masks)
+
+
+def look_at(pid: int) -> str:
+    """Watch a process of this machine for half a second, and say what it does."""
+    if not _machine():
+        return "nothing is known of its process"
+    origin, vouching = _origin_of(pid), Vouching()
+    if not (seen := vouching.judge(origin, 0.0, math.inf)).why and origin:
+        time.sleep(AGAIN_SECONDS)
+        seen = vouching.judge(origin, 0.0, math.inf)
+    return seen.why or "its process has ended"
 
 
 def describe(origin: str) -> str:

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 
+from atoll.core.awaited import show_stack_on_signal
 from atoll.core.errors import AtollError
 from atoll.core.heap import keep_freed_memory
 from atoll.net.post import Post, PostClosedError
@@ -33,6 +34,7 @@ def serve(descriptor: int, parent: int) -> int:
     """As `main`; for who has a process already."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the worker handles them, and this process ends with it
+    show_stack_on_signal()
     post = Post(socket.socket(fileno=descriptor))
     try:
         watch = _watch(parent)

@@ -213,8 +213,7 @@ class HubLaunch:
             self._watch.tell_lost(lost)
             self._finish(_SERVICE_ENDED)
         elif time.monotonic() > begins_by:
-            log = self._directory.logs / "hub.log"
-            self._words.fail(0, f"the hub did not listen within {START_SECONDS:g} s; its log is {log}")
+            self._words.fail(0, self._services.why_unheard("hub", START_SECONDS))
             self._finish(_SERVICE_ENDED)
 
     # Workers

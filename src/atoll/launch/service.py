@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from atoll.core.awaited import show_stack_on_signal
 from atoll.core.config import SOCKETS_VARIABLE
 from atoll.core.errors import AtollError
 from atoll.core.events import NO_WORKER, Ended
@@ -47,6 +48,7 @@ def main(arguments: list[str], score_for: ScoreFor | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
     LogStreams().install()
+    show_stack_on_signal()
     name, text = arguments
     try:
         if name == "hub":

@@ -11,19 +11,22 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from atoll.core.awaited import account_of
 from atoll.core.config import KEYS_VARIABLE, SERVED, Config
 from atoll.core.errors import GivenUpError
 from atoll.core.options import as_argument
+from atoll.core.texts import one_line
 from atoll.hub.options import HubOptions
 from atoll.launch.parts import called
 from atoll.launch.processes import signal_name, start_logged
 from atoll.launch.service import END_SIGNAL
-from atoll.launch.tail import last_word
+from atoll.launch.tail import last_lines, last_word
 from atoll.observe.rundir import RunDirectory
 from atoll.server.options import ServerOptions
 
 SERVICE = "atoll.launch.service"  # the module that a service's process runs
 SERVICE_RESTARTS = 3  # times that a hub or a shard that is killed is started again, each
+_SHOWN_CHARACTERS = 300  # of a log's last line
 _LOOPBACK = "127.0.0.1"
 _OTHER_HALF = {"server": "second", "second": "server"}
 
@@ -154,6 +157,14 @@ class Services:
             f"{who} {how}{often}, and the run cannot go on without it; its log is {self._log(name)}",
             status,
         )
+
+    def why_unheard(self, name: str, seconds: float) -> str:
+        """The line on a service that runs and was waited for in vain."""
+        log = self._log(name)
+        said = last_lines(log, 1)
+        doing = account_of(self.processes[name].pid, log)
+        last = f"; it said last: {one_line(said[0], _SHOWN_CHARACTERS)}" if said else "; it has said nothing"
+        return f"{called(name)} did not listen within {seconds:g} s: {doing}{last}; its log is {log}"
 
     def finish(self) -> None:
         """Tell all of them to end."""

@@ -13,12 +13,13 @@ from atoll.peers.pace import Limit
 from atoll.peers.settings import Settings
 from atoll.wire.peerviews import Life
 
-# Judges the process of a member that was silent for so many seconds; the last number is the most silence that
-# is borne of one that computes.
-Judge: TypeAlias = Callable[[Life, float, float], Judgement]
+SILENT, IDLE = "silent", "no iteration"  # what a member lacks: words of it, or iterations
+# Judges the processes of a member that lacks something for so many seconds; the last number is the longest
+# that is borne of one that computes.
+Judge: TypeAlias = Callable[[Life, str, float, float], Judgement]
 
 
-def unseen(_life: Life, _silence: float, _most: float) -> Judgement:
+def unseen(_life: Life, _lack: str, _seconds: float, _most: float) -> Judgement:
     """Judge a member of whose process nothing is known."""
     return Judgement(False)
 
@@ -37,6 +38,7 @@ class _Seen:
     finished: bool = False
     whole: bool = False  # it has a state, as far as is known
     spared: float = -math.inf  # until when its silence is borne, for its process lives
+    starved: float = -math.inf  # until when it may make no iteration, for its processes get no CPU
 
     @property
     def silent_at(self) -> float:
@@ -131,26 +133,33 @@ class Watch:
             idle = now - max(seen.moved, since)
             if seen.finished:
                 found.setdefault(life.node, "its script has ended")
-            elif life not in meeting and idle >= self._allowed(seen):
+            elif life not in meeting and idle >= self._allowed(seen) and not self._spares(now, life, idle):
                 why = f"no iteration for {format_seconds(idle)}; {seen.progress.reason()}"
                 found.setdefault(life.node, why)
         for life, since in absent.items():
             seen = self._seen[life]
-            idle = now - max(seen.moved, since)
+            idle, allowed = now - max(seen.moved, since), self._allowed(seen, self._settings.progress[1])
             if seen.finished:
                 found.setdefault(life.node, "its script has ended")
-            elif life not in meeting and idle >= self._allowed(seen, self._settings.progress[1]):
+            elif life not in meeting and idle >= allowed and not self._spares(now, life, idle):
                 found.setdefault(life.node, f"for {format_seconds(idle)} it has come to no meeting")
         return found
 
     def _silence_of(self, now: float, life: Life, seen: _Seen) -> str:
         """Return why a silent member is to be removed; empty where its process lives, and is waited for."""
-        judgement = self._judge(life, now - seen.heard, seen.silence.high)
+        judgement = self._judge(life, SILENT, now - seen.heard, seen.silence.high)
         if judgement.alive:
             seen.spared = now + AGAIN_SECONDS
             return ""
         saw = f"{judgement.why}; " if judgement.why else ""
         return f"silent for {format_seconds(now - seen.heard)}; {saw}{seen.silence.reason()}"
+
+    def _spares(self, now: float, life: Life, idle: float) -> bool:
+        """Whether a member that is heard, and makes no iteration, is waited for since it gets no CPU."""
+        seen = self._seen[life]
+        if now >= seen.starved and self._judge(life, IDLE, idle, 0.0).alive:
+            seen.starved = now + AGAIN_SECONDS
+        return now < seen.starved
 
     def _allowed(self, seen: _Seen, usual: float = 0.0) -> float:
         """How long a member may stand still that others wait for: its own limit, or `usual`. One that waits
@@ -163,8 +172,9 @@ class Watch:
         due = [seen.silent_at for seen in self._seen.values()]
         for life, since in awaited.items():
             seen = self._seen[life]
-            due.append(max(seen.moved, since) + self._allowed(seen))
+            due.append(max(max(seen.moved, since) + self._allowed(seen), seen.starved))
         for life, since in absent.items():
             seen = self._seen[life]
-            due.append(max(seen.moved, since) + self._allowed(seen, self._settings.progress[1]))
+            allowed = self._allowed(seen, self._settings.progress[1])
+            due.append(max(max(seen.moved, since) + allowed, seen.starved))
         return min((when for when in due if when > self._checked), default=math.inf)

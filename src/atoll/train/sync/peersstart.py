@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
+from atoll.core.awaited import account_of
 from atoll.core.errors import AtollError, DeadlineError, GivenUpError, RunError, error_named
 from atoll.net.post import Post, PostClosedError
 from atoll.wire.device import DeviceMessage, Failed
 
 _ENDING_SECONDS = 5.0  # for a CPU side whose socket is closed to end by itself
 _LAST_WORD_SECONDS = 0.5
+_OWN_STDERR = Path("/proc/self/fd/2")
 _LOOK_SECONDS = 0.5  # between looks whether the process lives
 
 
@@ -97,7 +100,8 @@ class CpuSide:
         """As `receive`; DeadlineError where nothing comes in time, naming what was waited for."""
         got = self.receive(timeout)
         if got is None:
-            raise DeadlineError(f"waited {timeout:.1f} s for {self.name} on {what}")
+            doing = account_of(self.pid, _OWN_STDERR)  # which the CPU side shares
+            raise DeadlineError(f"waited {timeout:.1f} s for {self.name} on {what}: {doing}")
         return got
 
     def close(self) -> None:
