@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,3 +81,28 @@ def test_last_lines_of_any_log(pieces: list[bytes], count: int) -> None:
         assert last_lines(path, count) == whole[-count:]
         with mock.patch.object(tail, "BLOCK", 16):
             assert len(last_lines(path, count)) <= count
+
+
+def test_a_log_that_is_emptied_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"first\nhalf a li")
+    follows = Tail(path)
+    assert follows.read() == ["first"]
+    path.write_bytes(b"")
+    assert follows.read() == []
+    path.write_bytes(b"next\n")
+    assert follows.read() == ["next"]
+
+
+@pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, lambda path: None], ids=["folder", "pipe", "nothing"])
+def test_something_else_in_the_place_of_a_log_has_no_lines(
+    tmp_path: Path, put: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"first\n")
+    follows = Tail(path)
+    assert follows.read() == ["first"]
+    path.unlink()
+    put(path)
+    assert (follows.behind, follows.read(last=True), last_lines(path, 9)) == (0, [], [])
+    assert follows.skip(1) == 0

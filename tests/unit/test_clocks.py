@@ -21,6 +21,7 @@ READS: dict[str, str] = {
     "lab/runner.py": _NAMED,
     "launch/run.py": _NAMED,
     "server/snapshot.py": "which of two whole snapshots is the newer one, for who looks at them from outside",
+    "train/api/uncaught.py": "torchrun compares the times of errors on its machine by it",
     "net/udp.py": "the kernel tells by it when a datagram came",
 }
 

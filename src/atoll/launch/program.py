@@ -81,7 +81,7 @@ class Program:
         sys.argv = [self.name, *self.arguments]
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = str(Path(self.name).resolve().parent)
-        runpy.run_path(self.name, run_name="__main__")
+        runpy.run_path(str(Path(self.name).absolute()), run_name="__main__")  # `__file__` is so under python
 
     def _why_no_module(self) -> str:
         if self.name.endswith(".py") or os.sep in self.name:

@@ -7,6 +7,7 @@ Tail holds one block and the beginning of one line at most.
 from __future__ import annotations
 
 import re
+import stat
 from pathlib import Path
 
 from atoll.launch.worker import END_OF_OUTPUT
@@ -47,12 +48,14 @@ class Tail:
         With `last`, an unfinished line at the end of the file is returned too. A line longer than `LONGEST`
         is cut, and says so.
         """
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read(BLOCK)
-        except FileNotFoundError:
+        size = _size(self._path)
+        if size < self._offset:  # somebody has emptied the log, or removed it
+            self._offset, self._line = 0, _Line()
+        if not size:
             return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read(BLOCK)
         self._offset += len(data)
         first, *others = data.split(b"\n")
         self._line.add(first)
@@ -155,10 +158,12 @@ def _cut(text: str, more: int) -> str:
 
 
 def _size(path: Path) -> int:
+    """The size of a log; 0 where there is none, or something else is in its place."""
     try:
-        return path.stat().st_size
-    except FileNotFoundError:
+        found = path.stat()
+    except OSError:
         return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def _last_line(path: Path) -> int:

@@ -13,6 +13,8 @@ import io
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from functools import partial
 from multiprocessing import util
@@ -20,6 +22,7 @@ from pathlib import Path
 
 from atoll.core.childsignals import ignore_child_deaths
 from atoll.core.config import FIRST_VARIABLE
+from atoll.core.errors import AtollError
 from atoll.core.events import AnyEvent, ChildEnded, Ended, Failed, Lost, Warned
 from atoll.core.runclock import record_time
 from atoll.core.scriptline import is_script, line_of_error
@@ -32,8 +35,12 @@ from atoll.observe.journal import Journal
 from atoll.observe.lastwords import say
 from atoll.observe.logstream import LogStreams
 from atoll.observe.rundir import RunDirectory
+from atoll.train.api.uncaught import script_hook
 
 END_OF_OUTPUT = "-- atoll: this worker ends with an error --"  # what follows in a log is shown by the command
+
+_LASTING_SECONDS = 10.0  # that threads may go on beyond the script's end before it is said
+_NAMES_CHARACTERS = 200
 
 
 def main(script: str, arguments: list[str]) -> None:
@@ -48,6 +55,7 @@ def main(script: str, arguments: list[str]) -> None:
     faulthandler.enable()
     util.register_after_fork(_say_child_end, partial(_watch_child, worker))
     program = Program.parse([script, *arguments])
+    file = _resolved(program.file())  # before the script can change the folder
     say_end = partial(_say_end, run, worker)
     process = os.getpid()
     try:
@@ -56,6 +64,7 @@ def main(script: str, arguments: list[str]) -> None:
         if os.getpid() == process:
             ignore_child_deaths()
             say_end(*_exit_of(error), line_of_error(error))
+            _watch_threads(run, worker)
         raise
     except KeyboardInterrupt as error:
         if os.getpid() != process:
@@ -68,10 +77,11 @@ def main(script: str, arguments: list[str]) -> None:
             raise
         ignore_child_deaths()
         with sigterm_ignored():
-            status = _fail(run, worker, program, error)
+            status = _fail(run, worker, file, program.is_module, error)
         sys.exit(status)
     if os.getpid() == process:
         say_end(0)
+        _watch_threads(run, worker)
 
 
 def _exit_of(error: SystemExit) -> tuple[int, str, str]:
@@ -144,14 +154,46 @@ def _say_end(
     )
 
 
-def _fail(run: RunDirectory, worker: int, program: Program, error: BaseException) -> int:
-    """Leave word of the failure in the journal, and its traceback in the log; returns the exit status."""
+def _watch_threads(run: RunDirectory, worker: int) -> None:
+    """Say which threads keep this process from ending, where some do for a while. Python waits for them."""
+    if not _lasting_threads():
+        return
+
+    def tell() -> None:
+        time.sleep(_LASTING_SECONDS)
+        if names := ", ".join(_lasting_threads()):
+            with contextlib.suppress(OSError), Journal(run.journal(worker)) as journal:
+                said = (
+                    f"worker {worker}'s script has ended, and its process waits for threads of the script's: "
+                    f"{shortened(names, _NAMES_CHARACTERS)}; end them, or start them with daemon=True"
+                )
+                journal(Warned(time=record_time(), worker=worker, message=said))
+
+    threading.Thread(target=tell, name="atoll-lasting", daemon=True).start()
+
+
+def _lasting_threads() -> list[str]:
+    """The names of the threads that Python waits for at the end of this process."""
+    current = threading.main_thread()
+    return [each.name for each in threading.enumerate() if not each.daemon and each is not current]
+
+
+def _fail(run: RunDirectory, worker: int, file: str, is_module: bool, error: BaseException) -> int:
+    """Leave word of the failure in the journal, and its traceback in the log; returns the exit status.
+
+    `file` is the program's. A hook of the script's for errors, or a stderr of its own, has the error too.
+    """
     now = record_time()
-    whole = describe(error, program.file(), program.is_module)
+    whole = describe(error, file, is_module)
     failed = failure_of(worker, error, whole, now)
+    with contextlib.suppress(OSError):
+        os.close(0)  # the script may have used up its descriptors, and a word takes one
     _leave_word(run, failed)
-    with contextlib.suppress(OSError):  # the disk is full; the launcher knows
-        print(f"{END_OF_OUTPUT}\n{whole}", file=sys.stderr)
+    if not isinstance(error, AtollError) and ((hook := script_hook()) or sys.stderr is not sys.__stderr__):
+        with contextlib.suppress(BaseException):
+            (hook or sys.__excepthook__)(type(error), error, error.__traceback__)
+    with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream; the launcher knows
+        print(f"{END_OF_OUTPUT}\n{whole}", file=sys.__stderr__)
     return failed.exit_status
 
 
@@ -165,8 +207,8 @@ def _leave_word(run: RunDirectory, event: Failed | Ended) -> None:
 def describe(error: BaseException, script: str, is_module: bool = False) -> str:
     """The traceback, from the script's first frame on: the frames that started the script are left out."""
     trace = error.__traceback__
-    own = str(Path(script).resolve())
-    while trace is not None and str(Path(trace.tb_frame.f_code.co_filename).resolve()) != own:
+    own = _resolved(script)
+    while trace is not None and _resolved(trace.tb_frame.f_code.co_filename) != own:
         trace = trace.tb_next
     if trace is None and is_module:  # in a package around the module
         trace = error.__traceback__
@@ -176,6 +218,14 @@ def describe(error: BaseException, script: str, is_module: bool = False) -> str:
         return "".join(traceback.format_exception(type(error), error, trace)).rstrip("\n")
     except MemoryError:  # the script's objects live on in the frames
         return f"{type(error).__name__}: {text_of(error)}"
+
+
+def _resolved(file: str) -> str:
+    """Return a file's path without links; as it is where this process's folder is gone."""
+    try:
+        return str(Path(file).resolve())
+    except (OSError, RuntimeError):
+        return file
 
 
 if __name__ == "__main__":
