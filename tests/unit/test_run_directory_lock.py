@@ -37,6 +37,14 @@ def begin_journal(run: RunDirectory) -> None:
     run.journal(0).write_bytes(encode(event) + b"\n")
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2J", "a\x7f", "a\tb/c"])
+def test_a_name_that_would_tear_the_lines_about_the_run_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="holds control characters; give another name"):
+        RunDirectory(tmp_path / name).claim()
+    assert not list(tmp_path.iterdir())
+    RunDirectory(tmp_path / os.fsdecode(b"caf\xe9 'a' \"b\"")).claim().release()
+
+
 def test_a_second_run_is_refused_until_the_first_one_is_killed(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with subprocess.Popen(

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from atoll.core.config import Readable
 from atoll.core.errors import UserError
 from atoll.core.sharing import FOLDER_MODES, open_like_folder
 
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f]")  # lines about the run name the directory
 DIRECTORY_VARIABLE = "ATOLL_RUN_DIRECTORY"  # set by `atoll run` for its workers
 
 
@@ -137,6 +139,8 @@ class RunDirectory:
     def claim(self, readable: Readable = "owner") -> Claim:
         """Make the directory, for a new run alone and for `readable` to read. Raises UsedError where another
         run has been or is at work there, and UserError where it cannot be made."""
+        if _CONTROLS.search(str(self.path)):
+            raise UserError(f"run.directory {str(self.path)!r} holds control characters; give another name")
         try:
             is_used = self._is_used
         except OSError as error:  # a name that is too long, a loop of links
