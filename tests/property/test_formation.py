@@ -297,13 +297,19 @@ def test_who_does_not_come_is_named_and_the_others_stay_and_it_is_tried_again() 
     assert pauses == [10.0, 20.0, 40.0, 80.0]
 
 
-def test_those_left_of_a_group_become_another_contributor() -> None:
+def group_of_three() -> World:
+    """Three workers who have come together in their first group."""
     world = World(False)
     world.take(world.formation.handle_decided(0.0, [[0, 1, 2]], "so"))
     for rank in range(3):
         world.steps(rank)
     for rank in range(3):
         world.arrives(rank)
+    return world
+
+
+def test_those_left_of_a_group_become_another_contributor() -> None:
+    world = group_of_three()
     world.goes(1, False)
     world.passes(2.0)
     for rank in (0, 2):
@@ -316,12 +322,7 @@ def test_those_left_of_a_group_become_another_contributor() -> None:
 
 
 def test_at_the_end_of_a_session_no_group_is_made_anew() -> None:
-    world = World(False)
-    world.take(world.formation.handle_decided(0.0, [[0, 1, 2]], "so"))
-    for rank in range(3):
-        world.steps(rank)
-    for rank in range(3):
-        world.arrives(rank)
+    world = group_of_three()
     world.goes(1, True)
     assert world.formation.next_deadline() is None
 

@@ -107,6 +107,17 @@ class Books:
         kept = torch.zeros_like(self.given) if held is None else held.double() * weight
         assert torch.equal(self.given, self.applied + kept)
 
+    def answer(
+        self, exchange: int, gradient: Tensor, sent: Tensor, missing: Missing, block: int, *, counts: bool
+    ) -> None:
+        """What was sent has come but for what is missing."""
+        self.held.answered(exchange, missing, block)
+        self.held.settle(exchange, counts)
+        if counts:
+            self.applied += applied(sent, missing, block).double()
+        else:
+            self.given -= gradient.double()  # nobody steps with it, as without losses
+
 
 @given(
     st.data(),
@@ -137,15 +148,8 @@ def test_what_is_sent_is_applied_or_held(
             assert not (sent != gradient)[[not each for each in covered(chunk, present)]].any()
             flying.append((turn, gradient, sent))
         elif flying:
-            exchange, gradient, sent = flying.pop(0)
             missing = losses(rng, chunk.extent, block, data.draw(st.sampled_from([0.0, 0.4, 1.0])))
-            held.answered(exchange, missing, block)
-            accepted = data.draw(st.booleans())
-            held.settle(exchange, accepted)
-            if accepted:
-                books.applied += applied(sent, missing, block).double()
-            else:
-                books.given -= gradient.double()  # nobody steps with it, as without losses
+            books.answer(*flying.pop(0), missing, block, counts=data.draw(st.booleans()))
         if not flying:
             books.check()
     assert held.feedback.dropped == 0
@@ -170,15 +174,8 @@ def test_with_a_code_what_it_leaves_out_is_held_too(
             assert not (sent % code.step).any()
             flying.append((turn, gradient, sent))
         elif flying:
-            exchange, gradient, sent = flying.pop(0)
             missing = losses(rng, chunk.extent, block, data.draw(st.sampled_from([0.0, 0.4, 1.0])))
-            held.answered(exchange, missing, block)
-            counted = data.draw(st.booleans())
-            held.settle(exchange, counted)
-            if counted:
-                books.applied += applied(sent, missing, block).double()
-            else:
-                books.given -= gradient.double()
+            books.answer(*flying.pop(0), missing, block, counts=data.draw(st.booleans()))
         if not flying:
             books.check()
 

@@ -12,7 +12,8 @@ import pytest
 from atoll.server.entrance import Entrance
 from atoll.server.logkeeper import KeeperState, LogKeeper
 from atoll.server.sitelog import SiteLog
-from atoll.wire.messages import Fence, GiveState, Setup, WantState, WorkerStand
+from atoll.wire.messages import Fence, GiveState, WantState, WorkerStand
+from support.setups import SETUP
 
 
 class Peers:
@@ -113,17 +114,6 @@ def test_one_who_was_asked_and_has_a_new_connection_is_asked_again() -> None:
 
 # -- what a journal's image, or a standby that begins, has to know ----------------------------------------
 
-SETUP = Setup(
-    digest="d",
-    layout=msgspec.Raw(msgspec.msgpack.encode({})),
-    chunks=[0],
-    optimizer="torch.optim.sgd.SGD",
-    hyperparameters=[{"lr": 0.1}],
-    consistency="asp",
-    slack=0,
-    workers=2,
-    shards=1,
-)
 Event = Callable[[Any], object]
 
 

@@ -15,19 +15,8 @@ from atoll.server.model import CONTRIBUTION, ModelState, SiteState
 from atoll.server.records import Part, Told
 from atoll.server.recovery import ShardImage, encode_image, find_site
 from atoll.store.shard import ShardState
-from atoll.wire.messages import Meet, Setup, encode
-
-SETUP = Setup(
-    digest="d",
-    layout=msgspec.Raw(msgspec.msgpack.encode({})),
-    chunks=[0],
-    optimizer="torch.optim.sgd.SGD",
-    hyperparameters=[{"lr": 0.1}],
-    consistency="asp",
-    slack=0,
-    workers=2,
-    shards=1,
-)
+from atoll.wire.messages import Meet, encode
+from support.setups import SETUP
 
 
 def image(clock: int) -> ShardImage:
