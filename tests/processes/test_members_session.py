@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -423,7 +424,42 @@ def raises(place: Place) -> None:
             step(session, model, optimizer)
 
 
-@pytest.mark.parametrize("part", [dies_between_steps, dies_in_backward, raises])
+def dies_while_one_steps_and_one_reads(place: Place) -> None:
+    """Worker 1 is within its third step. Worker 0 has made it, and waits in its next forward for what worker
+    1 holds. Then worker 2 dies, which has made it too."""
+    model, optimizer = build()
+    assert place.store is not None
+    store, waiting = place.store, timedelta(seconds=30)
+    with atoll.join(CONFIG, place=place) as session:
+        session.prepare(model, optimizer, memory=BUDGET)
+        shared, turn = session._state.tiers[0].shared, 0
+        assert shared is not None
+        stepper: Any = shared._stepper
+        stepped = stepper._after_step
+
+        def within_step() -> None:
+            if place.rank == 1 and turn == 3:
+                store.wait(["dies"], waiting)
+            stepped()
+
+        def within_forward(*_: Any) -> None:
+            if place.rank == 0 and turn == 4:
+                store.set("reads", "")
+            if place.rank == 2 and turn == 4:
+                store.wait(["reads"], waiting)
+                store.set("dies", "")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        model.register_forward_pre_hook(within_forward)
+        with patch.object(stepper, "_after_step", within_step):
+            while turn < 1000:
+                turn += 1
+                step(session, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "part", [dies_between_steps, dies_in_backward, raises, dies_while_one_steps_and_one_reads]
+)
 def test_a_worker_that_is_gone_ends_the_others_in_a_line(part: Callable[[Place], None]) -> None:
     for rank, (said, seconds) in outcomes(part, 3, silent=2).items():
         # Or by a member that has ended by now, for this reason:

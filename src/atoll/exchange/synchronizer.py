@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from atoll.axes.store import Update
 from atoll.axes.values import Run
 
 if TYPE_CHECKING:
@@ -32,6 +31,13 @@ class Contributors:
 
     own: int
     names: tuple[int, ...]
+
+
+class Update(Protocol):
+    """A rewriting of a replica's values."""
+
+    def write(self, run: Run, values: Tensor) -> None:
+        """Put `values`, (stop - start,), into the run."""
 
 
 class Replica(Protocol):

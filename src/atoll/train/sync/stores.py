@@ -2,7 +2,7 @@
 tiers of memory.
 
 An exchange is given one `Store`, and asks for gradients as they leave, puts means and new values into it, and
-hears of it what the script has changed. Its words are those of `axes/store.py`.
+hears of it what the script has changed.
 """
 
 from __future__ import annotations
