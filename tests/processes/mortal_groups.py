@@ -44,6 +44,7 @@ from atoll.hub.decisions import Decision, read_decisions
 from atoll.hub.planner import GroupingSettings, Known
 from atoll.train.api.session import Session
 from atoll.train.data.leased_sampler import LeasedSampler
+from atoll.train.data.sampler import ShardedSampler
 from atoll.train.sync.server import MeanExchange, Server
 from support.pool import FORKSERVER
 from support.served import RUN, served_worker
@@ -161,6 +162,7 @@ class Plan:
     folder: Path
     run: str = RUN
     tiers: bool = False  # under budgets of memory: a third of the parameters on the device
+    edits: bool = False  # bsp: the script clips each mean, and changes a part of it
 
 
 class Counting(nn.Module):
@@ -219,8 +221,9 @@ def told_end(folder: Path) -> int:
     return int(told.read_text()) if told.exists() else sys.maxsize
 
 
-def counts(session: Session, who: int, folder: Path) -> dict[str, Any]:
+def counts(session: Session, who: int, plan: Plan) -> dict[str, Any]:
     """asp: count samples until the epoch that the test says."""
+    folder = plan.folder
     model = Counting()
     optimizer = torch.optim.Adam(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1e-30)
     session.prepare(model, optimizer)
@@ -260,8 +263,19 @@ def loss_of(model: nn.Module, who: int, step: int) -> Tensor:
     return model(torch.randn(3, 5, generator=generator, dtype=torch.float64)).square().mean()
 
 
-def trains(session: Session, who: int, folder: Path) -> dict[str, Any]:
-    """bsp: train until the iteration that the test says; who counted in each is in the sum of weights."""
+MAX_NORM = 1e-3  # of a mean that is clipped: each has more
+
+
+def edit(model: nn.Module) -> None:
+    """What a script makes of a mean that has been clipped."""
+    first = next(model.parameters())
+    assert first.grad is not None
+    first.grad.mul_(0.5)
+
+
+def trains(session: Session, who: int, plan: Plan) -> dict[str, Any]:
+    """bsp: train until the iteration that the test says; who counted in each is in the sum of weights. What a
+    batch trains on follows from the worker and the iteration; the samples that it is given are noted."""
     weights: dict[int, float] = {}
     exchange = MeanExchange._exchange
 
@@ -273,21 +287,35 @@ def trains(session: Session, who: int, folder: Path) -> dict[str, Any]:
     MeanExchange._exchange = noting  # type: ignore[method-assign]
     model, optimizer = make()
     session.prepare(model, optimizer)
+    data = torch.arange(SAMPLES)
+    sampler = session.sampler(data, seed=7)
+    assert isinstance(sampler, ShardedSampler)
     session.resume()
-    notes = Notes(who, session, model, folder)
+    folder = plan.folder
+    notes, given = Notes(who, session, model, folder), batches_of(data, sampler)
     while session.iteration < (end := told_end(folder)):
-        iteration = session.iteration
+        iteration, indices = session.iteration, next(given)
         optimizer.zero_grad()
+        notes.add("tried", iteration, epoch=sampler.epoch, indices=indices.tolist())
         session.weight(2.0**who)
         time.sleep(pause_of(who, folder))
         loss_of(model, who, iteration).backward()
+        if plan.edits:
+            session.clip_grad_norm_(MAX_NORM)
+            edit(model)
         optimizer.step()
         notes.add("done", iteration, weight=weights[iteration])
     assert session.iteration == end, "the test told of the end too late"
     return {"parameters": [p.detach().tolist() for p in model.parameters()]}
 
 
-SCRIPTS: dict[str, Callable[[Session, int, Path], dict[str, Any]]] = {"asp": counts, "bsp": trains}
+def batches_of(data: Tensor, sampler: ShardedSampler) -> Iterator[Tensor]:
+    """Batches of one epoch after the other."""
+    while True:
+        yield from torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type]
+
+
+SCRIPTS: dict[str, Callable[[Session, int, Plan], dict[str, Any]]] = {"asp": counts, "bsp": trains}
 
 
 def work(who: int, plan: Plan, lingers: str = "") -> None:
@@ -311,7 +339,7 @@ def work(who: int, plan: Plan, lingers: str = "") -> None:
                 os.environ[RUN_VARIABLE] = plan.run
                 with atoll.join(config) as session:
                     striker.session = session
-                    result = SCRIPTS[plan.consistency](session, who, folder)
+                    result = SCRIPTS[plan.consistency](session, who, plan)
         except AtollError as error:
             result = {"error": f"{type(error).__name__}: {error}"}
         except BaseException:
@@ -433,6 +461,7 @@ class Case:
             self._check_counts(next(iter(results.values()))["counts"], everyone)
         else:
             self._check_reference(results)
+            self._check_dealt(results, everyone)
 
     def check_equal(self, everyone: Sequence[int]) -> None:
         """All members of a group have the same parameters after each of its iterations."""
@@ -477,12 +506,32 @@ class Case:
             optimizer.zero_grad()
             for who in members_of(weights[step]):
                 (loss_of(model, who, step) * 2.0**who / weights[step]).backward()
+            if self.plan.edits:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+                assert norm > MAX_NORM, f"iteration {step}: a mean of norm {norm} was not clipped"
+                edit(model)
             optimizer.step()
         for result in results.values():
             for ours, theirs in zip(result["parameters"], model.parameters(), strict=True):
                 torch.testing.assert_close(
                     torch.tensor(ours, dtype=torch.float64), theirs.detach(), rtol=0, atol=1e-9
                 )
+
+    def _check_dealt(self, results: dict[int, dict[str, Any]], everyone: Sequence[int]) -> None:
+        """Each sample of an epoch that is over was in one contribution that counted. What fills an epoch's
+        last batches up was in two."""
+        weights = {line["iteration"]: line["weight"] for who in results for line in self.lines(who)}
+        used: dict[int, list[int]] = defaultdict(list)  # by epoch
+        for who in everyone:
+            tried = {line["iteration"]: line for line in self.lines(who, "tried")}
+            for iteration, weight in weights.items():
+                if who in members_of(weight):
+                    used[tried[iteration]["epoch"]] += tried[iteration]["indices"]
+        assert len(used) > 1, "no epoch is over"
+        for epoch in sorted(used)[:-1]:
+            missing = set(range(SAMPLES)) - set(used[epoch])
+            assert not missing, f"epoch {epoch}: {len(missing)} samples did not count"
+            assert len(used[epoch]) <= SAMPLES + BATCH * MOST, f"epoch {epoch}: samples counted twice"
 
     def check_went_on(self, survivors: Sequence[int]) -> None:
         """Each made an iteration within some seconds of the hub's word that a worker died. Not for one that

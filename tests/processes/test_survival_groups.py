@@ -47,15 +47,16 @@ def run_of(
     *faults: Fault,
     hub: GroupingSettings | None = None,
     pauses: Sequence[float] = (),
-    tiers: bool = False,
+    **more: bool,
 ) -> Iterator[Case]:
-    """Four workers who are to be in two groups, a hub and two shards; `pauses` are by rank, in seconds."""
+    """Four workers who are to be in two groups, a hub and two shards; `pauses` are by rank, in seconds.
+    `more` is the Plan's."""
     folder.mkdir()
     hub = hub or settings(GROUPS, consistency)
     for who, pause in enumerate(pauses):
         set_pause(folder, who, pause)
     with ServedRun(WORKERS, 2, heartbeat=HEARTBEAT, folder=folder / "hub", grouping=hub) as served:
-        plan = Plan(served.address, consistency, uplink, faults, folder, tiers=tiers)
+        plan = Plan(served.address, consistency, uplink, faults, folder, **more)
         with workers_of(plan, folder / "hub", WORKERS) as made:
             yield made
     assert not served.failures
@@ -76,12 +77,12 @@ def all_survive(folder: Path, cases: dict[str, Run]) -> None:
     assert not failures, "\n".join(f"{name}: {error!r}" for name, error in failures.items())
 
 
-def some_die(consistency: str, uplink: str, *faults: Fault, tiers: bool = False) -> tuple[str, Run]:
-    """A case, by its name: those who are struck die, and the others go on."""
+def some_die(consistency: str, uplink: str, *faults: Fault, **more: bool) -> tuple[str, Run]:
+    """A case, by its name: those who are struck die, and the others go on. `more` is the Plan's."""
 
     def run(folder: Path) -> None:
         dead = sorted({fault.who for fault in faults})
-        with run_of(folder, consistency, uplink, *faults, tiers=tiers) as made:
+        with run_of(folder, consistency, uplink, *faults, **more) as made:
             for fault in faults:
                 made.wait_fired(fault)
             made.wait_for(lambda: len(made.decisions("worker died")) == len(dead), "the deaths to be known")
@@ -93,6 +94,9 @@ def some_die(consistency: str, uplink: str, *faults: Fault, tiers: bool = False)
 
 
 LEADS, DOES_NOT = True, False
+ASYNCHRONOUS = ("group.pushed", "group.committed", "group.answered")
+IN_STEP = (*ASYNCHRONOUS, "group.stepped")
+OF_RINGS = ("ring.sent", "ring.all_sent", "ring.agreed", "ring.confirmed", "ring.published", "ring.stepped")
 AT_POINTS = [
     some_die("asp", "leader", Fault(1, "group.committed", LEADS)),
     some_die("asp", "members", Fault(2, "group.pushed", DOES_NOT)),
@@ -114,12 +118,45 @@ IN_TIERS = [
     some_die("asp", "leader", Fault(1, "group.committed", LEADS), tiers=True),
     some_die("asp", "leader", Fault(2, "ring.all_sent"), tiers=True),
     some_die("asp", "members", Fault(0, "group.pushed", DOES_NOT), tiers=True),
-    some_die("bsp", "members", Fault(3, "group.handed"), tiers=True),
 ]
 
 
 def test_members_under_budgets_are_killed_at_points_of_an_iteration(tmp_path: Path) -> None:
     all_survive(tmp_path, dict(IN_TIERS))
+
+
+# In tiers under bsp: each point of an iteration, and who is struck there, with which `sync.uplink`.
+IN_LOCK_STEP = [
+    ("leader", Fault(2, "ring.sent")),
+    ("members", Fault(3, "ring.all_sent")),
+    ("leader", Fault(0, "ring.agreed")),
+    ("members", Fault(1, "ring.held", nth=1)),
+    ("leader", Fault(2, "ring.held", nth=2)),
+    ("members", Fault(3, "ring.held", nth=3)),
+    ("leader", Fault(0, "ring.confirmed")),
+    ("members", Fault(1, "ring.published")),
+    ("leader", Fault(2, "ring.stepped")),
+    ("members", Fault(3, "group.pushed", DOES_NOT)),
+    ("leader", Fault(1, "group.committed", LEADS)),
+    ("members", Fault(0, "group.handed")),
+    ("leader", Fault(2, "group.answered", DOES_NOT)),
+    ("members", Fault(3, "group.stepped", LEADS)),
+]
+
+
+@pytest.mark.parametrize(("uplink", "fault"), IN_LOCK_STEP, ids=lambda each: str(each).replace(" ", "-"))
+def test_a_member_in_tiers_is_killed_where_all_are_in_lock_step(
+    tmp_path: Path, uplink: str, fault: Fault
+) -> None:
+    """The script clips each mean and changes a part of it. Whoever is left makes the step of what it has made
+    of the mean, and each sample counts once."""
+    name, run = some_die("bsp", uplink, fault, tiers=True, edits=True)
+    run(tmp_path / name)
+
+
+def test_each_point_of_an_iteration_is_struck_in_lock_step() -> None:
+    struck = {fault.point for _, fault in IN_LOCK_STEP}
+    assert struck == {*IN_STEP, *OF_RINGS, "group.handed", "ring.held"}
 
 
 def test_members_are_killed_while_they_move(tmp_path: Path) -> None:
@@ -128,10 +165,7 @@ def test_members_are_killed_while_they_move(tmp_path: Path) -> None:
 
 # -- at every point ----------------------------------------------------------------------------------------
 
-ASYNCHRONOUS = ("group.pushed", "group.committed", "group.answered")
-IN_STEP = (*ASYNCHRONOUS, "group.stepped")
 OF_LEADERS = ("group.committed", "group.stepped")  # and under `leader` also group.pushed
-OF_RINGS = ("ring.sent", "ring.all_sent", "ring.agreed", "ring.confirmed", "ring.published", "ring.stepped")
 
 
 def faults_at(consistency: str, uplink: str, *, tiers: bool = False) -> list[Fault]:
@@ -267,6 +301,12 @@ def shards_die(
             made.wait_until_together(GROUPS)
             finish(made, range(WORKERS))
         assert not run.failures
+
+
+@pytest.mark.parametrize("case", [a_group_dies, one_comes_again], ids=lambda case: case.__name__)
+def test_data_is_dealt_anew_in_lock_step(tmp_path: Path, case: Callable[[str, Path], None]) -> None:
+    """Under bsp each sample of an epoch counts once, whoever is lost or comes back."""
+    case("bsp", tmp_path / "run")
 
 
 # -- speeds that change ------------------------------------------------------------------------------------

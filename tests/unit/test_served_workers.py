@@ -16,14 +16,16 @@ from atoll.train.sync.servedmodels import ServedModels
 from atoll.wire.messages import Committed
 
 
-def of_rank(rank: int, site: str = "") -> tuple[ServedWorkers, ServedEntrance, list[int]]:
+def of_rank(
+    rank: int, site: str = "", *, elastic: bool = False
+) -> tuple[ServedWorkers, ServedEntrance, list[int]]:
     hello = SimpleNamespace(site=site)
     shards: Any = SimpleNamespace(
         late=False, hello=hello, incarnation=1, on=lambda *_: None, send=mock.Mock()
     )
     workers = ServedWorkers(Attendance(Place(rank, 3), late=False), shards, ServedModels())
     counts: list[int] = []
-    entrance = ServedEntrance(shards, workers, mock.Mock(), lambda: 0, counts.append, elastic=False)
+    entrance = ServedEntrance(shards, workers, mock.Mock(), lambda: 0, counts.append, elastic=elastic)
     return workers, entrance, counts
 
 
@@ -38,6 +40,30 @@ def test_the_first_of_those_who_live_is_the_first(rank: int) -> None:
     entrance.told(Committed(iteration=5, workers=[0, 1, 2]))  # it is back
     assert workers.is_first == (rank == 0)
     assert counts == [2, 0, 3]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_workers_deal_anew_where_other_workers_have_made_an_iteration(grouped: bool) -> None:
+    """Whether they contribute by themselves, or as groups, whose numbers say nothing of who is there."""
+    workers, entrance, counts = of_rank(0, elastic=True)
+    state: Any = entrance._state
+    state.places = lambda: "place 0"
+    entrance.begin()
+
+    def word(iteration: int, *made: int, entering: tuple[int, ...] = ()) -> Committed:
+        named = {"workers": [8, 9], "members": list(made)} if grouped else {"workers": list(made)}
+        return Committed(iteration=iteration, entering=list(entering), **named)
+
+    entrance.told(word(0, 0, 1, 2))
+    assert not state.deal_anew.called
+    there = {0: "place 0", 2: "place 2"}
+    with mock.patch.object(ServedWorkers, "gather", return_value=list(there.values())):
+        workers.attendance.ranks = list(there)
+        entrance.told(word(1, 0, 2, entering=(1,)))
+    state.deal_anew.assert_called_once_with(["place 0", None, "place 2"], 0, 3, [1])
+    entrance.told(word(2, 0, 1, 2))
+    assert state.deal_anew.call_count == 1
+    assert counts == [3, 2, 3]
 
 
 def test_at_a_site_its_own_workers_are_not_all() -> None:

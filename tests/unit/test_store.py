@@ -177,6 +177,24 @@ def test_an_iterations_workers_are_told_the_grouping_that_all_of_them_know_of() 
         assert [reply.message for reply in each.handle_commit(0, grouped(1, 0, 4)).replies] == [told]
 
 
+def test_where_groups_contribute_an_iterations_workers_are_told_whose_gradients_it_has() -> None:
+    """A group says it, and of a worker by itself its number does. Who is in no sum is not told of."""
+    log = log_of("bsp", workers=3)
+    said = {0: [4, 7], 1: [], 2: [2, 3]}
+    for iteration, gone in enumerate((-1, 7)):
+        for worker, members in said.items():
+            log.handle_staged(0, worker, worker + 1, iteration)
+            inside = [each for each in members if each != gone]
+            own = msgspec.structs.replace(commit(worker + 1, iteration), members=inside)
+            outcome = log.handle_commit(worker, own)
+        told = [each for each in (1, 2, 3, 4, 7) if each != gone]
+        expected = Committed(iteration=iteration, workers=[0, 1, 2], members=told)
+        assert [reply.message for reply in outcome.replies] == [expected] * 3
+        assert log.handle_commit(2, own).replies[0].message == expected  # asked again
+        for worker in said:
+            log.handle_step(worker, say(worker + 1, iteration))
+
+
 def test_a_contributor_is_told_its_own_grouping_and_the_latest_answer_again() -> None:
     log = log_of("asp")
     for iteration, grouping in ((0, 1), (1, 2)):

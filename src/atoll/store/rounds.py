@@ -193,6 +193,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         self.told = messages.Committed(
             iteration=self.iteration,
             workers=sorted(self.combined),
+            members=self._in_groups(),
             entering=sorted(self.entering),
             grouping=min(self.commits[worker].grouping for worker in self.members),
             alike=not certain,
@@ -204,6 +205,13 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         for worker, incarnation in self.members.items():
             draft.reply(worker, incarnation, self.told)
         return True
+
+    def _in_groups(self) -> list[int]:
+        """Return the workers whose gradients the mean has; none where each contributes by itself."""
+        members = {worker: self.commits[worker].members for worker in self.members}
+        if not any(members.values()):
+            return []
+        return sorted({each for worker, inside in members.items() for each in inside or [worker]})
 
     def _mixed_epochs(self) -> str:
         """Return the warning where members train batches of different epochs together."""

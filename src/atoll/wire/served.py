@@ -109,22 +109,25 @@ class Commit(Message, frozen=True):
     stand: WorkerStand | None = None  # BSP: where the worker waits for the mean
     basis: Name = KNOWN  # how certain the weight is (core/weighing.py)
     alike: Weight = 1.0  # its weight where all workers count alike: how many it is of
+    members: Annotated[list[Count], Meta(max_length=4096)] = []  # of a group: whose gradients it has
 
 
 class Committed(Message, frozen=True):
     """The contribution is in the log.
 
-    `workers`, in order, are the workers whose contributions the iteration has (BSP), or else the live
-    workers. BSP: `entering` are newcomers from the next iteration on; all workers that made this iteration
-    hear of the same ones. `grouping`: the contributor knows of this grouping, under BSP every contributor
-    does, and they move to it. `unlike` is a warning: another live contributor steps with other
-    hyperparameters, and no schedule explains them. `alike`: all workers count alike in the mean. `counts` is
-    a warning about this where their counts differ. `epochs` is a warning: contributors train batches of
-    different epochs together.
+    `workers`, in order, are the workers and groups whose contributions the iteration has (BSP), or else those
+    that live. BSP: `members`, in order, are the workers whose gradients it has; empty where no group
+    contributes, so that `workers` says it. `entering` are newcomers from the next iteration on; all workers
+    that made this iteration hear of the same ones. `grouping`: the contributor knows of this grouping, under
+    BSP every contributor does, and they move to it. `unlike` is a warning: another live contributor steps
+    with other hyperparameters, and no schedule explains them. `alike`: all workers count alike in the mean.
+    `counts` is a warning about this where their counts differ. `epochs` is a warning: contributors train
+    batches of different epochs together.
     """
 
     iteration: Count
     workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    members: Annotated[list[Count], Meta(max_length=4096)] = []
     entering: Annotated[list[Count], Meta(max_length=4096)] = []
     grouping: Count = 0
     alike: bool = False

@@ -311,7 +311,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
             GroupState(state, ring, service.samplers, records.warn),
             lambda changed: news.ring_changed(changed, moves.contributor),
         )
-    fixed = bool(service.site) or ring is not None  # data is not dealt anew
+    fixed = bool(service.site)  # data is not dealt anew
     entrance = ServedEntrance(
         service.shards,
         workers,

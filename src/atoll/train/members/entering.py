@@ -69,8 +69,8 @@ class ServedEntrance:
     `entered()` fetches the parameters once this worker takes part, and returns the worker's next iteration.
     `told_members(n)` hears the number of live workers. `told_unlike(line)` hears of another worker with
     different hyperparameters. `elastic`: all workers make the same iterations (`bsp`, without sites), and
-    data is dealt anew among them. `fixed`: all make the same iterations without a new deal (`bsp` between
-    sites); a newcomer takes a lost worker's rank, and that worker's part of the data.
+    data is dealt anew among them, in groups too. `fixed`: all make the same iterations without a new deal
+    (`bsp` between sites); a newcomer takes a lost worker's rank, and that worker's part of the data.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class ServedEntrance:
     # Changes of members
 
     def told(self, committed: Committed) -> None:
-        members = list(committed.workers)
+        members = list(committed.members or committed.workers)
         self._told_members(len(members))
         if committed.unlike:
             self._told_unlike(committed.unlike)

@@ -173,6 +173,7 @@ class ServerClient:
                 used=out.used,
                 grouping=out.grouping,
                 behind=out.behind,
+                members=out.able,
                 stand=self._stand(out.iteration) if out.waits else None,
             ),
             until=until,
