@@ -11,11 +11,11 @@ from atoll.train.group.members import WorkerMembers
 from atoll.train.sync.peers import Peers
 from atoll.train.sync.replicas import Replicated
 from atoll.train.sync.stores import InTiers, Resident, Store
-from atoll.train.sync.strategies import Alone, Grouped, OverRing, Served, Strategy
+from atoll.train.sync.strategies import Alone, OverRing, Served, Strategy
 
 STORES: tuple[type[Store], ...] = (Resident, InTiers)
 HOMES: tuple[type[Home], ...] = (HostHome, LentHome)
 MEMBERS: tuple[type[Members], ...] = (WorkerMembers,)
-STRATEGIES: tuple[type[Strategy], ...] = (Alone, OverRing, Served, Grouped, Peers, Replicated)
+STRATEGIES: tuple[type[Strategy], ...] = (Alone, OverRing, Served, Peers, Replicated)
 CODECS: tuple[type[Codec], ...] = (Float32, BFloat16)
 IMPLEMENTATIONS = (*STORES, *HOMES, *MEMBERS, *STRATEGIES, *CODECS)
