@@ -1,9 +1,9 @@
 """Parameters and gradients as views into chunks.
 
-`BoundChunk.bind(storage)` is the one operation that puts parameters into a chunk's memory, at the start and
-whenever that memory moves. Each view is made through DLPack, so that it is a tensor with a storage of
-exactly its own size that happens to lie inside the chunk: `state_dict`, `torch.save`, `copy.deepcopy` and
-safetensors see what plain PyTorch would show, and each view has a version counter of its own.
+`BoundChunk.bind(storage)` puts parameters into a chunk's memory. Each view is made through DLPack, so its
+storage has exactly its own size although it lies inside the chunk: `state_dict`, `torch.save`,
+`copy.deepcopy` and safetensors see the tensors of plain PyTorch, and each view has a version counter of its
+own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from atoll.tensors.torch_compat import storage_handle, storage_uses
 
 
 def carve(storage: Tensor, offset: int, like: Tensor) -> Tensor:
-    """A tensor with the shape and strides of `like`, at element `offset` of `storage` (1-D, contiguous).
+    """Return a view with the shape and strides of `like`, at element `offset` of `storage` (1-D, contiguous).
 
-    The two share memory; the result's own storage spans its elements alone. The memory lives for as long as
-    either does.
+    The view has a storage object of its own, which spans its elements alone. The memory lives as long as
+    either of the two tensors.
     """
     view = torch.as_strided(storage.detach(), like.shape, like.stride(), storage.storage_offset() + offset)
     carved: Tensor = from_dlpack(to_dlpack(view))
@@ -61,7 +61,7 @@ class BoundChunk:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the chunk's values, wherever they lie."""
+        """The dtype of the chunk's values."""
         return self.parameters[0].dtype
 
     @property
@@ -72,10 +72,10 @@ class BoundChunk:
         return self.data.flat
 
     def bind(self, storage: Tensor) -> None:
-        """Make the parameters views into `storage` and copy their values there.
+        """Copy the parameters' values into `storage` and make the parameters views of it.
 
-        `storage` is 1-D, has `chunk.numel` elements and the chunk's dtype. Optimizers, hooks and the user's
-        own references keep working: the Parameter objects stay, only their memory changes.
+        `storage` is 1-D, has `chunk.numel` elements and the chunk's dtype. The Parameter objects stay, so
+        optimizers, hooks and the user's own references keep working.
         """
         buffer = Buffer(self.chunk, self.parameters, storage)
         with torch.no_grad():
@@ -84,7 +84,7 @@ class BoundChunk:
         self._lie_in(buffer)
 
     def move(self) -> None:
-        """Lie in a copy of the chunk's memory; whoever still reads the old memory sees no later change."""
+        """Move the chunk to a copy of its memory, so that readers of the old memory see no later change."""
         self._lie_in(Buffer(self.chunk, self.parameters, self.flat.clone()))
 
     def _lie_in(self, buffer: Buffer) -> None:
@@ -94,11 +94,10 @@ class BoundChunk:
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
     def check(self) -> None:
-        """Accept values of parameters that have left the memory to which `bind` assigned them (`p.data =
-        tensor`).
+        """Take over the values of parameters to which the script has given other memory (`p.data = tensor`).
 
-        Raises BindingError, naming the parameter, where its dtype, device or shape has changed, or where its
-        former memory is still in use: new values would appear in tensors that the script has kept.
+        Raises BindingError, naming the parameter, if its dtype, device or shape has changed, or if its former
+        memory is still in use: new values would appear in tensors that the script has kept.
         """
         if [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
             return
@@ -121,17 +120,15 @@ class BoundChunk:
             parameter.data = view
 
     def check_kinds(self) -> None:
-        """Raise BindingError, naming the parameter, for a parameter whose dtype, device or size no longer
-        fits the chunk.
-        """
+        """Raise BindingError, naming the parameter, if its dtype, device or size no longer fits the chunk."""
         for name, parameter, slot in zip(self.names, self.parameters, self.chunk.slots, strict=True):
-            alike = parameter.dtype == self.flat.dtype and parameter.device == self.flat.device
-            if not alike or parameter.numel() != slot.numel:
+            fits = parameter.dtype == self.flat.dtype and parameter.device == self.flat.device
+            if not fits or parameter.numel() != slot.numel:
                 raise BindingError(_why_unbound(name, parameter, self.flat))
 
     @property
     def has_moved(self) -> bool:
-        """Whether its first parameter has left; a quick look that finds what changes all of a model."""
+        """True if the first parameter has left the chunk's memory: a quick sign that a whole model moved."""
         return self.parameters[0].data_ptr() != self._addresses[0]
 
 
@@ -155,9 +152,10 @@ def _short(dtype: torch.dtype) -> str:
 def specs_of(
     parameters: Mapping[str, nn.Parameter], settings: Mapping[nn.Parameter, str]
 ) -> list[ParameterSpec]:
-    """What the layout needs to know of each parameter, in registration order.
+    """Return the layout's description of each parameter, in registration order.
 
-    `settings` maps a parameter to its optimizer settings' key; one without is trained by no optimizer.
+    `settings` maps a parameter to the key of its optimizer settings. A parameter without a key is trained by
+    no optimizer.
     """
     return [
         ParameterSpec(
@@ -172,19 +170,19 @@ def specs_of(
 
 
 def bind_model(chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]) -> list[BoundChunk]:
-    """Allocate each chunk on its parameters' device and bind them, chunk by chunk.
+    """Allocate each chunk on its parameters' device and bind the parameters, chunk by chunk.
 
-    So the model is never held twice: at most one chunk's worth of memory is extra.
+    At most one chunk's values are in memory twice at any time.
     """
     names = list(parameters)
-    bound = []
+    chunks = []
     for chunk in chunk_map.chunks:
-        members = [names[slot.parameter] for slot in chunk.slots]
-        held = [parameters[name] for name in members]
-        chunk_of = BoundChunk(chunk, members, held)
-        chunk_of.bind(torch.zeros(chunk.numel, dtype=held[0].dtype, device=held[0].device))
-        bound.append(chunk_of)
-    return bound
+        inside = [names[slot.parameter] for slot in chunk.slots]
+        first = parameters[inside[0]]
+        bound = BoundChunk(chunk, inside, [parameters[name] for name in inside])
+        bound.bind(torch.zeros(chunk.numel, dtype=first.dtype, device=first.device))
+        chunks.append(bound)
+    return chunks
 
 
 def check_usable(name: str, gradient: Tensor) -> None:
@@ -201,7 +199,7 @@ def check_usable(name: str, gradient: Tensor) -> None:
 
 
 def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise PrepareError for the first parameter that cannot live in a chunk, with the way out."""
+    """Raise PrepareError, with a remedy, for the first parameter that cannot lie in a chunk."""
     spans: list[tuple[int, int, str]] = []
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -233,7 +231,8 @@ def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"parameter {name!r} has overlapping or gapped memory (strides {tuple(parameter.stride())}); "
                 "assign parameter.data = parameter.data.contiguous() before session.prepare"
             )
-        if parameter.numel() and not hasattr(parameter, "stored_value"):  # whose memory comes and goes
+        # A parameter with `stored_value` lies in tiers: it has no fixed address.
+        if parameter.numel() and not hasattr(parameter, "stored_value"):
             start = parameter.data_ptr()
             spans.append((start, start + parameter.numel() * parameter.element_size(), name))
     spans.sort()
@@ -246,7 +245,7 @@ def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one run of memory, each once, in whatever order."""
+    """True if the elements fill one run of memory without gaps or overlap, in any order."""
     expected = 1
     for stride, size in sorted(
         (st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1

@@ -1,4 +1,4 @@
-"""Find the parameters of a chunk that new values change."""
+"""The parameters of a chunk that new values change."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class ChangedParameters:
         self._first = torch.tensor([begin for begin, _, _ in self._slots], dtype=torch.int64)
 
     def between(self, former: Tensor | None, new: Tensor) -> list[nn.Parameter]:
-        """Return the parameters whose values in `new`, 1-D, differ from `former`. None as `former` returns
-        all.
+        """Return the parameters whose values differ between `former` and `new`, both 1-D.
+
+        If `former` is None or has another size, return all.
         """
         if former is None or former.numel() != new.numel():
             return [parameter for _, _, parameter in self._slots]
@@ -42,8 +43,8 @@ class ChangedParameters:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """True where two 1-D contiguous tensors hold equal bits."""
+    """True if two 1-D contiguous tensors hold equal bits."""
     one, other = one.view(torch.uint8), other.view(torch.uint8)
     if not torch.equal(one[:_HEAD], other[:_HEAD]):
         return False
-    return not bool(one.ne(other).any())  # vectorised, which torch.equal is not
+    return not bool(one.ne(other).any())  # `ne` is vectorised, `torch.equal` is not

@@ -1,16 +1,16 @@
-"""Checkpoints on disk: folders of tensors and JSON that are whole or are not there.
+"""Checkpoints on disk: folders of tensors and JSON, replaced atomically.
 
     model.safetensors       the model's state_dict; opens in plain torch by safetensors.torch
     NAME.safetensors        the tensors of the tree NAME ("optimizer")
-    state.json              everything that is not a tensor
+    state.json              all that is not a tensor
     manifest.json           each file's size and checksum; written last
 
-A checkpoint is written beside its place, as `.NAME.writing`, brought to the disk, and renamed. An older one
-at that place is first renamed to `.NAME.old`, and removed when the new one stands. Whenever the writer
-dies, one of the three folders is whole, and reading finds it.
+A checkpoint NAME is first written as `.NAME.writing`, flushed to the disk, and renamed. An older checkpoint
+NAME is renamed to `.NAME.old` before, and removed afterwards. Whenever the writer dies, one of the three
+folders is whole, and the reader finds it.
 
-A folder may hold anything, since others write there too. Only regular files are read. Only files that a
-checkpoint can have are removed, and only from folders that are checkpoints; anything else is refused.
+Others may write into these folders too. Only regular files are read. Only files with names that a checkpoint
+uses are removed, and only from folders that are checkpoints; anything else is refused.
 """
 
 from __future__ import annotations
@@ -47,21 +47,25 @@ from atoll.tensors.trees import Encoder, decode
 FORMAT = "atoll checkpoint"
 VERSION = 1
 MODEL = "model"
-_EXTRA = "extra"  # the tree of what a state_dict holds beside tensors
+_EXTRA = "extra"  # the tree of a state_dict's entries that are not tensors
 _SUFFIX = ".safetensors"
 _STATE, _MANIFEST = "state.json", "manifest.json"
-_LENGTH = 8  # bytes
+_LENGTH = 8  # bytes of the length at the beginning of a packed checkpoint
 _LONGEST_MANIFEST = 2**20  # bytes; a checkpoint has a handful of files
-_LONGEST_NAME = 255  # bytes, of a file: what file systems allow
-_SHOWN = 40  # characters of a file's own text that a message repeats
+_LONGEST_NAME = 255  # bytes of a file's name: the limit of file systems
+_SHOWN = 40  # characters of a file's text that a message quotes
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds; all tensors are on the CPU.
+    """The contents of a checkpoint, with all tensors on the CPU.
 
-    `path` is the folder that was read: the one asked for, unless a writer died in the moment between the
-    two renames. `digest` tells whether two are alike: of its manifest, which has the checksum of every file.
+    Attributes:
+        model: the model's state_dict.
+        trees: the other trees by name ("optimizer").
+        path: the folder that was read. It differs from the one asked for if a writer died between its two
+            renames.
+        digest: SHA-256 of the manifest, and so of every file's size and checksum.
     """
 
     model: dict[str, Any]
@@ -73,15 +77,19 @@ class Checkpoint:
 def write_checkpoint(
     path: str | os.PathLike[str], *, model: Mapping[str, Any], trees: Mapping[str, object]
 ) -> None:
-    """Write a checkpoint to the folder `path`, in place of an older one there, at once or not at all.
+    """Write a checkpoint to the folder `path`, atomically replacing an older one.
 
-    `model` is a state_dict. A tied parameter is stored under each of its names, so that plain torch's
-    `model.load_state_dict(safetensors.torch.load_file(...))` finds them all. `trees` are nested dicts (keys
-    text or int), lists and tuples of numbers, text, bytes, None, tensors and NumPy arrays. Files that
-    others put into the folder stay in it.
+    Files of others in the folder stay there.
 
-    Raises CheckpointError, naming the place in the tree, for anything else; and where the disk says no, or
-    something that is no checkpoint lies at the place or beside it: then an older checkpoint is as it was.
+    Args:
+        path: the folder; missing parents are created.
+        model: a state_dict. A tied parameter is stored under each of its names, so that plain torch's
+            `model.load_state_dict(safetensors.torch.load_file(...))` finds them all.
+        trees: nested dicts (keys are text or int), lists and tuples of numbers, text, bytes, None, tensors
+            and NumPy arrays, by name.
+
+    Raises CheckpointError, naming the place in the tree, for other values; also if the disk fails, or if
+    something that is not a checkpoint lies at `path` or beside it. An older checkpoint is then unchanged.
     """
     for name in trees:
         if not name.isidentifier() or name in (MODEL, _EXTRA):
@@ -106,27 +114,26 @@ def write_checkpoint(
 
 
 def is_checkpoint_there(path: str | os.PathLike[str]) -> bool:
-    """Whether something is at `path` that `read_checkpoint` would read, or say what is wrong with it: more
-    than an empty folder."""
+    """True if there is more at `path` than an empty folder: a checkpoint, perhaps a damaged one."""
     place = _place_of(path)
     try:
         if place.is_dir():
             return any(place.iterdir())
         return place.exists() or any(_is_whole(_beside(place, what)) for what in ("writing", "old"))
-    except OSError:  # it may not be looked into
+    except OSError:  # no permission to look: `read_checkpoint` will say so
         return True
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> Checkpoint:
-    """The checkpoint in the folder `path`, after its sizes and checksums have been compared.
+    """Read the checkpoint in the folder `path`, after a check of all sizes and checksums.
 
-    `lazily`: its tensors are `LazyTensor`s, each read when it is used, for a model that does not fit. Raises
-    CheckpointError, one line that names the file, where there is none, or it is damaged.
+    With `lazily`, its tensors are `LazyTensor`s, each read when used, for a model that does not fit in
+    memory. Raises CheckpointError, one line that names the file, if there is none or it is damaged.
     """
     place = _place_of(path)
     try:
         if not place.exists():
-            # The writer died between its two renames: the new one is whole, and so is the old one.
+            # A writer that died between its two renames has left both the new and the old one whole.
             for candidate in (_beside(place, "writing"), _beside(place, "old")):
                 if not candidate.is_symlink() and _is_whole(candidate):
                     place = candidate
@@ -143,10 +150,11 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> Ch
 
 
 def pack(*, model: Mapping[str, Any], trees: Mapping[str, object]) -> bytes:
-    """A checkpoint in memory: what `write_checkpoint` writes, as one run of bytes, for another process.
+    """Return a checkpoint as bytes, for another process; `model` and `trees` as in `write_checkpoint`.
 
-    It is eight bytes of length, that many of JSON, which says the size and CRC-32 of each part, and the
-    parts: files of tensors, and last state.json. Raises CheckpointError as `write_checkpoint` does.
+    The bytes are: eight of length, a JSON header of that length with the size and CRC-32 of each part, and
+    the parts, which are files of tensors and last state.json. Raises CheckpointError, naming the place in
+    the tree, for a value that a checkpoint cannot hold.
     """
     tensors, state = _encoded(model, trees)
     body = io.BytesIO()
@@ -159,10 +167,10 @@ def pack(*, model: Mapping[str, Any], trees: Mapping[str, object]) -> bytes:
 
 
 def unpack(raw: bytes | bytearray | memoryview, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's state_dict and the trees in `raw`, all tensors on the CPU; nothing in it is unpickled.
+    """Return the model's state_dict and the trees of bytes from `pack`, all tensors on the CPU.
 
-    Sizes are held against the bytes that are there before anything is allocated, and so are checksums.
-    Raises CheckpointError, one line that begins with `what`, for anything but what `pack` makes.
+    Nothing is unpickled, and sizes are compared with the bytes before memory is allocated. Raises
+    CheckpointError, one line that begins with `what`, if the bytes are damaged.
     """
     view = memoryview(raw)
     size = int.from_bytes(view[:_LENGTH], "little")
@@ -210,7 +218,7 @@ def _write_files(folder: Path, model: Mapping[str, Any], trees: Mapping[str, obj
 def _encoded(
     model: Mapping[str, Any], trees: Mapping[str, object]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensors of each file of tensors, and what state.json holds."""
+    """Return the tensors of each safetensors file, by the file's name, and the contents of state.json."""
     tensors, extra = _divided(model)
     files = {MODEL + _SUFFIX: tensors}
     encoded: dict[str, Any] = {}
@@ -227,7 +235,7 @@ def _encoded(
 
 
 def _divided(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A state_dict's tensors, and what in it is no tensor."""
+    """Split a state_dict into its tensors and its other values."""
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in model.items():
@@ -240,7 +248,7 @@ def _divided(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def _write_json(path: Path, value: object) -> tuple[int, int]:
-    """Write JSON through to the disk; returns its bytes and CRC-32."""
+    """Write a value as JSON and flush it to the disk; returns the size in bytes and the CRC-32."""
     data = _as_json(value, path.name)
     with path.open("xb") as file:
         file.write(data)
@@ -273,21 +281,21 @@ def _read_files(
 def _decoded(
     raw: bytes, tensors: Mapping[str, Mapping[str, Tensor]], what: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's state_dict and the trees, of state.json's bytes and the tensors of each file."""
+    """Return the model's state_dict and the trees, from state.json's bytes and each file's tensors."""
     try:
         state = json.loads(raw)
         trees = {name: decode(tree, tensors.get(name, {})) for name, tree in state["trees"].items()}
-        held: dict[str, Any] = {**tensors[MODEL], **trees.pop(_EXTRA)}
+        model: dict[str, Any] = {**tensors[MODEL], **trees.pop(_EXTRA)}
         for name in state["complex"]:
-            held[name] = as_complex(held[name])
-        return {name: held[name] for name in state["names"]}, trees
-    except Exception as error:  # of json, NumPy and torch, for values that no checkpoint has
-        # The checksum is right, so this is what was written: by a program that is not this one.
+            model[name] = as_complex(model[name])
+        return {name: model[name] for name in state["names"]}, trees
+    except Exception as error:  # json, NumPy and torch raise many kinds
+        # The checksum is right, so another program has written this.
         raise CheckpointError(f"{what}: not the state of a checkpoint: {_short(error)}") from None
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    """The folder's manifest, once all that it names is there as written; raises CheckpointError."""
+    """Return the folder's manifest, after a check of every file that it names; raises CheckpointError."""
     path = folder / _MANIFEST
     try:
         manifest = _read_manifest(folder)
@@ -314,7 +322,7 @@ def _verified(folder: Path) -> dict[str, Any]:
 
 
 def _read_manifest(folder: Path) -> Any:
-    """The JSON of the folder's manifest. Raises OSError or ValueError."""
+    """Return the JSON of the folder's manifest; raises OSError or ValueError."""
     with open_regular(folder / _MANIFEST) as file:
         raw = file.read(_LONGEST_MANIFEST + 1)
     if len(raw) > _LONGEST_MANIFEST:
@@ -323,20 +331,20 @@ def _read_manifest(folder: Path) -> Any:
 
 
 def _count(value: object) -> int:
-    """`value`, where it is a size or a checksum: JSON may say 1e400, NaN or true instead."""
+    """Return `value` if it is an int of 63 bits; raises ValueError for 1e400, NaN, true and others."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError("not a size")
     return value
 
 
 def _short(value: object) -> str:
-    """The beginning of `value` in one line, for a message: a file may hold any text of any length."""
+    """Return the beginning of `value` in one line, for a message: a file may hold text of any length."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _may_be_ours(name: str) -> bool:
-    """Whether a checkpoint can have a file of this name."""
+    """True if a checkpoint can have a file of this name."""
     is_tensors = name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX).isidentifier()
     return name in (_MANIFEST, _STATE) or (is_tensors and len(os.fsencode(name)) <= _LONGEST_NAME)
 
@@ -369,8 +377,10 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _place_of(path: str | os.PathLike[str]) -> Path:
-    """The folder that `path` means: a link to a folder stays a link. Raises CheckpointError for a path that
-    no folder can have."""
+    """Return the real path of the folder, with links resolved.
+
+    Raises CheckpointError for a path that no folder can have.
+    """
     try:
         place = Path(os.path.realpath(os.fsdecode(path)))
         os.fsencode(place)
@@ -388,7 +398,7 @@ def _beside(place: Path, what: str) -> Path:
 
 
 def _check_replaceable(place: Path) -> None:
-    """Raise CheckpointError unless what a new checkpoint takes the place of is a checkpoint, or empty."""
+    """Raise CheckpointError if `place` holds something that is neither a checkpoint nor an empty folder."""
     if not place.exists():
         return
     if not place.is_dir() or (any(place.iterdir()) and not _is_checkpoint(place)):
@@ -397,7 +407,7 @@ def _check_replaceable(place: Path) -> None:
 
 
 def _check_leftovers(place: Path) -> None:
-    """Raise CheckpointError unless what lies where a writer works is what a writer has left there."""
+    """Raise CheckpointError if a writer's working folders exist and hold foreign things."""
     for beside in (_beside(place, "writing"), _beside(place, "old")):
         if not os.path.lexists(beside):
             continue
@@ -405,7 +415,7 @@ def _check_leftovers(place: Path) -> None:
         what = "" if kind == "a folder" else f"is {kind}, and no folder of an unfinished checkpoint"
         if not what:
             _check_names(beside)
-            # What others had put into an old checkpoint moves on to the new one.
+            # Foreign files in an old checkpoint are fine: they move on to the new one.
             is_old = beside.name.endswith(".old") and _is_checkpoint(beside)
             foreign = [name for name in _names_in(beside) if not _may_be_ours(name)]
             if foreign and not is_old:
@@ -417,7 +427,7 @@ def _check_leftovers(place: Path) -> None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether the folder's manifest is a checkpoint's, or a damaged one beside a checkpoint's other files."""
+    """True if the manifest is a checkpoint's, or is damaged and a checkpoint's other files lie beside it."""
     try:
         manifest = _read_manifest(folder)
         return bool(manifest["format"] == FORMAT)
@@ -425,12 +435,12 @@ def _is_checkpoint(folder: Path) -> bool:
         return False
     except (ValueError, RecursionError):
         return (folder / _STATE).is_file() or (folder / (MODEL + _SUFFIX)).is_file()
-    except (KeyError, TypeError):  # another program's
+    except (KeyError, TypeError):  # another program's manifest
         return False
 
 
 def _check_names(folder: Path) -> None:
-    """Raise CheckpointError where something else than a file has the name of a checkpoint's file."""
+    """Raise CheckpointError if a folder or device, say, has the name of a checkpoint's file."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if _may_be_ours(entry.name) and not (entry.is_symlink() or entry.is_file()):
@@ -441,7 +451,7 @@ def _check_names(folder: Path) -> None:
 
 
 def _recover(place: Path) -> None:
-    """Finish or undo what a writer that died has left beside `place`."""
+    """Finish or undo the unfinished work of a writer that died."""
     writing, old = _beside(place, "writing"), _beside(place, "old")
     if not place.exists():
         if _is_whole(writing):
@@ -469,9 +479,9 @@ def _names_in(folder: Path) -> set[str]:
 
 
 def _retire(place: Path, old: Path) -> None:
-    """Remove an old checkpoint; what else lay in its folder moves to the new one.
+    """Remove an old checkpoint; foreign files in its folder move to the new one.
 
-    The manifest goes last: until then the folder can be told from one that is not Atoll's.
+    The manifest goes last: it marks the folder as Atoll's.
     """
     ours = _files_of(old, place)
     for entry in old.iterdir():
@@ -489,10 +499,10 @@ def _retire(place: Path, old: Path) -> None:
 
 
 def _files_of(old: Path, place: Path) -> set[str]:
-    """The files in an old checkpoint's folder that are the checkpoint's own.
+    """Return the names of the checkpoint's own files in an old checkpoint's folder.
 
-    They are those that its manifest names, and those whose names the checkpoint in `place` uses, too; all
-    that may be, where the manifest is damaged.
+    They are the files that its manifest or the checkpoint in `place` names. If the manifest is damaged, they
+    are all files with names that a checkpoint may use.
     """
     there = {name for name in _names_in(old) if _may_be_ours(name)}
     try:
@@ -503,7 +513,7 @@ def _files_of(old: Path, place: Path) -> set[str]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk."""
+    """Flush a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What is given to a `clip_grad_norm_` that clips all gradients there are."""
+"""Check of the arguments of Atoll's `clip_grad_norm_`, which takes no parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from atoll.core.errors import UserError
 
 
 def check_max_norm(max_norm: Any, second: Any) -> None:
-    """Raise UserError where this is no number: torch's own function is given the parameters first, and
-    `second`, the norm, after them."""
+    """Raise UserError if `max_norm` is not a number.
+
+    A script that calls torch's own function passes the parameters first and the norm, here `second`, next.
+    """
     if _is_number(max_norm):
         return
     kind, norm = type(max_norm).__name__, second if _is_number(second) else 1.0

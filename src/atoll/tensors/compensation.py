@@ -1,7 +1,7 @@
-"""Delay compensation: a gradient is brought to the parameters that it is applied to.
+"""Delay compensation: corrects a stale gradient for the parameters that it is applied to.
 
-A contribution's gradient g was computed at parameters w_then, and its step is made from others, w_now. To
-first order the gradient there is g + H (w_now - w_then), and lambda * g * g stands for the diagonal of H.
+A contribution's gradient g was computed at parameters w_then, and its step starts from w_now. To first order
+the gradient there is g + H (w_now - w_then), and lambda * g * g stands for the diagonal of H.
 Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017;
 docs/server.md, "Stale contributions".
 """
@@ -17,9 +17,9 @@ Contributor: TypeAlias = tuple[int, int]  # worker, incarnation
 
 
 def compensated(gradients: Tensor, now: Tensor, then: Tensor, factor: float) -> Tensor:
-    """g + factor * g * g * (now - then), element-wise; all of one shape and dtype.
+    """Return g + factor * g * g * (now - then), element-wise; all tensors have one shape and dtype.
 
-    Half precision is computed in single: squares of gradients would vanish.
+    Half precision is computed in single precision, since squares of gradients would underflow.
     """
     wide = torch.promote_types(gradients.dtype, torch.float32)
     g, moved = gradients.to(wide), now.to(wide) - then.to(wide)
@@ -27,50 +27,55 @@ def compensated(gradients: Tensor, now: Tensor, then: Tensor, factor: float) -> 
 
 
 class Origins:
-    """The parameters that each contributor went on from, chunk by chunk: those right after its latest
-    contributions were applied. `kept` are how many of each: one more than it may have in flight.
+    """Chunk values that each contributor computed its latest gradients from.
 
-    Both that and what is forgotten follow from the log alone, so that a journal leads to the same.
+    They are the values right after a contribution of its was applied. `kept` is the number of copies for each
+    contributor and chunk: one more than the contributions it may have in flight. Copies are taken and dropped
+    by entries of the log alone, so replaying a journal gives equal ones.
     """
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
-        # chunk -> contributor -> its clock, which is how many of its iterations are in -> values
+        # chunk -> contributor -> its clock (the number of its iterations that were applied) -> values
         self._chunks: dict[int, dict[Contributor, dict[int, Tensor]]] = {}
 
     def find(self, chunk: int, who: Contributor, clock: int) -> Tensor | None:
-        """A chunk as `who` got it at that clock; None for the first contribution of one who has just come."""
+        """Return the chunk's values at clock `clock` of contributor `who`.
+
+        None before the first contribution of a newcomer.
+        """
         return self._chunks.get(chunk, {}).get(who, {}).get(clock)
 
     def note(self, chunk: int, who: Contributor, clock: int, values: Tensor) -> None:
-        """`who` goes on from these values, of which a copy is kept, in the memory of one that is not needed
-        any more."""
-        held = self._chunks.setdefault(chunk, {}).setdefault(who, {})
-        memory = held.pop(min(held)) if len(held) >= self._kept else torch.empty_like(values)
-        held[clock] = memory.copy_(values)
+        """Keep a copy of the values that `who` goes on from, in place of the oldest copy."""
+        copies = self._chunks.setdefault(chunk, {}).setdefault(who, {})
+        memory = copies.pop(min(copies)) if len(copies) >= self._kept else torch.empty_like(values)
+        copies[clock] = memory.copy_(values)
 
     def forget(self, chunk: int, gone: set[Contributor]) -> None:
-        """These contribute no more."""
+        """Drop the copies of contributors that are gone."""
         for who in gone:
             self._chunks.get(chunk, {}).pop(who, None)
 
     def contributors(self, chunk: int) -> set[Contributor]:
-        """Those of whom a chunk is kept."""
+        """Return the contributors with copies of a chunk."""
         return set(self._chunks.get(chunk, ()))
 
     def tensors(self, chunk: int) -> dict[str, Tensor]:
-        """Copies of what is kept of a chunk, by a name; `restore` takes them."""
+        """Return clones of a chunk's copies, by names that `restore` understands."""
         return {
             f"{worker}.{incarnation}.{clock}": values.clone()
-            for (worker, incarnation), held in self._chunks.get(chunk, {}).items()
-            for clock, values in held.items()
+            for (worker, incarnation), copies in self._chunks.get(chunk, {}).items()
+            for clock, values in copies.items()
         }
 
     def restore(self, chunk: int, tensors: dict[str, Tensor]) -> None:
-        """Keep copies of what `tensors` gave, and nothing else of the chunk. Raises ValueError for names
-        that it never gives."""
+        """Replace a chunk's copies by clones of `tensors`, the result of an earlier call of `tensors`.
+
+        Raises ValueError for other names.
+        """
         self._chunks.pop(chunk, None)
         for name, values in tensors.items():
             worker, incarnation, clock = map(int, name.split("."))
-            held = self._chunks.setdefault(chunk, {}).setdefault((worker, incarnation), {})
-            held[clock] = values.clone()
+            copies = self._chunks.setdefault(chunk, {}).setdefault((worker, incarnation), {})
+            copies[clock] = values.clone()

@@ -1,4 +1,4 @@
-"""Test whether an optimizer is element-wise, by trial.
+"""A trial that tells whether an optimizer is element-wise.
 
 Chunks may be stepped whole, in parts, or on different machines only if the update of one element depends on
 no other (docs/notes/optimizers.md). A list of names would miss subclasses and other libraries'
@@ -55,8 +55,7 @@ _PROBES = (
 def elementwise_state_keys(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
 ) -> set[str]:
-    """Return the keys of the state that `optimizer` keeps for each element (`exp_avg`), not for each
-    parameter (`step`).
+    """Return the keys of per-element state (`exp_avg`), as opposed to per-parameter state (`step`).
 
     `group` is a param group of the optimizer, and gives the hyperparameters. Raises NotElementwiseError if
     the trial does not show that the optimizer is element-wise.
@@ -128,7 +127,7 @@ def _numbers(probe: _Probe) -> tuple[Tensor, Tensor]:
 
 
 def _alike(whole: Tensor, pieces: list[Tensor], probe: _Probe) -> bool:
-    """True where the pieces, joined in order, equal `whole`."""
+    """True if the pieces, joined in order, equal `whole` within the probe's tolerance."""
     flat, joined = whole.reshape(-1), torch.cat([piece.reshape(-1) for piece in pieces])
     if flat.dtype != joined.dtype:
         return False

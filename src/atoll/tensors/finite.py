@@ -1,4 +1,4 @@
-"""Whether a tensor holds NaN or infinity."""
+"""A test of tensors for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite; of any shape and dtype.
+    """True if all elements are finite; `tensor` has any shape and dtype.
 
-    By the least and the greatest element, for which the tensor is read once: `torch.isfinite` makes several
-    tensors of its size, and takes up to 50 times as long.
+    Looks at the least and the greatest element, which takes one read of the tensor. `torch.isfinite` makes
+    several tensors of its size, and takes up to 50 times as long.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.numel() or not tensor.is_floating_point():
         return True
-    # NaN is the least and the greatest of what it is among.
+    # `aminmax` returns NaN for both if any element is NaN.
     return all(map(math.isfinite, torch.stack(torch.aminmax(tensor.detach())).tolist()))

@@ -1,7 +1,7 @@
-"""Tensors that have no memory: each is read where its values lie whenever something is done with it.
+"""Tensors without memory: each operation reads the values from where they lie.
 
-They carry state_dicts and checkpoints of models that do not fit: what goes over their entries one by one
-never holds more than one of them.
+They carry state_dicts and checkpoints of models that do not fit in memory. A loop over the entries of such a
+state_dict holds one tensor at a time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _DETACH = torch.ops.aten.detach.default
 
 
 class LazyTensor(Tensor):
-    """A tensor of `shape` and `dtype` on `device` whose values `source()` gives, each time anew, in memory
-    that nobody else has.
+    """A tensor of `shape` and `dtype` on `device` without memory of its own.
 
-    Any operation on it reads it, runs on what was read, and gives a plain tensor; below autograd, so that
-    it does not matter who calls. A view of it is lazy too, since a write into a view would be lost. Pickled
-    or deep-copied it is a plain tensor. Raises UserError where an operation would write into it; what
-    `numpy()` gives is read-only.
+    `source()` returns the values, at each call in fresh memory. Every operation calls it, runs below autograd
+    on the result, and returns a plain tensor. Views are lazy too, since a write into a plain view would be
+    lost. A pickled or deep-copied LazyTensor is a plain tensor, and `numpy()` returns a read-only array.
+    Raises UserError for an operation that writes into the tensor.
     """
 
     source: Callable[[], Tensor]
@@ -46,9 +45,9 @@ class LazyTensor(Tensor):
         device: torch.device | None = None,
         strides: Sequence[int] | None = None,
     ) -> LazyTensor:
-        made: LazyTensor = wrapper_tensor(cls, shape, strides, dtype, device or torch.device("cpu"))
-        made.source = source
-        return made
+        tensor: LazyTensor = wrapper_tensor(cls, shape, strides, dtype, device or torch.device("cpu"))
+        tensor.source = source
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -92,8 +91,10 @@ class LazyTensor(Tensor):
         return whole.__reduce_ex__(protocol)
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """A plain tensor, where nothing is to be converted too: a plain optimizer's `load_state_dict` keeps
-        what this gives, and writes to it."""
+        """Return a plain tensor, even without a conversion.
+
+        A plain optimizer's `load_state_dict` keeps the result and writes to it.
+        """
         moved: Tensor = super().to(*args, **kwargs)
         return read_whole(moved)
 
@@ -107,12 +108,12 @@ class LazyTensor(Tensor):
 
 
 def read_whole(tensor: Tensor) -> Tensor:
-    """A plain tensor with the values of `tensor`: itself, unless it is lazy."""
+    """Return `tensor` itself, or a plain tensor with its values if it is lazy."""
     return tensor.source() if isinstance(tensor, LazyTensor) else tensor
 
 
 def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The views that `func` gives of a lazy tensor, `args[0]`: lazy, and laid out as those of a plain one."""
+    """Return `func`'s views of the lazy tensor `args[0]`: lazy, with the layout of a plain tensor's views."""
     base, others = args[0], args[1:]
     empty = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
     layouts, structure = tree_flatten(func(empty, *others, **kwargs))

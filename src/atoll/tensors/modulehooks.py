@@ -9,7 +9,7 @@ from typing import Any
 class LeftBehind:
     """A hook that calls `function`, and does nothing in a copied or unpickled module.
 
-    So the owner of `function` is not copied with the module.
+    The owner of `function` is therefore not copied with the module.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

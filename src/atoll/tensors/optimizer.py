@@ -1,16 +1,15 @@
 """The user's optimizer, stepping chunk by chunk.
 
 The optimizer object stays the user's own. Just before its `step` runs, its parameters are exchanged for
-**segments**, flat runs of chunk memory whose parameters step alike. Just after, they are exchanged back. So
-the optimizer's own code computes the update, by the implementation that it would choose (fused, foreach or
-loop), on few large tensors in place of many small ones. Every element-wise optimizer works.
+**segments**, flat runs of chunk memory whose parameters step alike. Just after, they are exchanged back. The
+optimizer's own code thus computes the update, by its usual implementation (fused, foreach or loop), on few
+large tensors in place of many small ones. Every element-wise optimizer works.
 
-A segment never spans parameters that differ in an input of their update: the param group, whether there is a
-gradient, and the step count. So a parameter whose gradient is None is skipped, as torch skips it.
+A segment never spans parameters that differ in an input of their update: the param group, the presence of a
+gradient, and the step count. A parameter whose gradient is None is skipped, as in plain torch.
 
-A segment has one tensor for each value that its parameters have as a whole (`step`). The script sees a
-separate tensor for each parameter, as in torch: a plain optimizer that goes on from the state counts each
-parameter once.
+A segment has one tensor for each per-parameter value (`step`). The script sees a separate tensor for each
+parameter, as in torch: a plain optimizer that goes on from the state counts each parameter once.
 """
 
 from __future__ import annotations
@@ -67,19 +66,19 @@ class Segment:
         self._gradient: tuple[Tensor, Tensor] | None = None  # the chunk's gradients, and its part of them
 
     def follow(self) -> None:
-        """Lie where the chunk lies: its memory may have moved since the last step."""
+        """Point at the chunk's memory, which may have moved since the last step."""
         if self._memory is not self.chunk.flat:
             self._memory = self.chunk.flat
             self.parameter.data = self._memory[self.start : self.end]
 
     def gradient(self, buffer: Tensor) -> Tensor:
-        """This segment's part of the chunk's gradients; the same view as long as the buffer is the same."""
+        """Return this segment's part of the chunk's gradients; one buffer always gives one view."""
         if self._gradient is None or self._gradient[0] is not buffer:
             self._gradient = buffer, buffer[self.start : self.end]
         return self._gradient[1]
 
     def forget_gradient(self) -> None:
-        """Hold the latest step's gradients no longer."""
+        """Drop the reference to the latest step's gradients."""
         self._gradient = None
 
     @property
@@ -87,9 +86,7 @@ class Segment:
         return self.start == 0 and self.end == self.chunk.chunk.extent
 
     def own_of(self, key: str, value: Tensor) -> list[Tensor]:
-        """Return, for each slot, a tensor of its own with the segment's `value`. `show` updates these tensors
-        later.
-        """
+        """Return a separate tensor with the segment's `value` for each slot; `show` updates them later."""
         count = self.last + 1 - self.first
         if count == 1:
             return [value]
@@ -106,8 +103,13 @@ class Segment:
 
 @dataclass
 class SavedState:
-    """A chunk's optimizer state as it was: `elements` as in ChunkState, and for each slot all its keys, with
-    the values that are no part of `elements`. `segments` are those of then, told by which list they are."""
+    """A copy of a chunk's optimizer state.
+
+    Attributes:
+        elements: element-wise states by key, flat, as in `ChunkState`.
+        slots: each slot's states by key, with None for those in `elements`.
+        segments: the list of segments at that time, compared by identity.
+    """
 
     elements: dict[str, Tensor]
     slots: list[State]
@@ -115,7 +117,7 @@ class SavedState:
 
 
 class ChunkState:
-    """A chunk's optimizer state: flat tensors for what each element has, and per-slot values for the rest."""
+    """A chunk's optimizer state: a flat tensor for each per-element state, and per-slot values."""
 
     def __init__(self, chunk: BoundChunk) -> None:
         self.chunk = chunk
@@ -125,9 +127,9 @@ class ChunkState:
         ]  # each slot's values; element-wise ones as views
         self.segments: list[Segment] = []
         self.present: tuple[bool, ...] | None = None  # the presence that `segments` were cut for
-        self._shown: list[Any] = []  # the slots' values as they were set, one after the other
-        self._shown_counts: list[int] = []  # how many are each slot's
-        self._shown_own: list[Tensor] = []  # those of them that follow their segment's
+        self._shown: list[Any] = []  # the slots' values as the script last saw them, slot after slot
+        self._shown_counts: list[int] = []  # number of values of each slot
+        self._shown_own: list[Tensor] = []  # those values that repeat a segment's value
 
     def cut(self, present: tuple[bool, ...], fused: bool) -> None:
         """Make the segments for the slots that have a gradient; `fused` is the param group's setting."""
@@ -157,15 +159,13 @@ class ChunkState:
         self.segments, self.present = [], None
 
     def is_edited(self) -> bool:
-        """True where the script has replaced values in a slot's state, or written into a tensor that shows a
-        segment's.
-        """
+        """True if the script has replaced or overwritten a value in a slot's state."""
         if any(map(version_of, self._shown_own)) or list(map(len, self.slots)) != self._shown_counts:
             return True
         return not all(map(is_, chain.from_iterable(map(dict.values, self.slots)), self._shown))
 
     def note_shown(self) -> None:
-        """Remember the slots' present values as the ones that the script sees."""
+        """Record the slots' present values as those that the script sees."""
         self._shown = list(chain.from_iterable(map(dict.values, self.slots)))
         self._shown_counts = list(map(len, self.slots))
         self._shown_own = [
@@ -176,7 +176,12 @@ class ChunkState:
         ]
 
     def adopt(self, segment: Segment, state: State, elementwise: set[str]) -> bool:
-        """Take over what the optimizer keeps in `state` for a segment; returns whether the keys changed."""
+        """Take over the optimizer's `state` of a segment.
+
+        Returns:
+            True if keys were added or dropped, or element-wise tensors replaced: the slots' dicts then hold
+            new entries.
+        """
         changed = state.keys() != segment.state.keys()
         renewed: State = {}
         replaced: dict[str, Tensor] = {}
@@ -187,7 +192,7 @@ class ChunkState:
                 key in elementwise or (value.numel() > 1 and value.shape == segment.parameter.shape)
             )
             if per_element:
-                # A copy, where two may have changed places.
+                # A copy, since an optimizer may swap two tensors of its state.
                 replaced[key] = value.clone() if segment.state else value
             else:
                 renewed[key] = value
@@ -207,19 +212,19 @@ class ChunkState:
         return False
 
     def _hold(self, segment: Segment, key: str, value: Tensor) -> Tensor:
-        """Put a segment's new element-wise tensor into the chunk's; returns the segment's part of it."""
-        held = self.elements.get(key)
-        if held is None and segment.is_whole:
+        """Put a segment's new element-wise tensor into the chunk's, and return the segment's part."""
+        flat = self.elements.get(key)
+        if flat is None and segment.is_whole:
             self.elements[key] = value
             return value
-        if held is None:
-            held = self.elements[key] = value.new_zeros(self.chunk.chunk.extent)
-        part = held[segment.start : segment.end]
+        if flat is None:
+            flat = self.elements[key] = value.new_zeros(self.chunk.chunk.extent)
+        part = flat[segment.start : segment.end]
         part.copy_(value)
         return part
 
     def _share(self, segment: Segment) -> None:
-        """Let the user's view of each slot's state show the segment's."""
+        """Show the segment's state in the user's view of each slot's state."""
         segment.own.clear()
         own = {
             key: segment.own_of(key, value)
@@ -238,10 +243,10 @@ class ChunkState:
             self.slots[slot].update(view)
 
     def save(self, into: SavedState | None) -> SavedState:
-        """A copy of everything, in the memory of `into`, an earlier one, as far as it goes."""
-        held = into.elements if into is not None else {}
+        """Return a copy of the state, in the memory of the earlier copy `into` where it has room."""
+        memory = into.elements if into is not None else {}
         elements = {
-            key: held[key].copy_(values) if key in held else values.clone()
+            key: memory[key].copy_(values) if key in memory else values.clone()
             for key, values in self.elements.items()
         }
         slots = [
@@ -251,10 +256,10 @@ class ChunkState:
         return SavedState(elements, slots, self.segments)
 
     def rewind(self, saved: SavedState) -> None:
-        """Be again what `saved` says. Only steps may have come since: what they left alone stays as it is."""
+        """Restore the state `saved`. Only optimizer steps may have changed the state since."""
         for key, values in saved.elements.items():
             self.elements[key].copy_(values)
-        if self.segments is not saved.segments:  # cut since, of slots that may have become equal since
+        if self.segments is not saved.segments:  # cut later: slots in one segment may have differed before
             self.dissolve()
         for segment in self.segments:
             before = saved.slots[segment.first]
@@ -270,18 +275,18 @@ class ChunkState:
     def _be_again(self, before: State, states: Sequence[State], following: Collection[str]) -> None:
         """Restore per-parameter values from `before` into `states`: a segment's state and its slots'.
 
-        Values for each element are restored elsewhere. Keys in `following` are set from the segment.
+        Leaves per-element values to `rewind`, and slots' keys in `following` to `Segment.show`.
         """
         for key in list(states[0]):
             value = copied(before.get(key))
             for state in states:
-                if key not in before:  # the first step's
+                if key not in before:  # added by the first step
                     del state[key]
                 elif key not in self.elements and (state is states[0] or key not in following):
                     state[key] = value
 
     def copy(self, other: ChunkState) -> None:
-        """Be what `other` is, of a chunk that is laid out alike."""
+        """Copy the state of `other`, a chunk with an equal layout."""
         self.dissolve()
         for key in self.elements.keys() - other.elements.keys():
             del self.elements[key]
@@ -294,32 +299,34 @@ class ChunkState:
             offset, parameter = self.chunk.chunk.slots[index].offset, self.chunk.parameters[index]
             slot.clear()
             for key, value in theirs.items():
-                held = self.elements.get(key)
-                slot[key] = copied(value) if held is None else carve(held, offset, parameter)
+                flat = self.elements.get(key)
+                slot[key] = copied(value) if flat is None else carve(flat, offset, parameter)
 
     def load(self, slot: int, state: State, elementwise: set[str]) -> None:
         """Take a parameter's state from plain torch's form."""
         view: State = {}
         for key, value in state.items():
             if key in elementwise and isinstance(value, Tensor):
-                held = self.elements.get(key)
-                if held is None:
-                    held = torch.zeros(
+                flat = self.elements.get(key)
+                if flat is None:
+                    flat = torch.zeros(
                         self.chunk.chunk.extent, dtype=value.dtype, device=self.chunk.flat.device
                     )
-                    self.elements[key] = held
-                view[key] = carve(held, self.chunk.chunk.slots[slot].offset, self.chunk.parameters[slot])
+                    self.elements[key] = flat
+                view[key] = carve(flat, self.chunk.chunk.slots[slot].offset, self.chunk.parameters[slot])
                 view[key].copy_(value)
             else:
-                view[key] = copied(value)  # a state that was loaded may have one tensor for several
+                view[key] = copied(value)  # a loaded state may share one tensor among parameters
         self.slots[slot].clear()
         self.slots[slot].update(view)
 
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What happens around each step: `before()` runs first; `accept(gradients)` says whether to apply them;
-    `after()` runs last."""
+    """Functions around each optimizer step.
+
+    `before()` runs first, `accept(gradients)` returns False to leave the step out, and `after()` runs last.
+    """
 
     before: Callable[[], None]
     accept: Callable[[Sequence[Tensor]], bool]
@@ -327,12 +334,12 @@ class StepHooks:
 
 
 class ParameterOptimizer:
-    """Lets `optimizer` step its own parameters, where nothing was reduced and nothing lies in chunks."""
+    """Calls the hooks around steps of `optimizer`, which steps its parameters itself, not segments."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, hooks: StepHooks) -> None:
         self.optimizer, self._hooks = optimizer, hooks
         self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
-        self._left_out = False  # the param groups are empty, for a step that was not accepted
+        self._left_out = False  # the param groups are emptied for a step that was not accepted
         own_tensors(optimizer.state.values())
         self._handles: list[Handle] = [
             AroundStep(optimizer, self._before, self._after),
@@ -346,7 +353,7 @@ class ParameterOptimizer:
             handle.remove()
 
     def restore(self) -> None:
-        """Undo what a step that failed left behind."""
+        """Refill param groups that a failed step has left empty."""
         if self._left_out:
             self._left_out = False
             for group, parameters in zip(self.optimizer.param_groups, self._group_parameters, strict=True):
@@ -368,11 +375,11 @@ class ParameterOptimizer:
         return args, kwargs
 
     def loading(self) -> AbstractContextManager[None]:
-        """Within it the session loads the optimizer's state."""
+        """Return an empty context: a load by the session needs no preparation."""
         return nullcontext()
 
     def give_back(self, _lacks_room: Callable[[int], str] = lambda _nbytes: "") -> None:
-        """Bring the state here from elsewhere. It is here."""
+        """Do nothing: the state has never left."""
 
     def _leave_out(self) -> None:
         self._left_out = True
@@ -387,18 +394,23 @@ class ParameterOptimizer:
 class RemoteOptimizer(ParameterOptimizer):
     """An optimizer whose steps are made elsewhere: its own code steps no parameter.
 
-    `make(accepted)` makes a step, after the pre-hooks and before `hooks.after`. `fetch()` returns the state
-    of each parameter when the script asks for the optimizer's state_dict.
-
-    `home` says where the state lives. A load_state_dict by the script raises UserError with `home`, since the
-    loaded state would not get there; the session's own loads are allowed (`loading`). A warning is given
-    where an optimizer that `keeps_state` is used after a `close` without `give_back`: it begins with an empty
-    state.
+    A load_state_dict by the script raises UserError, since the loaded state would not get to where the steps
+    are made. The session loads inside `loading`.
 
     A GradScaler lets a fused optimizer's kernel divide the gradients and skip a step with infinities
-    (`optimizer.grad_scale`, `optimizer.found_inf`). No kernel runs here, so both are done before `make`. With
-    `counts_skips` a GradScaler leaves both to any optimizer. A skipped step is still made, as one that is not
-    accepted, where other workers wait for it.
+    (`optimizer.grad_scale`, `optimizer.found_inf`). No kernel runs here, so both are done before `make`.
+
+    Args:
+        optimizer: the script's optimizer.
+        hooks: the functions around each step.
+        make: makes a step, after the pre-hooks and before `hooks.after`; called with False for a step that
+            is not accepted.
+        fetch: returns the state of each parameter, when the script asks for the optimizer's state_dict.
+        home: says where the state lives, for messages.
+        keeps_state: warn when the script uses the optimizer after a `close` without `give_back`, since it
+            then begins with an empty state.
+        counts_skips: have a GradScaler leave division and skip to this optimizer even if it is not fused. A
+            skipped step is then still made, as one that is not accepted, since other workers wait for it.
     """
 
     def __init__(
@@ -425,7 +437,7 @@ class RemoteOptimizer(ParameterOptimizer):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Within it the session loads, which brings what is loaded to where the steps are made."""
+        """Allow load_state_dict inside the `with` block: the session brings the state to its home."""
         self._is_loading = True
         try:
             yield
@@ -433,13 +445,13 @@ class RemoteOptimizer(ParameterOptimizer):
             self._is_loading = False
 
     def _check_load(self) -> None:
-        """Before a load has changed anything, also of the param groups."""
+        """Refuse a load by the script, before it changes state or param groups."""
         if not self._is_loading:
             facts = {"call": "optimizer.load_state_dict", "steps": "home", "home": self._home}
             check("call", Choices(facts))
 
     def takes_states(self, take: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Let `take` have the states of a state_dict that is loaded; it gives what the optimizer loads."""
+        """Pass each state_dict to `take` before a load; the optimizer loads the dict that `take` returns."""
         self._handles.append(
             self.optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: take(state_dict))
         )
@@ -448,9 +460,9 @@ class RemoteOptimizer(ParameterOptimizer):
         """Bring the optimizer's state here, so that the script may go on with a plain optimizer.
 
         Args:
-            lacks_room: returns why this worker has no room for a state of so many bytes; an empty string
-                where it has. Without room the state stays where it is, and the script is told the reason when
-                it uses the optimizer.
+            lacks_room: returns the reason why this worker has no room for a state of that many bytes, or "".
+                Without room the state stays away, and a warning gives the reason when the script uses the
+                optimizer.
         """
         self._show()
         states = self.optimizer.state
@@ -483,7 +495,7 @@ class RemoteOptimizer(ParameterOptimizer):
         self._accepted = not self._left_out and not infinity_left_to(self.optimizer)
         if self._accepted:
             self._divide_by_scale()
-        forget_scaling_left_to(optimizer)  # it is done; a loop over parameters knows neither
+        forget_scaling_left_to(optimizer)  # both are done; some optimizers' loops refuse them
         self._leave_out()
         return args, kwargs
 
@@ -506,17 +518,18 @@ class RemoteOptimizer(ParameterOptimizer):
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.restore()
-        self.optimizer.state.clear()  # what state_dict may have fetched is of the step before
+        self.optimizer.state.clear()  # a state that state_dict has fetched is out of date
         self._make(self._accepted)
         super()._after(optimizer, args, kwargs)
 
 
 def _tell_of_lost_state(optimizer: torch.optim.Optimizer, home: str, why: str) -> None:
-    """Warn once where a script uses an optimizer after its session without its state, and has loaded none.
+    """Warn once if a script uses an optimizer after its session, without its state and without a load.
 
     Args:
-        home: where the state lived.
-        why: the reason why the state did not come back, with the way out.
+        optimizer: the script's optimizer.
+        home: says where the state lived.
+        why: the reason why the state did not come back, with a remedy.
     """
     handles: list[Handle] = []
 
@@ -544,8 +557,13 @@ def _tell_of_lost_state(optimizer: torch.optim.Optimizer, home: str, why: str) -
 class ChunkOptimizer:
     """Makes `optimizer` step the segments of `chunks`.
 
-    `elementwise` is what `elementwise_keys` found. `gradients(chunk)`, asked after `hooks.before`, gives the
-    flat memory of a chunk's gradients and, for each slot, whether there is one (zeros where not).
+    Args:
+        optimizer: the script's optimizer.
+        chunks: the chunks that may be stepped; those with parameters in no param group are left alone.
+        elementwise: keys of per-element state, from `elementwise_keys`.
+        hooks: the functions around each step.
+        gradients: returns a chunk's gradients as a flat tensor, and for each slot whether there is one (zeros
+            if not); called after `hooks.before`.
     """
 
     def __init__(
@@ -562,7 +580,7 @@ class ChunkOptimizer:
         self._states = [ChunkState(chunk) for chunk in chunks if chunk.parameters[0] in group_of]
         self._group_of_chunk = [group_of[state.chunk.parameters[0]] for state in self._states]
         self._elementwise = elementwise
-        self._user_state: defaultdict[Any, Any] | None = None  # the optimizer's own, while it is exchanged
+        self._user_state: defaultdict[Any, Any] | None = None  # the optimizer's own state during an exchange
         self._import()
         self._handles: list[Handle] = [
             AroundStep(optimizer, self._exchange, self._exchange_back),
@@ -576,7 +594,7 @@ class ChunkOptimizer:
         return [segment for chunk_state in self._states for segment in chunk_state.segments]
 
     def close(self) -> None:
-        """Leave the optimizer to the user as a plain one, its state per parameter."""
+        """Leave the optimizer to the user as a plain one, with its state per parameter."""
         self.restore()
         if self._state_was_replaced():
             self._import()
@@ -587,22 +605,24 @@ class ChunkOptimizer:
             handle.remove()
 
     def loading(self) -> AbstractContextManager[None]:
-        """Within it the session loads the optimizer's state."""
+        """Return an empty context: a load by the session needs no preparation."""
         return nullcontext()
 
     def give_back(self, _lacks_room: Callable[[int], str] = lambda _nbytes: "") -> None:
-        """Bring the state here from elsewhere. It is here."""
+        """Do nothing: the state has never left."""
 
     def save(self, into: Sequence[SavedState] = ()) -> list[SavedState]:
-        """Copies of all chunks' states for `rewind`, in the memory of `into`, what this gave before."""
+        """Return copies of all chunks' states for `rewind`, in the memory of an earlier result `into`."""
         self.restore()
         if self._state_was_replaced():
             self._import()
         return [state.save(into[index] if into else None) for index, state in enumerate(self._states)]
 
     def rewind(self, saved: Sequence[SavedState]) -> None:
-        """Undo the steps since `save` gave `saved`, but for the parameters' values. If the state has been
-        replaced since, then by what such steps have made."""
+        """Restore the states that `save` returned; parameters' values stay as they are.
+
+        Only steps, or a load of the state that they made, may have changed the state since.
+        """
         self.restore()
         if self._state_was_replaced():
             self._import()
@@ -610,7 +630,7 @@ class ChunkOptimizer:
             state.rewind(before)
 
     def copy(self, other: ChunkOptimizer) -> None:
-        """Have the state that `other` has, of chunks that are laid out alike; not the parameters' values."""
+        """Copy the state of `other`, whose chunks have an equal layout; not the parameters' values."""
         for each in (self, other):
             each.restore()
             if each._state_was_replaced():
@@ -695,9 +715,7 @@ class ChunkOptimizer:
         self._hooks.after()
 
     def _state_was_replaced(self) -> bool:
-        """True where the script has cleared the optimizer's state, replaced entries, or written into Atoll's
-        tensors.
-        """
+        """True if the script has cleared the optimizer's state, replaced entries or overwritten values."""
         state = self.optimizer.state
         for chunk_state in self._states:
             if chunk_state.is_edited():
@@ -715,7 +733,7 @@ class ChunkOptimizer:
 def check_groups(
     optimizer: torch.optim.Optimizer, known: Sequence[Sequence[Tensor]], since: str = "session.prepare"
 ) -> None:
-    """Raise UserError if the param groups are no longer those that `known` lists, of `since`."""
+    """Raise UserError if the param groups' parameters differ from `known`, which `since` has seen."""
     if len(optimizer.param_groups) < len(known):
         raise UserError(f"a param group of the optimizer was removed after {since}; remove it before")
     for index, group in enumerate(optimizer.param_groups):
@@ -728,7 +746,7 @@ def check_groups(
 
 
 def elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    """The state that the optimizer keeps for each element, over all its param groups.
+    """Return the keys of the optimizer's per-element state, over all its param groups.
 
     Raises PrepareError for an optimizer that is not element-wise.
     """
@@ -758,10 +776,10 @@ def runs_alike(
     """Return the first and last slot of each run of neighbouring slots that step alike.
 
     Args:
-        chunk: where the slots lie.
-        signatures: by slot, what must be equal for two to step alike; None: the slot is not stepped.
-        dtype: the precision in which they are stepped.
-        device: where they are stepped.
+        chunk: the chunk with the slots.
+        signatures: by slot, a value that is equal for slots that step alike; None: the slot is not stepped.
+        dtype: the precision of the step.
+        device: the device of the step.
         fused: the param group's setting.
     """
     runs: list[tuple[int, int]] = []
@@ -777,11 +795,11 @@ def runs_alike(
 
 
 def _ends_run(nbytes: int, dtype: torch.dtype, device: torch.device, fused: bool) -> bool:
-    """Whether what follows a parameter must not step in one run with it, as plain torch steps both.
+    """True if a run must end after a parameter of `nbytes`, to round as plain torch does.
 
     On a CPU, fused kernels and half precision round differently in a vector loop and in the scalar loop
-    that finishes it (docs/notes/optimizers.md). The fused ones go by whole cache lines, so a parameter
-    that fills its last one may be followed; in half precision nothing may.
+    that finishes it (docs/notes/optimizers.md). Fused kernels work by whole cache lines, so a run may go on
+    after a parameter that fills its last line. In half precision each parameter is a run of its own.
     """
     if device.type != "cpu":
         return False
@@ -791,7 +809,10 @@ def _ends_run(nbytes: int, dtype: torch.dtype, device: torch.device, fused: bool
 
 
 def call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, ...], State]:
-    """Run the closure of `step(closure)` while the parameters are still in place, and pass its result on."""
+    """Run the closure of `step(closure)` while the parameters are in place; returns arguments for the step.
+
+    In them a function that returns the closure's result replaces the closure.
+    """
     # args[0] is the optimizer itself: torch hands the hooks the call of an unbound method.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -804,10 +825,10 @@ def call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, .
 
 
 def own_tensors(states: Iterable[State]) -> None:
-    """Give each parameter's state tensors of its own, as torch makes them.
+    """Give each parameter's state tensors of its own, as in plain torch.
 
-    A loaded state may share one tensor among several parameters; a plain optimizer would then count each
-    parameter's steps in it.
+    A loaded state may share one tensor among several parameters. A plain optimizer would then add up their
+    step counts.
     """
     seen: set[object] = set()
     for state in states:
@@ -825,15 +846,17 @@ def copied(value: Any) -> Any:
 
 
 def signature(state: State, elementwise: Collection[str]) -> tuple[object, ...]:
-    """What must be equal for two slots to share a segment: the keys of their state, and the values that are
-    not for each element."""
+    """Return a value that is equal for slots that may share a segment.
+
+    It consists of the state's keys and the per-parameter values.
+    """
     return tuple(
         (key, None if key in elementwise else _comparable(value)) for key, value in sorted(state.items())
     )
 
 
 def _comparable(value: Any) -> object:
-    """A value that equals another slot's exactly when the two may share a segment."""
+    """Return a value that equals another slot's if and only if the two may share a segment."""
     if not isinstance(value, Tensor):
         return value
     return value.item() if value.numel() == 1 else id(value)

@@ -1,4 +1,4 @@
-"""What came in a message as a tensor, in place."""
+"""Tensors over the bytes of a received message, without a copy."""
 
 from __future__ import annotations
 
@@ -8,31 +8,35 @@ import numpy
 import torch
 from torch import Tensor
 
-Payload: TypeAlias = Any  # whatever has the buffer protocol: bytes, memoryview, a mapping of a file
+Payload: TypeAlias = Any  # an object with the buffer protocol: bytes, memoryview, a mapped file
 
 
 class _Unlocked:
-    """Read-only memory as NumPy takes it for one that may be written to, and so torch takes it without the
-    warning that it cannot keep anybody from writing. Nobody does: who makes a tensor of it only reads.
+    """Read-only memory that NumPy believes to be writable.
 
-    A filter of warnings would not do: it is the whole process's, and others put it back or clear it.
+    torch warns about tensors over read-only memory. The tensors made here are only read, so the warning is of
+    no use. A warnings filter would not do: it belongs to the whole process, and others reset it.
     """
 
     def __init__(self, payload: Payload) -> None:
-        self._held = numpy.frombuffer(payload, dtype=numpy.uint8)
-        told: dict[str, Any] = self._held.__array_interface__
-        self.__array_interface__ = {**told, "data": (told["data"][0], False)}
+        self._array = numpy.frombuffer(payload, dtype=numpy.uint8)  # keeps the payload alive
+        interface: dict[str, Any] = self._array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
 def bytes_in(payload: Payload) -> Tensor:
-    """The memory of a payload as a tensor of bytes, 1-D, which is only read; it keeps the payload."""
+    """Return the payload's memory as a 1-D tensor of bytes. It keeps the payload alive; only read it."""
     if not memoryview(payload).nbytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_numpy(numpy.asarray(_Unlocked(payload)))
 
 
 def tensor_of(payload: Payload, dtype: torch.dtype) -> Tensor:
-    """The values in a payload of the right size, in place where its address allows it; only to be read."""
+    """Return the payload's values as a 1-D tensor of `dtype`; only read it.
+
+    Copies the payload only where its address is not aligned for `dtype`. The payload's size must be a
+    multiple of an element's.
+    """
     raw = bytes_in(payload)
     if raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()

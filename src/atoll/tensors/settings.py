@@ -1,4 +1,4 @@
-"""The hyperparameters with which an optimizer is about to step, as plain values that workers can compare."""
+"""An optimizer's hyperparameters as plain values that workers can compare."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def settings_of(optimizer: torch.optim.Optimizer, *, scheduled: bool = True) -> 
 
 
 class WatchedSettings:
-    """An optimizer's settings, made anew only where its param groups hold other values than before."""
+    """An optimizer's settings, computed again only after a value in its param groups has changed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._values: list[Any] = []  # of which `_settings` were made
+        self._values: list[Any] = []  # the param groups' values behind `_settings`
         self._scale = 1.0
         self._settings: Settings = []
 
     def __call__(self) -> Settings:
-        """Return `settings_of` the optimizer as it is now."""
+        """Return the optimizer's present settings, as `settings_of` gives them."""
         groups, scale = self._optimizer.param_groups, scale_of(self._optimizer)
         values = [value for group in groups for key, value in group.items() if key != "params"]
         known = len(values) == len(self._values) and all(map(is_, values, self._values))
@@ -56,7 +56,7 @@ class WatchedSettings:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a value is the same for as long as it is the same object."""
+    """True if an object of this type cannot change its value."""
     if isinstance(value, tuple):
         return all(map(_is_fixed, value))
     return isinstance(value, (bool, int, float, str, type(None)))

@@ -1,10 +1,9 @@
-"""The user's optimizer away from the script (at a shard, in a peer's CPU side): one torch optimizer a chunk,
-each stepping through `ChunkOptimizer`.
+"""The user's optimizer outside the script, at a shard or in a node's CPU side: one torch optimizer a chunk.
 
-Chunks step one by one, so that one can be sent while the next is stepped. Nothing is unpickled: an
-optimizer is known by its class's name, from torch.optim's element-wise classes, or from the one path that
-the operator of the shard has configured, or that a node's own script has it from; what it is set to comes as
-plain numbers.
+Chunks step one by one, so that one can be sent while the next is stepped. Nothing is unpickled:
+hyperparameters come as plain numbers, and an optimizer is known by its class's name. The class is one of
+torch.optim's element-wise ones, or the one that the shard's operator has configured or the node's own script
+imports.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def full_name(class_: type) -> str:
-    """How a class is called in a Setup: "torch.optim.adamw.AdamW"."""
+    """Return a class's name as a Setup gives it: "torch.optim.adamw.AdamW"."""
     return f"{class_.__module__}.{class_.__qualname__}"
 
 
 def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimizer]:
-    """The class called `name` (see `full_name`).
+    """Return the class called `name` (see `full_name`).
 
-    `configured` is the operator's "package.module:Class" (of a node: its own script's), which alone may be
-    imported. Raises UserError for any class that is neither torch.optim's own nor that one.
+    `configured` is the "package.module:Class" that the shard's operator allows, or that a node's own script
+    uses; no other module is imported. Raises UserError for other classes that are not torch.optim's.
     """
     for allowed in _ALLOWED:
         class_: type[torch.optim.Optimizer] = getattr(torch.optim, allowed)
@@ -67,8 +66,11 @@ def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimiz
 
 
 def own_path(class_: type[torch.optim.Optimizer], strategy: str) -> str:
-    """The "package.module:Class" by which another process of the same user may import the script's own
-    optimizer class; empty for torch.optim's element-wise ones. Raises PrepareError where it could not."""
+    """Return the "package.module:Class" by which another process can import the script's optimizer class.
+
+    Empty for torch.optim's element-wise classes. Raises PrepareError for a class that is defined in the
+    script itself or in a function.
+    """
     if any(getattr(torch.optim, allowed) is class_ for allowed in _ALLOWED):
         return ""
     if class_.__module__ == "__main__" or "<locals>" in class_.__qualname__:
@@ -93,57 +95,58 @@ def _import(path: str) -> type[torch.optim.Optimizer]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a param group's optimizer keeps, learnt by stepping one of its own on two elements."""
+    """The kinds of state that a param group's optimizer keeps, found by stepping two elements."""
 
     elementwise: set[str]
     dtypes: Mapping[str, torch.dtype]  # of every state that is a tensor
 
     def tensor(self, key: str, value: Any) -> Any:
-        """A slot's number as the optimizer keeps it; raises UserError for what is none."""
+        """Return a slot's number in the optimizer's form; raises UserError if `value` is not a number."""
         if not isinstance(value, (int, float)):
             raise UserError(f"state {key!r} is a {type(value).__name__}, and not a number")
         return torch.tensor(value, dtype=self.dtypes[key]) if key in self.dtypes else value
 
 
 class Trial:
-    """A chunk's values and optimizer state as they were, to go back to. The memory is kept for the next."""
+    """A saved copy of a chunk's values and optimizer state; its memory is used again by the next copy."""
 
     def __init__(self, values: Tensor | None = None, states: Sequence[SavedState] = ()) -> None:
-        """`values` and `states` are what to go back to, or the memory for it."""
+        """Hold the copy `values` and `states`, or only their memory."""
         self.values, self.states = values, states
 
     def begin(self, flat: Tensor, stepper: ChunkOptimizer) -> None:
-        """Note what the chunk is now: its values `flat`, and its state in `stepper`."""
+        """Save the chunk's values `flat` and its state in `stepper`."""
         self.values = flat.clone() if self.values is None else self.values.copy_(flat)
         self.states = stepper.save(self.states)
 
     def drop(self, flat: Tensor, stepper: ChunkOptimizer) -> None:
-        """Undo the steps since then."""
+        """Restore the values and the state saved by `begin`."""
         assert self.values is not None
         flat.copy_(self.values)
         stepper.rewind(self.states)
 
 
 class _OpenStep:
-    """What it takes to make a chunk's latest step again with more contributions: their mean so far, in which
-    slots anyone had a gradient, and the values and the state from before. The memory is kept for the next.
+    """A chunk's latest step while more contributions may join it; its memory is used again by later steps.
+
+    Each new contribution undoes the step and makes it again with the new mean.
     """
 
     def __init__(self) -> None:
-        self.mean: Tensor | None = None  # None: no contribution has had a gradient for this chunk
-        self.present: tuple[bool, ...] = ()
+        self.mean: Tensor | None = None  # mean so far; None: no contribution had a gradient for this chunk
+        self.present: tuple[bool, ...] = ()  # by slot: a contribution had a gradient
         self.trial = Trial()
-        self.stepped = False  # the trial is from before the step
+        self.stepped = False  # the step has been made, and the trial holds the state before it
         self._memory: Tensor | None = None
 
     def clear(self) -> None:
-        """No step is open."""
+        """Close the step."""
         self.mean, self.present, self.stepped = None, (), False
 
     def add(self, gradients: Tensor, present: tuple[bool, ...], part: float) -> None:
-        """Move the mean by `part` of the way to `gradients`; where nobody had any, they count as zeros."""
+        """Move the mean by the share `part` towards `gradients`; missing gradients count as zeros."""
         if self.mean is None and part == 1:
-            self.mean, self.present = gradients, present  # as it came: it is only read
+            self.mean, self.present = gradients, present  # no copy: `mean` is only read
             return
         if self._memory is None:
             self._memory = torch.empty_like(gradients)
@@ -155,18 +158,18 @@ class _OpenStep:
 
 
 class Scratch:
-    """Memory by name, each as long as the longest asked for so far: for one chunk at a time, whichever."""
+    """Named pieces of memory, each as large as its largest use so far; one chunk at a time uses them."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it has taken so far."""
+        """Bytes allocated so far."""
         return sum(memory.nbytes for memory in self._memory.values())
 
     def part(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for `numel` values, 1-D, with what was left there."""
+        """Return memory for `numel` values, 1-D, not initialised."""
         memory = self._memory.get(name)
         if memory is None or memory.nbytes < numel * dtype.itemsize:
             memory = self._memory[name] = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
@@ -174,12 +177,12 @@ class Scratch:
 
 
 class _HeldChunk:
-    """One chunk, its optimizer, and what steps it; `settings` is None where nothing trains it."""
+    """One chunk with its optimizer and stepper; `settings` is None for a chunk that is not trained."""
 
     def __init__(self, chunk: Chunk, class_: type[torch.optim.Optimizer], settings: Settings | None) -> None:
         dtype = getattr(torch, chunk.dtype)
         self.chunk = chunk
-        # Flat parameters: the update is element-wise, so shapes and strides are the workers' own affair.
+        # Flat parameters: the update is element-wise, so the workers' shapes and strides do not matter.
         self.parameters = [
             nn.Parameter(torch.zeros(slot.numel, dtype=dtype), requires_grad=dtype.is_floating_point)
             for slot in chunk.slots
@@ -196,18 +199,18 @@ class _HeldChunk:
             self.settings = settings
 
     def move(self) -> None:
-        """Let the values lie elsewhere from now on."""
+        """Move the values to new memory."""
         self.bound.move()
         self.flat = self.bound.flat[: self.chunk.extent]
 
     def begin(self, kind: _Kind) -> None:
-        """Let the chunk be stepped; `kind` is what its param group's optimizer keeps."""
+        """Prepare the chunk for steps; `kind` describes its param group's optimizer state."""
         self.kind = kind
         hooks = StepHooks(before=_nothing, accept=lambda _: True, after=_nothing)
         self.stepper = ChunkOptimizer(
             self.optimizer, [self.bound], kind.elementwise, hooks, lambda _: self._given()
         )
-        if isinstance(self.optimizer, torch.optim.SGD):  # after the stepper's: of what it steps
+        if isinstance(self.optimizer, torch.optim.SGD):  # after the stepper's hooks: it must see segments
             AroundStep(self.optimizer, _unfuse if self.flat.dtype in _HALF else _unfuse_mixed)
 
     def step(self, gradients: Tensor, present: tuple[bool, ...]) -> None:
@@ -217,7 +220,7 @@ class _HeldChunk:
         finally:
             self._gradients = None
             self.stepper.restore()
-            for segment in self.stepper.segments:  # they are others' memory, to be used again
+            for segment in self.stepper.segments:  # gradients lie in memory that the caller uses again
                 segment.forget_gradient()
             self.optimizer.param_groups[0].update(self.settings)
 
@@ -226,9 +229,9 @@ class _HeldChunk:
         return self._gradients
 
     def contribute(self, gradients: Tensor, present: tuple[bool, ...], part: float, closes: bool) -> None:
-        """Make the open step with one more contribution, anew where it was made before."""
+        """Step with one more contribution's share in the mean, after undoing the open step, if any."""
         step = self.open
-        if part == 1 and closes and not step.stepped:  # nothing came before, and nothing will come
+        if part == 1 and closes and not step.stepped:  # the only contribution: no copy is needed
             self.step(gradients, present)
             return
         step.add(gradients, present, part)
@@ -253,27 +256,27 @@ class _HeldChunk:
             trial.drop(self.flat, self.stepper)
 
     def copy(self, other: _HeldChunk) -> None:
-        """Have the values and the state that `other` has."""
+        """Copy the values and the state of `other`."""
         self.open.clear()
         self.flat.copy_(other.flat)
         self.stepper.copy(other.stepper)
 
     def apply(self, settings: Settings) -> None:
-        """Have the next step use `settings`."""
+        """Use `settings` in the next step."""
         if settings is not self.settings:
             self.optimizer.param_groups[0].update(settings)
             self.settings = settings
 
 
 class ShardOptimizer:
-    """The chunks `held` (ids) of a layout at one shard or one peer, and their optimizers.
+    """The chunks with ids `held` of a layout, and their optimizers, at one shard or node.
 
     `hyperparameters` are the param groups, in order, in the form of wire.messages.plain_hyperparameters. All
     tensors given and returned are flat, of a chunk's extent and on the CPU.
 
-    With `fused`, a param group that leaves the implementation to torch (fused=None) uses torch's fused one
-    where there is one. It is faster, and in single precision rounds differently from the loop that torch
-    would choose. SGD never steps half precision by a fused kernel, even where a script asks for one: the
+    With `fused`, a param group that leaves the implementation to torch (fused=None) uses torch's fused kernel
+    if there is one. The kernel is faster, and in single precision rounds differently from the loop that torch
+    would choose. SGD never steps half precision by a fused kernel, even if a script asks for one: the
     script's device may have other kernels. Raises UserError for an optimizer that cannot run here.
     """
 
@@ -291,7 +294,7 @@ class ShardOptimizer:
         self._class = optimizer_class(optimizer, configured)
         self._groups = [self._settings(group) for group in hyperparameters]
         self._given = [dict(group) for group in hyperparameters]
-        self.origins: Origins | None = None  # what each contributor went on from, where delay is compensated
+        self.origins: Origins | None = None  # for delay compensation
         self._group_of: dict[int, int] = {}
         self._chunks: dict[int, _HeldChunk] = {}
         kinds: dict[tuple[int, str], _Kind] = {}
@@ -299,15 +302,15 @@ class ShardOptimizer:
             chunk = layout.chunks[id_]
             group = self._group_index(chunk)
             settings = None if group is None else self._groups[group]
-            made = self._chunks[id_] = _HeldChunk(chunk, self._class, settings)
+            item = self._chunks[id_] = _HeldChunk(chunk, self._class, settings)
             if group is None:
                 continue
             self._group_of[id_] = group
             if (group, chunk.dtype) not in kinds:
                 kinds[group, chunk.dtype] = _probe(
-                    self._class, made.optimizer, self._groups[group], chunk.dtype
+                    self._class, item.optimizer, self._groups[group], chunk.dtype
                 )
-            made.begin(kinds[group, chunk.dtype])
+            item.begin(kinds[group, chunk.dtype])
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -315,18 +318,18 @@ class ShardOptimizer:
         return tuple(self._chunks)
 
     def slots(self, chunk: int) -> int:
-        """How many parameters lie in a chunk."""
+        """Return the number of parameters in a chunk."""
         return len(self._chunks[chunk].chunk.slots)
 
     def nbytes(self, chunk: int) -> int:
-        """Bytes of a chunk's values, and so of its gradients."""
+        """Return the bytes of a chunk's values, which are as many as its gradients'."""
         return self._chunks[chunk].nbytes
 
     def dtype(self, chunk: int) -> torch.dtype:
         return self._chunks[chunk].flat.dtype
 
     def trains(self, chunk: int) -> bool:
-        """Whether an optimizer steps the chunk."""
+        """True if the optimizer steps the chunk."""
         return chunk in self._group_of
 
     def step(
@@ -336,9 +339,9 @@ class ShardOptimizer:
         present: Iterable[bool | int],
         hyperparameters: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Step one chunk with `gradients`, those of the slots where `present` says so.
+        """Step the slots of one chunk that are `present` with their part of `gradients`.
 
-        `hyperparameters` are all param groups'; None keeps those of the step before.
+        `hyperparameters` are those of all param groups; None keeps the previous ones.
         """
         if hyperparameters is not None:
             self.set_hyperparameters(hyperparameters)
@@ -347,8 +350,7 @@ class ShardOptimizer:
     def step_by(
         self, chunk: int, gradients: Tensor, present: Iterable[bool | int], settings: Sequence[Settings]
     ) -> None:
-        """As `step`, with what `settings` has made of hyperparameters, whichever were used before. Several
-        threads may step as many chunks at once."""
+        """Step one chunk with param groups from `settings`; threads may step different chunks at once."""
         held, here = self._chunks[chunk], tuple(bool(flag) for flag in present)
         held.open.clear()
         if not any(here):  # no parameter would change, nor any step count
@@ -357,20 +359,24 @@ class ShardOptimizer:
         held.step(gradients, here)
 
     def settings(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[Settings]:
-        """Hyperparameters in the form that `step_by` takes; raises UserError as `check_hyperparameters`."""
+        """Return hyperparameters in the form that `step_by` takes; raises UserError if they do not fit."""
         self.check_hyperparameters(hyperparameters)
         return [self._settings(group) for group in hyperparameters]
 
     @contextlib.contextmanager
     def undone(self, chunk: int, scratch: Scratch) -> Iterator[None]:
-        """Within, a chunk that is trained may be stepped; at the end its values and its state are what they
-        were. `scratch` holds them meanwhile, under "values" and "state.KEY"."""
+        """Undo, at the end of the `with` block, all steps of a trained chunk inside the block.
+
+        `scratch` holds the chunk's former values as "values" and its states as "state.KEY".
+        """
         with self._chunks[chunk].undone(scratch):
             yield
 
     def copy(self, chunk: int, other: ShardOptimizer) -> None:
-        """Have the values and the state that another one of the same layout and optimizer has of a chunk that
-        is trained; its next steps are `other`'s then, bit for bit."""
+        """Copy a trained chunk's values and state from `other`, which has an equal layout and optimizer.
+
+        The chunk's next steps then equal those of `other`, bit for bit.
+        """
         self._chunks[chunk].copy(other._chunks[chunk])
 
     def contribute(
@@ -384,11 +390,18 @@ class ShardOptimizer:
         closes: bool,
         hyperparameters: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Step one chunk with the mean of several contributions, of which this is one.
+        """Add one contribution to a chunk's open step, and make the step again with the new mean.
 
-        The first `opens` the step, the last `closes` it; in between the step is made again with each, from
-        the values and the state before it. `part` is this contribution's share of the weight so far.
-        Gradients are zeros where `present` says that there are none. Other arguments as in `step`.
+        Each step starts from the values and the state before the first contribution.
+
+        Args:
+            chunk: the chunk's id.
+            gradients: the contribution's gradients, zeros in slots that are not `present`.
+            present: by slot, whether the contribution has a gradient.
+            part: the contribution's share of the weight so far.
+            opens: the contribution is the step's first.
+            closes: the contribution is the step's last.
+            hyperparameters: those of all param groups; None keeps the previous ones.
         """
         if hyperparameters is not None:
             self.set_hyperparameters(hyperparameters)
@@ -402,7 +415,7 @@ class ShardOptimizer:
             held.open.clear()
 
     def set_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
-        """Have later steps use these param groups; raises UserError for what is no form of those before."""
+        """Use these param groups in later steps; raises UserError if they do not fit the previous ones."""
         self.check_hyperparameters(hyperparameters)
         for index, group in enumerate(hyperparameters):
             if group != self._given[index]:
@@ -410,7 +423,7 @@ class ShardOptimizer:
                 self._given[index] = dict(group)
 
     def check_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
-        """Raise UserError for what `step` would not take."""
+        """Raise UserError for param groups that do not fit the previous ones."""
         if len(hyperparameters) != len(self._groups):
             raise UserError(
                 f"hyperparameters of {len(hyperparameters)} param groups, where the run has "
@@ -422,22 +435,24 @@ class ShardOptimizer:
 
     @property
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """The param groups, as they were given last."""
+        """The param groups as given last."""
         return [dict(group) for group in self._given]
 
     def values(self, chunk: int) -> Tensor:
-        """A chunk's parameters where they lie: the next step changes them."""
+        """Return a chunk's values without a copy: the next step changes them."""
         return self._chunks[chunk].flat
 
     def base(self, chunk: int, opens: bool) -> Tensor:
-        """The values that the next contribution's step is made from, where they lie; it `opens` the step or
-        joins the one that is open."""
+        """Return, without a copy, the values that the next contribution's step starts from.
+
+        `opens` is False for a contribution that joins the open step.
+        """
         held = self._chunks[chunk]
         before = held.open.trial.values if held.open.stepped and not opens else None
         return held.flat if before is None else before
 
     def move(self, chunk: int) -> None:
-        """Let a chunk lie in new memory: what `values` gave before stays as it is."""
+        """Move a chunk to new memory, so that earlier results of `values` no longer change."""
         self._chunks[chunk].move()
 
     def set_values(self, chunk: int, values: Tensor) -> None:
@@ -445,27 +460,28 @@ class ShardOptimizer:
         self._chunks[chunk].flat.copy_(values)
 
     def state_dtypes(self, chunk: int) -> dict[str, torch.dtype]:
-        """What the optimizer keeps for each element of a chunk ("exp_avg"), by dtype."""
+        """Return the dtype of each state that a chunk's optimizer keeps for each element ("exp_avg")."""
         kind = self._chunks[chunk].kind
         return {} if kind is None else {key: kind.dtypes[key] for key in sorted(kind.elementwise)}
 
     def number_dtypes(self, chunk: int) -> dict[str, torch.dtype]:
-        """What it keeps for each parameter of a chunk as a tensor of one number ("step"), by dtype."""
+        """Return the dtype of each one-number tensor that a chunk has for each parameter ("step")."""
         kind = self._chunks[chunk].kind
         rest = {} if kind is None else kind.dtypes
         return {key: dtype for key, dtype in rest.items() if kind and key not in kind.elementwise}
 
     def state_dtype(self, chunk: int, key: str) -> torch.dtype:
-        """The dtype of an element-wise state; raises UserError if the optimizer keeps none called `key`."""
+        """Return the dtype of an element-wise state; raises UserError if there is none called `key`."""
         kind = self._chunks[chunk].kind
         if kind is None or key not in kind.elementwise:
             raise UserError(f"{self._class.__name__} keeps no state called {key!r} for each element")
         return kind.dtypes[key]
 
     def state(self, chunk: int) -> tuple[dict[str, Tensor], SlotValues]:
-        """Copies of a chunk's optimizer state: its element-wise ones flat, and the numbers of each slot.
+        """Return copies of a chunk's element-wise states, flat, and the other states of each slot.
 
-        A slot that lacks one of the former has zeros there, and None under its key among its numbers.
+        For a slot that lacks an element-wise state, the flat tensor has zeros, and the slot has None for its
+        key.
         """
         held = self._chunks[chunk]
         elements: dict[str, Tensor] = {}
@@ -490,9 +506,9 @@ class ShardOptimizer:
     def set_state(
         self, chunk: int, elements: Mapping[str, Tensor], slots: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Put what `state` gave in the place of a chunk's optimizer state.
+        """Set a chunk's optimizer state to an earlier result of `state`.
 
-        A slot without a number, where others have some, has no state at all.
+        A slot without numbers gets no state if other slots have numbers.
         """
         held = self._chunks[chunk]
         if held.kind is None:
@@ -522,11 +538,12 @@ class ShardOptimizer:
                 held.optimizer.state[parameter] = state
 
     def open_step(self, chunk: int) -> tuple[dict[str, Tensor], list[bool], SlotValues] | None:
-        """Copies of what an open step is made again from, or None where no step has yet been made.
+        """Return copies of the inputs of a chunk's open step, or None if no open step has been made.
 
-        That is the `mean` so far and the `values` before it, and the element-wise state before it under
-        "state." and its key; then in which slots anyone had a gradient, and each slot's state before it, as
-        far as it is numbers (None: it is among the tensors).
+        Returns:
+            The tensors "mean" (of the gradients so far), "values" (before the step) and "state.KEY"
+            (element-wise states before the step); by slot, whether a contribution had a gradient; and each
+            slot's numbers before the step, with None for states that are among the tensors.
         """
         step = self._chunks[chunk].open
         if not step.stepped:
@@ -545,7 +562,7 @@ class ShardOptimizer:
     def set_open_step(
         self, chunk: int, tensors: Mapping[str, Tensor], present: Sequence[bool], slots: SlotValues
     ) -> None:
-        """Let the step go on that `open_step` described, after `set_values` and `set_state`."""
+        """Restore a chunk's open step from `open_step`, after `set_values` and `set_state`."""
         held = self._chunks[chunk]
         assert held.kind is not None
         step = held.open = _OpenStep()
@@ -572,9 +589,9 @@ class ShardOptimizer:
         return int(group.settings)
 
     def _settings(self, group: Mapping[str, Any]) -> Settings:
-        """A param group as it was sent, in the form that torch has it, for a CPU."""
+        """Return a received param group in torch's form, for a CPU."""
         settings = {key: _torch_value(key, value) for key, value in group.items() if key != "params"}
-        for key in ("capturable", "differentiable"):  # of graphs on the worker's device: nothing here
+        for key in ("capturable", "differentiable"):  # concern graphs on the worker's device alone
             if settings.get(key):
                 settings[key] = False
         if "fused" in settings:
@@ -588,7 +605,7 @@ class ShardOptimizer:
 
 
 def _torch_value(key: str, value: Any) -> Any:
-    """A hyperparameter that came as MessagePack; raises UserError for what is no number or a few of them."""
+    """Return a hyperparameter from MessagePack in torch's form; raises UserError if it is not plain."""
     if isinstance(value, (list, tuple)):
         return tuple(_torch_value(key, part) for part in value)
     if not isinstance(value, _PLAIN):
@@ -597,7 +614,7 @@ def _torch_value(key: str, value: Any) -> Any:
 
 
 def _check_alike(settings: Settings, before: Settings) -> None:
-    """Raise UserError where a hyperparameter is gone, or has become something of another kind."""
+    """Raise UserError if a hyperparameter is missing, or is of another kind than before."""
     for key, value in before.items():
         if key not in settings or not _is_alike(settings[key], value):
             raise UserError(f"hyperparameter {key!r} was {value!r} and is now {settings.get(key)!r}")
@@ -614,24 +631,26 @@ def _is_alike(now: Any, before: Any) -> bool:
 def _make(
     class_: type[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], settings: Settings
 ) -> torch.optim.Optimizer:
-    """An optimizer of `parameters` in one param group, which holds exactly `settings`."""
+    """Return an optimizer of `parameters` in one param group, which holds all of `settings`."""
     try:
-        taken = inspect.signature(class_).parameters
-        # A group also holds what is no argument, such as what a scheduler puts there.
-        made = class_(list(parameters), **{key: value for key, value in settings.items() if key in taken})
-    except Exception as error:  # whatever an optimizer raises on settings that are not its own
+        arguments = inspect.signature(class_).parameters
+        # A param group holds more than arguments: a scheduler adds keys.
+        optimizer = class_(
+            list(parameters), **{key: value for key, value in settings.items() if key in arguments}
+        )
+    except Exception as error:  # an optimizer may raise anything for settings that it does not know
         raise UserError(
             f"{class_.__name__} cannot be made with the hyperparameters given: "
             f"{type(error).__name__}: {error}".splitlines()[0]
         ) from None
-    made.param_groups[0].update(settings)
-    return made
+    optimizer.param_groups[0].update(settings)
+    return optimizer
 
 
 def _probe(
     class_: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer, settings: Settings, dtype: str
 ) -> _Kind:
-    """Find what the optimizer keeps; raises UserError if it is not element-wise."""
+    """Find the kinds of state that the optimizer keeps; raises UserError if it is not element-wise."""
     try:
         elementwise = elementwise_keys(optimizer)
         parameter = nn.Parameter(torch.zeros(2, dtype=getattr(torch, dtype)))
@@ -645,8 +664,10 @@ def _probe(
 
 
 def _unfuse_mixed(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """torch's fused SGD takes parameters of which all have a momentum, or none: where some have their first
-    gradient, this step is made without it."""
+    """Switch off the fused kernel for a step in which only some parameters have a momentum buffer.
+
+    torch's fused SGD accepts only parameters of which all have one, or none.
+    """
     (group,) = optimizer.param_groups
     if group.get("fused") and group.get("momentum"):
         have = {"momentum_buffer" in optimizer.state.get(each, {}) for each in group["params"]}
@@ -654,10 +675,10 @@ def _unfuse_mixed(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) ->
 
 
 def _unfuse(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Switch off the fused kernel: torch's fused SGD for CPUs (2.13) steps only part of half-precision
-    tensors.
+    """Switch off the fused kernel for half precision.
 
-    It changes only the elements behind the last full vector.
+    torch's fused SGD for CPUs (2.13) steps only those half-precision elements that follow the last full
+    vector.
     """
     (group,) = optimizer.param_groups
     if group.get("fused"):
@@ -665,10 +686,10 @@ def _unfuse(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def warm_up() -> None:
-    """Have torch load what optimizers need at their first step.
+    """Import the modules that torch loads at a process's first optimizer step.
 
-    These are 800 modules, which take a second or two of a core, several on a busy machine. Others would wait
-    for them.
+    They are 800, and take a second or two of a core, more on a busy machine. Workers would wait for the
+    process meanwhile.
     """
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)

@@ -1,9 +1,8 @@
-"""Hooks around an optimizer's step, within those of the script.
+"""Hooks around an optimizer's step, inside those of the script.
 
-torch runs step hooks in the order in which they were registered. In plain PyTorch a script's pre-hook that
-changes the learning rate, a gradient or a value counts for the step that it comes before, and its post-hook
-sees what that step has made, whenever either was registered. So ours run last before the step, and first
-after it.
+torch runs step hooks in order of registration. A script's pre-hook may change the learning rate, a gradient
+or a value for the coming step, and its post-hook sees the step's result, whenever it was registered. So
+Atoll's hooks run last before the step, and first after it.
 """
 
 from __future__ import annotations
@@ -25,8 +24,11 @@ _REGISTER = "register_step_pre_hook"
 
 
 class AroundStep:
-    """`before` runs after all step pre-hooks of the script's, and `after` before all of its post-hooks, until
-    `remove`. Several on one optimizer run in the order in which they were made."""
+    """A pair of step hooks, in force until `remove`.
+
+    `before` runs after all of the script's pre-hooks, and `after` before all of its post-hooks. Several pairs
+    on one optimizer run in order of construction.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Before, after: After | None = None) -> None:
         within = vars(optimizer).get(_REGISTER)
@@ -44,12 +46,14 @@ class AroundStep:
 
 
 class _Within:
-    """Stands in for an optimizer's `register_step_pre_hook` while there are hooks of ours, which then stay
-    the last. Post-hooks that come later are later anyway."""
+    """Replaces an optimizer's `register_step_pre_hook` so that Atoll's pre-hooks stay last.
+
+    Post-hooks need no such care: those that the script registers later run later.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self.ours = optimizer, list[AroundStep]()
-        self._own = vars(optimizer).get(_REGISTER)  # where the script has put one there
+        self._own = vars(optimizer).get(_REGISTER)  # the script's own replacement, if any
         self.register = getattr(optimizer, _REGISTER)
         setattr(optimizer, _REGISTER, self)
 

@@ -1,8 +1,8 @@
-"""Files of tensors in the safetensors format, written one tensor at a time.
+"""Writer of safetensors files, one tensor at a time, and helpers for files of checkpoints.
 
-The format (https://github.com/huggingface/safetensors) is eight bytes of length, that many of JSON, and the
-tensors' bytes. The library's own `save_file` first copies every tensor into host memory; this writer never
-holds more than one.
+The format (https://github.com/huggingface/safetensors) is eight bytes of length, a header of that many bytes
+of JSON, and the tensors' bytes. The library's own `save_file` first copies every tensor into host memory;
+this writer never holds more than one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ DTYPES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # fmt: skip
-CHECKSUM = "atoll.crc32"  # in a file's metadata: of all its bytes, with zeros in the place of this
+CHECKSUM = "atoll.crc32"  # metadata key: CRC-32 of all the file's bytes, with "00000000" in its own place
 _NO_CHECKSUM = "00000000"
-_COMPLEX = {torch.complex64, torch.complex128}  # the format has no name for both: stored as pairs of reals
+_COMPLEX = {torch.complex64, torch.complex128}  # the format lacks these: stored as pairs of reals
 _BLOCK = 2**20  # bytes
 
 
 def check_tensor(tensor: Tensor, where: str) -> None:
-    """Raise CheckpointError, naming the tensor, where the format cannot hold it."""
+    """Raise CheckpointError, naming the tensor's place `where`, if the format cannot hold the tensor."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise CheckpointError(f"{where}: a checkpoint holds dense tensors only, and this one is {kind}")
@@ -48,7 +48,7 @@ def check_tensor(tensor: Tensor, where: str) -> None:
 
 
 def storage_key(tensor: Tensor) -> object:
-    """Equal for two tensors that are the same elements of the same memory, as tied parameters are."""
+    """Return a key that is equal for tensors of identical elements in memory, such as tied parameters."""
     if tensor.numel() == 0 or isinstance(tensor, LazyTensor):
         return id(tensor)
     storage = tensor.untyped_storage().data_ptr()
@@ -56,7 +56,11 @@ def storage_key(tensor: Tensor) -> object:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Write `tensors`, already checked, to a new file, through to the disk; returns its bytes and CRC-32."""
+    """Write tensors that passed `check_tensor` to a new file, and flush the file to the disk.
+
+    Returns:
+        The file's size in bytes, and its CRC-32.
+    """
     with path.open("xb") as file:
         size, checksum = put_tensors(file, tensors)
         flush(file)
@@ -64,7 +68,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
 
 
 def put_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Write `tensors`, already checked, where the file is; returns how many bytes, and their CRC-32."""
+    """Write tensors that passed `check_tensor` at the file's position.
+
+    Returns:
+        The number of bytes written, and their CRC-32.
+    """
     names, head = _head(tensors, {"format": "pt"})
     size, checksum = len(head), _put(file, head, 0)
     for name in names:
@@ -75,7 +83,7 @@ def put_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[int, int
 
 
 def put_checked_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors`, already checked, to a new file, with its checksum in its metadata."""
+    """Write tensors that passed `check_tensor` to a new file, with a checksum in the file's metadata."""
     names, head = _head(tensors, {"format": "pt", CHECKSUM: _NO_CHECKSUM})
     checksum = _put(file, head, 0)
     for name in names:
@@ -85,14 +93,14 @@ def put_checked_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
 
 
 def checksum_place(head: bytes) -> int:
-    """Where in a file's first bytes its checksum is written; -1 where it has none."""
+    """Return the offset of a file's checksum in its first bytes `head`; -1 if there is none."""
     key = f'"{CHECKSUM}":"'.encode()
     found = head.find(key)
     return -1 if found < 0 else found + len(key)
 
 
 def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[list[str], bytes]:
-    """The names in the order in which the tensors follow, and what comes before them."""
+    """Return the names in the order of the tensors in the file, and the bytes before the tensors."""
     # Wide elements first, as the library does: then every tensor begins on a multiple of its element's size.
     names = sorted(tensors, key=lambda name: -_stored(tensors[name]).element_size())
     header: dict[str, object] = {"__metadata__": metadata}
@@ -112,7 +120,10 @@ def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[l
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU; raises CheckpointError if it is not of the format."""
+    """Read the tensors of a safetensors file into host memory, by name.
+
+    Raises CheckpointError, one line that begins with `path`, if the file is not of the format.
+    """
     try:
         return safetensors.torch.load_file(path)
     except Exception as error:  # the library's errors share no narrower base class over its versions
@@ -120,8 +131,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def parse_tensors(raw: bytes, what: str) -> dict[str, Tensor]:
-    """As `read_tensors`, of a file's bytes; `what` names them in the error. The library holds every offset
-    against the length of `raw` before it makes a tensor."""
+    """Return the tensors in the bytes of a safetensors file, by name.
+
+    The library compares every offset with the length of `raw` before it makes a tensor. Raises
+    CheckpointError, one line that begins with `what`, if the bytes are damaged.
+    """
     try:
         return safetensors.torch.load(raw)
     except Exception as error:
@@ -134,12 +148,12 @@ def _first_line(error: Exception) -> str:
 
 
 def as_complex(tensor: Tensor) -> Tensor:
-    """The complex tensor that was stored as pairs of reals, shape (..., 2)."""
-    return torch.view_as_complex(tensor.clone())  # in the file's memory it may not begin on a pair's multiple
+    """Return the complex tensor that was stored as pairs of reals, shape (..., 2)."""
+    return torch.view_as_complex(tensor.clone())  # a clone is aligned to pairs; a file's memory may not be
 
 
 def flush(file: BinaryIO) -> None:
-    """Bring a file's bytes to the disk: a crash of the machine after this keeps them."""
+    """Flush a file's bytes to the disk, so that they survive a crash of the machine."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -147,13 +161,13 @@ def flush(file: BinaryIO) -> None:
 def open_regular(path: str | os.PathLike[str], *, buffering: int = -1) -> BinaryIO:
     """Open a regular file, or a link to one, for reading.
 
-    Raises OSError for everything else. Opening a named pipe would wait without end, and a device may have no
+    Raises OSError for everything else: to open a named pipe could wait for ever, and a device may have no
     end.
     """
     _require_regular(Path(path).stat())
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        _require_regular(os.fstat(descriptor))  # nothing else has taken its place meanwhile
+        _require_regular(os.fstat(descriptor))  # the path may lead elsewhere by now
         return os.fdopen(descriptor, "rb", buffering)
     except BaseException:
         os.close(descriptor)
@@ -176,9 +190,9 @@ def _require_regular(found: os.stat_result) -> None:
 
 
 def checksum_of(path: Path) -> int:
-    """The CRC-32 of a file. (SHA-256 is several times slower; damage, not malice, is what it is to find.)
+    """Return the CRC-32 of a file, which detects damage, not malice; SHA-256 is several times slower.
 
-    Raises OSError for anything but a regular file. A file that grows meanwhile is read to its first length.
+    Raises OSError for anything but a regular file. If the file grows meanwhile, only its first length counts.
     """
     checksum = 0
     with open_regular(path) as file:
@@ -190,7 +204,7 @@ def checksum_of(path: Path) -> int:
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """The tensor with its elements as the file has them, still where it is in memory."""
+    """Return the tensor with elements in the file's form; complex numbers become a view as pairs."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype in _COMPLEX else tensor
 
@@ -201,7 +215,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _put(file: BinaryIO, data: bytes | memoryview, checksum: int) -> int:
-    """Write in blocks, each summed while it is in the cache."""
+    """Write `data` and return `checksum` updated with it; works in blocks that fit the cache."""
     view = memoryview(data)
     for begin in range(0, len(view), _BLOCK):
         block = view[begin : begin + _BLOCK]

@@ -1,7 +1,6 @@
-"""Files of tensors in the safetensors format, read one tensor at a time.
+"""Reader of safetensors files, one tensor at a time.
 
-What comes from the file is checked before anything is allocated by it: every offset and shape is held
-against the file's length.
+Every offset and shape in a file is compared with the file's length before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from atoll.core.errors import CheckpointError
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.tensorfile import CHECKSUM, DTYPES, checksum_place, open_regular
 
-_LENGTH = 8  # bytes before the header, which say how long it is
-_LONGEST_HEADER = 100_000_000  # bytes, as the library has it
+_LENGTH = 8  # bytes of the header's length, at the file's beginning
+_LONGEST_HEADER = 100_000_000  # bytes, the safetensors library's limit
 _BLOCK = 2**22  # bytes
-_MOST_BYTES = 2**62  # of a shape: torch counts strides and bytes in 64 bits
+_MOST_BYTES = 2**62  # of one tensor: torch counts strides and bytes in 64 bits
 _KNOWN = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """One tensor of a file: its bytes are `begin` to `end` of the file."""
+    """One tensor of a file, in the file's bytes `begin` to `end`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -38,9 +37,9 @@ class Entry(NamedTuple):
 
 
 class TensorFile:
-    """A file of tensors that is open: `entries` by name. A context manager: closes it.
+    """An open safetensors file, with its tensors' `entries` by name; as a context manager, closes the file.
 
-    Raises CheckpointError, one line that begins with `path`, where the file is missing, cut off or damaged.
+    Raises CheckpointError, one line that begins with `path`, if the file is missing, cut off or damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -64,19 +63,19 @@ class TensorFile:
         self._file.close()
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the file, on the CPU."""
+        """Read a tensor of the file into host memory."""
         entry = self.entries[name]
-        held = torch.empty(entry.shape, dtype=entry.dtype)
-        self._fill(held.reshape(-1).view(torch.uint8).numpy().data, entry.begin)
-        return held
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, entry.begin)
+        return tensor
 
     def lazy(self, name: str) -> LazyTensor:
-        """The same, read when it is used, as long as the file is open."""
+        """Return a tensor of the file that each use reads; the file must still be open then."""
         entry = self.entries[name]
         return LazyTensor(lambda: self.tensor(name), entry.shape, entry.dtype)
 
     def verify(self) -> None:
-        """Read all of the file, and compare its checksum if it has one (`put_checked_tensors`)."""
+        """Read the whole file, and compare its checksum if it has one (`put_checked_tensors`)."""
         place = checksum_place(self._head)
         expected = self._metadata.get(CHECKSUM)
         head = bytearray(self._head)
@@ -142,7 +141,7 @@ class TensorFile:
 
 
 def read_lazily(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file, read when they are used; it is open for as long as any of them is there."""
+    """Return the tensors of a file, each read when used. The file stays open while any of them lives."""
     file = TensorFile(path)
     return {name: file.lazy(name) for name in file.entries}
 
@@ -154,7 +153,8 @@ def _entry(fields: Any, start: int) -> Entry:
         raise ValueError("sizes and places are whole numbers")
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{shape} of {fields['dtype']} in {end - begin} bytes")
-    if math.prod(max(1, size) for size in shape) * dtype.itemsize > _MOST_BYTES:  # also beside a size of 0
+    # A size of 0 must not hide others that are too large for a stride.
+    if math.prod(max(1, size) for size in shape) * dtype.itemsize > _MOST_BYTES:
         raise ValueError("a shape of more bytes than any machine has")
     return Entry(dtype, tuple(shape), start + begin, start + end)
 

@@ -35,7 +35,7 @@ from atoll.core.scriptline import script_line
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_absent: dict[str, str] = {}  # functions of this module that the installed torch lacks a part for, and which
+_absent: dict[str, str] = {}  # function of this module -> the part of torch that it needs and that is absent
 
 
 def _holds(holder: Any, name: str) -> bool:
@@ -90,7 +90,7 @@ def _part(path: str, *names: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Say which private part the installed torch lacks, to whoever imports what needs it."""
+    """Raise UserError, naming the part that torch lacks, when someone imports a name that needs the part."""
     if name in _absent:
         raise UserError(
             f"torch {torch.__version__} has no {_absent[name]}, which {__name__}.{name} needs; install "
@@ -164,9 +164,9 @@ def hook_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Remov
 # Tensors
 
 
-# Returns how often a tensor, or a view of its memory, was written into in place: autograd's own check for
-# changed tensors. Atoll detects by it what a script has changed. Private: `torch.Tensor._version`, 2.8 to
-# 2.13. Public way: none to read it; `torch.autograd.graph.increment_version` raises it.
+# Returns the number of in-place writes into a tensor or a view of its memory: autograd's own check for
+# changed tensors, by which Atoll detects a script's writes. Private: `torch.Tensor._version`, 2.8 to 2.13.
+# Public way: none to read it; `torch.autograd.graph.increment_version` raises it.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 _part("torch.Tensor._version", "version_of")
 
@@ -185,15 +185,15 @@ def storage_handle(storage: torch.UntypedStorage) -> int:
 def storage_uses(handle: int) -> int:
     """Return how many tensors and storage objects share the storage of this `storage_handle`.
 
-    So memory that a script still has a view of is not given to other values. Private:
+    Memory that a script still has a view of must not be given to other values. Private:
     `torch._C._storage_Use_Count`, 2.8 to 2.13. Public way: none.
     """
     return torch._C._storage_Use_Count(handle)
 
 
-# Within it operations on a subclass of Tensor run as on plain tensors, without `__torch_function__`, as
-# torch's notes on extending torch show. Private: `torch._C.DisableTorchFunctionSubclass`, 2.8 to 2.13. Public
-# way: none; `torch._C` is all that is private about it.
+# A context in which operations on a subclass of Tensor run as on plain tensors, without `__torch_function__`;
+# torch's notes on extending torch use it. Private: `torch._C.DisableTorchFunctionSubclass`, 2.8 to 2.13.
+# Public way: none.
 AsPlainTensors: Any = _part("torch._C.DisableTorchFunctionSubclass", "AsPlainTensors")
 
 
@@ -233,7 +233,7 @@ AUTOGRADS_ATTRIBUTES = ("_version", "_backward_hooks", "_post_accumulate_grad_ho
 TYPED_STORAGE = "_typed_storage"
 REDUCE = "_reduce_ex_internal"
 
-# How functions begin that take lists of tensors, and which one overwrites whatever they hold. A script's
+# Prefixes of functions on lists of tensors, and the function that overwrites all values. A script's
 # `clip_grad_norm_` and optimizers call them. Private: the names, 2.8 to 2.13. Public way: none.
 LIST_FUNCTIONS = ("_foreach_", "_amp_foreach_")
 ZERO_LIST = "_foreach_zero_"
@@ -251,7 +251,7 @@ copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = _part("torch._f
 flatten_rnn: Any = _part("torch._cudnn_rnn_flatten_weight", "flatten_rnn")
 
 
-# Nested containers of tensors: these functions take apart what `torch.func` takes apart, and no more.
+# Functions on nested containers of tensors; they take the containers apart that `torch.func` does.
 # Private: `torch.utils._pytree`, 2.8 to 2.13. Public way: none.
 tree_flatten: Any = _part("torch.utils._pytree.tree_flatten", "tree_flatten")
 tree_leaves: Any = _part("torch.utils._pytree.tree_leaves", "tree_leaves")
@@ -265,7 +265,7 @@ tree_unflatten: Any = _part("torch.utils._pytree.tree_unflatten", "tree_unflatte
 
 @_needs("torch.nn.Module._parameters")
 def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
-    """Return the parameters that hang at this module itself, by attribute, as they are at each later look.
+    """Return a live view of the module's own parameters, without submodules', by attribute.
 
     A parameter that a script replaces is seen by one look-up, at each step. Private:
     `torch.nn.Module._parameters`, 2.8 to 2.13. Public way: `named_parameters(recurse=False)`, which is not
@@ -276,7 +276,7 @@ def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
 
 @_needs("torch.nn.Module._buffers")
 def own_buffers(module: nn.Module) -> Mapping[str, Tensor | None]:
-    """Return the buffers that hang at this module itself, by attribute, as they are at each later look.
+    """Return a live view of the module's own buffers, without submodules', by attribute.
 
     Private: `torch.nn.Module._buffers`, 2.8 to 2.13. Public way: `named_buffers(recurse=False)`, which is not
     live and leaves out tied buffers.
@@ -286,7 +286,7 @@ def own_buffers(module: nn.Module) -> Mapping[str, Tensor | None]:
 
 @_needs("torch.nn.Module._non_persistent_buffers_set")
 def is_persistent(module: nn.Module, name: str) -> bool:
-    """Return whether a state_dict holds the buffer of this module that hangs at attribute `name`.
+    """Return whether a state_dict holds the module's buffer `name`.
 
     Private: `torch.nn.Module._non_persistent_buffers_set`, 2.8 to 2.13. Public way: the keys of a
     state_dict, which copies values that lie elsewhere and calls the script's hooks.
@@ -296,17 +296,17 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 @_needs("torch.nn.Module._modules")
 def own_modules(holder: object) -> Mapping[str, nn.Module | None]:
-    """Return the modules that hang at `holder` itself, by attribute; none where it is no module.
+    """Return the direct submodules of `holder`, by attribute; none if it is not a module.
 
     Private: `torch.nn.Module._modules`, 2.8 to 2.13. Public way: `named_children`, which leaves out a module
-    that hangs at a second attribute.
+    at its second attribute.
     """
     found = getattr(holder, "_modules", None)
     return found if isinstance(found, dict) else {}
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the script's module inside what `torch.compile` gave, or `model` where it is not compiled.
+    """Return the script's module inside a result of `torch.compile`, or `model` itself if not compiled.
 
     Private: `_orig_mod` of the module that `torch.compile` returns, 2.8 to 2.13. Public way: none.
     """
@@ -338,18 +338,18 @@ def is_within_functional_call() -> bool:
 
 
 def makes_parameter(frame: FrameType | None) -> bool:
-    """Return whether the call of this frame is `nn.Parameter(tensor)`, which asks for `tensor.detach()`.
+    """Return whether the call of this frame is `nn.Parameter(tensor)`, which calls `tensor.detach()`.
 
-    Private: that `nn.Parameter` asks so in its `__new__`, 2.8 to 2.13. Public way: none.
+    Private: the call stands in `nn.Parameter.__new__`, 2.8 to 2.13. Public way: none.
     """
     return frame is not None and frame.f_code is nn.Parameter.__new__.__code__
 
 
 def is_loaded_itself(module: nn.Module, frame: FrameType | None) -> bool:
-    """Return whether `load_state_dict` was called on this module, not on one that it is a part of.
+    """Return whether `load_state_dict` was called on this module itself, not on one that contains it.
 
-    `frame` is that of a hook on the module's load. Private: that `nn.Module.load_state_dict` calls the hooks
-    of all parts, and names the module `self`, 2.8 to 2.13. Public way: none.
+    `frame` is the frame of a hook on the module's load. Private: `nn.Module.load_state_dict` calls the hooks
+    of all submodules, and names its module `self`, 2.8 to 2.13. Public way: none.
     """
     while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
         frame = frame.f_back
@@ -365,9 +365,9 @@ def is_loaded_itself(module: nn.Module, frame: FrameType | None) -> bool:
     "torch._C._dynamo.eval_frame._FrameAction",
 )
 def untraced(function: F) -> F:
-    """Return `function`, whose frames torch.compile leaves as they are, with those of all that it calls.
+    """Mark `function`, and everything it calls, as code that torch.compile must not compile; returns it.
 
-    A script may compile a model after `memory.fit`. torch.compile would compile our code too, through
+    A script may compile a model after `memory.fit`. torch.compile would compile Atoll's code too, through
     `__torch_function__` and hooks, and would run it with parameters that are on the move. A frame that is
     compiled may still inline the function. Private: the strategy of a code object in
     `torch._C._dynamo.eval_frame`, 2.8 to 2.13. Public way: `torch.compiler.disable`, which imports the
@@ -379,8 +379,8 @@ def untraced(function: F) -> F:
     return function
 
 
-# What the first optimizer of a process imports, which takes as long as torch itself. A fork server imports it
-# before. Private: the module's name, 2.8 to 2.13. Public way: none.
+# A module that a process's first optimizer imports, which takes as long as importing torch. A fork server
+# imports it beforehand. Private: the module's name, 2.8 to 2.13. Public way: none.
 SLOW_IMPORT = "torch._dynamo"
 
 
@@ -403,19 +403,20 @@ def step_hooks(
 
 @_needs("torch.optim.Optimizer._optimizer_step_pre_hooks", "torch.optim.Optimizer._optimizer_step_post_hooks")
 def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Leave an optimizer without step hooks; the dictionaries that it had are not changed.
+    """Give an optimizer empty dictionaries of step hooks.
 
-    For a copy that shares them with its original. Private: as in `step_hooks`.
+    The former dictionaries are not changed, since a copy shares them with its original. Private: as in
+    `step_hooks`.
     """
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(optimizer, hooks, OrderedDict())
 
 
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return the step of an optimizer's class, without hooks on all optimizers.
+    """Return the `step` of an optimizer's class without torch's wrapper, which runs hooks.
 
-    Private: the wrapper that torch puts around `step` marks it as `hooked`, 2.8 to 2.13; the function inside
-    is `__wrapped__`. Public way: none.
+    Private: the wrapper marks itself as `hooked`, 2.8 to 2.13; the function inside is `__wrapped__`. Public
+    way: none.
     """
     step: Any = kind.step
     bare: Callable[[torch.optim.Optimizer], Any] = (
@@ -503,7 +504,7 @@ _LEFT = ("grad_scale", "found_inf")
 
 # The factor by which each optimizer's gradients were multiplied, until `forget_scale`.
 _INVERSES: WeakKeyDictionary[torch.optim.Optimizer, Tensor] = WeakKeyDictionary()
-_any_scale = False  # whether any was ever noted
+_any_scale = False  # an inverse was noted at least once
 _FIRST: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
 _HAS_BATCH: WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
 _unscale_gradients: Any = torch.amp.GradScaler.unscale_
@@ -529,7 +530,7 @@ def leave_scaling_to(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def scale_left_to(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Return the scale by which a GradScaler leaves the division to an optimizer's step; None: it does not.
+    """Return the scale by which an optimizer's step must divide for a GradScaler, or None.
 
     Private: as in `SCALES`.
     """
@@ -547,7 +548,7 @@ def infinity_left_to(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def forget_scaling_left_to(optimizer: torch.optim.Optimizer) -> None:
-    """Tell an optimizer's own step that gradients are divided, and that there is no infinity.
+    """Tell an optimizer's own step that gradients are divided already and hold no infinity.
 
     Private: as in `SCALES`.
     """
@@ -577,9 +578,9 @@ def count_unscaling() -> None:
 
 
 def _begin_scale(scaler: torch.amp.GradScaler, optimizer: object) -> None:
-    """Let a scaler have a scale on a worker that has no batch of `optimizer`, and so has scaled no loss.
+    """Have a scaler create its scale on a worker that has no batch for `optimizer`.
 
-    A scaler makes its scale as it first scales anything, and raises in `unscale_` and `step` before that.
+    A scaler creates its scale when it first scales a loss, and raises in `unscale_` and `step` before that.
     """
     known = _HAS_BATCH.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
     has_batch = None if known is None else known()
@@ -609,8 +610,8 @@ def _unscale_of(
 ) -> Any:
     """Unscale an optimizer's gradients by the original method of GradScaler, and record the scale.
 
-    Before, the function of `before_unscaling` runs. An optimizer that has one may have no gradients on this
-    worker: then no infinity was found, and GradScaler makes the step.
+    The function given to `before_unscaling` runs first. An optimizer with such a function may have no
+    gradients on this worker: then no infinity was found, and GradScaler makes the step.
     """
     first = _FIRST.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
     reduce = None if first is None else first()
@@ -630,7 +631,7 @@ def before_unscaling(
     """Call `function` before a GradScaler unscales or checks an optimizer's gradients.
 
     `has_batch()` is False on a worker without a batch in this iteration: there the scaler needs no scaled
-    loss. Both are bound methods, are held weakly, and are called since `count_unscaling`. Private:
+    loss. Both are bound methods, are held weakly, and are called once `count_unscaling` has run. Private:
     `torch.amp.GradScaler._unscale_grads_`, 2.8 to 2.13, is where a scaler first looks at the gradients of a
     step. It returns what it has found by device, and `step` raises if it found no gradient at all. Public
     way: none to reduce gradients before, or to let a worker without a batch step.
@@ -678,9 +679,9 @@ def _readable(inverse_scale: Tensor) -> float:
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that replaces a torch function since `count_unscaling`, or the function itself.
+    """Return the function by which `count_unscaling` replaces a torch function, or the function itself.
 
-    A `__torch_function__` is always given torch's original function.
+    torch always passes its original function to `__torch_function__`.
     """
     return unscale if function is _torchs else function
 
@@ -702,11 +703,11 @@ _found = torch.zeros(())
 
 
 def seem_finite(gradients: Sequence[Tensor]) -> bool:
-    """Return whether a quick look finds plain tensors on the CPU to hold neither NaN nor infinity.
+    """Return True if a quick look at plain tensors on the CPU finds neither NaN nor infinity.
 
-    False says nothing: the look does not take such tensors, or another thread's look has found something. It
-    is a fifth of the time of `torch.nn.utils.get_total_norm` on a small model. It writes each value where it
-    has read it, so on large tensors it takes longer. Private:
+    False is no proof of either: the look may not accept the tensors, or another thread's look has found one.
+    The look takes a fifth of the time of `torch.nn.utils.get_total_norm` on a small model. It writes each
+    value back where it was read, so on large tensors it takes longer. Private:
     `torch._amp_foreach_non_finite_check_and_unscale_`, 2.8 to 2.13, with a scale of 1, which changes no bit
     and no version counter. Public way: none that makes no tensor and one number of them.
     """
@@ -714,7 +715,7 @@ def seem_finite(gradients: Sequence[Tensor]) -> bool:
     found = _found
     try:
         _torchs(gradients, found, _ONE)
-    except RuntimeError:  # of several dtypes or devices, sparse, complex
+    except RuntimeError:  # several dtypes or devices, sparse or complex tensors
         return False
     if found.item():
         _found = torch.zeros(())
@@ -726,11 +727,11 @@ _NEAREST = 8  # frames between the read of `p.grad` and the function that reads 
 
 
 def reader_of_all_gradients(frame: FrameType | None) -> str:
-    """Return the name of torch's function that reads a gradient to ask something of all gradients together.
+    """Return the name of the torch function that reads a gradient for a computation over all gradients.
 
-    `frame` is that of the code that gives out the gradient. Returns "" for other readers. Private: the files
-    of `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`, and that they read `p.grad` within few
-    calls, 2.8 to 2.13. Public way: none to know who reads.
+    `frame` belongs to the code that hands out the gradient. Returns "" for other readers. Private: the files
+    of `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`, which read `p.grad` within few calls, 2.8
+    to 2.13. Public way: none to know the reader.
     """
     for _ in range(_NEAREST):
         if frame is None:
@@ -755,8 +756,8 @@ _told_of_zeros: list[WeakMethod[Callable[[Iterable[nn.Parameter]], None]]] = []
 def watch_zeroing(tell: Callable[[Iterable[nn.Parameter]], None]) -> Callable[[], None]:
     """Call `tell` with the parameters of each `zero_grad`, until the returned function is called.
 
-    `tell` is a bound method, and is held weakly. With `set_to_none=False`, `zero_grad` writes zeros, which
-    only a look at the gradients would show, and on a GPU a look waits. Private: nothing; `zero_grad` of
+    `tell` is a bound method, and is held weakly. With `set_to_none=False`, `zero_grad` writes zeros, and to
+    find them in the gradients would make a GPU wait. Private: nothing; `zero_grad` of
     `torch.optim.Optimizer` and of `nn.Module` are replaced. Public way: none, `zero_grad` has no hooks.
     """
     told = WeakMethod(tell)
@@ -804,11 +805,10 @@ _latest_clip = ""
 
 
 def watch_clipping() -> None:
-    """Patch torch so that `clipped_at` knows of the latest `clip_grad_norm_`.
+    """Patch torch so that `clipped_at` knows the latest `clip_grad_norm_`.
 
-    Private: `torch.nn.utils.clip_grad._clip_grads_with_norm_`, through which `clip_grad_norm_` writes, also
-    where a script has imported that function by its name, 2.8 to 2.13. Public way: none to hear of a
-    clipping.
+    Private: `torch.nn.utils.clip_grad._clip_grads_with_norm_`, through which `clip_grad_norm_` writes, even
+    if a script has imported the latter by name, 2.8 to 2.13. Public way: none to hear of a clipping.
     """
     if getattr(clip_grad, _WRITES) is _write:
         setattr(clip_grad, _WRITES, _watched_write)
@@ -836,7 +836,10 @@ def _watched_write(*arguments: Any, **named: Any) -> Any:
 
 
 class LoaderWatcher(Protocol):
-    """Hears of the loops over DataLoaders. `iterator` is a loop's; a DataLoader may use one for all loops."""
+    """A listener to loops over DataLoaders, each known by its iterator.
+
+    A DataLoader with persistent workers uses one iterator for all its loops.
+    """
 
     def began(self, iterator: object) -> None: ...
 

@@ -1,7 +1,7 @@
-"""State as JSON: nested dicts, lists, tuples and numbers come back exactly as they were, and tensors by name.
+"""Nested state as JSON and named tensors; a round trip gives equal dicts, lists, tuples and numbers.
 
-What JSON lacks is an object with the key "$": {"$": "tuple", "items": [...]}. Nothing here can run code
-when it is read, as a pickle could.
+A value that JSON lacks becomes an object with the key "$": {"$": "tuple", "items": [...]}. Unlike a pickle,
+the result cannot run code when it is read.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _ALLOWED = "numbers, text, bytes, None, lists, tuples, dicts, tensors and NumPy 
 
 
 class Encoder:
-    """Turns one tree into JSON values, and collects its tensors under names that say where they were."""
+    """Turns one tree into JSON values, and collects its tensors in `tensors`, named after their places."""
 
     def __init__(self, *, only_checks: bool = False) -> None:
-        """With `only_checks`, copy nothing, and write places in Python's form ("state['step']")."""
+        """With `only_checks`, copy nothing, and name places in Python's form ("state['step']")."""
         self._only_checks = only_checks
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[object, str] = {}  # storage keys: a tensor that occurs twice is stored once
 
     def encode(self, value: object, where: str) -> Any:
-        """The JSON value for `value`, which lies at `where` ("state.0.step").
+        """Return the JSON value for `value`, whose place in the tree is `where` ("state.0.step").
 
-        Raises CheckpointError with that place for what a checkpoint cannot hold.
+        Raises CheckpointError, naming the place, for a value that a checkpoint cannot hold.
         """
         kind = type(value)
         if value is None or kind in (bool, int, str):
@@ -88,7 +88,7 @@ class Encoder:
         key = storage_key(value)
         if key not in self._names:
             name, copies = where, 1
-            while name in self.tensors:  # keys that hold dots can make two places look alike
+            while name in self.tensors:  # keys with dots can give two places one name
                 copies += 1
                 name = f"{where}#{copies}"
             self._names[key] = name
@@ -108,15 +108,15 @@ class Encoder:
 
 
 def check_encodable(value: object, where: str) -> None:
-    """Raise CheckpointError, with the place, for a value that `Encoder.encode` would refuse. Nothing is
-    copied.
-    """
+    """Raise CheckpointError, naming the place, if `Encoder.encode` would refuse `value`; copies nothing."""
     Encoder(only_checks=True).encode(value, where)
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `Encoder.encode`, given the tensors by name; raises ValueError or KeyError for other
-    JSON."""
+    """Return the tree that `Encoder.encode` made `value` from, with `tensors` by name.
+
+    Raises ValueError or KeyError for other JSON.
+    """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):

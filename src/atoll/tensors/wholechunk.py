@@ -1,4 +1,4 @@
-"""A chunk with its optimizer's state, as it is kept and sent: in snapshots, and to a shard's standby."""
+"""A chunk with its optimizer state, in the form that snapshots hold and a shard sends to its standby."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from atoll.tensors.shardoptimizer import ShardOptimizer, SlotValues
 
-# Before the name of a tensor that an open step is made again from, or that a contributor went on from:
+# Prefixes of tensors' names: inputs of an open step, and values that a contributor went on from.
 OPEN, THEN = "open.", "then."
 
 
 class OpenRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step that was open: in which slots it has gradients, and the slots' states before it."""
+    """An open step: which slots have gradients, and each slot's numbers before the step."""
 
     present: list[bool]
     slots: list[dict[str, Any]]
@@ -24,8 +24,14 @@ class OpenRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 @dataclass(frozen=True)
 class WholeChunk:
-    """All that a chunk is beside its values: each element-wise state of its optimizer, under "open." what an
-    open step is made again from, and under "then." what contributors went on from; and its slots' numbers."""
+    """Everything that belongs to a chunk except its values.
+
+    Attributes:
+        tensors: element-wise optimizer states by key; with the prefix "open.", the inputs of an open step
+            (`ShardOptimizer.open_step`); with "then.", the values that contributors went on from (`Origins`).
+        slots: for each slot, the optimizer states that are one number.
+        open: the open step, if there is one.
+    """
 
     tensors: dict[str, Tensor]
     slots: SlotValues
@@ -33,7 +39,7 @@ class WholeChunk:
 
     @classmethod
     def of(cls, optimizer: ShardOptimizer, chunk: int) -> WholeChunk:
-        """Copies of what `optimizer` has of a chunk."""
+        """Return a copy of the state that `optimizer` has for a chunk."""
         tensors, slots = optimizer.state(chunk)
         record, step = None, optimizer.open_step(chunk)
         if step is not None:
@@ -45,7 +51,7 @@ class WholeChunk:
         return cls(tensors, slots, record)
 
     def put_into(self, optimizer: ShardOptimizer, chunk: int, values: Tensor) -> None:
-        """Have `optimizer` have the chunk so, with these values."""
+        """Set the chunk's `values` and this state in `optimizer`."""
         optimizer.set_values(chunk, values)
         optimizer.set_state(chunk, self.named(""), self.slots)
         if self.open is not None:
@@ -54,7 +60,7 @@ class WholeChunk:
             optimizer.origins.restore(chunk, self.named(THEN))
 
     def named(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names begin so, under the rest of their names; with "", those of the state."""
+        """Return the tensors with this prefix, by the rest of their names; for "", those without any."""
         return {
             key.removeprefix(prefix): values
             for key, values in self.tensors.items()
@@ -63,7 +69,10 @@ class WholeChunk:
 
 
 def dtype_of(optimizer: ShardOptimizer, chunk: int, name: str) -> torch.dtype:
-    """The dtype of one of a whole chunk's tensors, or of its values (""); raises UserError for others."""
+    """Return the dtype of a tensor in `WholeChunk.tensors`; for an empty name, that of the chunk's values.
+
+    Raises UserError for a state that the optimizer does not keep.
+    """
     rest = name.removeprefix(OPEN)
     is_state = rest.startswith("state.") if name.startswith(OPEN) else not name.startswith(THEN)
     if name and is_state:
