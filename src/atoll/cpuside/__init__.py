@@ -1,2 +1,2 @@
-"""A node's CPU side under strategy `peers`, a process: it holds the global parameters, hears the other nodes
-and makes their steps. The worker's part is in `train`."""
+"""A node's CPU side under strategy `peers`: a process that exchanges contributions with other nodes and steps
+the global parameters. The worker's part is in `train`."""

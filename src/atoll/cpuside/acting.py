@@ -1,4 +1,4 @@
-"""What a node's CPU side does of what its decisions say."""
+"""Execution of the decisions' outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from atoll.wire import nodes as n
 
 
 class Acting:
-    """Carries out outputs, in their order."""
+    """Carries out the outputs of the decisions (`peers.outputs`), in order."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class Acting:
         The remaining outputs must go out first: without them the other nodes would wait for a majority until
         they give up, and not learn the cause.
         """
-        unlike: MismatchError | None = None
+        mismatch: MismatchError | None = None
         for output in outputs:
             try:
                 self._doers[type(output)](output)
             except MismatchError as error:
                 if isinstance(output, out.Meet):
                     self._tell_differ(error)
-                unlike = error
-        if unlike is not None:
-            raise unlike
+                mismatch = error
+        if mismatch is not None:
+            raise mismatch
 
     def _tell_differ(self, error: MismatchError) -> None:
         """Send the mismatch to the other nodes, which may lack parts of the meeting that shows it."""
@@ -104,7 +104,7 @@ class Acting:
 
         def applied(outcome: Outcome) -> None:
             if stage.node is not node:
-                return  # of a life that is over
+                return  # that life is over
             reach("node.applied", output.iteration)
             own = node.life in {key.life for key in keys} and node.life.node not in outcome.wrong
             model.settle_own(output.iteration, counted=own and outcome.stepped)
@@ -132,7 +132,7 @@ class Acting:
                 self._stage.trained.assembly.drop(key)
 
     def _grant(self, _: out.Grant) -> None:
-        self._publishing.due()  # the worker waits for parameters that are here now
+        self._publishing.due()  # the worker waits for parameters that may now be published
 
     # -- views --------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Acting:
         self._giving.go_on()
 
     def _come_back(self, output: out.Removed) -> None:
-        """Come back as another incarnation: all that is of this one goes."""
+        """Drop everything of this life, and begin to enter as another incarnation."""
         stage = self._stage
         self._telling.told("membership", "come back", output.reason)
         self._others.removed_by(output.view)
@@ -179,7 +179,7 @@ class Acting:
         self._history.clear()
         if stage.trained is not None:
             stage.trained.forget()
-        # Also before it is set up: its script may be in a meeting, which nobody else is in any more.
+        # Also before the set-up: the script may be in a meeting that everybody else has left.
         self._telling.send(d.LeftOut())
 
     # -- the end ------------------------------------------------------------------------------------------

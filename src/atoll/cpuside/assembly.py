@@ -1,7 +1,7 @@
-"""Contributions on this node: its own, which lie in the shared memory, and others', put together from pieces.
+"""Contributions on this node: its own, in shared memory, and those of other nodes, assembled from pieces.
 
-What comes from outside is checked against the layout before it is kept, and what is kept is bounded: whoever
-runs this says which contributions there is room for. A piece that comes is kept as it came, without a copy.
+Messages from outside are checked against the layout before they are kept. The caller bounds the memory by
+`has_room`. Received pieces are kept without a copy.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from atoll.wire.peers import Key
 
 @dataclass
 class Contribution:
-    """What is here of a contribution; `payloads` are its trainable chunks', in order, as they are read.
-    `coded` are those of this node's own that its codec has written otherwise, as they leave."""
+    """A contribution, or the received part of one."""
 
     about: About | None
-    payloads: list[Buffer | None]
-    missing: int
-    coded: Sequence[Buffer | None] = ()
+    payloads: list[Buffer | None]  # decoded gradients of the trainable chunks, in order
+    missing: int  # chunks that have not come yet
+    coded: Sequence[Buffer | None] = ()  # this node's own chunks as written by the codec; None: not coded
 
     @property
     def is_whole(self) -> bool:
@@ -35,9 +34,18 @@ class Contribution:
 
 
 class Assembly:
-    """The contributions to a model of this layout, with an optimizer of this many param groups.
-    `has_room(key)` says whether one that is not here yet may be kept. `coding`: how the run's gradients are
-    written."""
+    """The contributions to one model, by key.
+
+    Args:
+        layout: the model's chunks.
+        groups: number of the optimizer's param groups.
+        has_room: returns False for the key of a new contribution that must not be kept.
+        coding: the codec of the run's gradients.
+
+    Attributes:
+        refused: number of invalid messages.
+        no_room: number of contributions for which there was no room.
+    """
 
     def __init__(
         self, layout: ChunkMap, groups: int, has_room: Callable[[Key], bool], coding: Coding = PLAIN
@@ -47,65 +55,65 @@ class Assembly:
         self.sizes = [chunk.extent * itemsize(chunk.dtype) for chunk in chunks]
         self._slots = [len(chunk.slots) for chunk in chunks]
         self._groups, self._has_room = groups, has_room
-        self._held: dict[Key, Contribution] = {}
-        self.refused = 0  # messages that were wrong
-        self.no_room = 0  # contributions' beginnings that there was no room for
+        self._contributions: dict[Key, Contribution] = {}
+        self.refused = 0
+        self.no_room = 0
 
     def __contains__(self, key: Key) -> bool:
-        """Whether it is here whole."""
-        held = self._held.get(key)
-        return held is not None and held.is_whole
+        """True if the whole contribution is here."""
+        found = self._contributions.get(key)
+        return found is not None and found.is_whole
 
     def has_some(self, key: Key) -> bool:
-        """Whether it is here in part."""
-        held = self._held.get(key)
-        return held is not None and not held.is_whole
+        """True if a part of the contribution is here, but not the whole."""
+        found = self._contributions.get(key)
+        return found is not None and not found.is_whole
 
     def __iter__(self) -> Iterator[Key]:
-        """Those that are here whole."""
-        return (key for key, held in self._held.items() if held.is_whole)
+        """Iterate over the keys of whole contributions."""
+        return (key for key, each in self._contributions.items() if each.is_whole)
 
     def __getitem__(self, key: Key) -> Contribution:
-        return self._held[key]
+        return self._contributions[key]
 
     def keep(self, about: About, payloads: Sequence[Buffer], coded: Sequence[Buffer | None] = ()) -> Key:
         """Keep a whole contribution, whose memory stays unchanged until it is dropped."""
-        self._held[about.key] = Contribution(about, list(payloads), 0, coded)
+        self._contributions[about.key] = Contribution(about, list(payloads), 0, coded)
         return about.key
 
     def add(self, message: About | Piece, payload: memoryview | None) -> bool:
-        """Take what came of a contribution; whether that is whole now, and was not before."""
+        """Add a part of a contribution; returns True if the part completes it."""
         key = message.key
         if self.why_not(message, payload):
             self.refused += 1
             return False
-        held = self._held.get(key)
-        if held is None:
+        found = self._contributions.get(key)
+        if found is None:
             if not self._has_room(key):
                 self.no_room += isinstance(message, About)
                 return False
-            held = self._held[key] = Contribution(None, [None] * len(self.sizes), len(self.sizes))
-        if held.is_whole:
+            found = self._contributions[key] = Contribution(None, [None] * len(self.sizes), len(self.sizes))
+        if found.is_whole:
             return False
         if isinstance(message, About):
-            held.about = message
-        elif held.payloads[message.chunk] is None:
+            found.about = message
+        elif found.payloads[message.chunk] is None:
             try:
-                held.payloads[message.chunk] = self._read(message, payload)
+                found.payloads[message.chunk] = self._read(message, payload)
             except WireError:
                 self.refused += 1
                 return False
-            held.missing -= 1
-        return held.is_whole
+            found.missing -= 1
+        return found.is_whole
 
     def _read(self, piece: Piece, payload: memoryview | None) -> memoryview | None:
-        """A chunk's values. Raises WireError for what the codec never writes."""
+        """Return a chunk's decoded gradients; raises WireError for bytes that the codec never writes."""
         if not piece.coded:
             return payload
         return bytes_of(self._coding.decode(payload, self._chunks[piece.chunk].extent))
 
     def why_not(self, message: About | Piece, payload: memoryview | None) -> str:
-        """Why a message cannot be part of a contribution to this model; empty where it can."""
+        """Return the reason why a message cannot be part of a contribution to this model, or ""."""
         size = 0 if payload is None else payload.nbytes
         if isinstance(message, Piece):
             if message.chunk >= len(self.sizes):
@@ -132,17 +140,17 @@ class Assembly:
 
     def send(self, key: Key, send: Callable[[NodeMessage, Buffer | None], None]) -> None:
         """Hand a whole contribution to `send`, message by message."""
-        held = self._held[key]
-        assert held.about is not None
-        send(held.about, None)
-        for chunk, payload in enumerate(held.payloads):
-            code = held.coded[chunk] if held.coded else None
+        found = self._contributions[key]
+        assert found.about is not None
+        send(found.about, None)
+        for chunk, payload in enumerate(found.payloads):
+            code = found.coded[chunk] if found.coded else None
             send(Piece(key=key, chunk=chunk, coded=code is not None), payload if code is None else code)
 
     def drop(self, key: Key) -> None:
-        """Let a contribution go, or what is here of it."""
-        self._held.pop(key, None)
+        """Drop a contribution, or the received part of it."""
+        self._contributions.pop(key, None)
 
     def clear(self) -> None:
-        """Let go of all."""
-        self._held.clear()
+        """Drop all contributions."""
+        self._contributions.clear()

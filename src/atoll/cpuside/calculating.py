@@ -1,7 +1,7 @@
-"""The thread that steps the optimizer, beside the one that speaks with nodes and worker.
+"""The thread that steps the optimizer, beside the thread that exchanges messages.
 
-torch lets go of the interpreter while it computes, so messages are heard during a long step: why a thread,
-and not a step cut in pieces between messages, is in docs/notes/peers.md.
+torch releases the interpreter lock while it computes, so messages are handled during a long step.
+docs/notes/peers.md says why the step is not cut in pieces between messages instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 _Result = TypeVar("_Result")
-_CLOSING_SECONDS = 60.0  # for a job that is under way to end
+_CLOSING_SECONDS = 60.0  # wait for the running job at the end
 
 
 class _Job(Generic[_Result]):
@@ -34,12 +34,12 @@ class _Job(Generic[_Result]):
 
 
 class Calculating:
-    """One thread for one job at a time; `fileno` can be read from when `collect` has something to do."""
+    """A thread that runs one job at a time; `fileno` becomes readable when the job has ended."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
-        self._given, self._over = threading.Event(), False
+        self._given, self._closing = threading.Event(), False
         self._job: _Job[Any] | None = None
         self._thread = threading.Thread(target=self._run, name="atoll-calculating", daemon=True)
         self._thread.start()
@@ -49,17 +49,17 @@ class Calculating:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is under way, or its end not collected."""
+        """True from `start` until `collect` has finished the job."""
         return self._job is not None
 
     def start(self, job: _Job[Any]) -> None:
-        """Have a job done on the thread; `collect` sees to its end."""
+        """Run a job on the thread; `collect` finishes it."""
         assert self._job is None
         self._job = job
         self._given.set()
 
     def collect(self) -> None:
-        """See to a job that has ended."""
+        """Finish the job if it has ended: call its `done`, or raise its error."""
         try:
             os.read(self._read, 64)
         except BlockingIOError:
@@ -69,8 +69,8 @@ class Calculating:
             job.finish()
 
     def close(self) -> None:
-        """End the thread, once the job under way is done."""
-        self._over = True
+        """End the thread after the running job."""
+        self._closing = True
         self._given.set()
         self._thread.join(_CLOSING_SECONDS)
         os.close(self._read)
@@ -80,7 +80,7 @@ class Calculating:
         while True:
             self._given.wait()
             self._given.clear()
-            if self._over:
+            if self._closing:
                 return
             assert self._job is not None
             self._job.run()
@@ -88,8 +88,7 @@ class Calculating:
 
 
 class Work:
-    """What is to be computed, one thing after the other. What the worker asks for goes first, then what the
-    decisions of the node's present life say."""
+    """A queue of jobs for the thread: the worker's requests first, then jobs of the node's decisions."""
 
     def __init__(self) -> None:
         self._calculating = Calculating()
@@ -97,28 +96,29 @@ class Work:
         self._jobs: deque[_Job[Any]] = deque()
 
     def fileno(self) -> int:
-        """What can be read from when `collect` has something to do."""
+        """Return a descriptor that becomes readable when `collect` has something to do."""
         return self._calculating.fileno()
 
     @property
     def is_at_it(self) -> bool:
-        """Whether something is computed, or the decisions' next is."""
+        """True if a job runs or a job of the decisions waits."""
         return self._calculating.busy or bool(self._jobs)
 
     def answer(self, work: Callable[[], _Result], done: Callable[[_Result], None]) -> None:
-        """Have `work` done for the worker; `collect` calls `done` with what it gives, or raises its error."""
+        """Queue a request of the worker; `collect` calls `done` with the result of `work`, or raises its
+        error."""
         self._asked.append(_Job(work, done))
 
     def do(self, work: Callable[[], _Result], done: Callable[[_Result], None]) -> None:
-        """As `answer`, for the decisions."""
+        """Queue a job of the decisions; `collect` calls `done` with the result, or raises the error."""
         self._jobs.append(_Job(work, done))
 
     def forget(self) -> None:
-        """The decisions' life is over."""
+        """Drop the decisions' jobs, since their life is over."""
         self._jobs.clear()
 
     def start_next(self) -> bool:
-        """Have the next thing computed; False where nothing is."""
+        """Start the next job if none runs; returns False if there is none at all."""
         if not self._calculating.busy:
             if not self._asked and not self._jobs:
                 return False
@@ -126,11 +126,11 @@ class Work:
         return True
 
     def start(self, work: Callable[[], _Result], done: Callable[[_Result], None]) -> None:
-        """Have `work` done at once, where nothing else is (`start_next`)."""
+        """Run a job at once; call only after `start_next` has returned False."""
         self._calculating.start(_Job(work, done))
 
     def collect(self) -> None:
-        """See to what has ended."""
+        """Finish the job that has ended, if any."""
         self._calculating.collect()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How a node that comes late, or comes back, gets to be a member."""
+"""The steps by which a late or returning node becomes a member."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from atoll.wire import nodes as n
 
 
 class ComingIn:
-    """Asks to be let in, takes over the state, and begins with a member's script."""
+    """Asks to be admitted, takes over a member's state, and begins with the state of a member's script."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class ComingIn:
         self._history, self._telling = history, telling
 
     def poll(self, entering: Entering) -> None:
-        """Go on as far as it goes."""
+        """Advance as far as possible; raises an error if the others refuse this node or time is up."""
         stage = self._stage
         if stage.trained is None or not entering.awake:
-            return  # the worker is to say what it trains; or that it would go on
+            return  # the worker's SetUp or Awake must come first
         if not stage.is_ready:
             self._others.check_refused(late=True)
         now = time.monotonic()
@@ -72,7 +72,7 @@ class ComingIn:
             self._enter(entering)
 
     def _enter(self, entering: Entering) -> None:
-        """All is here that this node begins with."""
+        """Become a member, with all state present, and let the worker begin."""
         stage, script = self._stage, entering.script
         assert script is not None
         stage.entering = None
@@ -95,7 +95,7 @@ class ComingIn:
         )
 
     def hear_takeover(self, sender: int, message: n.Takeover, payload: memoryview | None) -> None:
-        """A piece of a member's state has come."""
+        """Handle a piece of a member's state."""
         stage = self._stage
         entering = stage.entering
         if entering is None or entering.taker is None or entering.unpacking:
@@ -123,7 +123,7 @@ class ComingIn:
                 self._acting.do(node.handle_state_failed(now, sender, wrong))
                 return
             entering.has_state, model.shift = True, taker.shift
-            # The script that it begins with may be of a member that has not heard of all of these.
+            # The script's state may come from a member whose script has not heard of all these iterations.
             for each in taker.applied:
                 self._history.take_over(each)
             self._history.consumed = taker.consumed
@@ -133,7 +133,7 @@ class ComingIn:
         self._work.do(unpack, unpacked)
 
     def hear_script(self, sender: int, message: n.Script, payload: memoryview | None) -> None:
-        """A piece of a member's script's state has come."""
+        """Handle a piece of the state of a member's script."""
         stage = self._stage
         if stage.entering is None or stage.trained is None:
             return

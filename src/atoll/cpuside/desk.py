@@ -1,4 +1,4 @@
-"""What the worker says to its node's CPU side."""
+"""Handlers of the worker's messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from atoll.wire.peers import Key
 
 
 class Desk:
-    """Sees to each message of the worker."""
+    """Passes each message of the worker to its handler."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Desk:
         self._publishing.contributed()
         reach("node.contributed", iteration)
         outputs = node.handle_contributed(time.monotonic(), iteration)
-        self._publishing.go_on()  # the worker waits for what is published, and for nothing that is sent
+        self._publishing.go_on()  # before sending: the worker waits only for the publication
         self._acting.do(outputs)
 
     def _want(self, message: d.Want, _: list[int]) -> None:

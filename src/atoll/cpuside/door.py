@@ -1,9 +1,8 @@
-"""Where the other devices of a node ask its CPU side themselves: for the optimizer's state, which a script
-may want on any one of them, at any time.
+"""A socket at which each device of a node can ask the CPU side for the optimizer's state.
 
-It is no call that all devices make, and the leader may be anywhere in its script meanwhile: so each asks over
-a connection of its own, to a socket that the CPU side listens at and whose name comes with Ready. The name is
-in no directory, so nothing of it stays where a process is killed; processes of other users are not let in.
+A script may want the state on one device alone, while the leader is anywhere in its script. So each device
+asks over a connection of its own. The socket's name comes with Ready. It is an abstract name, so a killed
+process leaves no file behind; processes of other users are not let in.
 Source: docs/peers.md, "Several devices a node".
 """
 
@@ -21,13 +20,18 @@ from atoll.net.post import Post, PostClosedError
 from atoll.wire.base import WireError
 from atoll.wire.device import DeviceMessage, WantState
 
-_BACKLOG = 64  # devices that knock at once
+_BACKLOG = 64  # connections that wait to be accepted
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
 
 class Asked(NamedTuple):
-    """Whoever wants the optimizer's state in the file `file` once the global iteration is `least`, as scripts
-    count; `answer` says something to it, if it is there yet."""
+    """A request for the optimizer's state.
+
+    Attributes:
+        least: the global iteration, in the script's count, from which on the state is wanted.
+        file: descriptor of the file for the state.
+        answer: sends a message to the device, if it is still connected.
+    """
 
     least: int
     file: int
@@ -35,7 +39,7 @@ class Asked(NamedTuple):
 
 
 class Door:
-    """At the CPU side. `fileno` can be read from when somebody knocks, or asks."""
+    """The CPU side's end; `fileno` becomes readable when a device connects or asks."""
 
     def __init__(self) -> None:
         self.name = f"atoll-{os.getpid()}-{secrets.token_hex(8)}"
@@ -51,7 +55,7 @@ class Door:
         return self._epoll.fileno()
 
     def take(self) -> list[Asked]:
-        """Let in who knocks; what is asked. Who is gone is forgotten, as who says anything else."""
+        """Accept connections and return requests; drops devices that are gone or send something else."""
         self._admit()
         asked: list[Asked] = []
         for post in list(self._posts):

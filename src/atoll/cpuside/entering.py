@@ -1,7 +1,7 @@
-"""A node that comes into a run that goes on, or comes back to it; and what members do for one.
+"""Entry of a node into a running group, for the first time or again, and the members' part in it.
 
-It asks to be in the next view, takes over the state from a member, and gets what a member's script was at
-when that came to the newcomer's first iteration. Source: docs/peers.md, "When an iteration may be
+The newcomer asks to be in the next view, takes over the state from a member, and receives the state that a
+member's script had at the newcomer's first iteration. Source: docs/peers.md, "When an iteration may be
 applied".
 """
 
@@ -17,12 +17,14 @@ from atoll.cpuside.takeover import Pieces, Taker, pieces_of
 from atoll.wire.nodes import Script
 from atoll.wire.peerviews import Life, View
 
-_BESIDES = 2**25  # bytes of a script's state beyond those of the model and its optimizer's state
+_BESIDES = 2**25  # bytes of a script's state in addition to the size of model and optimizer state
 
 
 def most_script(state: int) -> int:
-    """Bytes that a script's own state may take where what is trained takes `state`: averages of the weights,
-    and whatever is small."""
+    """Return the most bytes of a script's own state, for a model and optimizer of `state` bytes.
+
+    They suffice for an average of the weights and for small things.
+    """
     return state + _BESIDES
 
 
@@ -36,8 +38,19 @@ class Scripted(NamedTuple):
 
 
 class Entering:
-    """What a node that comes in has got so far; `returned`: its worker has trained here before, and is to say
-    first that it is `awake`. `token` is a name that no other process has, nor this one before."""
+    """The progress of a node that comes in.
+
+    Attributes:
+        returned: the worker has trained in this run before, and must first say that it is awake.
+        reason: why the node was removed, if it was.
+        awake: the worker wants to go on.
+        token: a name that no process has used before.
+        timeout: seconds that the entry may take.
+        first: the node's first iteration; None until a view has the node.
+        taker: the transfer of a member's state, while it runs.
+        unpacking: the state has come and is being unpacked.
+        has_state: the state is in place.
+    """
 
     def __init__(self, timeout: float, *, returned: bool, reason: str = "") -> None:
         self.returned, self.reason = returned, reason
@@ -45,21 +58,23 @@ class Entering:
         self.token = secrets.token_hex(8)
         self.timeout = timeout
         self._since = time.monotonic()
-        self.first: int | None = None  # its first iteration, once a view has it
+        self.first: int | None = None
         self.taker: Taker | None = None
         self.unpacking = False
         self.has_state = False
-        self._pieces: dict[int, Pieces] = {}  # of scripts' states, by member: each sends its own
+        self._pieces: dict[int, Pieces] = {}  # parts of scripts' states, by member: each sends its own
         self._scripts: dict[int, Scripted] = {}  # by member
 
     def wake(self) -> None:
-        """The worker would go on: the time that this may take begins."""
+        """Note that the worker wants to go on; the timeout begins."""
         if not self.awake:
             self.awake, self._since = True, time.monotonic()
 
     def take_script(self, sender: int, message: Script, payload: memoryview | None, most: int) -> str:
-        """Take a piece of a member's script's state, which may have `most` bytes. Why it is not taken; empty
-        where it is, or is of no use any more."""
+        """Add a piece of the state of a member's script, of at most `most` bytes in all.
+
+        Returns the reason to refuse the piece; empty if it is taken or no longer needed.
+        """
         if self.script is not None:
             return ""
         if message.total > most:
@@ -79,7 +94,7 @@ class Entering:
 
     @property
     def script(self) -> Scripted | None:
-        """What the script begins with, once it is here."""
+        """The state with which the script begins, or None until it has come."""
         return next((each for each in self._scripts.values() if each.iteration == self.first), None)
 
     @property
@@ -87,7 +102,7 @@ class Entering:
         return time.monotonic() - self._since
 
     def lacks(self) -> str:
-        """What it waits for, in words; empty when it may begin."""
+        """Return what the node waits for, in words; empty when it may begin."""
         if self.first is None:
             return "a view that has it"
         if not self.has_state:
@@ -97,9 +112,11 @@ class Entering:
 
 
 class Newcomers:
-    """Those who come in while this node is a member: each gets what this node's script is at when it comes to
-    the newcomer's first iteration. Kept until the newcomer has contributed, or is left out: it is sent again
-    on each new connection, since one that breaks loses what is on its way."""
+    """The newcomers that get the state of this member's script.
+
+    The state is captured at the newcomer's first iteration, and sent. It is kept until the newcomer has
+    contributed or has left the view, and sent again on each new connection: a broken one may have lost it.
+    """
 
     def __init__(self) -> None:
         self._first: dict[Life, int] = {}
@@ -107,23 +124,23 @@ class Newcomers:
 
     @property
     def kept(self) -> int:
-        """How many scripts' states are kept."""
+        """Number of scripts' states kept."""
         return len(self._scripts)
 
     def view(self, old: View | None, new: View, own: Life) -> list[int]:
-        """A view is there: the iterations at whose beginning the script is to be captured."""
+        """Adopt a view; returns the iterations before which the script's state must be captured."""
         before = {each.life for each in old.members} if old is not None else set()
         here = {each.life for each in new.members}
         self._first = {life: first for life, first in self._first.items() if life in here}
         self._keep_needed()
         if own not in before:
-            return []  # a newcomer itself
+            return []  # this node is a newcomer itself
         come = [each for each in new.members if each.life not in before]
         self._first.update({each.life: each.first for each in come})
         return sorted({each.first for each in come})
 
     def captured(self, script: Scripted, network: Network) -> None:
-        """The script has come to an iteration that somebody begins with."""
+        """Keep a captured state of the script, and send it to the newcomers that begin there."""
         self._scripts[script.iteration] = script
         for life, first in self._first.items():
             if first == script.iteration:
@@ -131,18 +148,18 @@ class Newcomers:
         self._keep_needed()
 
     def up(self, node: int, network: Network) -> None:
-        """A node can be reached anew."""
+        """Send kept states again to a node that has a new connection."""
         for life, first in self._first.items():
             if life.node == node and first in self._scripts:
                 _send(self._scripts[first], node, network)
 
     def contributed(self, life: Life) -> None:
-        """A newcomer is at work."""
+        """Forget a newcomer that has contributed."""
         if self._first.pop(life, None) is not None:
             self._keep_needed()
 
     def _keep_needed(self) -> None:
-        """Keep the scripts' states of those alone who have yet to contribute, and have not been left out."""
+        """Drop scripts' states that no newcomer needs any more."""
         kept = set(self._first.values())
         self._scripts = {first: script for first, script in self._scripts.items() if first in kept}
 
@@ -151,7 +168,7 @@ def _send(script: Scripted, to: int, network: Network) -> None:
     raw = memoryview(script.state)
     digest = digest_of(raw)
     for start, piece in pieces_of(raw):
-        told = Script(
+        message = Script(
             iteration=script.iteration,
             meeting=script.meeting,
             number=script.number,
@@ -159,9 +176,9 @@ def _send(script: Scripted, to: int, network: Network) -> None:
             total=raw.nbytes,
             digest=digest,
         )
-        network.send_chunk(to, told, piece)
+        network.send_chunk(to, message, piece)
 
 
 def digest_of(raw: memoryview) -> bytes:
-    """What a script's state is told by: 16 bytes."""
+    """Return a 16-byte digest of a script's state."""
     return hashlib.blake2b(raw, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""What a node's CPU side counts."""
+"""Figures that a node's CPU side counts and reports to its worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atoll.wire.device import Figures
 
 _EACH = 1.0  # seconds between two reports
 
-# The decisions' notes that are counted, and as what.
+# Notes of the decisions -> the figure that counts them.
 _COUNTED = {
     "round started": "rounds",
     "round over": "joined",
@@ -19,15 +19,15 @@ _COUNTED = {
 
 
 class Counting:
-    """Counts, and says when they are to be told. `most` is the greatest staleness that is counted apart."""
+    """Counts events, and says when a report is due; one figure counts all staleness above `most`."""
 
     def __init__(self, most: int) -> None:
         self._counts: dict[str, int] = {}
         self._staleness = [0] * (most + 2)
         self._waiting_since: float | None = None
         self._waited = 0.0
-        self._told = Figures()
-        self._told_at = 0.0
+        self._reported = Figures()
+        self._reported_at = 0.0
 
     def add(self, what: str) -> None:
         self._counts[what] = self._counts.get(what, 0) + 1
@@ -37,13 +37,13 @@ class Counting:
             self.add(_COUNTED[note.what])
 
     def applied(self, staleness: list[int]) -> None:
-        """An iteration was applied, of contributions that were computed at parameters so old."""
+        """Count an applied iteration; `staleness` has the iterations of delay of each contribution."""
         self.add("applied")
         for each in staleness:
             self._staleness[max(0, min(each, len(self._staleness) - 1))] += 1
 
     def waits(self, waiting: bool) -> None:
-        """The worker waits for the global iteration, or does not any more."""
+        """Start or stop the clock of the worker's waits for the global iteration."""
         now = time.monotonic()
         if waiting and self._waiting_since is None:
             self._waiting_since = now
@@ -55,9 +55,18 @@ class Counting:
     def due(
         self, bytes_in: int, bytes_out: int, no_room: int, applying: float, overlaying: float, *, now: bool
     ) -> Figures | None:
-        """What there is to tell, if it is time and there is news; `now`: without waiting for the time."""
+        """Return the figures if a report is due and any figure has changed; with `now` one is always due.
+
+        Args:
+            bytes_in: bytes received from other nodes.
+            bytes_out: bytes sent to other nodes.
+            no_room: contributions refused for lack of room.
+            applying: seconds spent on steps.
+            overlaying: seconds spent on local parameters.
+            now: do not wait for the next report's time.
+        """
         moment = time.monotonic()
-        if not now and moment < self._told_at + _EACH:
+        if not now and moment < self._reported_at + _EACH:
             return None
         figures = Figures(
             **self._counts,
@@ -69,8 +78,8 @@ class Counting:
             overlaying=overlaying,
             staleness=list(self._staleness),
         )
-        self._told_at = moment
-        if figures == self._told:
+        self._reported_at = moment
+        if figures == self._reported:
             return None
-        self._told = figures
+        self._reported = figures
         return figures

@@ -1,4 +1,4 @@
-"""What a member gives to nodes that come in: the state of what is trained, and its script's."""
+"""A member's gifts to newcomers: the state of the model, and the state of its script."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from atoll.wire.peerviews import View
 
 
 class Giving:
-    """Whom this node has to give something. `newcomers` get its script's state."""
+    """Gives this node's state to newcomers; `newcomers` are those that get its script's state."""
 
     def __init__(self, stage: Stage, network: Network, history: History, work: Work) -> None:
         self._stage, self._network, self._history, self._work = stage, network, history, work
         self.newcomers, self._giver = Newcomers(), Giver()
 
     def clear(self) -> None:
-        """A new life has nobody to give anything."""
+        """Forget all newcomers, since this node begins a new life."""
         self.newcomers, self._giver = Newcomers(), Giver()
 
     def see(self, old: View | None, view: View) -> list[int]:
-        """A view holds: the iterations, as the worker counts, at whose beginning its script is captured."""
+        """Adopt a view; returns the iterations (the worker's count) before which to capture its script."""
         stage = self._stage
         if stage.entering is not None:
             return []
         return [each + stage.shift for each in self.newcomers.view(old, view, stage.introduced.life)]
 
     def captured(self, script: Scripted) -> None:
-        """The script has come to an iteration that somebody begins with."""
+        """Send the script's state to the newcomers that begin with its iteration."""
         self.newcomers.captured(script, self._network)
 
     def up(self, node: int) -> None:
-        """A node can be reached anew: what was on its way to it is lost."""
+        """Send again what a broken connection to `node` may have lost."""
         self.newcomers.up(node, self._network)
 
     def handle_lacks(self, sender: int, message: Lacks) -> None:
-        """A newcomer asks for the state."""
+        """Note a newcomer's request for the state."""
         self._giver.handle(sender, message)
         self.go_on()
 
     def go_on(self) -> None:
-        """Have the state packed for those who may have it now."""
+        """Pack the state for each newcomer that is a member and whose iteration is applied."""
         stage = self._stage
         node, model = stage.node, stage.trained
         if node is None or model is None or stage.entering is not None or stage.view is None:

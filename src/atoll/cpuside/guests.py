@@ -1,4 +1,4 @@
-"""Which other nodes a node lets in, and where a node can be."""
+"""The nodes that a node lets in, and the addresses at which a node can be."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from atoll.wire.base import MOST_AHEAD, VERSION
 from atoll.wire.nodes import Greet
 from atoll.wire.peerviews import NODES
 
-WORDS, CHUNKS = 0, 1  # the two connections to a node, for words and for chunks
+WORDS, CHUNKS = 0, 1  # the two connections to a node: for short messages, and for chunks
 
 
 class Places:
-    """Where the nodes of a run can be: `nodes` of them (0: unknown), seen from one that listens at `own`."""
+    """The addresses at which nodes of a run can be.
+
+    Args:
+        nodes: number of nodes; 0 if unknown.
+        keys: the keys of the run, if any.
+        own: the address at which this node listens.
+    """
 
     def __init__(self, nodes: int, keys: Keys | None, own: str) -> None:
         self._count, self._keys, self._own = min(nodes or NODES, NODES), keys, own
 
     def refusal(self, node: int, address: str) -> str:
-        """Why no node `node` can be at `address`; empty where it can. Without keys anybody of this machine
-        may have named it."""
+        """Return the reason why node `node` cannot be at `address`, or "" if it can.
+
+        Without keys, any process of this machine may have sent the address.
+        """
         if node >= self._count:
             return f"this run has {self._count} nodes, from 0 to {self._count - 1}, and no node {node}"
         try:
@@ -36,31 +44,40 @@ class Places:
 
 
 class Guests:
-    """The nodes that have greeted node `node` of `run`, which others reach at `address`, and which writes
-    gradients by `codec`."""
+    """The nodes that have greeted this one.
+
+    Args:
+        run: the run's name.
+        node: this node's number.
+        address: this node's address for the others.
+        places: the possible addresses of nodes.
+        codec: this node's `sync.codec`, which all nodes must share.
+    """
 
     def __init__(self, run: str, node: int, address: str, places: Places, codec: str) -> None:
         self._run, self._node, self._address, self._places = run, node, address, places
         self._codec = codec
         self._guests: dict[bytes, Greet] = {}  # by connection
-        self._lives: dict[int, tuple[int, str]] = {}  # the incarnation and life that each node last had
+        self._lives: dict[int, tuple[int, str]] = {}  # latest incarnation and life of each node
 
     def who(self, peer: bytes) -> Greet | None:
-        """Who has greeted on a connection."""
+        """Return the greeting that came on a connection."""
         return self._guests.get(peer)
 
     def is_alive(self, guest: Greet) -> bool:
-        """Whether no later life of that node has greeted."""
+        """True unless a later life of the guest's node has greeted."""
         return self._lives[guest.node] == (guest.incarnation, guest.life)
 
     def origin(self, node: int, incarnation: int) -> str:
-        """Where the process of a node is, as far as it has said."""
-        said = (who for who in self._guests.values() if (who.node, who.incarnation) == (node, incarnation))
-        return next((who.origin for who in said), "")
+        """Return the machine and process that a node has named as its own; empty if unknown."""
+        greets = (who for who in self._guests.values() if (who.node, who.incarnation) == (node, incarnation))
+        return next((who.origin for who in greets), "")
 
     def refusal(self, greet: Greet, reached_at: str) -> str:
-        """Why a node is not let in; empty where it is. `reached_at`: where a node of that name is connected
-        now, empty: nowhere."""
+        """Return the reason why a node is not let in, or "" if it is.
+
+        `reached_at` is the address of the connected node with that number; empty if there is none.
+        """
         if greet.version != VERSION:
             return f"protocol version {greet.version}, and this is version {VERSION}: install the same Atoll"
         if greet.run != self._run:
@@ -94,7 +111,7 @@ class Guests:
         return ""
 
     def admit(self, peer: bytes, greet: Greet) -> bool:
-        """Let a node in on a connection; whether this is a new life of it."""
+        """Let a node in on a connection; returns True for a new life of the node."""
         new = self._lives.get(greet.node) != (greet.incarnation, greet.life)
         self._lives[greet.node] = greet.incarnation, greet.life
         self._guests = {
@@ -106,5 +123,5 @@ class Guests:
         return new
 
     def __len__(self) -> int:
-        """How many connections are let in."""
+        """Return the number of connections let in."""
         return len(self._guests)

@@ -1,4 +1,4 @@
-"""What the other nodes, and the hub as their witness, say to a node's CPU side."""
+"""Handlers of the messages from other nodes, and from the hub as their witness."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VOTES = (Prepare, Promised, Accept, Accepted)
 
 
 class Hearing:
-    """Sees to all that has come."""
+    """Passes each received message to the part of the CPU side that handles it."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Hearing:
     def _meet(self, met: Met) -> None:
         if met.up:
             self._giving.up(met.node.node)
-        else:  # another process of that name
+        else:  # a new life of the node
             self._others.finished.discard(met.node.node)
 
     def _hear(self, arrived: Arrived) -> None:
@@ -70,7 +70,7 @@ class Hearing:
                 self._acting.do(stage.node.handle_message(time.monotonic(), sender, message.body))
         elif isinstance(message, n.MeetingPart):
             self._hear_meeting_part(message, payload)
-        elif isinstance(message, n.Stands) and sender in stage.lives:  # others' parameters are not compared
+        elif isinstance(message, n.Stands) and sender in stage.lives:  # compare with members alone
             iteration, digest, own = message.iteration, message.digest, stage.begin.node
             self._history.compare(iteration, stage.shift, digest, node=sender, own=own)
         elif isinstance(message, n.Lacks):

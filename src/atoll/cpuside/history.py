@@ -1,6 +1,5 @@
-"""The iterations that a node has applied: what its worker and newcomers are told that they were made of, and
-the digests of the global parameters after them, which nodes hold against one another's. Source:
-docs/peers.md.
+"""The iterations that a node has applied: their contributions, for its worker and newcomers, and digests of
+the global parameters, which nodes compare. Source: docs/peers.md.
 """
 
 from __future__ import annotations
@@ -15,38 +14,54 @@ from atoll.exchange.globalparameters import Outcome
 from atoll.wire import device as d
 from atoll.wire import nodes as n
 
-_DIGESTS = 64  # of the latest iterations, that others' are held against
-_APPLIED = 64  # of the latest iterations, at least, of which a newcomer hears what they were made of
+_DIGESTS = 64  # latest iterations whose digests are kept
+_APPLIED = 64  # latest iterations, at least, whose contributions a newcomer is told
 
 
 class History:
-    """What became of the latest iterations. `send` is for the worker's messages, `tell` for its log (what,
-    choice, reason); `stale_max` is how far a newcomer's script may be behind."""
+    """Records of the latest applied iterations.
+
+    Args:
+        send: sends the worker a message on an applied iteration.
+        tell: reports a decision to the worker; called with its subject, the choice and the reason.
+        stale_max: iterations by which a newcomer's script may be behind.
+
+    Attributes:
+        latest: the messages on the latest applied iterations.
+        consumed: samples of all iterations so far.
+    """
 
     def __init__(
         self, send: Callable[[d.Applied], None], tell: Callable[[str, str, str], None], stale_max: int
     ) -> None:
         self._send, self._tell, self._stale_max = send, tell, stale_max
-        self.latest: deque[d.Applied] = deque(maxlen=max(_APPLIED, stale_max + 2))  # that the worker was told
-        self._digests: dict[int, bytes] = {}
-        self._counts_told = False  # that all count alike though their counts differ
-        self._unlike: set[tuple[int, str]] = set()  # who was told to have given what others had not
-        self._wrong: set[int] = set()  # and who what no step takes
-        self.consumed = 0.0  # the samples of all iterations so far
+        self.latest: deque[d.Applied] = deque(maxlen=max(_APPLIED, stale_max + 2))
+        self._digests: dict[int, bytes] = {}  # by iteration
+        self._counts_reported = False  # the warning on inconsistent sample counts
+        self._unlike: set[tuple[int, str]] = set()  # (node, hyperparameter) whose difference was reported
+        self._wrong: set[int] = set()  # nodes whose unusable contributions were reported
+        self.consumed = 0.0
 
     def clear(self) -> None:
-        """Forget the iterations: they are of a life that is over, or the script may count anew."""
+        """Forget all iterations, since the life is over or the script may count anew."""
         self.latest.clear()
         self._digests.clear()
 
     def take_over(self, applied: d.Applied) -> None:
-        """An iteration that another node has told of, whose state is taken over."""
+        """Record an iteration and report it to the worker; another node may have applied it."""
         self.latest.append(applied)
         self.consumed = applied.consumed
         self._send(applied)
 
     def note(self, iteration: int, shift: int, outcome: Outcome, abouts: Sequence[n.About]) -> None:
-        """`iteration` was applied, of contributions that are `abouts`; the worker counts `shift` more."""
+        """Record an applied iteration, report it, and warn once of each kind of fault.
+
+        Args:
+            iteration: the iteration, in the decisions' count.
+            shift: the worker's count minus the decisions'.
+            outcome: the result of the step.
+            abouts: descriptions of the contributions.
+        """
         parts = [
             d.Part(each.key.life.node, each.key.life.incarnation, each.samples, each.weight, each.note)
             for each in abouts
@@ -68,15 +83,15 @@ class History:
         counts = told_unlike(
             f"iteration {iteration + shift}", {each.key.life.node: each for each in abouts}, "node"
         )
-        if counts and not self._counts_told:
-            self._counts_told = True
+        if counts and not self._counts_reported:
+            self._counts_reported = True
             self._tell("weights", "", counts)
         for node, wrong in outcome.wrong.items():
-            if node not in self._wrong:  # told once as well
+            if node not in self._wrong:
                 self._wrong.add(node)
                 self._tell("refused", "", f"iteration {iteration + shift}: {wrong}: it counts for nothing")
         for node, other in outcome.unlike.items():
-            if (node, other) not in self._unlike:  # told once: it may be so each time
+            if (node, other) not in self._unlike:  # every iteration may differ so
                 self._unlike.add((node, other))
                 self._tell(
                     "hyperparameters",
@@ -88,10 +103,10 @@ class History:
         self._digests.pop(iteration - _DIGESTS, None)
 
     def _parted(self, iteration: int, outcome: Outcome) -> str:
-        """Name the first hyperparameter that must be equal but differs between two nodes, in one line; empty:
-        none.
+        """Return a line on the first hyperparameter that must be equal on all nodes but differs, or "".
 
-        Where nodes may be at different iterations, hyperparameters that a scheduler sets may differ.
+        With stale_max above 0, nodes may be at different iterations, and hyperparameters that a scheduler
+        sets may differ.
         """
         for node, found in outcome.parted.items():
             if self._stale_max == 0 or found.key not in SCHEDULED:
@@ -99,7 +114,7 @@ class History:
         return ""
 
     def compare(self, iteration: int, shift: int, digest: bytes, *, node: int, own: int) -> None:
-        """Raise RunError where the parameters after `iteration` have another digest than that of `node`."""
+        """Raise RunError if node `node` has another digest of the parameters after `iteration`."""
         known = self._digests.get(iteration)
         if known is not None and known != digest:
             raise RunError(

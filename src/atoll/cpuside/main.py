@@ -1,7 +1,7 @@
-"""A node's CPU side, as a process of its own: `python -m atoll.cpuside.main DESCRIPTOR PARENT`.
+"""A node's CPU side as a process of its own: `python -m atoll.cpuside.main DESCRIPTOR PARENT`.
 
-DESCRIPTOR is the socket to the worker that started it, whose process is PARENT. It ends when that socket is
-closed or that process is gone, however either ended, and leaves nothing behind.
+DESCRIPTOR is the socket to the worker that started the process, and PARENT the worker's process id. The
+process ends when the socket is closed or the worker is gone, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from atoll.net.post import Post, PostClosedError
 from atoll.wire.device import Failed
 
 _LAST_WORD_SECONDS = 1.0
-# Seconds for which one thread keeps the interpreter while another waits: Python's 5 ms, at each of the
-# optimizer's calls, would make a step of ten calls 50 ms long beside a loop that is busy.
+# Python's default of 5 ms would make each call of the optimizer wait so long beside a busy loop: 50 ms for a
+# step of ten calls.
 _SWITCH_SECONDS = 0.0005
 
 
 def main(arguments: list[str]) -> int:
-    """Serve the worker until it is done or gone; returns the process's status."""
+    """Serve the worker until it ends; returns the exit status."""
     return serve(int(arguments[0]), int(arguments[1]))
 
 
 def serve(descriptor: int, parent: int) -> int:
-    """As `main`; for who has a process already."""
+    """Serve the worker at socket `descriptor` until it or its process `parent` ends, in this process.
+
+    Returns the exit status.
+    """
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the worker handles them, and this process ends with it
     show_stack_on_signal()
@@ -39,7 +42,7 @@ def serve(descriptor: int, parent: int) -> int:
     try:
         watch = _watch(parent)
     except ProcessLookupError:
-        return 0  # it was gone before anybody could watch
+        return 0  # the worker has ended already
     keep_freed_memory(messages=True)
     sys.setswitchinterval(_SWITCH_SECONDS)
     from atoll.cpuside.process import CpuSideProcess  # torch takes seconds to import
@@ -60,9 +63,11 @@ def serve(descriptor: int, parent: int) -> int:
 
 
 def _watch(parent: int) -> int:
-    """A descriptor that can be read from once the process `parent` has ended; -1 where the system has none. A
-    socket alone does not tell: a child that the worker has forked holds a copy of it. Raises
-    ProcessLookupError where it has ended already."""
+    """Return a descriptor that becomes readable when the process `parent` ends; -1 if the system has none.
+
+    The socket alone does not show the worker's end, since a child that the worker has forked holds a copy.
+    Raises ProcessLookupError if the process has ended already.
+    """
     if not hasattr(os, "pidfd_open"):
         return -1
     try:
@@ -74,7 +79,7 @@ def _watch(parent: int) -> int:
 
 
 def _last_word(post: Post, error: str, reason: str) -> None:
-    """Tell the worker why this process ends."""
+    """Tell the worker the reason why this process ends, within a second."""
     until = time.monotonic() + _LAST_WORD_SECONDS
     with contextlib.suppress(PostClosedError):
         post.send(Failed(error=error, reason=reason))

@@ -1,12 +1,12 @@
-"""A node's connections to the other nodes: who is let in, words both ways, and chunks.
+"""A node's connections to the other nodes.
 
-A node listens at one address, and makes two connections to each other node: one for words, one for chunks, so
-that an acknowledgement does not wait behind a gradient. Over link.transport "ltp" the chunks go through a
-tunnel that loses nothing. A connection that breaks is made anew; what was under way on it is lost, and
-whoever sends is told that it is up again. Used from one thread.
+A node listens at one address, and opens two connections to each other node: one for words (short messages)
+and one for chunks, so that an acknowledgement does not wait behind a gradient. With link.transport "ltp",
+chunks go through a tunnel that loses nothing. A broken connection is opened again; messages under way are
+lost, and `take` reports the new connection. Only one thread may use these classes.
 
-A node hears where another one is from its launch, from a view, and from a greeting. An address where no node
-can be makes no connection, and ends nothing.
+Addresses come from the launch, from views and from greetings. A node is not contacted at an impossible
+address, and no error is raised for one.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from atoll.wire.peers import PeerMessage
 from atoll.wire.peerviews import NODES
 
 LARGEST_FRAME = 2**31 - 1  # bytes
-_AT_ONCE = 64  # messages taken before everything else has its turn
-_REFUSED_STRANGERS = 1000  # beyond, those who did not greet get no answer
-_LOOK_SECONDS = 0.05  # between looks at connections on which nothing comes: each look costs
+_AT_ONCE = 64  # messages taken in one turn
+_REFUSED_STRANGERS = 1000  # answers to peers that did not greet; further ones get none
+_LOOK_SECONDS = 0.05  # between looks at silent connections: each look costs
 _OTHER_MODEL = (
     "trains another model, or with another optimizer, configuration or kind of processor: "
     "give every node the same"
@@ -61,7 +61,7 @@ _OTHER_MODEL = (
 
 
 class Arrived(NamedTuple):
-    """What came from a node, as this incarnation of it."""
+    """A message from a node, sent by this incarnation of the node."""
 
     node: int
     incarnation: int
@@ -70,7 +70,7 @@ class Arrived(NamedTuple):
 
 
 class Met(NamedTuple):
-    """A node was greeted: `up` says that words and chunks reach it from now on, else it has come to us."""
+    """A greeting: if `up`, both connections to the node work now; else a new life of the node has come."""
 
     node: NodeAt
     up: bool
@@ -86,14 +86,14 @@ class _Way:
 
 @dataclass
 class _Link:
-    """What leads to a node."""
+    """The connections to one node."""
 
     at: NodeAt
-    ways: list[_Way]
-    refusal: str = ""  # why it does not take us
-    digest: str = ""
-    number: int = 0
-    looked_at: float = 0.0  # when its connections were seen to, monotonic; 0: they are to be now
+    ways: list[_Way]  # for words, and for chunks; empty if refused
+    refusal: str = ""  # the reason why the node refuses this one, or cannot be contacted
+    digest: str = ""  # digest of the node's model; empty if unknown
+    number: int = 0  # number of the node's set-up
+    looked_at: float = 0.0  # time of the last look at the connections, monotonic; 0: look now
 
     @property
     def is_up(self) -> bool:
@@ -102,7 +102,7 @@ class _Link:
 
 @dataclass
 class Counts:
-    """Since the beginning."""
+    """Bytes received and sent, and messages refused, since the beginning."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -110,9 +110,9 @@ class Counts:
 
 
 class Network:
-    """The connections of node `begin.node`. It listens at once; raises UserError where it cannot.
+    """The connections of node `begin.node`, which listens at once; raises UserError if it cannot.
 
-    `tell(what, choice, reason)` takes decisions (core.events.Decided); with an empty choice, warnings.
+    `tell(what, choice, reason)` reports a decision (core.events.Decided), or a warning if `choice` is empty.
     """
 
     def __init__(self, begin: Begin, tell: Callable[[str, str, str], None]) -> None:
@@ -125,7 +125,7 @@ class Network:
         self._digest, self._number = "", 0
         self._links: dict[int, _Link] = {}
         self._met: list[Met] = []
-        self.has_answered = False  # any node
+        self.has_answered = False  # a node has answered a greeting
         self._server = self._open()
         self.address = begin.address or self._server.address
         self._places = Places(begin.nodes, self.keys, self._server.address)
@@ -140,24 +140,24 @@ class Network:
             )
         return Server(begin.listen, self.keys, limit=LARGEST_FRAME, name=self.name)
 
-    # -- to whom ------------------------------------------------------------------------------------------
+    # -- nodes --------------------------------------------------------------------------------------------
 
     @property
     def nodes(self) -> list[NodeAt]:
-        """The nodes that this one has connections to, in order, and their latest incarnations."""
+        """The nodes with a link, in order, each with its incarnation and address."""
         return [self._links[node].at for node in sorted(self._links)]
 
     def is_up(self, node: int) -> bool:
-        """Whether both sides have greeted, and the connections stand."""
+        """True if both connections to a node stand and the node has answered this one's greetings."""
         return node in self._links and self._links[node].is_up
 
     def trains(self, node: int) -> tuple[str, int]:
-        """What a node says it trains, and of which set-up; ("", 0) before it does."""
+        """Return the digest of a node's model and the number of its set-up; ("", 0) if unknown."""
         link = self._links.get(node)
         return (link.digest, link.number) if link is not None else ("", 0)
 
     def trouble(self, node: int) -> str:
-        """Why words do not reach it, in words; empty when they do."""
+        """Return the reason why messages do not reach a node, or "" if they do."""
         link = self._links.get(node)
         if link is None:
             return "it is not known"
@@ -165,13 +165,15 @@ class Network:
         return link.refusal or next(filter(None, troubles), "" if link.is_up else "it has not answered yet")
 
     def is_deaf(self, node: int) -> bool:
-        """Whether nothing listens where a node was said to be."""
+        """True if nothing listens at a node's address."""
         link = self._links.get(node)
         return link is not None and bool(link.ways) and link.ways[WORDS].client.trouble == NOTHING_LISTENS
 
     def link_to(self, at: NodeAt) -> None:
-        """Have connections to this node, in place of any to an earlier incarnation or another address. To an
-        address where no node can be there are none, and `refusals` says why."""
+        """Connect to a node, in place of connections to an earlier incarnation or another address.
+
+        For an impossible address nothing is opened, and `refusals` has the reason.
+        """
         if at.node == self._begin.node:
             return
         link = self._links.get(at.node)
@@ -196,18 +198,18 @@ class Network:
             self._refused_by(link, str(error))
 
     def disconnect(self, node: int) -> None:
-        """Drop the connections to a node, and whatever is not sent."""
+        """Drop the connections to a node, with all unsent messages."""
         link = self._links.pop(node, None)
         for way in link.ways if link is not None else ():
             way.client.abandon()
 
     def drop_unsent(self, node: int) -> None:
-        """Drop the chunks that wait to be sent to a node, which is no member any more."""
+        """Drop the chunks that wait to be sent to a former member."""
         if node in self._links and self._links[node].ways:
             self._reopen(self._links[node], CHUNKS)
 
     def set_up(self, digest: str, number: int) -> None:
-        """This node trains what `digest` names, from its `number`-th set-up on: all others are told."""
+        """Announce to all nodes that this one trains the model `digest` since its set-up `number`."""
         self._digest, self._number = digest, number
         for node in self._links:
             self.send(node, Trains(digest=digest, number=number))
@@ -241,18 +243,22 @@ class Network:
     # -- sending ------------------------------------------------------------------------------------------
 
     def say(self, node: int, message: PeerMessage) -> None:
-        """Send a message of the decisions', or drop it where there is no connection, or another model: a node
-        that comes late must not be let in there."""
+        """Send a message of the decisions; drop it without a connection, or if the node's model differs.
+
+        A late node with another model must not be admitted.
+        """
         if not self._other_model(self.trains(node)[0]):
             self.send(node, Word(body=message))
 
     def send(self, node: int, message: NodeMessage) -> None:
-        """Send on the connection for words, or drop it where there is none."""
+        """Send on the connection for words, or drop the message if there is none."""
         self._send(node, WORDS, message, None)
 
     def send_chunk(self, node: int, message: NodeMessage, payload: Buffer | None = None) -> None:
-        """Send on the connection for chunks, or drop it where there is none. The payload is not copied: it
-        must stay unchanged while its memory is held."""
+        """Send on the connection for chunks, or drop the message if there is none.
+
+        The payload is not copied, and must not change as long as its memory lives.
+        """
         self._send(node, CHUNKS, message, payload)
 
     def _send(self, node: int, which: int, message: NodeMessage, payload: Buffer | None) -> None:
@@ -262,7 +268,7 @@ class Network:
         header = encode(message)
         try:
             link.ways[which].client.send(header, payload)
-        except RunError:  # far too many wait: whoever does not read them is not there
+        except RunError:  # far too many messages wait: the receiver does not read
             self._reopen(link, which)
             return
         size = len(header) + (memoryview(payload).nbytes if payload is not None else 0)
@@ -271,8 +277,10 @@ class Network:
     # -- receiving ----------------------------------------------------------------------------------------
 
     def wait(self, timeout: float, wake: int, others: Sequence[Endpoint] = ()) -> None:
-        """Wait for up to `timeout` seconds for something to take here or at `others`, or until `wake` can be
-        read from."""
+        """Wait until there is something to take here or at `others`, or `wake` becomes readable.
+
+        Waits for at most `timeout` seconds.
+        """
         endpoints: list[Endpoint] = [self._server, *others]
         endpoints += [way.client for link in self._links.values() for way in link.ways]
         ready = set(poll(endpoints, timeout, wake))
@@ -282,8 +290,7 @@ class Network:
                 link.looked_at = 0.0
 
     def take(self) -> Iterator[Arrived | Met]:
-        """What has come, a bounded number at a time. Raises UserError when a node refuses us before we were
-        ever among them (`is_member`), as for another run, or another model."""
+        """Yield received messages and greetings, a bounded number a call; handles connections first."""
         report = self._server.take_report()
         if report:
             self._tell("port", "", f"{self.name}'s port {self._server.address}: {report}")
@@ -322,14 +329,14 @@ class Network:
             self._refuse(received.peer, "say Greet first", type(message).__name__)
             return None
         if not self._guests.is_alive(guest):
-            return None  # of a life that is over
+            return None  # the sender's life is over
         if isinstance(message, Trains):
             self._note_trains(guest.node, message.digest, message.number)
             return None
         return Arrived(guest.node, guest.incarnation, message, received.payload)
 
     def _greet(self, peer: bytes, greet: Greet) -> str:
-        """Let a node in; or why not."""
+        """Let a node in and answer its greeting; returns the reason to refuse it, or ""."""
         link = self._links.get(greet.node)
         reason = self._guests.refusal(greet, link.at.address if link is not None and link.is_up else "")
         if reason or self._other_model(greet.digest):
@@ -351,8 +358,10 @@ class Network:
         return ""
 
     def _other_model(self, digest: str) -> bool:
-        """Whether that is known to be another than ours. How often either was set up makes no difference: a
-        checkpoint that is loaded changes no digest."""
+        """True if both models are known and differ; the number of set-ups does not count.
+
+        A loaded checkpoint does not change the digest.
+        """
         return bool(digest and self._digest) and digest != self._digest
 
     def _note_trains(self, node: int, digest: str, number: int) -> None:
@@ -368,7 +377,7 @@ class Network:
     # -- links --------------------------------------------------------------------------------------------
 
     def _see(self, link: _Link) -> None:
-        """Take what came back on the connections to a node, and make those that broke anew."""
+        """Handle the answers of a node, and open broken connections again."""
         was_up = link.is_up
         for which, way in enumerate(link.ways):
             try:
@@ -392,13 +401,12 @@ class Network:
         if isinstance(message, Greeted):
             way.greeted, link.refusal, self.has_answered = True, "", True
             self._note_trains(link.at.node, message.digest, message.number)
-            if (
-                link.ways and way is link.ways[WORDS] and self._digest
-            ):  # set up, maybe, since this greeting was sent
+            # The model may have been set up after this greeting was sent.
+            if link.ways and way is link.ways[WORDS] and self._digest:
                 self.send(link.at.node, Trains(digest=self._digest, number=self._number))
         elif isinstance(message, Refused) and message.request == "Greet":
-            said = one_line(message.reason, 1000)
-            self._refused_by(link, f"node {link.at.node} at {link.at.address} refused: {said}")
+            reason = one_line(message.reason, 1000)
+            self._refused_by(link, f"node {link.at.node} at {link.at.address} refused: {reason}")
         elif not isinstance(message, (Ping, Refused)):
             self._refused_by(
                 link, f"node {link.at.node} at {link.at.address} sent a {type(message).__name__}"
@@ -410,8 +418,11 @@ class Network:
             self._tell("link", "", reason)
 
     def refusals(self, nodes: Collection[int] | None = None) -> list[str]:
-        """Why these nodes (None: all) do not take us, or are none to go to, a line each. Who is none of
-        them may have come by itself, and says what it likes."""
+        """Return a line for each node that refuses this one or has an impossible address.
+
+        `nodes` limits the answer (None: all nodes). Nodes that came by themselves may claim anything, so a
+        caller that raises errors must give the nodes that it was introduced to.
+        """
         reasons = [
             f"node {node} at {link.at.address}: it {_OTHER_MODEL}"
             if self._other_model(link.digest)
@@ -426,7 +437,7 @@ class Network:
         link.ways[which] = self._way(link, which)
 
     def close(self) -> None:
-        """Close all; what is unsent goes out in the background for up to a second."""
+        """Close all connections; unsent messages still go out in the background for up to a second."""
         for link in self._links.values():
             for way in link.ways:
                 way.client.close()

@@ -1,4 +1,4 @@
-"""Who wants the optimizer's state, at a script's call on any device of the node."""
+"""Requests for the optimizer's state, from scripts on any device of the node."""
 
 from __future__ import annotations
 
@@ -18,35 +18,40 @@ from atoll.wire import device as d
 
 
 class OptimizerStates:
-    """Gives the state once the iteration that is asked for is applied. `asked` are those who wait. `epoll`
-    says when somebody asks at the door, which a node of several devices has."""
+    """Answers requests for the optimizer's state once the wanted iteration is applied.
+
+    `asked` are the open requests. A node of several devices has a door for them, which `epoll` watches.
+    """
 
     def __init__(self, stage: Stage, acting: Acting, work: Work, epoll: select.epoll) -> None:
         self._stage, self._acting, self._work, self._epoll = stage, acting, work, epoll
         self.asked: list[Asked] = []
         self._door: Door | None = None
-        # The decisions of a life that were told of a global iteration to wait for, and of which.
-        self._told: tuple[Node | None, int] = None, 0
+        # The decisions that were last asked for a global iteration, and the iteration.
+        self._wanted: tuple[Node | None, int] = None, 0
 
     def open_door(self) -> None:
-        """The node has several devices, which ask there."""
+        """Open the door for the other devices of the node."""
         if self._door is None:
             self._door = Door()
             self._epoll.register(self._door.fileno(), select.EPOLLIN)
 
     @property
     def door(self) -> str:
-        """The door's name; empty: there is none."""
+        """The door's name; empty if there is none."""
         return self._door.name if self._door is not None else ""
 
     def take(self) -> None:
-        """Hear who asks at the door."""
+        """Accept requests at the door."""
         if self._door is not None:
             self.asked += self._door.take()
 
     def go_on(self) -> None:
-        """Have the state packed for those who wait for an iteration that is applied; for all where the others
-        went on without this node: it comes back once its script goes on, which waits."""
+        """Pack the state for requests whose iteration is applied.
+
+        When the other nodes have gone on without this one, all requests are answered: this node can only
+        come back after its script goes on, and the script waits for the state.
+        """
         stage = self._stage
         model = stage.trained
         if not self.asked or model is None:
@@ -57,10 +62,10 @@ class OptimizerStates:
             self.asked.remove(asked)
             self._work.answer(*_packing(model, asked))
         least = max((each.least for each in self.asked), default=0) - model.shift
-        told = self._told[1] if self._told[0] is stage.node else 0
-        if stage.node is None or stage.is_over or not told < least <= stage.node.iteration:
+        before = self._wanted[1] if self._wanted[0] is stage.node else 0
+        if stage.node is None or stage.is_over or not before < least <= stage.node.iteration:
             return
-        self._told = stage.node, least
+        self._wanted = stage.node, least
         self._acting.do(stage.node.handle_wanted(time.monotonic(), least, least))
 
     def close(self) -> None:

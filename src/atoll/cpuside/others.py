@@ -1,4 +1,4 @@
-"""The other nodes of a run, and the hub as their witness: who they are, and what is said to them."""
+"""The other nodes of a run, and the hub as their witness."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from atoll.wire.nodes import Stands
 from atoll.wire.peers import WITNESS, PeerMessage
 from atoll.wire.peerviews import Accepted, Member, Outbid, Promised, View, ViewDecided
 
-_OF_VIEWS = (Promised, Accepted, Outbid, ViewDecided)  # what a witness says
-_NOBODY_SECONDS = 20.0  # at most, for one of those to listen who were known before
+_OF_VIEWS = (Promised, Accepted, Outbid, ViewDecided)  # messages of a witness
+_NOBODY_SECONDS = 20.0  # longest wait for any of the nodes known from an earlier start to listen
 
 
 class Others:
-    """Whom node `begin.node` was introduced to, and the ways to them.
+    """The nodes that node `begin.node` knows, and the connections to them.
 
-    `finished` are the nodes that have come to the end of their scripts. `nodes` are those that the node
-    knows, without itself.
+    Attributes:
+        network: the connections to nodes.
+        nodes: the known nodes, without this one.
+        finished: numbers of nodes that have reached the end of their scripts.
     """
 
     def __init__(self, begin: d.Begin, telling: Telling) -> None:
@@ -31,7 +33,7 @@ class Others:
         self.network = Network(begin, telling.told)
         self.nodes: list[d.NodeAt] = []
         self.finished: set[int] = set()
-        self._known_from = ""  # the folder that has told where they are, where nobody has introduced them
+        self._known_from = ""  # the folder with the nodes' addresses, if nobody has introduced them
         self._witness = self._open_witness() if begin.hub else None
 
     def _open_witness(self) -> WitnessLink:
@@ -47,48 +49,47 @@ class Others:
 
     @property
     def clients(self) -> list[Client]:
-        """The connections to wait for beside those to the nodes."""
+        """Connections to watch in addition to those of the nodes."""
         return [] if self._witness is None else [self._witness.client]
 
     def introduce(self, message: d.Introduce) -> None:
-        """These are the nodes of the run."""
+        """Take the nodes of the run from the worker's message, and connect to them."""
         self.nodes = [each for each in message.nodes if each.node != self._begin.node]
         self._known_from = message.known_from
         for each in self.nodes:
             self.network.link_to(each)
 
-    # -- what is said -------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------
 
     def say(self, to: int, message: PeerMessage) -> None:
-        """Say what the decisions say to a node, or to the hub (WITNESS)."""
+        """Send a message of the decisions to a node, or to the hub (WITNESS)."""
         if to != WITNESS:
             self.network.say(to, message)
         elif self._witness is not None:
             self._witness.say(message)
 
     def say_stands(self, view: View, stands: Stands) -> None:
-        """Tell the members what the global parameters are after an iteration."""
+        """Send the digest of the global parameters after an iteration to the other members."""
         for each in view.members:
             if each.life.node != self._begin.node:
                 self.network.send(each.life.node, stands)
 
     def hear_witness(self) -> Sequence[PeerMessage]:
-        """What the hub says of views."""
+        """Return the hub's messages about views; reports a hub that refuses, and forgets it."""
         witness = self._witness
         if witness is None:
             return []
-        said = [message for message in witness.take() if isinstance(message, _OF_VIEWS)]
+        messages = [message for message in witness.take() if isinstance(message, _OF_VIEWS)]
         if witness.refusal:
             self._telling.told("witness", "", f"{witness.refusal}: it is no witness of views of two nodes")
             witness.close()
             self._witness = None
-        return said
+        return messages
 
-    # -- who there is -------------------------------------------------------------------------------------
+    # -- members ------------------------------------------------------------------------------------------
 
     def see(self, old: View | None, view: View) -> None:
-        """This view holds from now on, after `old`: have connections to its members, and send nothing more to
-        who is none."""
+        """Adopt a view after `old`: connect to its members, and drop chunks for nodes that left."""
         for each in view.members:
             if each.life.node != self._begin.node:
                 self.network.link_to(d.NodeAt(each.life.node, self._process_of(each), each.address))
@@ -98,19 +99,21 @@ class Others:
                 self.network.drop_unsent(gone)
 
     def _process_of(self, member: Member) -> int:
-        """Which of a node's processes the connections to it are to, where there are any: an incarnation that
-        a view gave to the same process is none of another."""
+        """Return the incarnation by which the network knows a member's process; 0 if unknown.
+
+        A view may give a process that is already connected a new incarnation: the connections stay.
+        """
         known = {each.node: each for each in self.network.nodes}.get(member.life.node)
         return known.incarnation if known is not None and known.address == member.address else 0
 
     @property
     def known(self) -> list[d.NodeAt]:
-        """All nodes that are known, this one last."""
+        """All known nodes, with this one last."""
         network = self.network
         return [*network.nodes, d.NodeAt(network.node, network.incarnation, network.address)]
 
     def removed_by(self, view: View) -> None:
-        """This node was removed: it will ask the view's members, and all that waits to be sent is dropped."""
+        """Keep the members of the view that removed this node, to ask them, and drop all unsent chunks."""
         members = [
             d.NodeAt(each.life.node, 0, each.address)
             for each in view.members
@@ -120,17 +123,22 @@ class Others:
         for each in self.network.nodes:
             self.network.drop_unsent(each.node)
 
-    # -- whether they can help ----------------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------------
 
     def check_refused(self, *, late: bool) -> None:
-        """Raise why another node does not take this one, which was never among them. One that is `late` goes
-        on as long as one of them may."""
+        """Raise UserError with another node's reason to refuse this one; for use before Ready.
+
+        A `late` node raises only once all known nodes have refused it.
+        """
         refusals = self.network.refusals([each.node for each in self.nodes])
         if refusals and (not late or len(refusals) == len(self.nodes)):
             raise UserError(f"node {self._begin.node}: {refusals[0]}")
 
     def check_somebody_is_there(self, entering: Entering) -> None:
-        """Raise where nobody lets this node in any more, or has not in its time."""
+        """Raise an error if no node can let this one in any more.
+
+        GivenUpError if all others have finished, DeadlineError if the time is up or nobody listens.
+        """
         node, network = self._begin.node, self.network
         others = [each.node for each in self.nodes]
         if entering.first is None and others and self.finished.issuperset(others):
@@ -150,7 +158,7 @@ class Others:
         raise DeadlineError(f"{why} ({limit})")
 
     def check_not_finished(self, node: int, gone: list[int]) -> None:
-        """Raise where this node waits for those only who have come to the run's end."""
+        """Raise GivenUpError if all nodes in `gone`, for which this node waits, have finished."""
         if gone and self.finished.issuperset(gone):
             raise GivenUpError(f"node {node} is behind: {_have_finished(gone)}")
 

@@ -1,23 +1,19 @@
-"""Local parameters: the global ones, and over them what the contributions that are pending would make of
-them, uncommitted.
+"""Local parameters: the global ones, advanced by uncommitted steps with pending contributions.
 
-For each pending iteration in order comes the optimizer's step with the mean of the contributions that are
-there. When all of an iteration's are there, the result is what applying will give, bit for bit.
+For each pending iteration, in order, the optimizer steps with the mean of the contributions received so far.
+Once all of an iteration's contributions are there, the result equals the applied step, bit for bit. Steps are
+not scaled by the part of the batch that is there: whole steps learn better (docs/notes/peers.md).
 
-Each step could be multiplied by its contributions' part of a full batch. A mean over those who are there
-stands for the mean over all, though, and whole steps learn better (docs/notes/peers.md).
+Each chunk goes through all steps before the next one. That needs little memory, and while a chunk stays in
+the processor's cache, each step reads only gradients from memory.
 
-Chunks are done one by one, each through all the steps: so little memory is needed, and of a chunk that fits
-into the processor's cache it is only the gradients that each step reads from memory.
+If one node is far behind, many iterations are pending, and between two writes only the newest change. A twin
+of the optimizer then keeps the result of the earlier steps.
 
-Where a node is far behind the others, many iterations are pending, and from one writing to the next only the
-newest change. A twin of the optimizer keeps what the steps before those have made then.
-
-What such a node contributes lies under all the steps that follow, and an optimizer with momentum carries it
-through them: at once it would move the parameters as far as in its turn by and by. So it is shown by and by:
-of what late contributions have made and what is not shown yet, a tenth at once, and a tenth of the rest with
-each iteration that becomes pending. Where nothing is pending, local parameters are the global ones, which
-know nothing of this.
+A late contribution comes before all later pending steps, and momentum carries it through them. It would move
+the parameters at once as far as it would have moved them over many iterations. So it is blended in: 10 % at
+once, then 10 % of the rest with each iteration that becomes pending. If nothing is pending, local parameters
+equal the global ones.
 
 Source: docs/peers.md, "What a step does".
 """
@@ -33,46 +29,53 @@ from torch import Tensor
 from atoll.exchange.globalparameters import Contribution, GlobalParameters, Step, Whose
 from atoll.tensors.shardoptimizer import Scratch, ShardOptimizer
 
-_WORTH_KEEPING = 4  # steps: to copy values and state costs about two
-_STAYS = 0.9  # of what is not shown, with each iteration more: so a momentum of 0.9 would show it in its turn
-_SHOWN = 160  # iterations after which nothing is left of it: 0.9 ** 160 is below single precision's rounding
+_WORTH_KEEPING = 4  # least steps to keep in the twin: a copy of values and state costs about two steps
+_STAYS = 0.9  # part still hidden after one more iteration: a momentum of 0.9 would show it at that pace
+_SHOWN = 160  # iterations until all is shown: 0.9 ** 160 is below single precision's rounding
 
 
 @dataclass(frozen=True)
 class Pending:
-    """The contributions that are there of an iteration that is not applied yet, in order of node."""
+    """The received contributions, in order of node, to an iteration that is not applied yet."""
 
     iteration: int
     contributions: Sequence[Contribution]
 
 
 class Overlay:
-    """Writes local parameters: `parameters`, and over them what is pending. To be used by the thread that
-    applies, for it may step them and take that back."""
+    """Writes local parameters: global `parameters`, advanced by pending contributions.
+
+    Only the thread that applies iterations may use it, since it steps the parameters and undoes the steps.
+    """
 
     def __init__(self, parameters: GlobalParameters) -> None:
         self._parameters = parameters
         self._twin: ShardOptimizer | None = None
-        self._since = self._replaced = 0  # the global iteration that the twin began with
-        self._kept: list[tuple[int, Whose]] = []  # iterations that it has stepped from there
-        self._hidden: dict[int, Tensor] = {}  # by chunk: what late contributions have made, and is not shown
-        self._newest = self._late = 0  # iterations: the newest pending one, and that when one last came late
+        self._since = 0  # global iteration from which the twin began
+        self._replaced = 0  # count of the global parameters' replacements at that time
+        self._kept: list[tuple[int, Whose]] = []  # iterations that the twin has stepped
+        self._hidden: dict[int, Tensor] = {}  # by chunk: effect of late contributions that is not shown yet
+        self._newest = 0  # newest pending iteration
+        self._late = 0  # newest pending iteration when a contribution last came late
 
     @torch.no_grad()
     def write(self, into: Mapping[int, Tensor], waiting: Sequence[Pending]) -> None:
-        """Write every trainable chunk's local parameters into `into` (see HostMemory.buffer). `waiting`: the
-        pending iterations in order; with none, what is written are the global parameters. Those, and the
-        optimizer's state, are afterwards what they were."""
+        """Write local parameters; the global ones and the optimizer's state are unchanged afterwards.
+
+        Args:
+            into: for each trainable chunk, a flat tensor for the result (HostMemory.buffer).
+            waiting: the pending iterations in order; if empty, the global parameters are written.
+        """
         parameters = self._parameters
         prepared = (parameters.prepare(each.iteration, each.contributions) for each in waiting)
         steps = [step for step in prepared if step is not None]
         have = self._made_of(steps)  # steps that the twin has made
-        late = self._made_before(steps) if have == 0 else 0  # and those that are to be made again
-        keep = max(have, late, _settled(steps))  # and those that it is to have
+        late = self._made_before(steps) if have == 0 else 0  # steps to make again, with a late contribution
+        keep = max(have, late, _settled(steps))  # steps that the twin has made at the end
         begin, twin = have == 0, self._twin
         if keep and twin is None:
             twin = self._twin = parameters.twin()
-        self._kept = []  # nothing is known of it if this fails
+        self._kept = []  # in case the write fails
         stays = self._see_to_hidden(steps, late > 0)
 
         def write(chunk: int, scratch: Scratch) -> None:
@@ -108,7 +111,7 @@ class Overlay:
         self._kept = [(step.iteration, step.whose) for step in steps[:keep]]
 
     def _see_to_hidden(self, steps: Sequence[Step], late: bool) -> float:
-        """Have memory for what is not shown, while there is any of it; which part of it stays so."""
+        """Allocate or drop the memory of hidden effects; returns the part of them that stays hidden."""
         before, self._newest = self._newest, steps[-1].iteration if steps else self._parameters.iteration
         if late:
             self._late = self._newest
@@ -121,9 +124,11 @@ class Overlay:
         return _STAYS ** max(0, self._newest - before)
 
     def _made_before(self, steps: Sequence[Step]) -> int:
-        """How many of these steps lead to where the twin has made them without what came late since; 0 where
-        that is not known, or where most of an iteration's contributions came since: so it is on a slow
-        network, where those who are late have not seen what they come under."""
+        """Return the number of steps that the twin has made without a contribution that came late.
+
+        0 if that is unknown, or if most contributions to an iteration came late. That happens on a slow
+        network, where late nodes have not seen the steps that follow.
+        """
         if not self._kept or self._replaced != self._parameters.replaced:
             return 0
         here = self._parameters.made | {step.iteration: step.whose for step in steps}
@@ -136,8 +141,10 @@ class Overlay:
         return next((number for number, step in enumerate(steps, 1) if step.iteration == last), 0)
 
     def _made_of(self, steps: Sequence[Step]) -> int:
-        """How many of these steps, from the first on, the twin has made of the global parameters as they are;
-        0 where it has made anything else."""
+        """Return the number of first steps that the twin has made from the present global parameters.
+
+        0 if the twin has made other steps.
+        """
         now, known = self._parameters.iteration, self._parameters.made
         if self._replaced != self._parameters.replaced:
             return 0
@@ -150,8 +157,11 @@ class Overlay:
 
 
 def _settled(steps: Sequence[Step]) -> int:
-    """How many of these steps, from the first on, will be the same for a while: up to where each node has
-    contributed that is not far behind. (When one that is contributes, all are made again.)"""
+    """Return the number of first steps that will not change soon, for the twin to keep.
+
+    They end at the earliest latest contribution of a node, among nodes that are not far behind. A
+    contribution of a node that is far behind changes all steps.
+    """
     last: dict[int, int] = {}
     for number, step in enumerate(steps, start=1):
         last.update({node: number for node, _ in step.whose})

@@ -1,4 +1,4 @@
-"""The parts of the nodes' meetings that are here."""
+"""The nodes' parts of meetings, collected until a meeting can be assembled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Part(NamedTuple):
 
 
 class MeetingParts:
-    """By key; `since` is the first meeting that this node takes part in."""
+    """Parts of meetings by key; `since` is the number of the first meeting that this node takes part in."""
 
     def __init__(self) -> None:
         self.since = 0
@@ -35,15 +35,15 @@ class MeetingParts:
         self._parts[key] = _Part(what, payload, since, stand)
 
     def message(self, key: Key) -> tuple[MeetingPart, bytes]:
-        """A part as it goes to another node, and its payload."""
+        """Return the message that sends a part to another node, and its payload."""
         part = self._parts[key]
         message = MeetingPart(key=key, what=part.what, since=part.since, stand=part.stand)
         return message, part.payload
 
     def meet(self, number: int, keys: Sequence[Key]) -> Met:
-        """Assemble the meeting of these parts, in order of node.
+        """Assemble meeting `number` from the parts `keys`, in order of node.
 
-        Raises MismatchError where nodes meet for different reasons: their scripts make different calls.
+        Raises MismatchError if the nodes' scripts make different calls.
         """
         stands = [part.stand for key in keys if (part := self._parts[key]).stand is not None]
         if not are_consistent(each.stand for each in stands):

@@ -1,9 +1,9 @@
-"""A node's CPU side at work: one loop that hears worker and nodes and does what the decisions say, beside one
-thread that computes.
+"""The loop of a node's CPU side: it handles messages of worker and nodes, and carries out the decisions.
 
-The decisions (`peers.node`) know contributions by their keys; here are the payloads, the sockets and the
-clock. What the worker says is its own count of iterations, which is the decisions' shifted by what a
-checkpoint had made before. Source: docs/peers.md.
+A second thread computes. The decisions (`peers.node`) know contributions by their keys; payloads, sockets and
+the clock are here. The worker's count of iterations includes those before a loaded checkpoint, and the
+decisions' count does not.
+Source: docs/peers.md.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ _ENDED = "the worker has closed its socket"
 
 
 class CpuSideProcess:
-    """Serves the worker at the other end of `post`, until that is done or gone (PostClosedError). `watch` can
-    be read from once its process has ended (-1: nothing tells). `service` is there once the worker has said
-    Begin."""
+    """Serves the worker at the other end of `post` until it closes (PostClosedError).
+
+    Args:
+        post: the connection to the worker.
+        watch: a descriptor that becomes readable when the worker's process ends; -1 for none.
+
+    Attributes:
+        service: the CPU side's parts; None before the worker's Begin.
+    """
 
     def __init__(self, post: Post, watch: int) -> None:
         self._post, self._watch = post, watch
@@ -45,12 +51,12 @@ class CpuSideProcess:
             self._work.close()
 
     def run(self) -> None:
-        """Serve until the worker is gone: PostClosedError. Raises, too, what the run cannot go on with."""
+        """Serve until an error ends the run; PostClosedError means that the worker is gone."""
         while True:
             self.turn()
 
     def turn(self) -> None:
-        """Wait for something to happen, and see to it."""
+        """Wait for events, and handle them."""
         self._wait()
         if self._watch >= 0 and select.select([self._watch], [], [], 0)[0]:
             raise PostClosedError(_ENDED)

@@ -1,4 +1,4 @@
-"""When the worker gets new parameters: they are written into shared memory, and announced."""
+"""Publication of new parameters to the worker, through shared memory."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from atoll.wire.peers import Key
 
 
 class Publishing:
-    """`wanted` is what the worker waits for; None: it computes."""
+    """Publishes parameters when the thread is free; `wanted` is the worker's wait, None while it computes."""
 
     def __init__(self, stage: Stage, work: Work, telling: Telling) -> None:
         self._stage, self._work, self._telling = stage, work, telling
-        self._is_due = False  # there is something newer to publish than what was
+        self._is_due = False  # parameters have changed since the latest publication
         self.wanted: d.Want | None = None
 
     def clear(self) -> None:
-        """Another model is set up."""
+        """Begin anew for another model."""
         self._is_due, self.wanted = False, None
 
     def due(self) -> None:
-        """There is something newer."""
+        """Note that parameters have changed."""
         self._is_due = True
 
     def want(self, message: d.Want) -> None:
-        """The worker waits."""
+        """Note that the worker waits for parameters."""
         self.wanted, self._is_due = message, True
         self._telling.wait_begins()
 
     def contributed(self) -> None:
-        """The worker has contributed, and waits no longer."""
+        """Note that the worker has contributed, and so no longer waits."""
         if self._stage.publishes_own:
             self._is_due = True
         self.got()
@@ -45,7 +45,7 @@ class Publishing:
         self._telling.counting.waits(False)
 
     def go_on(self) -> None:
-        """Have the next thing computed; where there is nothing else, what the worker may take."""
+        """Start the next computation; if there is no other, write parameters for the worker."""
         stage = self._stage
         if self._work.start_next() or not (self._is_due and stage.is_ready and stage.entering is None):
             return
@@ -57,7 +57,7 @@ class Publishing:
         node = stage.introduced
         least = self.wanted.least - model.shift if self.wanted is not None else 0
         if buffer is None or node.applied < least:
-            return  # a Release, or an Apply, comes
+            return  # a Release or an applied iteration comes first
         self._is_due, began = False, time.monotonic()
         taken, through = node.applied, node.iteration if stage.publishes_own else node.applied
         waiting = self._pending(model, taken) if stage.publishes_own else []
@@ -67,17 +67,17 @@ class Publishing:
                 return
             model.buffers.announce(buffer)
             shift, seconds = model.shift, time.monotonic() - began
-            told = d.Published(
+            message = d.Published(
                 buffer=buffer, taken=taken + shift, through=max(taken, through) + shift, seconds=seconds
             )
-            self._telling.send(told)
-            if self.wanted is not None and told.taken >= self.wanted.least:
+            self._telling.send(message)
+            if self.wanted is not None and message.taken >= self.wanted.least:
                 self.got()
 
         self._work.start(lambda: model.publish(buffer, waiting), published)
 
     def _pending(self, model: Trained, applied: int) -> list[Any]:
-        """What is here of each iteration that is not applied yet, in order."""
+        """Return the contributions that the overlay shows, for each pending iteration in order."""
         own, overlay = self._stage.introduced.life, self._stage.begin.overlay
         by_iteration: dict[int, list[Key]] = {}
         for key in model.assembly:

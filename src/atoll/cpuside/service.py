@@ -1,4 +1,4 @@
-"""A node's CPU side, put together."""
+"""The parts of a node's CPU side, and their turn of work."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ from atoll.cpuside.telling import Telling
 from atoll.net.post import Post
 from atoll.wire import device as d
 
-_LONGEST_WAIT = 0.25  # seconds, for what no message announces
-_TURN_SECONDS = 0.5  # of a turn, at most: what is beyond was an absence
+_LONGEST_WAIT = 0.25  # seconds: some conditions change without a message
+_TURN_SECONDS = 0.5  # the longest normal turn; the time beyond counts as absence
 
 
 class Service:
-    """What a CPU side is from the worker's first message on, `begin`. `work` computes beside it, and `epoll`
-    says when there is something to read."""
+    """A CPU side after the worker's first message.
+
+    Args:
+        begin: the worker's first message.
+        post: the connection to the worker.
+        work: the thread that computes.
+        epoll: watches the descriptors of the process.
+    """
 
     def __init__(self, begin: d.Begin, post: Post, work: Work, epoll: select.epoll) -> None:
         self._work = work
-        self._turned = time.monotonic()  # when the last turn was
+        self._turned = time.monotonic()  # time of the latest turn
         self._telling = telling = Telling(post, begin.stale_max)
         self.stage = stage = Stage(begin)
         self.others = others = Others(begin, telling)
@@ -54,14 +60,14 @@ class Service:
         telling.send(d.Listening(address=others.network.address))
 
     def idle(self, wake: int) -> None:
-        """Wait for something to happen here, or until `wake` can be read from."""
+        """Wait for a message of a node, the next deadline, or until `wake` becomes readable."""
         timeout, node = _LONGEST_WAIT, self.stage.node
         if node is not None:
             timeout = min(timeout, max(0.0, node.deadline - time.monotonic()))
         self.others.network.wait(timeout, wake, self.others.clients)
 
     def go_on(self) -> None:
-        """See to all that has come, but for the worker's messages, and to what is due."""
+        """Handle all events except the worker's messages, and everything that is due."""
         self._note_absence()
         self._states.take()
         self._hearing.go_on()
@@ -72,7 +78,7 @@ class Service:
         self._free_slots()
 
     def _note_absence(self) -> None:
-        """While this process itself got no CPU, or was stopped, no node was silent."""
+        """Tell the decisions of time in which this process did not run: no node was silent then."""
         now = time.monotonic()
         absent, self._turned = now - self._turned - _TURN_SECONDS, now
         if absent > 0 and self.stage.node is not None:
@@ -87,7 +93,7 @@ class Service:
         else:
             self._settingup.go_on()
         if self._telling.is_time(now) and stage.node is not None:
-            # Whatever the worker waits for then, that is why it waits in vain: it is told again and again.
+            # Without a majority every wait of the worker is in vain, so the reason is repeated.
             waits = stage.node.waits
             lost = bool(waits.lost_majority())
             wants = self._publishing.wanted is not None or bool(self._states.asked)

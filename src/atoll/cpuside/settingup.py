@@ -1,4 +1,4 @@
-"""How the worker and its CPU side come to train the same as all other nodes."""
+"""Agreement of all nodes on their members and on the model to train."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from atoll.wire.peerviews import Life, Member, View
 
 
 class SettingUp:
-    """The introduction of the nodes, and the set-ups of what is trained."""
+    """Introduces the nodes to each other, and sets up models once all members have equal ones."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class SettingUp:
         self._stage, self._others, self._acting, self._work = stage, others, acting, work
         self._publishing, self._states = publishing, states
         self._history, self._telling = history, telling
-        self._since: float | None = None  # of a set-up that is not agreed on yet
+        self._since: float | None = None  # begin of a set-up that not all members have made yet
 
     def introduce(self, message: d.Introduce) -> None:
-        """These are the nodes of the run; this one founds it with them, or comes late."""
+        """Take the run's nodes from the worker; this node founds the run with them, or comes late."""
         stage, begin = self._stage, self._stage.begin
         self._others.introduce(message)
         if message.late:
@@ -63,7 +63,7 @@ class SettingUp:
         self._acting.do(stage.node.poll(time.monotonic()))
 
     def set_up(self, message: d.SetUp, descriptors: list[int]) -> None:
-        """The worker trains this from now on."""
+        """Set up the worker's model, in place of an earlier one."""
         stage = self._stage
         iteration = stage.node.applied if stage.node is not None else 0
         if stage.node is not None and stage.node.iteration != iteration:
@@ -83,12 +83,15 @@ class SettingUp:
             self._others.network.set_up(message.digest, number)
             self._since = time.monotonic()
 
-        # Making the optimizer takes seconds, the first time: torch imports what it needs for it.
+        # The first optimizer of a process takes seconds, in which torch imports modules.
         codec = stage.begin.codec
         self._work.answer(lambda: Trained(message, descriptors, iteration, stage.wants, codec), is_set_up)
 
     def go_on(self) -> None:
-        """Go on once all members train the same."""
+        """Let the worker begin once all members have set up equal models.
+
+        Raises DeadlineError after sync.timeout, and UserError if a member trains another model.
+        """
         if self._since is None:
             return
         stage, begin = self._stage, self._stage.begin
@@ -107,8 +110,7 @@ class SettingUp:
             )
 
     def _missing(self) -> list[str]:
-        """The members that have not set up what this node has. Raises UserError where one trains another
-        model."""
+        """Return the members that have not made this set-up; raises UserError if one has another model."""
         stage, network = self._stage, self._others.network
         node, setup, missing = stage.begin.node, stage.model.setup, []
         assert stage.view is not None
@@ -128,7 +130,7 @@ class SettingUp:
         return missing
 
     def _begin(self, stage: Stage) -> None:
-        """The worker may begin, with what is in buffer 0."""
+        """Let the worker begin with the parameters in buffer 0."""
         node, model = stage.introduced, stage.model
         self.tell_ready(node.iteration + model.shift, node.life.incarnation)
         model.buffers.announce(0)
@@ -136,7 +138,10 @@ class SettingUp:
         self._telling.send(d.Published(buffer=0, taken=taken, through=taken))
 
     def tell_ready(self, first: int, incarnation: int, meeting: int = 0, script: bytes = b"") -> None:
-        """The worker may begin; `first` is its first iteration, as it counts."""
+        """Let the worker begin at iteration `first`, in the worker's count.
+
+        `meeting` and `script` are those of the script that a newcomer continues.
+        """
         self._stage.is_ready = True
         ready = d.Ready(
             iteration=first, incarnation=incarnation, meeting=meeting, script=script, door=self._states.door
@@ -144,7 +149,7 @@ class SettingUp:
         self._telling.send(ready)
 
     def entered(self, number: int) -> None:
-        """This node came in when the members had made `number` set-ups."""
+        """Adopt the members' number of set-ups as this node comes in."""
         stage, self._since = self._stage, None
         stage.uncounted += number - stage.number
         stage.number = number

@@ -1,4 +1,4 @@
-"""Whether the processes of a node of this machine live that is silent, or makes no iteration."""
+"""A check whether the processes of a node live that is silent or makes no iteration, on this machine."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from atoll.cpuside.guests import Guests
 from atoll.peers.watch import SILENT
 from atoll.wire.peerviews import Life
 
-_TELL_SECONDS = 60.0  # from one line on a silent node that lives to the next
+_TELL_SECONDS = 60.0  # between two lines on one silent node that lives
 
 
 class SilentNodes:
-    """Looks at the processes of nodes that others would remove. `guests` knows which process a node said that
-    it is; `tell(subject, what, reason)` notes a decision."""
+    """Judges whether nodes that others would remove are alive.
+
+    Args:
+        guests: the nodes that have greeted this one, with the process that each named as its own.
+        tell: reports a decision; called with its subject, the choice and the reason.
+    """
 
     def __init__(self, guests: Guests, tell: Callable[[str, str, str], None]) -> None:
         self._guests, self._tell, self._vouching = guests, tell, Vouching()
         self._tell_again_at: dict[int, float] = {}  # by node; monotonic
 
     def judge(self, life: Life, lack: str, seconds: float, most: float) -> Judgement:
-        """Return whether a node lives that lacks words or iterations (`lack`) for so many seconds. Who lives
-        and computes is waited for at most `most` seconds. That a node is waited for is told once a minute.
+        """Judge a node that lacks messages or iterations (`lack`) for `seconds` seconds.
 
-        Words come from its CPU side. Iterations take its worker too, which is the CPU side's parent.
+        A process that lives and computes counts as alive for at most `most` seconds. Reports a node that is
+        waited for at most once a minute. Messages come from the node's CPU side. Iterations also take its
+        worker, the CPU side's parent.
         """
         origin = self._guests.origin(life.node, life.incarnation)
         origins = [origin] if lack == SILENT else [parent_of(origin), origin]

@@ -1,4 +1,4 @@
-"""Where a node is in its run, for all parts of its CPU side."""
+"""A node's place in its run, shared by all parts of its CPU side."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from atoll.wire import device as d
 from atoll.wire.peers import Key
 from atoll.wire.peerviews import Life, View
 
-_PROGRESS = (0.1, 0.5)  # of sync.timeout: the least and the most for an iteration that all others wait for
+_PROGRESS = (0.1, 0.5)  # parts of sync.timeout: least and most for an iteration that all others wait for
 
 
 class Stage:
-    """In which of its lives a node is, among whom, and what it trains.
+    """The state of a node: its present life, the members around it, and the model.
 
     Attributes:
         node: the decisions of this life; None before the worker's Introduce, and between two lives.
-        view: the newest that the node is in.
+        view: the newest view that includes the node.
         lives: the members of the view, by node.
-        newest: the view by which an earlier node of this process was removed.
-        entering: what a node that comes in has so far; None: it is a member.
-        resuming: the incarnation to which the worker is to say Resumed.
-        trained: what the worker has set up.
-        number: of set-ups, as all nodes count them.
-        uncounted: those that the worker was not in.
-        is_ready: the worker has had Ready.
+        newest: the view that removed an earlier life of this process.
+        entering: the progress of a node that comes in; None for a member.
+        resuming: the incarnation for which the worker's Resumed is awaited.
+        trained: the model that the worker has set up.
+        number: the number of the latest set-up, in the count of all nodes.
+        uncounted: set-ups that the worker has missed.
+        is_ready: the worker has been sent Ready.
     """
 
     def __init__(self, begin: d.Begin) -> None:
@@ -47,12 +47,12 @@ class Stage:
         self.is_ready = False
 
     def see(self, view: View) -> None:
-        """This view holds from now on."""
+        """Adopt a view."""
         self.view = view
         self.lives = {each.life.node: each.life for each in view.members}
 
     def leave(self, entering: Entering, newest: View) -> None:
-        """The life is over: the next one enters."""
+        """End the present life and begin to enter as the next one."""
         self.node, self.view, self.lives = None, None, {}
         self.entering, self.newest = entering, newest
 
@@ -70,34 +70,34 @@ class Stage:
 
     @property
     def shift(self) -> int:
-        """How many more iterations the worker counts than the decisions do."""
+        """The worker's count of iterations minus the decisions'."""
         return self.trained.shift if self.trained is not None else 0
 
     @property
     def is_over(self) -> bool:
-        """Whether what the worker says is of a life that is over, which it may not know yet."""
+        """True while the worker may speak of a life that is over, which it does not know yet."""
         return self.entering is not None or self.resuming is not None
 
     @property
     def publishes_own(self) -> bool:
-        """Whether parameters with an own contribution over them are of use before it is applied."""
+        """True if the worker uses parameters with its own contribution before that is applied."""
         return self.begin.overlay != "none" and self.begin.stale_max > 0
 
     @property
     def most_script(self) -> int:
-        """Bytes that a script's own state may take."""
+        """The most bytes of a script's own state."""
         return most_script(most_bytes(self.model.globals))
 
     def wants(self, key: Key) -> bool:
-        """Whether the payload of `key` is taken now."""
+        """True if a contribution or a part of a meeting with this key is taken now."""
         return self.node is not None and not self.node.refusal(key)
 
     def settings(self) -> Settings:
-        """What the decisions go by."""
+        """Return the settings of the decisions, from the run's configuration."""
         begin = self.begin
-        # A node may evaluate alone, or compile, for as long as a script may: it answers meanwhile.
+        # A node that evaluates alone or compiles may take long, as in any script: it answers meanwhile.
         fixed: dict[str, Any] = {"progress": (begin.timeout * _PROGRESS[0], begin.timeout * _PROGRESS[1])}
-        if begin.patience > USUAL_SECONDS:  # of silence, too
+        if begin.patience > USUAL_SECONDS:
             fixed["silence"] = tuple(each * begin.patience / USUAL_SECONDS for each in Settings.silence)
         if begin.round_timeout > 0:
             fixed["round"] = (begin.round_timeout, begin.round_timeout)

@@ -1,4 +1,4 @@
-"""The state that a node takes over from another when it joins: asked for, given in pieces, put together."""
+"""Transfer of a member's state to a node that joins: request, pieces, and assembly."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from atoll.wire.nodes import Lacks, Takeover
 from atoll.wire.peerviews import Life
 
 _PIECE = 2**24  # bytes of a message
-_ASK_SECONDS = 5.0  # without an answer, after which it is asked again: the asked may not know us yet
-_STALL_SECONDS = 15.0  # without a piece, after which another node is asked
+_ASK_SECONDS = 5.0  # wait for an answer before asking again: the source may not know this node yet
+_STALL_SECONDS = 15.0  # wait for a piece before another node is asked
 
 
 @dataclass
 class Giver:
-    """Who asks this node for its state, and has not got it yet."""
+    """Open requests of other nodes for this node's state."""
 
-    asked: dict[int, Lacks] = field(default_factory=dict)  # the latest wish of each node
+    asked: dict[int, Lacks] = field(default_factory=dict)  # latest request of each node
 
     def handle(self, sender: int, message: Lacks) -> None:
-        """Note what node `sender` wants for itself."""
+        """Note a request of node `sender` for itself; requests in another node's name are ignored."""
         if message.life.node == sender:
             self.asked[sender] = message
 
     def due(self, applied: int, is_member: Callable[[Life], bool]) -> list[Life]:
-        """Those to whom the state can be given now; each is handed out once."""
+        """Remove and return the requests that can be met: the node is a member, and its `base` is applied."""
         due = [each.life for each in self.asked.values() if applied >= each.base and is_member(each.life)]
         for life in due:
             del self.asked[life.node]
@@ -44,35 +44,51 @@ def give(
     applied: Sequence[Applied],
     consumed: float,
 ) -> None:
-    """Send a state, with the composition of its latest iterations, to a node.
+    """Send a packed state to a node.
 
-    Nothing may change the state while it is sent. `consumed` is the number of samples behind the state.
+    Args:
+        network: the connections to nodes.
+        to: number of the receiving node.
+        raw: the packed state, which must not change while it is sent.
+        iteration: the state's global iteration.
+        shift: the scripts' count of iterations minus `iteration`'s.
+        applied: contributions of the latest iterations.
+        consumed: samples of all iterations so far.
     """
     for start, piece in pieces_of(raw):
-        made_of = list(applied) if start == 0 else []
-        told = Takeover(
+        message = Takeover(
             iteration=iteration,
             start=start,
             total=raw.nbytes,
             shift=shift,
-            applied=made_of,
+            applied=list(applied) if start == 0 else [],
             consumed=consumed,
         )
-        network.send_chunk(to, told, piece)
+        network.send_chunk(to, message, piece)
 
 
 class Pieces:
-    """Bytes that come in pieces one after the other, `most` of them, put together. A piece that comes out of
-    order begins nothing: it is of an answer whose beginning was lost, or of another."""
+    """Assembles up to `most` bytes from consecutive pieces.
+
+    A piece out of order is ignored: the beginning of its answer was lost, or it belongs to another answer.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._of: object = None
+        self._of: object = None  # identity of the answer
         self._raw, self.got = bytearray(), 0
 
     def add(self, of: object, start: int, total: int, payload: memoryview | None) -> bool:
-        """Take a piece of `of`, from byte `start` of `total`; False for one that does not go on with what is
-        here. What it says is looked at before memory is taken."""
+        """Add a piece; returns False if it does not continue the pieces so far.
+
+        Sizes are checked before memory is allocated.
+
+        Args:
+            of: identity of the answer that the piece belongs to.
+            start: offset of the piece, in bytes.
+            total: bytes of the whole answer.
+            payload: the piece's bytes.
+        """
         size = payload.nbytes if payload is not None else 0
         if of is None or total > self._most or start + size > total:
             return False
@@ -87,26 +103,38 @@ class Pieces:
 
     @property
     def whole(self) -> memoryview | None:
-        """All of it, once it is here."""
+        """The whole answer once it is complete, else None."""
         return memoryview(self._raw) if self._of is not None and self.got == len(self._raw) else None
 
 
 def pieces_of(raw: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """What goes into a message each, and where it begins; one of nothing, if there is nothing."""
+    """Split bytes into pieces for messages; yields each with its offset, and one empty piece for no bytes."""
     for start in range(0, max(raw.nbytes, 1), _PIECE):
         yield start, raw[start : start + _PIECE]
 
 
 class Taker:
-    """Asks `source` for its state at global iteration `base` or later, for this node in the life `life`.
-    `most` bytes is what it may have."""
+    """Takes over the state of another node.
+
+    Args:
+        network: the connections to nodes.
+        life: the life of this node.
+        source: number of the node that gives its state.
+        base: the least global iteration of the state.
+        most: largest accepted size of the state in bytes.
+
+    Attributes:
+        shift: the scripts' count of iterations minus the state's.
+        applied: contributions of the state's latest iterations.
+        consumed: samples of all of the state's iterations.
+    """
 
     def __init__(self, network: Network, life: Life, source: int, base: int, most: int) -> None:
         self.source, self._network, self._life, self._base = source, network, life, base
         self._pieces = Pieces(most)
         self.shift = 0
-        self.applied: list[Applied] = []  # what the state's latest iterations were made of
-        self.consumed = 0.0  # the samples of all of its iterations
+        self.applied: list[Applied] = []
+        self.consumed = 0.0
         self._began = self._asked_at = time.monotonic()
         self._heard_at = self._began
         self._ask()
@@ -116,7 +144,7 @@ class Taker:
         self._network.send(self.source, Lacks(life=self._life, base=self._base))
 
     def handle(self, sender: int, message: Takeover, payload: memoryview | None) -> memoryview | None:
-        """Take a piece; the whole once it is there."""
+        """Add a piece; returns the whole state once it is complete."""
         if sender != self.source or message.iteration < self._base:
             return None
         of = message.iteration, message.shift
@@ -128,7 +156,10 @@ class Taker:
         return self._pieces.whole
 
     def stalled(self) -> str:
-        """Why another node is to be asked; empty while this one may yet answer. Asks again now and then."""
+        """Return the reason to ask another node, or "" while the source may still answer.
+
+        Repeats the request until the first piece comes.
+        """
         now = time.monotonic()
         if now > self._heard_at + _STALL_SECONDS:
             return f"nothing of its state came for {now - self._heard_at:.1f} s"

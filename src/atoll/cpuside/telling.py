@@ -1,4 +1,4 @@
-"""What a node's CPU side tells its worker beside its answers: decisions, what it waits for, and figures."""
+"""Reports of a node's CPU side to its worker: decisions, reasons for waits, and figures."""
 
 from __future__ import annotations
 
@@ -13,60 +13,62 @@ from atoll.net.post import Post
 from atoll.peers.outputs import Note
 from atoll.wire import device as d
 
-_WAITING_EACH = 0.5  # seconds between two words on what the worker waits for
-_ROUNDS_EACH = 1.0  # seconds between two rounds that are told of: they are counted, and there may be many
+_WAITING_EACH = 0.5  # seconds between two messages on the reason of a wait
+_ROUNDS_EACH = 1.0  # seconds between two reported rounds: there may be many, and all are counted
 
 
 class Telling:
-    """Speaks to the worker. `counting` has the figures that it tells."""
+    """Sends reports to the worker; `counting` has the figures."""
 
     def __init__(self, post: Post, stale_max: int) -> None:
         self._post = post
         self.counting = Counting(stale_max)
-        self._waiting_told, self._waiting_at = "", 0.0
-        self._round_told_at = 0.0
+        self._waiting_sent, self._waiting_at = "", 0.0
+        self._round_sent_at = 0.0
 
     def send(self, message: d.DeviceMessage) -> None:
         self._post.send(message)
 
     def told(self, what: str, choice: str, reason: str) -> None:
-        """Tell of a decision (core.events.Decided); with an empty choice, a warning."""
+        """Report a decision (core.events.Decided); with an empty choice, a warning."""
         self.send(d.Told(what=what[:256], choice=choice[:4000], reason=reason[:4000]))
 
     def note(self, note: Note) -> None:
-        """Tell of a note of the decisions', and count it."""
+        """Count a note of the decisions and report it; rounds are reported once a second."""
         self.counting.note(note)
         now, is_round = time.monotonic(), note.what.startswith("round")
-        if not is_round or now > self._round_told_at + _ROUNDS_EACH:
-            self._round_told_at = now if is_round else self._round_told_at
+        if not is_round or now > self._round_sent_at + _ROUNDS_EACH:
+            self._round_sent_at = now if is_round else self._round_sent_at
             self.told(note.what, note.about or note.what, note.reason)
 
     # -- what is waited for -------------------------------------------------------------------------------
 
     def wait_begins(self) -> None:
-        """The worker waits from now on."""
-        self._waiting_told, self._waiting_at = "", time.monotonic()
+        """Note that the worker begins to wait."""
+        self._waiting_sent, self._waiting_at = "", time.monotonic()
         self.counting.waits(True)
 
     def is_time(self, now: float) -> bool:
-        """Whether the worker should hear again what it waits for."""
+        """True if the next message on the worker's wait is due at `now`."""
         return now > self._waiting_at + _WAITING_EACH
 
     def waiting(self, lines: Sequence[str], asking: Sequence[Asked], *, again: bool) -> None:
-        """Tell the worker, and who is `asking` for the optimizer's state, what they wait for; `again`: also
-        where they have heard so."""
+        """Send the reasons of a wait to the worker, and to those `asking` for the optimizer's state.
+
+        Reasons that were just sent are sent once more only with `again`.
+        """
         self._waiting_at = time.monotonic()
-        told = "; ".join(lines[:4])[:4000]
-        if told and (again or told != self._waiting_told):
-            self._waiting_told = told
-            self.send(d.Waiting(what=told))
+        reasons = "; ".join(lines[:4])[:4000]
+        if reasons and (again or reasons != self._waiting_sent):
+            self._waiting_sent = reasons
+            self.send(d.Waiting(what=reasons))
             for each in asking:
-                each.answer(d.Waiting(what=told))
+                each.answer(d.Waiting(what=reasons))
 
     # -- figures ------------------------------------------------------------------------------------------
 
     def figures(self, counts: Counts, model: Trained | None, *, now: bool) -> None:
-        """Tell the figures, if it is time and there is news; `now`: without waiting for the time."""
+        """Send the figures if a report is due and any has changed; with `now` a report is always due."""
         figures = self.counting.due(
             counts.bytes_in,
             counts.bytes_out,

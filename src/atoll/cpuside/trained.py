@@ -1,8 +1,7 @@
-"""What a node's CPU side holds of the model: the shared memory, contributions, the global parameters, and the
-local ones that it publishes.
+"""The model on a node's CPU side: shared memory, contributions, global parameters, and published local ones.
 
-What computes is done on one thread (calculating.py), in order; the rest on the one that speaks with others.
-Iterations here are the decisions' own: `shift` higher or lower by the script's count.
+Methods that compute run on the calculating thread (calculating.py), in order; all others on the thread that
+exchanges messages. Iterations are in the decisions' count; the script's count is higher by `shift`.
 """
 
 from __future__ import annotations
@@ -39,11 +38,16 @@ from atoll.wire.peerviews import Life
 
 
 class Trained:
-    """The model that `setup` describes, at global iteration `iteration`. `descriptors` came with it, and are
-    closed. `life` is this node's, and `wanted(key)` whether a contribution that comes may be kept.
-    Gradients travel by the `codec`; all that is here is as it is read.
+    """The model of one set-up.
 
-    Raises UserError for an optimizer, a state or a codec that cannot be run here.
+    Raises UserError for an optimizer, a state or a codec that this process cannot run.
+
+    Args:
+        setup: the worker's message.
+        descriptors: the files that came with the message; closed here, or owned by `memory`.
+        iteration: the global iteration at which the model begins.
+        wanted: returns False for the key of a contribution that must not be kept.
+        codec: name of the codec that writes gradients for other nodes.
     """
 
     def __init__(
@@ -81,9 +85,9 @@ class Trained:
         self.overlay = Overlay(self.globals)
         self.buffers = Buffers(setup.buffers)
         self.assembly = Assembly(layout, len(setup.hyperparameters), wanted, self.coding)
-        # Of this node's own contributions: what their code drops goes along with the next.
+        # Error feedback: the next own contribution carries the part that the codec has dropped.
         self.feedback = Feedback(layout.trainable, dict.fromkeys(self.chunks, 0), LinkOptions(), self.coding)
-        # Iterations of this node's own whose slots are in use, and what may still read them.
+        # Iterations of own contributions in slots, with the arrays that may still read each slot.
         self._slots: dict[int, list[weakref.ref[numpy.ndarray[Any, Any]]]] = {}
         self._in_slots: dict[int, Key] = {}
         self._freed = iteration
@@ -92,7 +96,10 @@ class Trained:
     # -- this node's contributions ------------------------------------------------------------------------
 
     def keep_own(self, life: Life, given: Contribute) -> Key:
-        """Take this node's own contribution, which lies in its slot."""
+        """Keep this node's own contribution, which lies in a slot of the shared memory.
+
+        Raises UserError for a contribution that does not fit the model.
+        """
         iteration = given.iteration - self.shift
         arrays = [_bytes_of(flat) for flat in self.memory.gradients(given.iteration).values()]
         self._slots[iteration] = [weakref.ref(array) for array in arrays]
@@ -118,8 +125,10 @@ class Trained:
         return key
 
     def _code(self, iteration: int, given: Contribute, place: int) -> Buffer | None:
-        """Write a chunk of this node's own contribution by the codec, and put what the others will read in
-        its slot; None: it goes as it is."""
+        """Encode a chunk of this node's own contribution, and put the decoded values into its slot.
+
+        Returns None if the codec does not write chunks of this dtype.
+        """
         chunk, dtype = self.chunks[place], self._dtypes[place]
         if not self.coding.writes(str(dtype).removeprefix("torch.")):
             return None
@@ -129,27 +138,29 @@ class Trained:
         return written.payload
 
     def settle_own(self, iteration: int, *, counted: bool) -> None:
-        """The iteration is applied, with this node's own contribution where that `counted`."""
+        """Settle error feedback for an applied iteration; `counted`: this node's contribution took part."""
         self.feedback.settle(iteration, counted=counted)
 
     def forget(self) -> None:
-        """Let all contributions go: this node's own are in no step any more."""
+        """Drop all contributions; those of this node no longer take part in any step."""
         self.assembly.clear()
         for iteration in self.feedback.under_way:
             self.feedback.settle(iteration, counted=False)
 
     def freed(self, next_iteration: int) -> int | None:
-        """Before which iteration all slots may be written again, where that is news. When the slot is still
-        in use that the node's next iteration needs, what lies there is copied."""
+        """Return the iteration (the script's count) below which all slots are free, or None if unchanged.
+
+        A contribution that still occupies the slot of the node's next iteration is copied elsewhere.
+        """
         for iteration in sorted(self._slots):
             key = self._in_slots.get(iteration)
             if key is not None and key not in self.assembly:
                 del self._in_slots[iteration]
             elif key is not None and iteration + self.setup.slots <= next_iteration:
-                held = self.assembly[key]
-                assert held.about is not None
-                self.assembly.keep(held.about, [_copy_of(payload) for payload in held.payloads], held.coded)
-                held = None  # type: ignore[assignment]  # the last that reads the slot here
+                own = self.assembly[key]
+                assert own.about is not None
+                self.assembly.keep(own.about, [_copy_of(payload) for payload in own.payloads], own.coded)
+                own = None  # type: ignore[assignment]  # the last reference to the slot here
                 del self._in_slots[iteration]
             if iteration in self._in_slots or any(each() is not None for each in self._slots[iteration]):
                 break
@@ -163,15 +174,15 @@ class Trained:
     # -- computing ----------------------------------------------------------------------------------------
 
     def contributions(self, keys: Iterable[Key]) -> list[steps.Contribution]:
-        """Contributions that are here whole, as the optimizer takes them."""
+        """Return whole contributions in the optimizer's form."""
         return [self._contribution(key) for key in keys]
 
     def _contribution(self, key: Key) -> steps.Contribution:
-        held = self.assembly[key]
-        about = held.about
+        found = self.assembly[key]
+        about = found.about
         assert about is not None
         tensors = (
-            tensor_of(payload, dtype) for payload, dtype in zip(held.payloads, self._dtypes, strict=True)
+            tensor_of(payload, dtype) for payload, dtype in zip(found.payloads, self._dtypes, strict=True)
         )
         return steps.Contribution(
             node=key.life.node,
@@ -188,32 +199,32 @@ class Trained:
         )
 
     def apply(self, iteration: int, contributions: Sequence[steps.Contribution]) -> steps.Outcome:
-        """On the calculating thread: make an iteration's step."""
+        """Make an iteration's step; runs on the calculating thread."""
         began = time.perf_counter()
         if contributions:
             outcome = self.globals.apply(iteration, contributions)
-        else:  # all who were to contribute are gone
+        else:  # all contributors are gone
             self.globals.iteration = iteration + 1
             outcome = steps.Outcome(iteration, False, None, {}, self.globals.digest)
         self.seconds_applying += time.perf_counter() - began
         return outcome
 
     def pending(self, iteration: int, keys: Sequence[Key]) -> Pending:
-        """What is there of an iteration, as the overlay takes it."""
+        """Return the contributions `keys` of an iteration in the overlay's form."""
         return Pending(iteration, self.contributions(keys))
 
     def publish(self, buffer: int, waiting: Sequence[Pending]) -> None:
-        """On the calculating thread: write local parameters to a buffer."""
+        """Write local parameters to a buffer; runs on the calculating thread."""
         began = time.perf_counter()
         self.overlay.write(self.memory.buffer(buffer), waiting)
         self.seconds_overlaying += time.perf_counter() - began
 
     def take_over(self, raw: memoryview) -> None:
-        """On the calculating thread: put another node's state in the place of this one's."""
+        """Replace the state by another node's; runs on the calculating thread."""
         unpack_globals(raw, self.globals)
         for chunk, values in self.memory.frozen.items():
             values.copy_(self.globals.values(chunk))
-        self._freed = -1  # the worker is told anew, whatever it was told before
+        self._freed = -1  # report free slots to the worker again
 
     def close(self) -> None:
         self.assembly.clear()

@@ -1,6 +1,7 @@
-"""A CPU side's connection to the hub, which is the witness in views of two nodes: it votes, and holds
-nothing. Whatever is sent while there is no connection is lost; nothing is ever waited for. Source:
-docs/peers.md, "When an iteration may be applied".
+"""A CPU side's connection to the hub, which votes as witness in views of two nodes and stores nothing.
+
+Messages that are sent without a connection are lost, and nothing blocks. Source: docs/peers.md, "When an
+iteration may be applied".
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ _FRAME = 2**26  # bytes: no tensor comes this way
 
 
 class WitnessLink:
-    """The connection of node `node`, in its process that calls itself `token`. `trouble` says why there is
-    none, in words."""
+    """The connection of node `node`, whose process is named `token`, to the hub.
+
+    Attributes:
+        refusal: the reason why the hub does not serve as witness; empty while it does.
+    """
 
     def __init__(
         self, address: str, keys: Keys | None, *, run: str, node: int, incarnation: int, token: str
@@ -43,16 +47,16 @@ class WitnessLink:
             token=token,
             pid=os.getpid(),
         )
-        self._losses = -1  # connections lost when the hub was greeted last
+        self._losses = -1  # connections lost before the latest Hello
         self.refusal = ""
 
     def say(self, message: Message) -> None:
-        """Send, where there is a connection."""
+        """Send a message if there is a connection."""
         if self._stands():
             self.client.send(encode(message))  # type: ignore[arg-type]  # of AnyMessage
 
     def take(self) -> Iterator[AnyMessage]:
-        """What the witness has answered."""
+        """Return the messages that have come from the witness."""
         self._stands()
         while (got := self.client.receive(0)) is not None:
             try:
@@ -65,7 +69,7 @@ class WitnessLink:
                 yield message
 
     def _stands(self) -> bool:
-        """Whether there is a connection; a new one begins with Hello."""
+        """True if there is a connection; sends Hello on a new one."""
         try:
             self.client.check()
         except UserError as error:
