@@ -1,4 +1,4 @@
-"""The layout: which parameter lies where in which chunk, from names, shapes and dtypes alone."""
+"""The layout of parameters in chunks, from names, shapes and dtypes alone."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Lays a model's parameters out in chunks.
+"""The layout of a model's parameters in chunks of one common size.
 
-Each group of like parameters is laid out by itself, in the reverse of registration order (about the order
-in which backward fills gradients): one after another into chunks of one common size. What does not fit into
-the open chunk opens the next. A parameter larger than the common size gets a chunk of its own, of exactly
-its size, and the open chunk stays open across it.
+Each group of like parameters is laid out by itself, in the reverse of registration order, which is about the
+order in which backward fills gradients. Parameters fill one chunk after another; a parameter that does not
+fit into the open chunk opens the next one. A parameter larger than the common size gets a chunk of its own,
+of exactly its size, and the open chunk stays open.
 """
 
 from __future__ import annotations
@@ -28,15 +28,20 @@ def lay_out(
     largest: int | None = None,
     alignment: int = ALIGNMENT,
 ) -> ChunkMap:
-    """The layout of the parameters `specs`, given in the order of registration.
+    """Lay parameters out in chunks; equal specs give equal maps everywhere.
 
-    `chunk_bytes` is the common size of chunks in bytes (rounded up to `alignment`); None searches between
-    `smallest` and `largest` for the size with the least waste (see `least_waste`). With `largest` None, it
-    is a sixteenth of the model, so that the last chunk of a step, whose reduction nothing can hide, is a
-    small part of it; at least twice `smallest`, at most 1 GiB.
+    The last chunk of a group ends after its last parameter. Raises PrepareError for a spec that cannot be
+    laid out, and ConfigError for impossible sizes.
 
-    The last chunk of a group is cut to what it uses. The same specs give the same map everywhere. Raises
-    PrepareError for a spec that cannot be laid out, ConfigError for sizes that make no sense.
+    Args:
+        specs: the parameters, in the order of registration.
+        chunk_bytes: the common size of chunks in bytes, rounded up to `alignment`; None searches for the size
+            with the least waste (`least_waste`).
+        smallest: lower bound of the search, in bytes.
+        largest: upper bound of the search, in bytes; None: a sixteenth of the model, at least twice
+            `smallest`, at most 1 GiB. Nothing can hide the reduction of a step's last chunk, which so stays a
+            small part of the model.
+        alignment: bytes; every slot starts on a multiple.
     """
     check_specs(specs)
     if alignment < 16 or alignment & (alignment - 1):
@@ -59,7 +64,7 @@ def lay_out(
 
 
 def grouped(specs: Sequence[ParameterSpec]) -> dict[ChunkGroup, list[int]]:
-    """The indices of the parameters of each group, both in the order of registration."""
+    """Return each group with the indices of its parameters, both in the order of registration."""
     groups: dict[ChunkGroup, list[int]] = {}
     for index, spec in enumerate(specs):
         key = ChunkGroup(spec.dtype, spec.settings, spec.trainable, spec.feature)
@@ -94,7 +99,7 @@ def _fill(
     chunk_bytes: int,
     alignment: int,
 ) -> list[Chunk]:
-    """The chunks of one group, not yet numbered; `members` are indices in the order of registration."""
+    """Return one group's chunks, not yet numbered; `members` are indices in the order of registration."""
     unit = alignment // itemsize(key.dtype)  # elements; chunks and slots start on its multiples
     capacity = chunk_bytes // itemsize(key.dtype)
     chunks: list[Chunk] = []
@@ -116,7 +121,7 @@ def _fill(
         slots.append(Slot(index, position, numel))
         position += padded
     if slots:
-        close(max(position, unit))  # a chunk of zero elements would be one that nobody can reduce
+        close(max(position, unit))  # a chunk of zero elements could not be reduced
     return chunks
 
 
@@ -127,8 +132,7 @@ def numbered(
     chunk_bytes: int,
     alignment: int,
 ) -> ChunkMap:
-    """The map, with ids given: trainable first, then by when backward, which goes from last to first, has
-    filled a chunk."""
+    """Return the map with chunks numbered: trainable first, in the order in which backward fills them."""
 
     def completed(chunk: Chunk) -> tuple[bool, int]:
         return not groups[chunk.group].trainable, -min(slot.parameter for slot in chunk.slots)

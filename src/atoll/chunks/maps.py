@@ -9,7 +9,7 @@ from atoll.core.units import format_bytes
 
 
 class ChunkGroup(msgspec.Struct, frozen=True):
-    """What all parameters of a chunk have in common."""
+    """Properties that all parameters of a chunk share; the fields are those of `ParameterSpec`."""
 
     dtype: str
     settings: str
@@ -18,7 +18,7 @@ class ChunkGroup(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """Where a parameter lies in its chunk: `numel` elements from element `offset`."""
+    """A parameter's place in its chunk: `numel` elements from element `offset` on."""
 
     parameter: int  # index into ChunkMap.specs
     offset: int
@@ -42,7 +42,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def extent(self) -> int:
-        """Elements up to the end of the last slot: what a transfer needs to carry."""
+        """Elements up to the end of the last slot, which a transfer carries."""
         return max(slot.offset + slot.numel for slot in self.slots)
 
     @property
@@ -67,16 +67,16 @@ class ChunkMap(msgspec.Struct, frozen=True):
     places: tuple[tuple[int, int], ...]
 
     def chunk_of(self, parameter: int) -> Chunk:
-        """The chunk that holds the parameter of this index."""
+        """Return the chunk that holds parameter number `parameter`."""
         return self.chunks[self.places[parameter][0]]
 
     def slot_of(self, parameter: int) -> Slot:
-        """The slot of the parameter of this index."""
+        """Return the slot of parameter number `parameter`."""
         chunk, slot = self.places[parameter]
         return self.chunks[chunk].slots[slot]
 
     def blocks_of(self, chunk: Chunk) -> int:
-        """Blocks of `chunk_bytes` that the chunk takes in an arena; more than one for an oversize one."""
+        """Return the blocks of `chunk_bytes` that the chunk takes in an arena; several if oversize."""
         return -(-chunk.nbytes // self.chunk_bytes)
 
     @property
@@ -96,8 +96,10 @@ class ChunkMap(msgspec.Struct, frozen=True):
 
     @property
     def waste(self) -> float:
-        """The fraction of storage that belongs to no parameter: padding, and tails where they are stored. A
-        layout in blocks stores none (`block_waste` counts them)."""
+        """The fraction of storage that belongs to no parameter: padding, and stored tails of chunks.
+
+        A layout in blocks stores no tails; `block_waste` counts them.
+        """
         total = self.nbytes
         return (total - self.used_bytes) / total if total else 0.0
 
@@ -108,12 +110,12 @@ class ChunkMap(msgspec.Struct, frozen=True):
 
     @property
     def block_waste(self) -> float:
-        """The fraction of these blocks that belongs to no parameter: `waste`, and the tails of blocks."""
+        """The fraction of `blocks` that belongs to no parameter: padding, and the tails of blocks."""
         total = self.blocks * self.chunk_bytes
         return (total - self.used_bytes) / total if total else 0.0
 
     def describe(self) -> str:
-        """A few lines for people: chunks by group, and the waste."""
+        """Return a few lines for users: chunks by group, and the waste."""
         lines = [
             f"{len(self.specs)} parameters ({format_bytes(self.used_bytes)}) in "
             f"{_counted(len(self.chunks), 'chunk')} of {format_bytes(self.chunk_bytes)}; {self.waste:.2%} "

@@ -1,10 +1,10 @@
-"""Lays a model's parameters out in chunks that lie in blocks of a cache: the layout of chunked memory.
+"""The layout of chunked memory: chunks that lie in blocks of a cache.
 
-As in `chunks/layout.py`, groups of like parameters are laid out each by itself, in the reverse of
-registration order, and share one chunk size. Here that is also the size of a block of the device's arena:
-a chunk lies in one block, an oversize parameter in a contiguous run of them. At home, in the host's memory or
-on disk, a chunk takes what it uses. So there are two kinds of waste: of what is stored (alignment, whole
-pages), and of blocks (the tails of chunks and of runs), as long as a chunk is in the arena.
+Groups of like parameters are laid out each by itself, in the reverse of registration order, and share one
+chunk size (as in `chunks/layout.py`). The chunk size is also the size of a block of the device's arena: a
+chunk takes one block, and an oversize parameter a contiguous run of blocks. In host memory or on disk, a
+chunk takes only the bytes that it uses. So there are two kinds of waste: of storage (alignment, whole pages),
+and of blocks (the tails of chunks and of runs), while a chunk is in the arena.
 
 Source: docs/memory.md, "Layout"; the idea is Elixir's (Huang et al., arXiv 2212.05339).
 """
@@ -22,16 +22,16 @@ from atoll.chunks.search import Int64s, candidate_sizes, half_of_bytes
 from atoll.chunks.specs import ParameterSpec, check_specs, itemsize
 from atoll.core.errors import ConfigError, PrepareError
 
-ALIGNMENT = 512  # bytes: what PyTorch's allocators give, so that a kernel takes the path that it takes there
-PAGE = 4096  # bytes: direct reads and writes of a disk take whole ones
-SMALLEST = 2**22  # bytes; who has measured the links gives the size that fills them
-LARGEST = 2**30  # bytes, unless the caller says otherwise
-_MOST_CHUNK = 2**40  # bytes; with this and the next, no sum of the search leaves 64 bits
+ALIGNMENT = 512  # bytes: the alignment of PyTorch's allocators, on which kernels choose their path
+PAGE = 4096  # bytes: direct reads and writes of a disk take whole pages
+SMALLEST = 2**22  # bytes, unless the links were measured
+LARGEST = 2**30  # bytes, unless the caller gives a bound
+_MOST_CHUNK = 2**40  # bytes; with this and the next limit, all sums of the search fit in 64 bits
 _MOST_BYTES = 2**56  # of a model
 _OPEN = 4  # chunks of a group that may be open at once
 _STEP = 1000  # waste is compared in steps of 1 / _STEP
-_BEARABLE = 0.01  # of the blocks, for which chunks stay alike and small
-_DIVIDED = 16  # parameter sizes, of those that hold the most bytes, whose fractions are tried
+_BEARABLE = 0.01  # waste, as a part of the blocks, that is accepted for small chunks of one block
+_DIVIDED = 16  # parameter sizes, those that hold the most bytes, whose fractions are tried
 _RUN = 256  # blocks of the longest run that is tried
 
 
@@ -43,17 +43,20 @@ def lay_out_memory(
     largest: int | None = None,
     alignment: int = ALIGNMENT,
 ) -> ChunkMap:
-    """The layout of the parameters `specs`, given in the order of registration, in blocks of one size.
+    """Lay parameters out in blocks of one size; equal specs give equal maps everywhere.
 
-    `chunk.nbytes` is what a chunk stores: what it uses, rounded up to 4096 bytes. `map.blocks_of(chunk)`
-    blocks of `map.chunk_bytes` are what it takes in the arena: one, or more for an oversize chunk, which
-    holds one parameter.
+    `chunk.nbytes` is the used size of a chunk, rounded up to 4096 bytes. In the arena a chunk takes
+    `map.blocks_of(chunk)` blocks of `map.chunk_bytes`: one, or several for an oversize chunk, which holds one
+    parameter. Raises PrepareError for a spec that cannot be laid out, and ConfigError for impossible sizes.
 
-    `chunk_bytes` names the size of blocks (rounded up to that multiple); None searches from `smallest`, the
-    bytes from which on a move fills its link, to `largest` (None: a sixteenth of the model, at least twice
-    `smallest`, at most 1 GiB): the smallest size of those that waste the fewest blocks, in steps of 0.1 %.
-    The same specs give the same map everywhere. Raises PrepareError for a spec that cannot be laid out,
-    ConfigError for sizes that make no sense.
+    Args:
+        specs: the parameters, in the order of registration.
+        chunk_bytes: size of blocks, rounded up to 4096 bytes; None takes the smallest of the sizes that waste
+            the fewest blocks, in steps of 0.1 %.
+        smallest: lower bound of the search, in bytes: from there on a move fills its link.
+        largest: upper bound of the search, in bytes; None: a sixteenth of the model, at least twice
+            `smallest`, at most 1 GiB.
+        alignment: bytes; every slot starts on a multiple.
     """
     _check(specs, alignment)
     groups = grouped(specs)
@@ -80,9 +83,10 @@ def sizes_worth_trying(
     largest: int | None = None,
     alignment: int = ALIGNMENT,
 ) -> tuple[int, ...]:
-    """Ascending chunk sizes in bytes, for a plan that weighs waste against the memory and the time that it
-    predicts: of each half octave the one that wastes the fewest blocks, and the smallest in which most bytes
-    lie alike (`_alike`). Bounds and errors as in `lay_out_memory`, whose own choice is among them.
+    """Return ascending chunk sizes in bytes, for a plan that weighs waste against memory and time.
+
+    They are the size with the fewest wasted blocks of each half octave, and the size of `_alike`. The choice
+    of `lay_out_memory` is among them; arguments and errors are those of `lay_out_memory`.
     """
     _check(specs, alignment)
     found = _search(specs, grouped(specs), smallest, largest, alignment)
@@ -95,7 +99,7 @@ def sizes_worth_trying(
 
 
 def _check(specs: Sequence[ParameterSpec], alignment: int) -> None:
-    """Raise for what makes no sense."""
+    """Raise PrepareError for a spec that cannot be laid out, ConfigError for an impossible alignment."""
     check_specs(specs)
     if not 16 <= alignment <= PAGE or alignment & (alignment - 1):
         raise ConfigError(f"alignment of {alignment} bytes: must be a power of two from 16 to {PAGE}")
@@ -108,24 +112,26 @@ def _check(specs: Sequence[ParameterSpec], alignment: int) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the search knows of each of the ascending candidate `sizes`."""
+    """Results of the search, for each candidate size."""
 
-    sizes: Int64s  # bytes
-    steps: Int64s  # waste of blocks, where all chunks lie in the arena, in steps of 1 / _STEP
+    sizes: Int64s  # bytes, ascending
+    steps: Int64s  # waste of blocks with all chunks in the arena, in steps of 1 / _STEP
     alike: int  # bytes: from this size on, at most half of the bytes are oversize
 
 
 def _best(found: _Found) -> int:
-    """The index of the size to take: of those with the least waste the smallest, since small chunks bring
-    less that is not asked for, and a budget holds more of them."""
+    """Return the index of the smallest size with the least waste.
+
+    Small chunks bring fewer bytes that are not asked for, and more of them fit into a budget.
+    """
     return int(np.argmin(found.steps))
 
 
 def _alike(found: _Found) -> int:
-    """The index of the smallest size at which half of the bytes lie in chunks of one block and less than 1 %
-    of the blocks is waste; where there is none, of the one with the least.
+    """Return the index of the smallest size with most bytes in chunks of one block, and waste below 1 %.
 
-    Such chunks leave no holes in the arena, and Belady's rule is optimal for them.
+    If there is none, return `_best`. Chunks of one block leave no holes in the arena, and Belady's rule is
+    optimal for them.
     """
     bearable = (found.sizes >= found.alike) & (found.steps < _STEP * _BEARABLE)
     return int(np.argmax(bearable)) if bearable.any() else _best(found)
@@ -163,7 +169,7 @@ def _search(
 
 
 def _fractions(groups: list[Int64s], low: int, high: int) -> list[Int64s]:
-    """Sizes of which a whole number makes a large parameter, or which a whole number of them makes."""
+    """Return whole fractions and multiples of the largest parameters' sizes, within bounds."""
     values, counts = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *groups]), return_counts=True)
     found = []
     for size in values[np.argsort(values * counts, kind="stable")][-_DIVIDED:]:
@@ -174,13 +180,13 @@ def _fractions(groups: list[Int64s], low: int, high: int) -> list[Int64s]:
 
 
 def _blocks(group: Int64s, sizes: Int64s) -> Int64s:
-    """The blocks that one group takes at each of the ascending candidate `sizes`, filled as `_fill` does.
+    """Return the blocks that `_fill` uses for one group, at each of the ascending candidate `sizes`.
 
     `group` holds the parameters' bytes, rounded up to the alignment, in the order of filling.
     """
     blocks = np.zeros_like(sizes)
     columns = np.arange(len(sizes))
-    free = np.full((_OPEN, len(sizes)), -1, dtype=np.int64)  # bytes left of each open chunk; -1: none is open
+    free = np.full((_OPEN, len(sizes)), -1, dtype=np.int64)  # free bytes of each open chunk; -1: none is open
     for parameter in group.tolist():
         # `sizes` ascend, so those for which this parameter is oversize come first.
         first = int(np.searchsorted(sizes, parameter))
@@ -196,7 +202,7 @@ def _blocks(group: Int64s, sizes: Int64s) -> Int64s:
 
 @dataclass
 class _Open:
-    """A chunk that may take more."""
+    """A chunk with room for more parameters."""
 
     free: int  # bytes
     position: int = 0  # bytes
@@ -211,10 +217,10 @@ def _fill(
     chunk_bytes: int,
     alignment: int,
 ) -> list[Chunk]:
-    """The chunks of one group, not yet numbered; `indices` are in the order of registration.
+    """Return one group's chunks, not yet numbered; `indices` are in the order of registration.
 
-    Up to four chunks are open. A parameter goes into the one that it leaves the least room in; where it
-    fits into none, the fullest is closed and one is opened. So what a layer leaves over its neighbours fill.
+    Up to four chunks are open. A parameter goes into the chunk in which it leaves the least room (best fit).
+    If it fits into none, the fullest is closed and a new one opened.
     """
     size = itemsize(key.dtype)
     filled: list[_Open] = []
@@ -222,7 +228,7 @@ def _fill(
     open_: list[_Open | None] = [None] * _OPEN
 
     def close(chunk: _Open, *, oversize: bool = False) -> None:
-        nbytes = round_up(max(chunk.position, 1), PAGE)  # nobody can reduce or move a chunk of no bytes
+        nbytes = round_up(max(chunk.position, 1), PAGE)  # a chunk of no bytes can't be reduced or moved
         chunks.append(Chunk(-1, number, key.dtype, nbytes // size, tuple(chunk.slots), oversize))
 
     for index in reversed(indices):
@@ -245,7 +251,7 @@ def _fill(
 
 
 def _where(open_: Sequence[_Open | None], padded: int) -> int:
-    """The place of the open chunk that a parameter goes into, or of the one that makes room for a new one."""
+    """Return the index of the open chunk for a parameter, or of the chunk that a new one replaces."""
     free = [-1 if chunk is None else chunk.free for chunk in open_]
     fitting = [left for left in free if left >= padded]
     return free.index(min(fitting) if fitting else min(free))

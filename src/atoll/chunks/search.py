@@ -10,26 +10,30 @@ import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
 
-_GRID = 256  # sizes tried at equal ratios, beside those that the model's own shapes suggest
-_RUNS = 2048  # suggested sizes kept, at most
-_THRESHOLDS = 8  # parameter sizes of which each is tried as the largest that is not oversize
-_STARTS = 16
+_GRID = 256  # sizes tried at equal ratios, in addition to those from the model's shapes
+_RUNS = 2048  # most sizes from the model's shapes
+_THRESHOLDS = 8  # parameter sizes that are tried as the largest that is not oversize
+_STARTS = 16  # parameters at which runs begin
 _STEP = 10_000  # waste is compared in steps of 1 / _STEP
-_BEARABLE = 0.01  # waste for which chunks stay alike
+_BEARABLE = 0.01  # waste that is accepted so that most bytes lie in chunks of the common size
 
 
 def least_waste(
     groups: Sequence[Sequence[int]], used: int, smallest: int, largest: int, alignment: int
 ) -> int:
-    """The chunk size in bytes, from `smallest` to `largest`, that wastes the least memory.
+    """Return the chunk size in bytes, from `smallest` to `largest`, that wastes the least memory.
 
-    `groups` holds, for each group, its parameters' sizes in bytes, rounded up to `alignment`, in the order
-    of filling; `used` is the bytes of all parameters, not rounded. All bounds are multiples of `alignment`.
-
-    Waste is compared in steps of 0.01 % of the memory, and within a step the smaller size wins: smaller
-    chunks overlap better, and nobody would pay a chunk twice the size for less. Sizes at which half of the
-    bytes or more would be oversize, and the chunks unlike one another, are taken only where every other
+    Waste is compared in steps of 0.01 % of the memory, and within a step the smaller size wins, since smaller
+    chunks overlap better. Sizes at which half of the bytes or more are oversize are taken only if every other
     size wastes over 1 %; of those, the larger wins.
+
+    Args:
+        groups: for each group, its parameters' sizes in bytes, rounded up to `alignment`, in the order of
+            filling.
+        used: bytes of all parameters, not rounded.
+        smallest: smallest size in bytes, a multiple of `alignment`.
+        largest: largest size in bytes, a multiple of `alignment`.
+        alignment: bytes; sizes are multiples of it.
     """
     sizes = [np.array(group, dtype=np.int64) for group in groups]
     candidates = candidate_sizes(sizes, smallest, largest, alignment)
@@ -45,21 +49,21 @@ def least_waste(
 
 
 def half_of_bytes(groups: list[Int64s]) -> int:
-    """The smallest size such that parameters of at most this size hold half of the bytes."""
+    """Return the smallest size such that parameters of at most this size hold half of the bytes."""
     sizes: Int64s = np.sort(np.concatenate([np.zeros(1, dtype=np.int64), *groups]))
-    held = np.cumsum(sizes)
-    return int(sizes[np.searchsorted(held, held[-1] / 2)])
+    sums = np.cumsum(sizes)
+    return int(sizes[np.searchsorted(sums, sums[-1] / 2)])
 
 
 def candidate_sizes(groups: list[Int64s], smallest: int, largest: int, alignment: int) -> Int64s:
-    """Ascending sizes to try: a grid of equal ratios, and the lengths of runs of parameters.
+    """Return ascending sizes to try: a grid of equal ratios, and the lengths of runs of parameters.
 
-    A model's layers repeat; the length of a run of whole parameters is where a chunk's tail vanishes.
+    A chunk of the length of a run of whole parameters has no tail, and layers repeat such runs.
     """
     grid = np.geomspace(smallest, largest, _GRID).astype(np.int64) // alignment * alignment
     runs: list[Int64s] = [np.empty(0, dtype=np.int64)]
     for group in groups:
-        # Below the size of a large parameter that one is oversize, and the runs are of those that remain.
+        # Sizes below a large parameter make it oversize; runs are then formed of the smaller ones.
         thresholds = np.unique(group[group <= largest])[-_THRESHOLDS:]
         for threshold in thresholds:
             runs += _runs(group[group <= threshold], smallest, largest)
@@ -71,7 +75,7 @@ def candidate_sizes(groups: list[Int64s], smallest: int, largest: int, alignment
 
 
 def _runs(sizes: Int64s, smallest: int, largest: int) -> list[Int64s]:
-    """The lengths within bounds of runs that begin at the first parameters, and at some spread over all."""
+    """Return lengths, within bounds, of runs from the first parameters and from some spread over all."""
     ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
     spread = np.linspace(0, len(sizes) - 1, _STARTS).astype(np.int64)
     runs = []
@@ -82,7 +86,7 @@ def _runs(sizes: Int64s, smallest: int, largest: int) -> list[Int64s]:
 
 
 def _storage(group: Int64s, candidates: Int64s) -> Int64s:
-    """The bytes of storage that one group takes at each of the ascending candidate sizes."""
+    """Return the bytes of storage that one group takes at each of the ascending candidate sizes."""
     result = np.zeros_like(candidates)
     # Candidates between two neighbouring parameter sizes have the same oversize parameters.
     bounds = np.searchsorted(candidates, np.unique(group))
@@ -94,9 +98,9 @@ def _storage(group: Int64s, candidates: Int64s) -> Int64s:
 
 
 def _fill(sizes: Int64s, candidates: Int64s) -> Int64s:
-    """The bytes that `sizes` take, filled one after another, at every candidate size at once.
+    """Return the bytes of chunks filled one after another with `sizes`, at every candidate size.
 
-    Every chunk takes the whole candidate size, the last one only what it uses.
+    Every chunk takes the whole candidate size, except the last, which takes only its used bytes.
     """
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if len(ends) else 0

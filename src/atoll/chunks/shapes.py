@@ -1,4 +1,4 @@
-"""Reads the shapes of a model from a file: what the layout needs, without the model."""
+"""Reader of a file with a model's shapes, which lets the layout be found without the model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _WORDS = {str: "a text", list: "a list of whole numbers", bool: "true or false"}
 
 
 def parse_shapes(data: bytes, file: str) -> list[ParameterSpec]:
-    """The parameters in `data`, a JSON list in the order of registration, one object each:
+    """Return the parameters in `data`, a JSON list of objects in the order of registration.
 
-    `name`, `shape` (a list of whole numbers, 0 or more) and `dtype` (torch's name); optional are `feature`
-    (the process group that it is sharded over), `trainable` (true) and `settings` (the key of its optimizer
-    settings). Raises UserError, one line that names `file` and the entry, counted from 1.
+    An object has `name`, `shape` (a list of whole numbers, 0 or more) and `dtype` (torch's name), and may
+    have `feature` (the process group that shards the parameter), `trainable` (by default true) and `settings`
+    (the key of its optimizer settings). Raises UserError, one line that names `file` and the entry, counted
+    from 1.
     """
     try:
         entries = json.loads(

@@ -1,4 +1,4 @@
-"""What the layout knows of a parameter, and the sizes of dtypes."""
+"""The layout's description of a parameter, and the sizes of dtypes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ITEMSIZES = {
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
-    """A parameter as the layout sees it; its index is its place in the order of registration.
+    """A parameter as the layout sees it; a parameter's index is its place in the order of registration.
 
-    `dtype` is torch's name without the `torch.`; `settings` is the key of its optimizer parameter group;
-    `feature` is the process group that it is sharded or replicated over.
+    `dtype` is torch's name without `torch.`, `settings` the key of the parameter's param group, and `feature`
+    the process group that shards or replicates it.
     """
 
     name: str
@@ -32,7 +32,7 @@ class ParameterSpec(msgspec.Struct, frozen=True):
 
     @property
     def numel(self) -> int:
-        """Elements; 1 for a scalar, whose shape is ()."""
+        """Number of elements; 1 for a scalar, whose shape is ()."""
         return math.prod(self.shape)
 
     @property
@@ -41,7 +41,7 @@ class ParameterSpec(msgspec.Struct, frozen=True):
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes an element of `dtype` takes; raises PrepareError for a dtype that no chunk can hold."""
+    """Return the bytes of an element of `dtype`; raises PrepareError for a dtype that no chunk can hold."""
     try:
         return _ITEMSIZES[dtype]
     except KeyError:

@@ -1,4 +1,4 @@
-"""`atoll run`, `atoll check`, `atoll report`; the rest is in the modules beside this one."""
+"""The `atoll` command: `atoll check` and `atoll report`, and the commands of the other modules here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _aborts() -> Iterator[None]:
 
 
 class _Commands(typer.core.TyperGroup):
-    """All of them. By itself typer ends without a word at Ctrl-C."""
+    """The group of all commands; reports Ctrl-C, at which typer itself ends without a message."""
 
     def make_context(self, *arguments: Any, **named: Any) -> Any:
         with _aborts():
@@ -50,7 +50,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# What typer raises for a wrong option, by its own copy of click or by click itself, as its version has it.
+# The base of typer's errors for wrong options: from its own copy of click, or from click, by its version.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 services.register(app)
@@ -122,7 +122,7 @@ def _end(message: str, status: int) -> NoReturn:
 
 
 def _message(error: Exception) -> str:
-    """A usage error's text, on one line."""
+    """Return a usage error's text on one line."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     context: Any = getattr(error, "ctx", None)
     if type(error).__name__ == "NoSuchOption" and _is_lab_run(context):
@@ -135,7 +135,7 @@ def _is_lab_run(context: Any) -> bool:
 
 
 def main() -> NoReturn:
-    """The entry point. Ends with 0, 1 (the run failed), 2 (the input is wrong) or the script's status."""
+    """Run the command and exit with 0, 1 (the run failed), 2 (wrong input) or the script's status."""
     end_at_signals(sys.argv[1:])
     open_streams()
     try:
@@ -146,7 +146,7 @@ def main() -> NoReturn:
         _end(_message(error), UserError.exit_status)
     except (KeyboardInterrupt, typer.Abort):
         _end("stopped by Ctrl-C", 130)
-    except BrokenPipeError:  # as of `atoll plan ... | head`
+    except BrokenPipeError:  # `atoll plan ... | head`
         flush_streams()
         sys.exit(1)
     flush_streams()

@@ -1,4 +1,4 @@
-"""Commands whose parameters, `--help` and environment variables are read off structs of options."""
+"""Commands whose parameters, `--help` and environment variables come from structs of options."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from atoll.core.options import Option, options_of
 
 
 def command(do: Callable[..., None], *structs: type[msgspec.Struct]) -> Callable[..., None]:
-    """Return a function that typer makes a command of: it calls `do` with a struct of each kind.
+    """Return a function for typer that calls `do` with a struct of each kind.
 
-    The command's help is the docstring of `do`. Raises UserError, one line that names the option, for a value
-    that is wrong.
+    The command's help is the docstring of `do`. The function raises UserError, one line that names the
+    option, for a wrong value.
     """
     known = [
         {name: each for name, each in options_of(struct).items() if not each.mark.is_hidden}
@@ -46,7 +46,7 @@ def command(do: Callable[..., None], *structs: type[msgspec.Struct]) -> Callable
 
 
 def _parameter(option: Option) -> inspect.Parameter:
-    """The parameter that typer reads. Quantities and choices come as texts, which `Option.value_of` reads."""
+    """Return the parameter for typer. Quantities and choices are texts, which `Option.value_of` reads."""
     many = option.is_repeated
     is_text = option.mark.parse is not None or option.unit is not None or bool(option.choices)
     kind: Any = list[str] if many else str if is_text else option.kind
@@ -72,10 +72,10 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 
 def help_of(option: Option) -> str:
-    """Return an option's meaning: of a key of the configuration, the first sentence."""
+    """Return an option's help text; for a key of the configuration, the first sentence of its meaning."""
     if not option.mark.key:
         return option.meaning
     section, _, name = option.mark.key.partition(".")
     key = keys_of_sections()[section][name]
-    said = key.meaning.partition(". ")[0].rstrip(".") + "."
-    return f"{said} One of {', '.join(key.choices)}." if key.choices else said
+    first = key.meaning.partition(". ")[0].rstrip(".") + "."
+    return f"{first} One of {', '.join(key.choices)}." if key.choices else first

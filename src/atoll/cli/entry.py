@@ -1,4 +1,4 @@
-"""The command's beginning: it may be stopped while the rest is imported, for some tenths of a second."""
+"""The entry point of the command, which handles signals while the rest is imported, for some 0.1 s."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from atoll.cli.stops import end_at_signals
 
 
 def main() -> None:
-    """The entry point; as `atoll.cli.app`: `main`, which it calls."""
+    """Import and run the command; ends with a line if a signal comes before."""
     end_at_signals(sys.argv[1:])
     try:
         from atoll.cli.streams import open_streams

@@ -1,6 +1,6 @@
-"""The hub's process as `atoll run` starts it: `launch/service.py`, with the planner's cost model.
+"""The hub's process under `atoll run`: `launch/service.py` with the planner's cost model.
 
-Only commands know the planner, so that this one is named to the launcher, which imports nothing of it.
+Only `cli` may import the planner. So `atoll run` gives the launcher the name of this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`atoll link serve`, `atoll link test`: how fast the link between two machines is, by each transport."""
+"""`atoll link serve`, `atoll link test`: the speed of the link between two machines, by each transport."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def measure(asked: _Asked, wish: LinkTestOptions) -> None:
 
 
 def _address(given: str) -> str:
-    """`HOST:PORT`, or tcp://HOST:PORT as other commands have it, as an endpoint takes it."""
+    """Return `HOST:PORT` with the scheme that an endpoint needs; tcp://HOST:PORT stays as it is."""
     return given if "://" in given else f"tcp://{given}"
 
 
@@ -93,7 +93,10 @@ def _ports(server: LinkServer) -> str:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A line on the terminal, where there is one, that is written over and over and removed again."""
+    """Yield a function that overwrites one line of the terminal; the line is removed at the end.
+
+    Without a terminal the function does nothing.
+    """
     if not sys.stderr.isatty():
         yield lambda _line: None
         return

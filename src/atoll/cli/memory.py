@@ -1,4 +1,4 @@
-"""`atoll memory layout`: the chunks that a model's parameters would lie in, from their shapes alone."""
+"""`atoll memory layout`: the chunks of a model's parameters, from their shapes alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from atoll.chunks import ChunkMap
 
 _SMALLEST = 2**22  # bytes
-MOST_MEMBERS = 2**12  # more, and a chunk's parts are less than a page
+MOST_MEMBERS = 2**12  # with more, a chunk's parts would be smaller than a page
 
 
 _BUDGET = Unit(parse_bytes, "bytes", "SIZE", zero="at least 1 byte; 4MiB is usual")
@@ -49,7 +49,7 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         shapes: A list of objects: name, shape, dtype, and maybe feature, trainable and settings.
         members: Members that each chunk is split over.
-        smallest: The smallest chunk: what fills the links. By default 4MiB.
+        smallest: The smallest chunk, by default 4MiB: large enough to fill the links.
         chunk: The chunk size, in place of a search.
         as_json: Print it as one object, in bytes.
     """
@@ -82,7 +82,7 @@ def show_layout(options: _Layout) -> None:
 
 
 def _figures(chunk_map: ChunkMap, members: int) -> dict[str, Any]:
-    """Sizes in bytes, waste as fractions."""
+    """Return the layout's figures: sizes in bytes, waste as fractions."""
     return {
         "chunk_bytes": chunk_map.chunk_bytes,
         "members": members,
@@ -100,17 +100,17 @@ def _figures(chunk_map: ChunkMap, members: int) -> dict[str, Any]:
 
 
 def _stored_by_each(chunk_map: ChunkMap, members: int) -> int:
-    """Bytes of whole pages that the member with most stores of values."""
+    """Return the bytes of values, in whole pages, at the member that stores most."""
     from atoll.chunks import itemsize
     from atoll.chunks.layout import round_up
     from atoll.moves.owners import split_evenly
     from atoll.moves.search import PAGE
 
-    held = split_evenly(
+    owned = split_evenly(
         [chunk.extent for chunk in chunk_map.chunks], [range(members)] * len(chunk_map.chunks)
     )
     stored = [0] * members
-    for chunk, parts in zip(chunk_map.chunks, held.parts, strict=True):
+    for chunk, parts in zip(chunk_map.chunks, owned.parts, strict=True):
         for part in parts:
             stored[part.member] += round_up(part.numel * itemsize(chunk.dtype), PAGE)
     return max(stored)

@@ -1,4 +1,4 @@
-"""`atoll memory plan`: how a script's model would be held in its budgets, by its own first steps."""
+"""`atoll memory plan`: the placement of a script's model under its budgets, found in its first steps."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         script: A training script that calls atoll.memory.fit, or a session.
         arguments: Its arguments.
         as_json: Print it as one object, in bytes and seconds.
-        workers: Plan for one of so many workers of a ring, alike.
-        link: What goes between the workers each way, such as 10Gbit/s.
-        groups: The workers are in so many, strategy hierarchical.
-        between: What goes between groups each way; else as --link.
+        workers: Plan for one of this many equal workers of a ring.
+        link: Rate between workers, each way, such as 10Gbit/s.
+        groups: Number of groups of workers, strategy hierarchical.
+        between: Rate between groups, each way; by default that of --link.
     """
 
     script: Annotated[str, Mark("SCRIPT", is_argument=True)]
@@ -160,7 +160,7 @@ def _steps_on(plan: MemoryPlan) -> str:
 
 
 def _pins(plan: MemoryPlan, resident: float | None) -> str:
-    """The keys of `[memory]` that give this plan again; `resident` as it was pinned."""
+    """Return the keys of `[memory]` that pin this plan; `resident` is the pinned share, if any."""
     if plan.fits:
         return f"memory.chunk = {plan.chunk_bytes}"
     step = f"{plan.steps_share:g}" if plan.steps_on_device else "host"

@@ -1,5 +1,7 @@
-"""`atoll plan cost`, `atoll plan figures`: what ways of synchronising cost, before anything is started;
-`atoll plan groups` is in `cli/plan_groups.py`."""
+"""`atoll plan cost`, `atoll plan figures`: the predicted cost of ways to synchronise.
+
+`atoll plan groups` is in `cli/plan_groups.py`.
+"""
 
 from __future__ import annotations
 
@@ -46,19 +48,19 @@ class _Shown(msgspec.Struct, frozen=True):
 
 
 class _Where(msgspec.Struct, frozen=True):
-    """Where figures go.
+    """The folder for figures.
 
     Args:
-        out: Where the pictures are written.
+        out: Folder for the pictures.
     """
 
     out: Annotated[str, Mark("DIR")]
 
 
 def show_costs(options: CostOptions, shown: _Shown) -> None:
-    """Print what one synchronisation takes: parameter server, ring, hierarchical ring, PS-HRA.
+    """Print the time of one synchronisation: parameter server, ring, hierarchical ring, PS-HRA.
 
-    By the closed forms in docs/planning.md: all workers alike, nobody waits for a slower one.
+    The closed forms are in docs/planning.md: all workers are equal, and none waits for a slower one.
     """
     costs = cost.compare(**msgspec.structs.asdict(options))
     if shown.as_json:
@@ -82,5 +84,5 @@ def draw_figures(where: _Where, values: Values) -> None:
 
 
 def _precise(seconds: float) -> str:
-    """With four digits, so that near ones can be told apart."""
+    """Format seconds with four digits, so that close values differ."""
     return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1000:.4g} ms"

@@ -28,14 +28,14 @@ def groups(
         typer.Argument(metavar="CLUSTER", help="A file of workers and links; docs/grouping.md explains it."),
     ],
     number: Annotated[
-        str | None, typer.Option("--groups", metavar="K", help="So many groups; else as many as are best.")
+        str | None, typer.Option("--groups", metavar="K", help="Number of groups; by default the best.")
     ] = None,
     by: Annotated[
-        str, typer.Option(metavar="HOW", help="What chooses: joint (speed and links), speed, or site.")
+        str, typer.Option(metavar="HOW", help="Form groups by joint (speed and links), speed, or site.")
     ] = "joint",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in samples/s and seconds.")] = False,
 ) -> None:
-    """Show what groupings of a cluster's workers are predicted to give, and choose one."""
+    """Show the predicted speed of groupings of a cluster's workers, and choose one."""
     from atoll.plan.cluster import load_cluster
     from atoll.plan.groupings import as_data, compare
 
@@ -56,7 +56,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _show(comparison: Comparison) -> None:
-    """A table of samples per second, each beside the synchronous one's, and the reason below it."""
+    """Print a table of samples per second, absolute and relative to one ring, and the reason below."""
     from atoll.groups.grouping import show
 
     synchronous = comparison.synchronous

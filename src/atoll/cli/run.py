@@ -14,7 +14,7 @@ from atoll.core.options import Mark, options_of
 
 
 def _group_count(given: str) -> str:
-    """`--groups` as groups.count has it, where 0 is auto: who writes 0 has made a mistake."""
+    """Return groups.count for `--groups`: 0 for auto; raises ConfigError for a number below 1."""
     if given == "auto":
         return "0"
     if given.lstrip("-").isdecimal() and int(given) < 1:
@@ -23,12 +23,12 @@ def _group_count(given: str) -> str:
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of `atoll run`. Those that stand for a key are texts, as after `--set`.
+    """The options of `atoll run`. Options for keys of the configuration are texts, as after `--set`.
 
     Args:
         script: The training script; with -m a module's name.
         arguments: Its arguments.
-        module: SCRIPT is a module, as of python -m: atoll run -m package.train.
+        module: SCRIPT is a module, as in python -m: atoll run -m package.train.
         config: The configuration; ./atoll.toml if there is one.
         settings: Set one key, such as sync.timeout=30s.
         summary: Write the summary here too.
@@ -87,7 +87,9 @@ def _load(options: RunOptions) -> tuple[Config, list[str]]:
         check_configuration(config)
         return config, without_effect(config, {key: names.get(at, at) for key, at in places.items()})
     except ConfigError as error:
-        said = str(error)
+        message = str(error)
         for setting, option in chosen.items():
-            said = said.replace(f"--set {setting}: {option.mark.key}: ", f"{names[f'--set {setting}']}: ")
-        raise ConfigError(said) from None
+            message = message.replace(
+                f"--set {setting}: {option.mark.key}: ", f"{names[f'--set {setting}']}: "
+            )
+        raise ConfigError(message) from None

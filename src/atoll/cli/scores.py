@@ -1,4 +1,4 @@
-"""What a hub scores groupings with: the planner's prediction, from what was measured."""
+"""The hub's scores of groupings: the planner's prediction from measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.plan.throughput import Throughput
 
 
 def score_for(known: Known) -> ScoreFunction:
-    """By `Throughput`, where links, the model's size and the batch are known; else by computing alone."""
+    """Return a score by `Throughput`, or by computing alone if links, model size or batch are unknown."""
     if known.links is None or not known.size or not known.batch:
         return computing(known.speeds)
     throughput = Throughput(
@@ -30,5 +30,5 @@ def score_for(known: Known) -> ScoreFunction:
 
 
 def _renumbered(grouping: Grouping, places: Mapping[int, int]) -> Grouping:
-    """By the workers' places in the cluster: ranks may have gaps."""
+    """Return the grouping with places in the cluster instead of ranks, which may have gaps."""
     return Grouping([places[worker] for worker in group] for group in grouping)

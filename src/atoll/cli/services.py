@@ -34,23 +34,22 @@ def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to wri
 
 
 def hub(options: HubOptions) -> None:
-    """Be the hub of a run: who takes part, where the shards are, which samples are whose, and how a ring
-    meets.
+    """Run the hub, which knows workers and shards, deals out samples, and brings rings together.
 
-    It serves until it is stopped, and prints each decision with its reason.
+    The hub serves until it is stopped, and prints each decision with its reason.
     """
     from atoll.cli.scores import score_for
     from atoll.hub.main import grouping_of, serve
 
-    with files_for("owner"):  # they hold what is trained
+    with files_for("owner"):  # the files hold the model
         serve(options, grouping_of(options, score_for))
 
 
 def server(options: ServerOptions) -> None:
-    """Be one shard of a run's parameter server, or of one of its sites, until it is stopped.
+    """Run one shard of a run's parameter server, or a site's shard, until it is stopped.
 
-    A hub with --until-done ends it too. A site's shard ends when all of the site's workers have left. Where
-    the hub was started with --replicas 2, the second process of a shard is its standby.
+    A hub with --until-done ends its shards too. A site's shard ends when all of the site's workers have left.
+    If the hub was started with --replicas 2, the second process of a shard is its standby.
     """
     shard, site = options.shard, options.site
     _check(options)
@@ -65,24 +64,24 @@ def server(options: ServerOptions) -> None:
     from atoll.server.coming import ask_run
 
     secret = read_keys(options.key_file) if options.key_file else None
-    # Before the hub is waited for, which may take a while.
+    # Before the wait for the hub, which may take a while.
     check_listen(options.listen, secret, f"shard of site {site!r}" if site else f"shard {shard}")
     options = replace(options, run=ask_run(options, secret))
     from atoll.server.main import serve, serve_site
 
     def ready(address: str) -> None:
-        said = f"shard {shard} of {options.run} listens at {address}"
+        line = f"shard {shard} of {options.run} listens at {address}"
         if site:
-            said = f"the shard of site {site} of {options.run} listens at {address}"
-            said += f", and reaches the others over {options.link.transport}"
-        print(said, flush=True)
+            line = f"the shard of site {site} of {options.run} listens at {address}"
+            line += f", and reaches the others over {options.link.transport}"
+        print(line, flush=True)
 
-    with files_for("owner"):  # they hold what is trained
+    with files_for("owner"):  # the files hold the model
         (serve_site if site else serve)(options, ready=ready, goes_on=partial(print, flush=True))
 
 
 def _check(options: ServerOptions) -> None:
-    """Raise UserError for what no shard can do, or for options that do not go together."""
+    """Raise UserError for wrong options, or for options that exclude each other."""
     shard, site, listen = options.shard, options.site, options.listen
     if (shard is None) == (not site):
         raise UserError("give either --shard I, for a shard of the run, or --site NAME, for a site's shard")

@@ -1,4 +1,4 @@
-"""The lines of `atoll run` when a signal ends it before its workers run, or after they have ended.
+"""The message of `atoll run` when a signal ends it before its workers run or after they have ended.
 
 While workers run, `launch/run.py` handles signals itself. Nothing has to be cleaned up before and after.
 """
@@ -13,9 +13,9 @@ from types import FrameType
 
 
 def end_at_signals(arguments: Sequence[str]) -> None:
-    """Have SIGTERM and SIGHUP end `atoll run` with a line, and not without a word.
+    """Print a line when SIGTERM or SIGHUP ends `atoll run`; other commands keep the system's handling.
 
-    `arguments` are the command's. Its other commands keep the system's handling.
+    `arguments` are those of the command line.
     """
     if list(arguments[:1]) != ["run"]:
         return

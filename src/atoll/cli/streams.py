@@ -1,4 +1,4 @@
-"""The standard streams, made such that a command can write to them whatever they are."""
+"""Preparation of the standard streams, so that a command can always write to them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from atoll.core.characters import SHOWN
 
 
 def open_streams() -> None:
-    """Open the null device where a stream was closed, and let no character raise.
+    """Open the null device for closed streams, and let no character raise an error.
 
-    With `atoll ... >&-` the next file that is opened would be standard output, and libraries would write into
-    the file.
+    After `atoll ... >&-` the next opened file would become standard output, and libraries would write into
+    it.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -31,13 +31,13 @@ def open_streams() -> None:
 
 
 def say(line: str) -> None:
-    """Write a line to standard error, as far as it can be written."""
+    """Write a line to standard error; errors are ignored."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def flush_streams() -> None:
-    """Write what Python holds back. Where the reader has ended, drop it: at its end Python would complain."""
+    """Flush the standard streams; if a reader has ended, drop its rest, or Python complains at exit."""
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""Ids, units, errors, configuration and events: what every layer above may use.
+"""Units, errors, configuration, events and helpers, for every layer above.
 
 Imports the standard library, msgspec and numpy, and nothing else.
 """

@@ -1,4 +1,4 @@
-"""Whole lines at the end of a file, on a disk that may be full."""
+"""Appending of whole lines to a file on a disk that may be full."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 
 class Appender:
-    """Appends lines to the file that `open_file` opens, each with its end; nothing is raised.
+    """Appends lines, each with its end, to the file that `open_file` opens; raises nothing.
 
-    Lines are written by one append, so two writers of one file do not tear each other's. A line that was
-    written in part gets its end before the next one. `torn`: the file's last line has no end.
+    One append writes all lines of a call, so two writers of one file do not mix their lines. A line that was
+    written in part gets its end before the next line. `torn`: the file's last line has no end yet.
     """
 
     def __init__(self, open_file: Callable[[], int], torn: bool = False) -> None:
@@ -18,7 +18,7 @@ class Appender:
         self._file = -1  # opened by the first write, and again by each while it cannot be
 
     def write(self, lines: Sequence[bytes]) -> tuple[int, str]:
-        """Append lines; returns how many are written whole, and why not all of them (empty: all are)."""
+        """Append lines; returns the number of whole lines written, and the error if some were not ("")."""
         before = b"\n" if self._torn and lines else b""
         data, done = memoryview(before + b"".join(lines)), 0
         try:

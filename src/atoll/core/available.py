@@ -1,4 +1,4 @@
-"""The memory that this machine can still give to a worker."""
+"""The memory of this machine that is still free for a worker."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _ROOT = Path("/")
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Return the bytes that this worker may still take of its machine's memory.
+    """Return the bytes of the machine's memory that this worker may still take.
 
-    These are the bytes that the kernel calls available, and no more than the limits of this process's control
-    groups leave, divided by the number of workers that one launch has on this machine (`LOCAL_WORLD_SIZE`).
-    Returns `sys.maxsize` where the system does not say.
+    These are the bytes that the kernel calls available, or fewer if a control group's limit leaves fewer,
+    divided by the launch's number of workers on this machine (`LOCAL_WORLD_SIZE`). Returns `sys.maxsize` if
+    the system does not say.
 
     Args:
         root: the folder that holds `proc` and `sys`.
@@ -38,7 +38,7 @@ def _of_system(root: Path) -> int | None:
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """Yield what the memory limit of each control group of this process leaves, its cache not counted."""
+    """Yield the free bytes under the memory limit of each control group, without counting its cache."""
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -58,7 +58,7 @@ def _left_by_groups(root: Path) -> Iterator[int]:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None where there is no file, or no limit ("max")."""
+    """Return the number in a file; None for a missing file, or for no limit ("max")."""
     text = "".join(_lines(path)[:1]).strip()
     return int(text) if text.isdecimal() else None
 

@@ -1,4 +1,4 @@
-"""Characters that an output cannot show: one that looks like it, or its code, and never an error."""
+"""Replacements for characters that an output cannot show: a similar character, or the code."""
 
 from __future__ import annotations
 

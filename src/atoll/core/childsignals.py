@@ -1,8 +1,8 @@
-"""Find a DataLoader's processes that have died, and keep their deaths from interrupting other code.
+"""Deaths of a DataLoader's processes: found as the cause of an error, and kept from interrupting other code.
 
-A DataLoader sets a handler of SIGCHLD that raises a RuntimeError in whatever the main thread does when one of
-its processes has died. While a worker tells of its first error, that would hide the error. Or the script gets
-another error first, from the connection to that process, which names neither.
+A DataLoader sets a handler of SIGCHLD that raises a RuntimeError in the main thread, at any place, when one
+of its processes dies. If a worker is just reporting its first error, that would hide the error. Or the broken
+connection to the process first raises another error in the script, which names neither process nor cause.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from pathlib import Path
 _LOADER = "torch.utils.data.dataloader"
 _DEATH_SECONDS = 1.0  # from a broken connection to the end of the process at its other end
 _LOOK_SECONDS = 0.01
-_MOST_TRIES = 100  # each loses to a child that dies in just that moment
+_MOST_TRIES = 100  # a try fails if a child dies at that very moment
 
 
 def ignore_child_deaths() -> object:
-    """Have the deaths of children interrupt nothing from now on; returns the handler that was there.
+    """Ignore the deaths of children from now on; returns the former handler.
 
-    Does nothing outside the main thread, where no handler runs, and returns None.
+    On another than the main thread, where no handler runs, it does nothing and returns None.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
     for _ in range(_MOST_TRIES):
-        with contextlib.suppress(RuntimeError):  # of a child that has just died
+        with contextlib.suppress(RuntimeError):  # raised by the handler for a child that has just died
             return signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return None
 
 
 @contextlib.contextmanager
 def child_deaths_ignored() -> Iterator[None]:
-    """Do so while entered."""
+    """Ignore the deaths of children inside the `with` block."""
     handler = ignore_child_deaths()
     try:
         yield
@@ -46,10 +46,9 @@ def child_deaths_ignored() -> Iterator[None]:
 
 
 def death_behind(error: BaseException) -> str:
-    """The death of a DataLoader's process that made its parent's `error`, in torch's own words; empty where
-    the error has another cause.
+    """Return torch's line on the death of a DataLoader's process that caused `error`; "" for other causes.
 
-    torch says so itself, unless the connection to the process breaks first.
+    torch raises that line itself, unless the connection to the process breaks first.
     """
     if not isinstance(error, (OSError, EOFError)) or not _is_loaders(error):
         return ""
@@ -75,7 +74,7 @@ def _is_loaders(error: BaseException) -> bool:
 
 
 def _children() -> list[int]:
-    """The children of this process, with those that have ended and were not waited for."""
+    """Return this process's children, including those that have ended and were not waited for."""
     found = []
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -84,7 +83,7 @@ def _children() -> list[int]:
 
 
 def _status_of(pid: int) -> int:
-    """The status of a child that has ended badly, or minus its signal; else 0. It is not reaped."""
+    """Return the status of a child that has failed, or minus its signal; else 0. Does not reap the child."""
     with contextlib.suppress(OSError):
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:

@@ -1,4 +1,4 @@
-"""How bytes from outside are decoded: whatever msgspec raises of them becomes one line."""
+"""Decoding of bytes from outside, with one line for every error that msgspec raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from atoll.core.texts import one_line
 
-_LONGEST = 200  # characters of what msgspec says
+_LONGEST = 200  # characters of msgspec's message
 _Kind = TypeVar("_Kind")
 
 

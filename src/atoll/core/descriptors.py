@@ -1,7 +1,7 @@
-"""File descriptors: the limit on them, and some kept back for files.
+"""The limit on file descriptors, and a reserve of descriptors for files.
 
-Connections from outside take descriptors too. A process that listens raises its limit, and keeps a few
-descriptors back, so that its journal and its snapshots can be opened while connections take all others.
+Connections from outside take descriptors too. A process that listens raises its limit and keeps a reserve, so
+that it can open its journal and snapshots while connections take all other descriptors.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 RESERVED = 16  # descriptors that a Reserve holds
-_MOST = 2**20  # a limit of any number is raised to no more: some programs close all numbers below it
+_MOST = 2**20  # the limit is raised no further: some programs close all numbers below it
 _RETRY_SECONDS = 5.0  # for connections to be closed, so that a file can be opened
 _PAUSE_SECONDS = 0.005
-_FULL = (errno.EMFILE, errno.ENFILE)  # this process has too many files open; the system has
+_FULL = (errno.EMFILE, errno.ENFILE)  # too many open files: of this process, of the system
 
 _Opened = TypeVar("_Opened")
 _lock = threading.RLock()
@@ -44,7 +44,7 @@ def raise_descriptor_limit() -> int:
 
 
 class Reserve:
-    """Descriptors of nothing, whose places files may take (`opened`). Close it at the end."""
+    """Descriptors of /dev/null that `opened` gives up for a file. Close it at the end."""
 
     def __init__(self, count: int = RESERVED) -> None:
         self._count, self._held = count, [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
@@ -53,19 +53,19 @@ class Reserve:
             _reserves.append(self)
 
     def give(self) -> None:
-        """Close them: others may take their places, until `refill`."""
-        held, self._held = self._held, []
-        for each in held:
+        """Free the descriptors until `refill`."""
+        freed, self._held = self._held, []
+        for each in freed:
             os.close(each)
 
     def refill(self) -> None:
-        """Hold as many again, as far as there is room."""
+        """Take the full number of descriptors again, or as many as there are."""
         with contextlib.suppress(OSError):
             while len(self._held) < self._count:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     def close(self) -> None:
-        """Closing twice does no harm."""
+        """Free the descriptors for good; closing twice does no harm."""
         with _lock:
             if self in _reserves:
                 _reserves.remove(self)
@@ -73,8 +73,8 @@ class Reserve:
 
 
 def files_in(folder: str | os.PathLike[str], pattern: str) -> list[str]:
-    """The names in `folder` that match `pattern`, in no order; none where there is no such folder."""
-    # Path.glob takes a folder that cannot be listed for an empty one, on some versions of Python.
+    """Return the names in `folder` that match `pattern`, in no order; none if there is no such folder."""
+    # On some versions of Python, Path.glob treats a folder that cannot be listed as an empty one.
     try:
         return fnmatch.filter(opened(lambda: os.listdir(folder)), pattern)  # noqa: PTH208
     except FileNotFoundError:
@@ -82,8 +82,10 @@ def files_in(folder: str | os.PathLike[str], pattern: str) -> list[str]:
 
 
 def opened(open_it: Callable[[], _Opened], seconds: float = _RETRY_SECONDS) -> _Opened:
-    """Return `open_it()`, which opens files. While this process has too many open, it is called again, for
-    up to `seconds`, in the place of what the reserves held. It must leave nothing behind where it fails so.
+    """Return `open_it()`, which opens files, with descriptors of the reserves if all others are taken.
+
+    While there are too many open files, `open_it` is called again, for up to `seconds`. It must leave nothing
+    behind when it fails.
     """
     until = time.monotonic() + seconds
     try:
@@ -91,7 +93,7 @@ def opened(open_it: Callable[[], _Opened], seconds: float = _RETRY_SECONDS) -> _
     except OSError as error:
         if error.errno not in _FULL:
             raise
-    with _lock:  # one at a time, or they take each other's places
+    with _lock:  # one thread at a time, or threads take each other's freed descriptors
         try:
             while True:
                 for reserve in _reserves:

@@ -1,4 +1,4 @@
-"""Decide how often workers that step together compare the epochs of their batches."""
+"""The number of times that workers that step together compare the epochs of their batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from atoll.core.stands import UNKNOWN, Epoch
 
-_LOOKS = 16  # each costs a collective, also where workers train on different loaders, which is no mistake
+_LOOKS = 16  # each costs a collective, and workers may rightly train on different loaders
 
 
 class ComparedEpochs:
@@ -20,10 +20,10 @@ class ComparedEpochs:
 
     def __init__(self, mixed: Callable[[str], None]) -> None:
         self._mixed = mixed
-        self.looks = _LOOKS  # at all members' epochs, that remain
+        self.looks = _LOOKS  # remaining comparisons of all members' epochs
 
     def compared(self, epoch: Epoch) -> Epoch:
-        """Return the epoch that this worker tells the others. A dealt epoch is always told."""
+        """Return the epoch to tell the other workers; a dealt epoch is always told."""
         return epoch if epoch.is_dealt or self.looks > 0 else UNKNOWN
 
     def looked(self, line: str) -> None:

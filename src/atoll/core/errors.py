@@ -1,8 +1,8 @@
-"""The errors that Atoll raises, and the exit status that each one means.
+"""The errors that Atoll raises, and their exit statuses.
 
-A `UserError` is shown as one line with no stack trace, and ends the process with status 2. A `RunError` is
-nobody's typing mistake (a worker was lost, a wait passed its deadline): it also shows one line, and ends
-with status 1; with status 75 where the process need only be started again (`GivenUpError`).
+Each is shown as one line without a stack trace. A `UserError`, for something that the user gave, ends the
+process with status 2. A `RunError` (a lost worker, a passed deadline) ends it with status 1; a
+`GivenUpError`, after which a new start of the process helps, with status 75.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ConfigError(UserError):
 
 
 class PrepareError(UserError):
-    """The model or the optimizer cannot be trained as given; names the parameter and the way out."""
+    """The model or the optimizer cannot be trained as given; names the parameter and the remedy."""
 
 
 class BindingError(UserError):
@@ -53,17 +53,19 @@ class PeerLostError(RunError):
 
 
 class DeadlineError(RunError):
-    """A wait passed its deadline; names who was waited for, on what, when, and how long."""
+    """A wait passed its deadline; names the workers that were missing, the reason, and the time waited."""
 
 
 class GivenUpError(RunError):
-    """The others have given this process up, or what it needs beside itself is gone: a part of its node, say.
-    Started again it is of use: the status is EX_TEMPFAIL's (sysexits.h)."""
+    """The others have given this process up, or a part that it needs is gone, such as its node's CPU side.
+
+    A new start helps: the exit status is EX_TEMPFAIL's (sysexits.h).
+    """
 
     exit_status = 75
 
 
 def error_named(name: str, line: str) -> AtollError:
-    """An error that another process has raised, by its class's name; a RunError where there is no such."""
+    """Return an error of the class called `name`, raised in another process; a RunError for other names."""
     kind = globals().get(name)
     return kind(line) if isinstance(kind, type) and issubclass(kind, AtollError) else RunError(line)

@@ -1,7 +1,6 @@
-"""What happens in a run, as data: plain records that observers subscribe to.
+"""Events of a run, as plain records for subscribers such as a journal, a display and a report.
 
-Every record carries `time` (seconds since the epoch) and the `worker` that saw it. Nothing here does I/O: a
-journal, a display and a report are subscribers.
+Every record carries its `time` (seconds since the epoch) and the `worker` that saw it. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from atoll.core.texts import shortened, writable
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower, tag_field="event"):
-    """What every event has."""
+    """The fields of every event."""
 
     time: float
     worker: int
@@ -33,7 +32,7 @@ class Started(Event, frozen=True):
 
 
 class Expected(Event, frozen=True):
-    """How many steps the run will take, where the script (`session.expect`) or the sampler knows it."""
+    """The number of steps that the run will take, from `session.expect` or the sampler."""
 
     steps: int
 
@@ -41,12 +40,17 @@ class Expected(Event, frozen=True):
 class StepDone(Event, frozen=True, omit_defaults=True):
     """A worker has finished an iteration.
 
-    `samples` are the worker's own; `seconds` is the wall time since the step before; `waiting` is the part
-    of it that was spent blocked on other workers; `bytes_sent` is what this worker sent for it, by the
-    collective algorithm's own count. `phases` are the parts of the waiting, in seconds, where it has some:
-    "ring" inside the worker's group, "exchange" between groups. Under strategy peers `exchange` is the part
-    of `seconds` that the worker's process gave to handing gradients over and taking parameters, and was no
-    waiting, and `staleness` by how much its iteration was past the global one that its parameters stood at.
+    Attributes:
+        iteration: number of the iteration.
+        samples: samples of this worker.
+        seconds: wall time since the previous step.
+        waiting: seconds of that spent blocked on other workers.
+        bytes_sent: bytes that this worker sent, by the collective algorithm's count.
+        phases: seconds of waiting by part, if it has parts: "ring" inside the worker's group, "exchange"
+            between groups.
+        exchange: strategy peers: seconds of work to hand gradients over and to take parameters.
+        staleness: strategy peers: iterations by which the worker was ahead of the global iteration of its
+            parameters.
     """
 
     iteration: int
@@ -76,8 +80,10 @@ class Decided(Event, frozen=True):
 
 
 class RoundSeen(Event, frozen=True):
-    """A synchronisation round of strategy peers has begun, ended or was refused, or something was fetched: as
-    Decided, for the journal alone, since there may be one each iteration."""
+    """A synchronisation round of strategy peers began, ended or was refused, or a contribution was fetched.
+
+    For the journal alone, since there may be one each iteration.
+    """
 
     what: str
     choice: str
@@ -85,9 +91,15 @@ class RoundSeen(Event, frozen=True):
 
 
 class Regrouped(Event, frozen=True):
-    """After its `iteration` the worker shares a ring with `workers` (ranks, with its own); to the shards they
-    are `group` together. `grouping` counts the hub's decisions, from 1; `seconds` is how long the move
-    took, and `reason` the decision's.
+    """A worker has moved to another group.
+
+    Attributes:
+        iteration: the last iteration before the move.
+        grouping: number of the hub's decision, from 1.
+        group: the group's number at the shards.
+        workers: ranks of the group's workers, including this one.
+        seconds: duration of the move.
+        reason: the reason for the decision.
     """
 
     iteration: int
@@ -99,12 +111,28 @@ class Regrouped(Event, frozen=True):
 
 
 class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """How this end's loss-tolerant link to `peer` is doing, for one connection, or over all of them.
+    """Figures of this end's loss-tolerant link to `peer`, for one connection or the sum of several.
 
-    Rates are in bytes per second, times in seconds; `loss` is the path's share now, and `target` the one that
-    is aimed at. Counts are since the beginning: `sent`, `lost`, `retransmitted` are datagrams of this end,
-    `repaired` blocks that the code gave back here, `borne` and `filled` blocks of gradients that did not
-    come: for now, or for good. `bytes_in` and `bytes_out` are of messages. `reason` is the rate's.
+    Counts are since the beginning.
+
+    Attributes:
+        peer: the other end.
+        site: the site of the other end.
+        rate: rate in use, bytes per second.
+        estimate: estimated rate of the path, bytes per second.
+        rtt: round-trip time, seconds.
+        min_rtt: least round-trip time, seconds.
+        loss: present share of lost datagrams.
+        target: share of lost datagrams that the sender aims at.
+        sent: datagrams sent from this end.
+        lost: of these, lost ones.
+        retransmitted: datagrams sent again.
+        repaired: blocks recovered here from parity.
+        borne: blocks of gradients that have not come yet.
+        filled: blocks of gradients given up for good.
+        bytes_in: bytes of messages received.
+        bytes_out: bytes of messages sent.
+        reason: reason for the rate.
     """
 
     peer: str
@@ -129,8 +157,8 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
 class LinkSeen(LinkFigures, frozen=True, kw_only=True, tag=str.lower, tag_field="event"):
     """The link from `who` ("worker 0", "site paris") to `peer` ("shard 1"), over all its connections.
 
-    `held` is what is held back now as a share of the latest gradient, both as sums of absolute values. An
-    event as the others are: a Struct has fields of one base only.
+    `held` is the size of the residuals relative to the latest gradient, both as sums of absolute values. The
+    fields of Event are repeated, since a Struct cannot have two bases with fields.
     """
 
     time: float
@@ -140,13 +168,25 @@ class LinkSeen(LinkFigures, frozen=True, kw_only=True, tag=str.lower, tag_field=
 
 
 class NodeSeen(Event, frozen=True):
-    """What a node's CPU side has counted since it began, under strategy peers; told by the first worker of
-    its `devices`. `node` is -1 in journals from before nodes had several: the worker's number.
+    """Figures of a node's CPU side since its beginning, reported by the node's first worker (peers).
 
-    `applied` are the iterations that it has put into the global parameters; `rounds` the synchronisation
-    rounds that it started, `joined` those that it took part in, `refusals` what it was refused; `waits` how
-    often its worker waited for the global iteration, for `waited` seconds in all; `staleness` counts the
-    applied contributions by how many iterations past their parameters they were, the last for all above.
+    Attributes:
+        node: the node's number; -1 in journals of older versions, where it equals the worker's number.
+        devices: number of the node's devices.
+        applied: iterations applied to the global parameters.
+        rounds: synchronisation rounds that the node started.
+        joined: rounds that the node took part in.
+        refusals: refused rounds.
+        fetched: contributions fetched from other nodes.
+        waits: waits of the worker for the global iteration.
+        waited: seconds of these waits.
+        no_room: contributions for which there was no room.
+        bytes_in: bytes received from nodes.
+        bytes_out: bytes sent to nodes.
+        applying: seconds spent on steps.
+        overlaying: seconds spent on local parameters.
+        staleness: applied contributions by the age of their parameters in iterations; the last entry counts
+            all above.
     """
 
     node: int = -1
@@ -167,7 +207,7 @@ class NodeSeen(Event, frozen=True):
 
 
 class MemorySeen(Event, frozen=True):
-    """How a worker's chunked memory has done since it began."""
+    """The figures of a worker's chunked memory since its beginning."""
 
     figures: MemoryFigures
 
@@ -191,7 +231,7 @@ class Saved(Event, frozen=True):
 
 
 class Warned(Event, frozen=True):
-    """Something that a person should know and that does not stop the run."""
+    """A message for the user that does not stop the run."""
 
     message: str
 
@@ -199,8 +239,8 @@ class Warned(Event, frozen=True):
 class Lost(Event, frozen=True):
     """Part of a worker's records could not be written since the last such event, because the disk was full.
 
-    `events` is how many; `steps` of them were StepDone, whose sums the other figures are. `printed` is in
-    bytes of the worker's log.
+    `events` is the number of lost events, and `steps` the number of StepDone among them; `samples` to
+    `exchange` are sums over these steps. `printed` is in bytes of the worker's log.
     """
 
     events: int = 0
@@ -214,11 +254,13 @@ class Lost(Event, frozen=True):
 
 
 class Failed(Event, frozen=True):
-    """A worker ends with an error; `echo` marks one that another worker's end has caused.
+    """A worker ends with an error.
 
-    `line` is the innermost line of the script that the error passed through ("train.py:28"). `by_launcher`
-    marks what the launcher says in a worker's journal: the hub or a shard was lost, say. `leaving`: the error
-    has not ended the worker yet, which leaves its session.
+    Attributes:
+        echo: another worker's end has caused the error.
+        line: the innermost line of the script that the error passed through ("train.py:28").
+        by_launcher: the launcher has written the event into the worker's journal, for a lost hub or shard.
+        leaving: the worker still leaves its session.
     """
 
     error: str
@@ -238,15 +280,15 @@ class Joining(Event, frozen=True):
     pid: int = 0
 
 
-NO_WORKER = -1  # the `worker` of an event that is of the run, or of hub and shards
+NO_WORKER = -1  # the `worker` of an event of the run, a hub or a shard
 
 
 class Ended(Event, frozen=True):
     """A worker's script has ended without an error: at its last line, by `sys.exit`, or by KeyboardInterrupt.
 
-    `call` says how where it was not by its last line ("sys.exit"), `line` from where, and `message` is the
-    text that `sys.exit` was given. Of a hub or a shard (NO_WORKER) that ends with an error, `call` is its
-    name and `message` the error.
+    `call` names the way if it was not the last line ("sys.exit"), `line` is the script's line, and `message`
+    the text given to `sys.exit`. For a hub or a shard (NO_WORKER) that ends with an error, `call` is its name
+    and `message` the error.
     """
 
     status: int
@@ -256,18 +298,16 @@ class Ended(Event, frozen=True):
 
 
 class Gone(Event, frozen=True):
-    """A worker's process has ended, as its parent saw it: with a status, or minus the signal that killed
-    it.
-    """
+    """A worker's process has ended; `exit_code` is its status, or minus the signal that killed it."""
 
     exit_code: int
 
 
 class ChildEnded(Event, frozen=True):
-    """A process that a worker's script has forked by `multiprocessing`, a DataLoader's say, ends by
+    """A process of `multiprocessing`, such as a DataLoader's, that a worker's script has forked calls
     `sys.exit`.
 
-    `message` is the text that it was given, and `line` the script's line.
+    `message` is the text given to `sys.exit`, and `line` the script's line.
     """
 
     pid: int
@@ -326,10 +366,10 @@ _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
 def encode(event: AnyEvent) -> bytes:
-    """One line of JSON, without its end of line. NaN and infinities become null.
+    """Return an event as one line of JSON, without its end of line. NaN and infinities become null.
 
-    Never raises for what a script put into the event: lone surrogates become escapes, subclasses of str and
-    numbers become what they are subclasses of, and other objects become their text.
+    Never raises for values of a script: lone surrogates become escapes, instances of subclasses of str and
+    numbers become plain ones, and other objects become their text.
     """
     try:
         return _encoder.encode(event)
@@ -338,7 +378,7 @@ def encode(event: AnyEvent) -> bytes:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Rebuild `value` of what JSON has."""
+    """Return `value` rebuilt from types that JSON has."""
     if isinstance(value, msgspec.Struct):
         fields = value.__struct_fields__
         return msgspec.structs.replace(
@@ -377,5 +417,5 @@ def _text_of(value: Any) -> str:
 
 
 def decode(line: bytes) -> AnyEvent:
-    """The event that `encode` wrote; raises msgspec.DecodeError for anything else."""
+    """Return the event that `encode` wrote; raises msgspec.DecodeError for other lines."""
     return _decoder.decode(line)

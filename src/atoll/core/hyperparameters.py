@@ -1,4 +1,4 @@
-"""Compare the hyperparameters that workers step with, and name the first difference in one line.
+"""Comparison of workers' hyperparameters, with one line on the first difference.
 
 Hyperparameters are a list with one mapping for each param group, in the form of
 `wire.messages.plain_hyperparameters`.
@@ -61,8 +61,10 @@ def difference_line(first: str, second: str, step: int, found: Difference) -> st
     """Describe a difference in one line, with its remedy.
 
     Args:
-        first, second: the two workers, as "worker 0".
+        first: the first worker, as "worker 0".
+        second: the second worker.
         step: the optimizer step at which they differ.
+        found: the difference.
     """
     if found.key == "params":
         return (
@@ -86,7 +88,7 @@ def difference_line(first: str, second: str, step: int, found: Difference) -> st
 
 
 def _same(one: Any, other: Any) -> bool:
-    """True where two values are equal. NaN equals NaN, and a tuple equals a list of its elements."""
+    """True if two values are equal. NaN equals NaN, and a tuple equals a list of its elements."""
     if one is other or (type(one) is type(other) and not isinstance(one, (list, tuple)) and one == other):
         return True
     return msgspec.msgpack.encode(one, enc_hook=str) == msgspec.msgpack.encode(other, enc_hook=str)

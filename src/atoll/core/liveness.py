@@ -1,9 +1,8 @@
-"""Whether a process of this machine lives that nobody hears, and what keeps it silent.
+"""A look at silent processes of this machine, which tells a dead process from one without a CPU.
 
-Who listens for signs of life alone takes a process that gets no CPU for a dead one. On one machine the system
-knows better (Linux: /proc). A silent process that lives is looked at again each half second: while it waits
-for a CPU it is borne for as long as that lasts, while it computes up to the longest silence that is borne at
-all, and one that does neither is dead.
+A missing sign of life alone does not show that. On one machine the system knows more (Linux: /proc). Each
+silent process is looked at every half second. One that waits for a CPU counts as alive as long as it waits.
+One that computes counts as alive up to the longest tolerated silence. One that does neither counts as dead.
 """
 
 from __future__ import annotations
@@ -19,31 +18,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-AGAIN_SECONDS = 0.5  # from one look at a silent process to the next
-_STARVED_SHARE = 0.5  # of a CPU: who wants one and gets less waits for it
-_FORGET_SECONDS = 5.0  # after the last look, a silence is over, and the next one is another
+AGAIN_SECONDS = 0.5  # between two looks at a silent process
+_STARVED_SHARE = 0.5  # of a CPU: a runnable process that gets less counts as waiting for a CPU
+_FORGET_SECONDS = 5.0  # without a look, after which a silence counts as over
 _PROC = Path("/proc")
 _BOOT = "sys/kernel/random/boot_id"
-# Namespaces: by the first numbers of processes differ, by the third their times. Sites of a lab differ in the
-# second, and are other machines to one another.
+# Namespaces: the first changes process ids, the third changes clocks. Sites of a lab differ in the second,
+# and count as different machines.
 _SPACES = ("self/ns/pid", "self/ns/net", "self/ns/time")
 _EXITING, _DUMPING = 0x4, 0x200  # flags of a process (linux/sched.h: PF_EXITING, PF_DUMPCORE)
-_TICK = os.sysconf("SC_CLK_TCK")  # a second, in the system's counts of CPU
+_TICK = os.sysconf("SC_CLK_TCK")  # the system's ticks of CPU time in a second
 
 
 class Reading(NamedTuple):
-    """What the system says of a process: the `states` of its threads (R, S, D, T, ...), the CPU that it has
-    had, in seconds, and when it was started, in the system's own count. `ended`: it has, or is about to."""
+    """The system's facts about a process."""
 
-    states: str
-    cpu: float
-    started: int
-    ended: bool
+    states: str  # of the threads, a letter each (R, S, D, T, ...), the main thread's first
+    cpu: float  # seconds of CPU used
+    started: int  # time of the start, in ticks since the boot
+    ended: bool  # the process has ended or is about to
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """`alive`: the process is to be borne. `why`: what was seen of it, in words; empty: nothing."""
+    """The verdict on a silent process: if `alive`, wait on; `why` is the evidence in words, if any."""
 
     alive: bool
     why: str = ""
@@ -51,17 +49,17 @@ class Judgement:
 
 @dataclass(frozen=True)
 class _Look:
-    """The latest look at a silent process, `at` a time. At `began` it had had `cpu` seconds of CPU."""
+    """The latest look at a silent process."""
 
-    began: float
-    cpu: float
-    at: float
-    is_quiet: bool  # it neither had a CPU nor wanted one
+    began: float  # time from which CPU use is measured
+    cpu: float  # seconds of CPU used before `began`
+    at: float  # time of the look
+    is_quiet: bool  # no thread had a CPU or wanted one
 
 
 @functools.cache
 def _machine() -> str:
-    """A name of this machine, or of this container; empty where the system gives none."""
+    """Return a name of this machine, or of this container; empty if the system gives none."""
     try:
         parts = [(_PROC / _BOOT).read_text()]
         parts += [str((_PROC / name).readlink()) for name in _SPACES if (_PROC / name).is_symlink()]
@@ -71,7 +69,7 @@ def _machine() -> str:
 
 
 def own_origin() -> str:
-    """Where this process is, for others of its machine to look at it; empty where they could not."""
+    """Return machine, id and start time of this process, for `Vouching`; empty without /proc."""
     return _origin_of(os.getpid())
 
 
@@ -81,7 +79,7 @@ def _origin_of(pid: int) -> str:
 
 
 def read_process(pid: int) -> Reading | None:
-    """Read a process of this machine; None where there is none."""
+    """Read the facts about a process of this machine; None if there is none."""
     folder = _PROC / str(pid)
     try:
         fields = _fields(pid)
@@ -113,12 +111,12 @@ def _fields(pid: int) -> list[str]:
 def _state(thread: Path) -> str:
     try:
         return (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):  # it has ended meanwhile
+    except (OSError, IndexError):  # the thread has ended meanwhile
         return ""
 
 
 def _is_killed(status: str) -> bool:
-    """Whether SIGKILL waits for a process to run once more, and end."""
+    """True if SIGKILL is pending: the process will end when it next runs."""
     masks = [line.split()[1] for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
     return any(int(mask, 16) & 1 << (signal.SIGKILL - 1) for mask in masks)
 
@@ -135,8 +133,10 @@ def look_at(pid: int) -> str:
 
 
 def describe(origin: str) -> str:
-    """Say what a process does that is being started: "runs", "runs on another machine" or "stands still
-    (SIGSTOP)"; empty where it has ended."""
+    """Describe a process: "runs (...)", "runs on another machine" or "stands still (SIGSTOP)".
+
+    Empty if the process has ended. `origin` is a result of `own_origin`.
+    """
     machine, pid, started = _parsed(origin)
     if not pid or machine != _machine():
         return "runs on another machine"
@@ -149,7 +149,7 @@ def describe(origin: str) -> str:
 
 
 def _parsed(origin: str) -> tuple[str, int, int]:
-    """The machine, the process id and the start of `own_origin`; of other texts, nothing."""
+    """Return machine, process id and start time of an `own_origin`; ("", 0, 0) for other texts."""
     machine, _, rest = origin.partition(":")
     pid, _, started = rest.partition(":")
     if not (pid.isdecimal() and started.isdecimal()):
@@ -158,8 +158,11 @@ def _parsed(origin: str) -> tuple[str, int, int]:
 
 
 class Vouching:
-    """Judges silent processes by where they are (`own_origin`); of a silence each is to be looked at each
-    `AGAIN_SECONDS`, from when it would count as dead. `read` and `clock` are the system's."""
+    """Judges silent processes, each known by its `own_origin`.
+
+    Call `judge` every `AGAIN_SECONDS`, from the moment at which a process would count as dead. `read` and
+    `clock` are the system's, except in tests.
+    """
 
     def __init__(
         self,
@@ -170,14 +173,14 @@ class Vouching:
         self._looks: dict[str, _Look] = {}
 
     def judge(self, origin: str, silence: float, most: float) -> Judgement:
-        """Judge a process that was silent for `silence` seconds; one that computes is borne for `most`."""
+        """Judge a process that was silent for `silence` seconds; one that computes has `most` seconds."""
         machine, pid, started = _parsed(origin)
         if not pid:
             return Judgement(False)
         if machine != _machine():
             why = "it is on another machine: if that is only overloaded, raise hub.patience"
             return Judgement(False, why)
-        if pid == os.getpid():  # of this very process: it says nothing about its threads
+        if pid == os.getpid():  # that this process runs says nothing about a silent thread of its own
             return Judgement(False)
         now = self._clock()
         self._looks = {each: look for each, look in self._looks.items() if now - look.at <= _FORGET_SECONDS}
@@ -191,14 +194,14 @@ class Vouching:
     def _judge_living(self, origin: str, reading: Reading, silence: float, most: float) -> Judgement:
         now, is_quiet = self._clock(), not set(reading.states) & {"R", "D"}
         before = self._looks.get(origin)
-        if before is None:  # what it does is seen between two looks
+        if before is None:  # CPU use shows only between two looks
             self._looks[origin] = _Look(now, reading.cpu, now, is_quiet)
             return Judgement(True)
         seconds, cpu = now - before.began, reading.cpu - before.cpu
         goes_on = seconds < _FORGET_SECONDS
         began = (before.began, before.cpu) if goes_on else (now, reading.cpu)
         self._looks[origin] = _Look(*began, now, is_quiet)
-        if is_quiet:  # once it may have spoken just now
+        if is_quiet:  # a single quiet look proves nothing: a sign of life may be under way
             return Judgement(not before.is_quiet, "its process is alive, waits, and says nothing")
         got = f"its process is alive and got {cpu:.2f} s of CPU in the last {seconds:.1f} s"
         if "R" in reading.states and cpu < _STARVED_SHARE * seconds:

@@ -1,8 +1,7 @@
 """Options of a command, of a service, or of a section of the configuration, as the fields of a struct.
 
-A struct's fields are the options. Its docstring says under `Args:` what each one means, in one place for
-`--help` and for the pages of the documentation. An annotation says what a type cannot: a unit, and how a
-command line names the option.
+A struct's fields are the options. Its docstring has the meaning of each under `Args:`, for `--help` and for
+the pages of the documentation. Annotations add a unit (`Unit`), and the form on a command line (`Mark`).
 """
 
 from __future__ import annotations
@@ -25,10 +24,14 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Unit(NamedTuple):
-    """The unit of an option's text: `parse` gives a number of `of`, `word` stands in `--help`.
+    """The unit of an option's text.
 
-    `zero` is what is wrong with a value of 0; empty: nothing. `show` writes a number as a text that `parse`
-    reads.
+    Args:
+        parse: returns the number in a text; raises ConfigError for others.
+        of: the unit of that number ("seconds").
+        word: the placeholder for the value in `--help`.
+        zero: the error for a value of 0; empty if 0 is allowed.
+        show: writes a number as a text that `parse` reads.
     """
 
     parse: Callable[[str | float], float]
@@ -46,17 +49,17 @@ RATE_OR_ZERO = Unit(bytes_per_second, "bytes per second", "RATE", zero="")
 
 
 class Mark(NamedTuple):
-    """How a command line and the environment give an option, where its type and name do not say it.
+    """The form of an option on a command line and in the environment, if type and name do not tell it.
 
     Args:
-        word: what stands for the value in `--help`.
-        flag: in place of `--` and the field's name.
-        variable: of the environment, which gives the option too.
+        word: the placeholder for the value in `--help`.
+        flag: the flag, if it is not `--` and the field's name.
+        variable: an environment variable that gives the option too.
         is_argument: the value is given without a flag.
         is_hidden: only a launcher gives the option.
-        parse: makes the value of the texts given; raises UserError for others.
-        key: of the configuration, which the option stands for.
-        least: the smallest whole number that is right.
+        parse: returns the value of the given texts; raises UserError for others.
+        key: the key of the configuration that the option sets.
+        least: the smallest allowed whole number.
     """
 
     word: str = ""
@@ -70,11 +73,11 @@ class Mark(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One option: its field's name, its type without None and marks, its default, and what it means."""
+    """One option, from a field of a struct."""
 
     name: str
-    kind: Any
-    default: Any  # msgspec.NODEFAULT: it must be given
+    kind: Any  # the field's type, without None and annotations
+    default: Any  # msgspec.NODEFAULT: the option must be given
     meaning: str
     unit: Unit | None
     mark: Mark
@@ -86,23 +89,23 @@ class Option(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words to choose from; empty where others are right too."""
+        """The words to choose from; empty if the option is no choice."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def is_repeated(self) -> bool:
-        """Whether a command line may give the option several times."""
+        """True if a command line may give the option several times."""
         origin = get_origin(self.kind)
         return origin in (list, dict) or (origin is tuple and self.mark.parse is None)
 
     @property
     def word(self) -> str:
-        """The word for the value in `--help`."""
+        """The placeholder for the value in `--help`."""
         return self.mark.word or (self.unit.word if self.unit is not None else "")
 
     @property
     def shown_default(self) -> str:
-        """The default as a text that `value_of` takes; empty where there is none, or it says nothing."""
+        """The default as a text that `value_of` takes; empty if there is none or it is false or empty."""
         if self.default is msgspec.NODEFAULT or not self.default:
             return ""
         if self.unit is not None and not isinstance(self.default, str):
@@ -110,7 +113,7 @@ class Option(NamedTuple):
         return ",".join(self.default) if isinstance(self.default, tuple) else str(self.default)
 
     def check(self, given: Any) -> None:
-        """Raise ConfigError, without the option's name, for a text that is no quantity of the unit."""
+        """Raise ConfigError, without the option's name, for a text that does not fit the unit."""
         if self.unit is None or given == self.default:
             return
         value = self.unit.parse(given)
@@ -118,7 +121,7 @@ class Option(NamedTuple):
             raise ConfigError(self.unit.zero)
 
     def value_of(self, given: Any) -> Any:
-        """The value of what a command line gives. Raises UserError, one line that names the flag."""
+        """Return the value of a command line's text; raises UserError, one line that names the flag."""
         if given == "":
             name = self.word if self.mark.is_argument else self.flag
             raise ConfigError(f"{name}: the value is empty; give one, or leave the option out")
@@ -140,13 +143,13 @@ class Option(NamedTuple):
 
 
 def no_such_choice(given: Any, choices: tuple[str, ...]) -> str:
-    """`no such choice 'rign'; did you mean 'ring'? (one of: ring, server)`."""
+    """Return `no such choice 'rign'; did you mean 'ring'? (one of: ring, server)`."""
     return f"no such choice {given!r}{nearest(str(given), choices)} (one of: {', '.join(choices)})"
 
 
 @functools.cache
 def options_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
-    """The options of a struct by name, in the order of its fields."""
+    """Return the options of a struct by name, in the order of its fields."""
     hints, meanings = get_type_hints(struct, include_extras=True), _meanings(struct)
     return {
         field.name: _option(field, hints[field.name], meanings.get(field.name, ""))
@@ -179,14 +182,14 @@ def _meanings(struct: type) -> dict[str, str]:
     """Return each field's meaning from a struct's docstring, on one line each."""
     text = inspect.cleandoc(struct.__doc__ or "").partition("\nArgs:\n")[2]
     entries = re.split(r"^    (\w+): ", text.partition("\n\n")[0], flags=re.MULTILINE)[1:]
-    return {name: " ".join(said.split()) for name, said in zip(entries[::2], entries[1::2], strict=True)}
+    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
 
 
 def as_argument(options: msgspec.Struct) -> str:
-    """Write a struct as one argument of a process, in ASCII: a folder's name may be no UTF-8."""
+    """Write a struct as one argument of a process; in ASCII, since a folder's name may not be UTF-8."""
     return json.dumps(msgspec.to_builtins(options))
 
 
 def from_argument(text: str, kind: type[T]) -> T:
-    """Read what `as_argument` wrote."""
+    """Read a struct that `as_argument` wrote."""
     return msgspec.convert(json.loads(text), kind)

@@ -1,6 +1,6 @@
-"""A way out for text, such as standard output, whose reader may be slow, stopped or gone.
+"""Output of text to a file such as standard output, whose reader may be slow, stopped or gone.
 
-A thread writes. Whoever hands over text never waits, whatever the reader does.
+A thread writes, so the caller never waits, whatever the reader does.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from typing import IO
 from atoll.core.characters import encoded
 
 ROOM = 256 << 10  # bytes that may wait for the reader before `room` is 0
-STALLED_SECONDS = 5.0  # without a byte taken: then it is said
-_MOST = 4 * ROOM  # bytes that may wait at all; beyond that, text is dropped
-_PIECE = 16 << 10  # bytes of one write: a terminal that takes a few is seen to live
-_LOOK_SECONDS = 0.02  # between two looks whether everything was written
+STALLED_SECONDS = 5.0  # without a byte taken, after which the reader is reported
+_MOST = 4 * ROOM  # bytes that may wait at all; more text is dropped
+_PIECE = 16 << 10  # bytes of one write: even a slow terminal shows progress
+_LOOK_SECONDS = 0.02  # between two checks of the queue
 
 
 class Outlet:
-    """Writes to `file` from a thread of its own. It is a file itself, as far as rich needs one.
+    """Writes to `file` from a thread of its own; has the methods of a file that rich needs.
 
-    A file without a descriptor, such as io.StringIO, is written at once and without a thread. `file` is None
-    where the process was started with this stream closed: text is dropped then.
+    A file without a descriptor, such as io.StringIO, is written at once and without a thread. If `file` is
+    None, since the process was started with this stream closed, text is dropped.
 
-    None of the methods waits, except `drain`, and none raises for what the reader does.
+    No method waits, except `drain`, and none raises for an error of the reader.
     """
 
     def __init__(self, file: IO[str] | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._clock = file, clock
         self._descriptor = _descriptor_of(file)
         self.encoding = (getattr(file, "encoding", None) or "utf-8") if file is not None else "utf-8"
-        self.gone = "it was closed at the start" if file is None else ""  # why nothing is written any more
+        self.gone = "it was closed at the start" if file is None else ""  # reason why nothing can be written
         self.dropped = 0  # bytes
         self._waiting: deque[bytes] = deque()
-        self._bytes = 0  # that wait, with those that the thread is writing
-        self._progress = clock()  # when bytes were last written, or the queue was last empty
+        self._bytes = 0  # waiting bytes, including those that the thread is writing
+        self._progress = clock()  # time at which bytes were last written, or the queue was last empty
         self._changed = threading.Condition()
         self._ends = False
         self._thread: threading.Thread | None = None
 
     def write(self, text: str) -> int:
-        """Hand over `text`. It is dropped where the reader is gone, or as much waits as may."""
+        """Queue `text`; it is dropped if the reader is gone or too much text waits."""
         if self._descriptor is None:
             self._write_at_once(text)
             return len(text)
@@ -55,7 +55,10 @@ class Outlet:
         return len(text)
 
     def write_bytes(self, data: bytes) -> None:
-        """`write`, of bytes. The file must have a descriptor."""
+        """Queue bytes; they are dropped if the reader is gone or too much waits.
+
+        The file must have a descriptor.
+        """
         with self._changed:
             if self.gone or self._bytes + len(data) > _MOST:
                 self.dropped += len(data)
@@ -78,7 +81,7 @@ class Outlet:
 
     @property
     def room(self) -> int:
-        """The bytes that may be handed over now; 0 while the reader has yet to read what waits."""
+        """The bytes that fit into the queue now; 0 if the reader is gone."""
         return 0 if self.gone else max(0, ROOM - self._bytes)
 
     @property
@@ -88,15 +91,15 @@ class Outlet:
 
     @property
     def stalled(self) -> float:
-        """For how many seconds text has waited without a byte being taken."""
+        """Seconds for which text has waited without a byte being taken."""
         with self._changed:
             return self._clock() - self._progress if self._bytes and not self.gone else 0.0
 
     def drain(self, patience: float, hurried: Callable[[], bool] = lambda: False) -> bool:
         """Wait until all is written, or nothing was taken for `patience` seconds, or `hurried` is true.
 
-        A reader that takes a byte now and then has ten times as long. Returns True when all is written, or
-        the reader is gone and nothing ever will be.
+        A reader that takes a byte now and then has ten times as long. Returns True if all is written or the
+        reader is gone.
         """
         until = self._clock() + 10 * patience
         while not self.idle and not self.gone:
@@ -106,7 +109,7 @@ class Outlet:
         return True
 
     def close(self) -> None:
-        """End the thread when it has written what waits. The file stays open."""
+        """End the thread once the queue is written. The file stays open."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -158,19 +161,19 @@ class Outlet:
 
 
 class Screen:
-    """Where a command writes: `output` for the lines of the script, `errors` for all else.
+    """The streams of a command: `output` for the lines of the script, `errors` for all else.
 
-    Both are one Outlet where one terminal, pipe or file takes both, so that the order is kept.
+    If one terminal, pipe or file takes both, they are one Outlet, which keeps the order of lines.
     """
 
     def __init__(self, output: IO[str] | None, errors: IO[str] | None) -> None:
         self.output, self.errors = Outlet(output), Outlet(errors)
         if same_reader(self.output, self.errors):
             self.output = self.errors
-        self._told: set[Outlet] = set()
+        self._reported: set[Outlet] = set()
 
     def say(self, *lines: str) -> None:
-        """Write lines of the command's own."""
+        """Write the command's own lines."""
         for line in lines:
             self.errors.write(line + "\n")
 
@@ -178,12 +181,12 @@ class Screen:
         """Return one new line for each reader that is gone, or has taken nothing for a while."""
         found = []
         for outlet in dict.fromkeys((self.output, self.errors)):
-            said = f"cannot be written ({outlet.gone})" if outlet.gone else ""
-            if not said and outlet.stalled > STALLED_SECONDS:
-                said = f"has not been read for {STALLED_SECONDS:g} s"
-            if said and outlet not in self._told:
-                self._told.add(outlet)
-                found.append(f"{self._name(outlet)} {said}")
+            trouble = f"cannot be written ({outlet.gone})" if outlet.gone else ""
+            if not trouble and outlet.stalled > STALLED_SECONDS:
+                trouble = f"has not been read for {STALLED_SECONDS:g} s"
+            if trouble and outlet not in self._reported:
+                self._reported.add(outlet)
+                found.append(f"{self._name(outlet)} {trouble}")
         return found
 
     def close(self, patience: float, hurried: Callable[[], bool] = lambda: False) -> None:
@@ -199,7 +202,7 @@ class Screen:
 
 
 def same_reader(one: Outlet, other: Outlet) -> bool:
-    """True where both write to one terminal, pipe or file."""
+    """True if both write to one terminal, pipe or file."""
     if one._descriptor is None or other._descriptor is None:
         return one._file is other._file
     try:

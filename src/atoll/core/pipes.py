@@ -1,6 +1,7 @@
-"""Read and write where the user has named a pipe or a device in place of a file.
+"""Reading and writing of a pipe or a device that the user has named in place of a file.
 
-To open a named pipe waits until somebody opens its other end, without a deadline. Here it has one.
+The system's open of a named pipe waits without a deadline until somebody opens the other end. These functions
+have one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import select
 import time
 from pathlib import Path
 
-PIPE_SECONDS = 10.0  # for the other end of a pipe to come, and to take or give what it has
+PIPE_SECONDS = 10.0  # for the other end of a pipe to open, and to read or write
 
 
 def read_start(path: str | os.PathLike[str], most: int, seconds: float = PIPE_SECONDS) -> bytes:

@@ -1,8 +1,8 @@
-"""The time that a run's records carry: seconds since the epoch, on one clock for all processes of a machine.
+"""The clock of a run's records: seconds since the epoch, one clock for all processes of a machine.
 
-The clock is the machine's monotonic one, set by the wall clock once. So no duration in the records changes
-when a wall clock is set, or when one process's wall clock differs from the others'. `atoll run` sets the
-clock for all processes that it starts; any other process sets its own when it starts.
+It is the machine's monotonic clock plus an offset that the wall clock gives once. So no duration in the
+records changes when someone sets the wall clock, or when the processes' wall clocks differ. `atoll run` gives
+the offset to all processes that it starts; other processes compute their own when they start.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-CLOCK_VARIABLE = "ATOLL_CLOCK"  # what `clock_setting` gives
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one's monotonic clock counts from elsewhere
-_NAMESPACE = Path("/proc/self/ns/time")  # and so may that of a container
+CLOCK_VARIABLE = "ATOLL_CLOCK"  # holds a result of `clock_setting`
+# Monotonic clocks of another boot, and perhaps of another container, count from another moment.
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACE = Path("/proc/self/ns/time")
 
 
 def record_time() -> float:
-    """Now, for an event of a run."""
+    """Return the time for an event that happens now."""
     return _SET_AT + time.monotonic()
 
 
 def clock_setting() -> str:
-    """This process's clock, for the environment of processes that it starts (`CLOCK_VARIABLE`)."""
+    """Return the value of `CLOCK_VARIABLE` that gives this process's clock to a child process."""
     return f"{_SET_AT!r} {_machine()}"
 
 
 def _machine() -> str:
-    """A name of what this process's monotonic clock counts from."""
+    """Return a name that is equal for processes whose monotonic clocks count from one moment."""
     try:
         return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
     except OSError:  # not Linux, or an old one
@@ -38,7 +39,7 @@ def _machine() -> str:
 
 
 def _set_at(environment: Mapping[str, str]) -> float:
-    """Return what to add to the monotonic clock: as the environment says, if it speaks of this machine."""
+    """Return the offset to add to the monotonic clock: the environment's, if it was set on this machine."""
     number, _, machine = environment.get(CLOCK_VARIABLE, "").partition(" ")
     try:
         set_at = float(number)

@@ -1,4 +1,4 @@
-"""Find the line of the user's script from which a call comes."""
+"""The line of the user's script from which a call comes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_THE_SCRIPT = tuple(
         *(f"{entry}/" for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")),
     }
 )
-_PACKAGES = ("/site-packages/", "/dist-packages/")  # wherever on the path these lie
+_PACKAGES = ("/site-packages/", "/dist-packages/")  # folders of packages, anywhere
 
 
 def script_line() -> str:
@@ -38,7 +38,7 @@ def script_line() -> str:
 
 
 def waiting_line() -> str:
-    """Return `script_line`, or the main thread's line where this thread runs no code of the user.
+    """Return `script_line`, or the main thread's line if this thread runs no code of the user.
 
     On a GPU a backward ends on a thread of autograd, while the main thread waits for it.
     """
@@ -68,7 +68,7 @@ def script_number(names: tuple[str, ...]) -> int | None:
 
 @functools.lru_cache(maxsize=256)
 def _variables_of(code: CodeType, names: tuple[str, ...]) -> list[str]:
-    """Return those of `names` that are variables of a function."""
+    """Return the `names` that are variables of a function."""
     known = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
     return [name for name in names if name in known]
 
@@ -115,15 +115,15 @@ def _script_frame(frame: FrameType | None) -> FrameType | None:
 
 @functools.lru_cache(maxsize=4096)
 def is_script(file: str) -> bool:
-    """True where a code file belongs to the user."""
+    """True if a code file belongs to the user."""
     return not file.startswith(_NOT_THE_SCRIPT) and not any(folder in file for folder in _PACKAGES)
 
 
 def is_atoll(file: str) -> bool:
-    """True where a code file is one of Atoll's."""
+    """True if a code file is part of Atoll."""
     return file.startswith(_ATOLL)
 
 
 def at_script_line(what: str, line: str) -> str:
-    """Append the script's line, where known, to a text: "session.save (train.py:31)"."""
+    """Append the script's line, if known, to a text: "session.save (train.py:31)"."""
     return f"{what} ({line})" if line else what

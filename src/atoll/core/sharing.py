@@ -1,4 +1,4 @@
-"""Set the permissions of a run's folders and files.
+"""Permissions of a run's folders and files.
 
 `run.readable` says whether the owner, the group or everyone may read them.
 """

@@ -21,7 +21,7 @@ CALL: Literal["call"] = "call"
 END: Literal["end"] = "end"
 
 MOST_BYTES = 2048  # of an encoded Stand
-_MOST_NAMES = 6  # of workers at one place; of more, the rest is counted
+_MOST_NAMES = 6  # of workers at one place; if there are more, the rest is counted
 _DIGEST_BYTES = 16
 # These calls combine values, so all workers must call from one line. A barrier combines nothing: scripts let
 # worker 0 go first, with one barrier for worker 0 and another for the rest.
@@ -37,9 +37,10 @@ _EQUAL_EPOCHS = (
     "epoch (equal batch sizes and drop_last, no `break` on one worker alone), by session.batches or "
     "session.epoch_of"
 )
-_EPOCH = "epoch "  # what gradients are of, where the session's sampler knows the worker's epoch
-_LOOP = "its epoch"  # by the script's own loop
-_PASS = "pass"  # over a DataLoader
+# Beginnings of `asks` that name the epoch of gradients, by its source:
+_EPOCH = "epoch "  # the session's sampler
+_LOOP = "its epoch"  # the script's own loop
+_PASS = "pass"  # a pass over a DataLoader
 _MOST_PLACES = 4  # in a warning
 _MIXED = (
     "these batches are trained together, and from here on so may others of different epochs: give every "
@@ -47,7 +48,7 @@ _MIXED = (
     "still calls optimizer.step()); endless loaders may go on as they are"
 )
 _SAME_ORDER = "all workers must make the same calls in the same order, also one without a batch"
-_ALIKE = {  # what a call asks for, where that must be equal
+_ALIKE = {  # properties that must be equal in calls that meet
     "session.reduce": "be of the same operation, shape and dtype",
     "session.gather": "bring tensors, or all bring other values",
 }
@@ -63,12 +64,11 @@ class StandError(ValueError):
 class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker's place in its script.
 
-    GRADIENTS is the end of a backward whose gradients go into `step`. Here `asks` names the model where a
-    session has several ("model 2"), or the epoch of the batch. CALL is a call `name`, such as
-    "session.reduce". Here `asks` says for what, such as "mean of a number". END is the end of the session
-    after `step` steps.
+    GRADIENTS is the end of a backward whose gradients go into `step`; `asks` names the model if a session has
+    several ("model 2"), or the epoch of the batch. CALL is a call `name`, such as "session.reduce"; `asks`
+    names its request, such as "mean of a number". END is the end of the session after `step` steps.
 
-    `line` is the script's line, such as "train.py:28", or "" where no line is known.
+    `line` is the script's line, such as "train.py:28", or "" if unknown.
     """
 
     kind: Literal["gradients", "call", "end"]
@@ -88,7 +88,7 @@ class Stand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def combined_from(self) -> str:
-        """Return the script's line where it must be equal on all workers; "" where any line will do."""
+        """Return the script's line if it must be equal on all workers; "" if any line will do."""
         return self.line if self.kind == CALL and self.name in _WITH_LINE else ""
 
     def digest(self) -> bytes:
@@ -116,7 +116,7 @@ def gradients(step: int, line: str, *, model: str = "") -> Stand:
 
 
 class Epoch(NamedTuple):
-    """The epoch of a worker's batch: its `number`, and `by` whom it is known.
+    """The epoch of a worker's batch: its `number`, and its source `by`.
 
     `by` is SAMPLER, LOOP, or the script's line of a DataLoader's loop. A `number` below 0 is unknown.
     """
@@ -126,7 +126,7 @@ class Epoch(NamedTuple):
 
     @property
     def is_dealt(self) -> bool:
-        """True where the session's sampler has given the batch, so that the epoch is certain."""
+        """True if the session's sampler has given the batch, so that the epoch is certain."""
         return self.number >= 0 and self.by == SAMPLER
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ def gradients_in(step: int, line: str, epoch: Epoch) -> Stand:
 
 
 def are_in_one_epoch(stands: Iterable[Stand]) -> bool:
-    """True where the session's sampler has dealt all batches from one epoch.
+    """True if the session's sampler has dealt all batches from one epoch.
 
     Places without such an epoch are ignored.
     """
@@ -161,10 +161,10 @@ def are_in_one_epoch(stands: Iterable[Stand]) -> bool:
 
 
 def mixed_epochs(stands: Mapping[int, Stand], noun: str = "worker") -> str:
-    """Return the warning that scripts train batches of different epochs together; "" where they do not.
+    """Return the warning that scripts train batches of different epochs together; "" if they do not.
 
-    The epochs are those of the scripts' own loops, or passes over DataLoaders. Passes are compared where the
-    loops are at one line of the script.
+    The epochs are those of the scripts' own loops, or passes over DataLoaders. Passes are compared only if
+    the loops are at one line of the script.
     """
     numbers: dict[str, set[str]] = {}
     for each in stands.values():
@@ -179,7 +179,7 @@ def mixed_epochs(stands: Mapping[int, Stand], noun: str = "worker") -> str:
 
 
 def call(name: str, line: str, *, asks: str = "", step: int = 0) -> Stand:
-    """Return the place of a worker inside a call. `name` is the call as users write it: "session.save"."""
+    """Return the place of a worker inside a call; `name` is the call in the script: "session.save"."""
     return Stand(CALL, step=step, name=_cut(name), asks=_cut(asks), line=_cut(line))
 
 
@@ -211,7 +211,7 @@ def decode_stand(raw: bytes | bytearray | memoryview) -> Stand:
 
 
 def are_consistent(stands: Iterable[Stand]) -> bool:
-    """True where workers at these places can go on together.
+    """True if workers at these places can go on together.
 
     Lines are compared only between workers that know the lines of their scripts.
     """
@@ -225,7 +225,7 @@ def describe_mismatch(stands: Mapping[int, Stand] | Mapping[str, Stand], noun: s
 
     Args:
         stands: the workers' places by name, in the order to print. Workers at one place are named together.
-        noun: "worker", or "node" where users count nodes.
+        noun: "worker", or "node" if users count nodes.
     """
     return f"{_places(stands, noun)}. {_advice(list(stands.values()), noun)}"
 

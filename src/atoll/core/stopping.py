@@ -1,4 +1,4 @@
-"""How a service is told to stop: by SIGTERM or SIGINT."""
+"""SIGTERM and SIGINT as the request that a service stop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from types import FrameType
 
 @contextmanager
 def told_to_stop(stop: threading.Event | None = None) -> Iterator[threading.Event]:
-    """Have SIGTERM and SIGINT set `stop` (or a new event). A thread beside the main one gets no signals."""
+    """Set `stop` (or a new event) on SIGTERM or SIGINT inside the `with` block; yields the event.
+
+    Signals reach the main thread alone: on another thread nothing is installed.
+    """
     stop = stop or threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

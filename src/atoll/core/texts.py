@@ -1,4 +1,4 @@
-"""Make text safe to write and to show: text of a script's exceptions, keys and paths may hold anything."""
+"""Safe forms of text for files and terminals: exceptions, keys and paths of a script may hold anything."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def shortened(text: str, most: int, rest: str = "") -> str:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """`; did you mean 'x'?` for the known word most like this one, or nothing."""
+    """Return `; did you mean 'x'?` for the known word most like `word`, or ""."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""Reading TOML files, where everything that can be wrong with one is a ConfigError of one line."""
+"""Reading of TOML files, with a one-line ConfigError for every fault."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_MOST_BYTES = 2**20  # of a file; far more than anyone writes by hand
+_MOST_BYTES = 2**20  # of a file: far more than anyone writes by hand
 
 
 def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
-    """The table in the file at `path`; `what` ("the configuration") is what errors call it."""
+    """Return the table in the file at `path`; errors call the file `what` ("the configuration")."""
     try:
         data = read_start(path, _MOST_BYTES + 1)
     except OSError as error:
@@ -35,10 +35,10 @@ def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The table that a TOML text holds."""
+    """Return the table in a TOML text."""
     try:
         return dict(tomllib.loads(text))
-    except ValueError as error:  # TOMLDecodeError is one; so is what a number of 5000 digits raises
+    except ValueError as error:  # TOMLDecodeError, or the error for a number of 5000 digits
         raise ConfigError(f"not TOML: {error}") from None
     except RecursionError:
         raise ConfigError("not TOML that can be read: its brackets are nested too deeply") from None

@@ -1,4 +1,4 @@
-"""Sizes, spans and rates as people write them ("2GiB", "90s", "1Gbit/s"), and as they read them."""
+"""Parsing and formatting of sizes, spans of time and rates ("2GiB", "90s", "1Gbit/s")."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BYTES = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _SECONDS = {"": 1.0, "US": 1e-6, "MS": 1e-3, "S": 1.0, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
-# "bps" is left out: tc reads it as bytes, others as bits. So is the bare number, which says neither.
+# Without "bps", which tc reads as bytes and others as bits, and without bare numbers, which say neither.
 _BITS_PER_SECOND = {
     f"{prefix}BIT{per}": scale
     for prefix, scale in (("", 1), ("K", 10**3), ("M", 10**6), ("G", 10**9), ("T", 10**12))
@@ -23,30 +23,30 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z
 
 
 def parse_bytes(text: str | float) -> int:
-    """The number of bytes in `2GiB`, `500 MB` or `4096`; raises ConfigError for anything else."""
+    """Return the number of bytes in `2GiB`, `500 MB` or `4096`; raises ConfigError for other texts."""
     value, unit = _split(text, _BYTES, "a size", "2GiB, 500MB or 4096")
     return round(value * _BYTES[unit])
 
 
 def parse_seconds(text: str | float) -> float:
-    """The seconds in `90s`, `200ms`, `5min` or `1.5`; raises ConfigError for anything else."""
+    """Return the seconds in `90s`, `200ms`, `5min` or `1.5`; raises ConfigError for other texts."""
     value, unit = _split(text, _SECONDS, "a span of time", "90s, 200ms or 5min")
     return value * _SECONDS[unit]
 
 
 def parse_rate(text: str | float) -> float:
-    """The bits per second in `1Gbit/s`, `100 Mbit/s` or `56kbit`; raises ConfigError for anything else."""
+    """Return the bits per second in `1Gbit/s`, `100 Mbit/s` or `56kbit`; raises ConfigError for others."""
     value, unit = _split(text, _BITS_PER_SECOND, "a rate", "1Gbit/s, 100Mbit/s or 56kbit/s")
     return value * _BITS_PER_SECOND[unit]
 
 
 def bytes_per_second(text: str | float) -> float:
-    """The bytes per second of a rate in bits, such as `1Gbit/s`; raises ConfigError for anything else."""
+    """Return the bytes per second of a rate in bits, such as `1Gbit/s`; raises ConfigError for others."""
     return parse_rate(text) / 8
 
 
 def format_bytes(count: float) -> str:
-    """`1536` as `1.5 KiB`."""
+    """Format a size: `1.5 KiB` for 1536."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -55,7 +55,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`192.4` as `3 min 12 s`, `0.0123` as `12.3 ms`."""
+    """Format a span of time: `3 min 12 s` for 192.4, `12.3 ms` for 0.0123."""
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 60:
@@ -67,7 +67,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(bits_per_second: float) -> str:
-    """`1.25e8` as `125 Mbit/s`."""
+    """Format a rate: `125 Mbit/s` for 1.25e8."""
     for unit, scale in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits_per_second >= scale:
             return f"{bits_per_second / scale:.4g} {unit}"

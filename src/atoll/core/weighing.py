@@ -1,4 +1,4 @@
-"""Weights of workers in a mean: by samples only where every worker's number of samples is certain.
+"""Weights of workers in a mean: by samples only if every worker's number of samples is certain.
 
 The rule is in docs/from-ddp.md, "How batches are weighted". Workers of `ring` and `hierarchical` apply it in
 the agreement on an iteration, shards of a parameter server in their log, and nodes of `peers` when they apply
@@ -16,26 +16,30 @@ from typing import Protocol
 
 import msgspec
 
-KNOWN = "known"  # session.weight said it, or the sampler or the model's output agrees with the count
-GUESSED = "guessed"  # the first dimension of the first tensor given to the model; nothing agrees with it
+KNOWN = "known"  # given by session.weight, or confirmed by the sampler or the model's output
+GUESSED = "guessed"  # the first dimension of the first tensor given to the model; not confirmed
 NONE = "none"  # nothing was counted: the backward did not go through the model's forward
-_BASES = (KNOWN, GUESSED, NONE)  # from the best on
+_BASES = (KNOWN, GUESSED, NONE)  # from the most certain on
 _SHOWN = 8  # workers that the line names
 _BITS = 24  # of a weight's checksum
-MOST = 1000.0  # times the recent median: a weight or a number of samples beyond it is no weight
-# The same beside contributions of one iteration alone: a last batch may have one sample beside thousands.
+MOST = 1000.0  # largest accepted multiple of the recent median, for weights and numbers of samples
+# Largest multiple beside contributions of one iteration: a last batch may have one sample beside thousands.
 MOST_AT_ONCE = 1e6
 _RECENT = 64  # contributions whose median counts
-_ENOUGH = 8  # of them, to say what is usual
-SAID = 4 + _BITS  # values that `said` gives
+_ENOUGH = 8  # contributions for a meaningful median
+SAID = 4 + _BITS  # number of values of `said`
 
 
 def said(weight: float, alike: float, certain: bool) -> list[float]:
     """Encode a worker's weight for an agreement: SAID values, sent beside the weight itself.
 
-    Sums of these values are exact in any dtype, but for those of the weight and its logarithm, which only
-    tell whether to look at each worker's. `alike` is the worker's weight where all workers count alike;
-    0 means that this worker does not count.
+    Sums of these values are exact in any dtype, except for the weight and its logarithm, which only tell
+    whether to look at each worker's weight.
+
+    Args:
+        weight: the worker's weight by samples.
+        alike: the worker's weight if all workers count alike; 0 for a worker that does not count.
+        certain: the number of samples is certain.
     """
     counts = alike > 0 and weight > 0
     size = [float(weight), math.log2(weight)] if counts else [0.0, 0.0]
@@ -47,9 +51,11 @@ def said(weight: float, alike: float, certain: bool) -> list[float]:
 class Certainty:
     """The summed `said` values of all workers.
 
-    `workers` is the number of workers that count. `certain` is True where all weights are certain. `equal` is
-    True where all weights are equal, so that both means are one. Unequal weights pass for equal with odds of
-    2^-24.
+    Attributes:
+        workers: the number of workers that count.
+        certain: all weights are certain.
+        equal: all weights are equal, so weights by samples and equal weights give one mean. Unequal weights
+            pass for equal with a probability of 2^-24.
     """
 
     def __init__(self, summed: Sequence[float]) -> None:
@@ -59,11 +65,11 @@ class Certainty:
 
     @functools.cached_property
     def may_be_beyond(self) -> bool:
-        """True where a weight may be more than M = MOST_AT_ONCE times the median: the mean is far above the
-        geometric mean. All workers have the same sums, so all say the same.
+        """True if a weight may be more than M = MOST_AT_ONCE times the median; equal on all workers.
 
-        Where k of n weights are M times the others, the ratio of the means is (f M + 1 - f) / M^f with
-        f = k / n, which is least at 1/n or 1/2. Four fifths of that leave room for weights between.
+        Then the mean is far above the geometric mean. If k of n weights are M times the others, the ratio of
+        the means is (f M + 1 - f) / M^f with f = k / n, which is least at 1/n or 1/2. Four fifths of that
+        leave room for weights in between.
         """
         workers = self.workers
         if not workers >= 2:
@@ -81,9 +87,7 @@ def worst(bases: Sequence[str]) -> str:
 
 
 class Counted(Protocol):
-    """A contribution: its weight by samples, the certainty of that weight, and its weight where all count
-    alike.
-    """
+    """A contribution: its weight by samples, that weight's certainty, and its weight if all count alike."""
 
     @property
     def weight(self) -> float: ...
@@ -96,20 +100,20 @@ class Counted(Protocol):
 
 
 def are_certain(contributions: Iterable[Counted]) -> bool:
-    """True where every contribution that counts has a certain number of samples."""
+    """True if every contribution that counts has a certain number of samples."""
     return all(each.basis == KNOWN for each in contributions if each.weight > 0)
 
 
 def weight_of(contribution: Counted, certain: bool) -> float:
-    """Return a contribution's weight in a mean: by samples where all are `certain`, else its `alike`."""
+    """Return a contribution's weight in a mean: by samples if all are `certain`, else its `alike`."""
     return contribution.weight if certain or contribution.weight <= 0 else contribution.alike
 
 
 class Usual(msgspec.Struct, forbid_unknown_fields=True):
-    """The recent weights and numbers of samples of a run's contributions, and what is far beyond them.
+    """The recent weights and numbers of samples of a run's contributions, as a measure of extreme ones.
 
     `numbers` are those of contributions that counted, in order: each is a weight, samples, and the weight
-    where all count alike.
+    if all count alike.
     """
 
     numbers: list[tuple[float, float, float]] = []
@@ -121,11 +125,12 @@ class Usual(msgspec.Struct, forbid_unknown_fields=True):
             del self.numbers[:-_RECENT]
 
     def excess(self, contribution: Weighed, others: Iterable[Weighed] = ()) -> str:
-        """Describe what of a contribution is more than MOST times the median; empty: nothing.
+        """Describe a number of a contribution that is more than MOST times the median; "" if none is.
 
-        The median is that of the recent contributions, or of `others`, made in the same iteration, where
-        that is larger: workers may begin to weigh more, all together. Without either nothing is too much.
-        While few are known, it is MOST_AT_ONCE times: of two workers one may have a last batch of one sample.
+        The median is that of the recent contributions, or of the iteration's `others` if that is larger,
+        since all workers may begin to weigh more together. Without either, nothing is too much. While few
+        contributions are known the limit is MOST_AT_ONCE times: one of two workers may have a last batch of
+        one sample.
         """
         most = MOST if len(self.numbers) >= _ENOUGH else MOST_AT_ONCE
         beside = [_numbers(each) for each in others if each.weight > 0]
@@ -140,7 +145,7 @@ class Usual(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def excess_line(worker: int, iteration: int, excess: str) -> str:
-    """Return the line that refuses a contribution for what `Usual.excess` has found."""
+    """Return the line that refuses a contribution for a result of `Usual.excess`."""
     return (
         f"worker {worker}'s gradients of iteration {iteration} come with {excess}: they are not taken; look "
         "at session.weight and the batches in its script"
@@ -148,7 +153,7 @@ def excess_line(worker: int, iteration: int, excess: str) -> str:
 
 
 class Weighed(Counted, Protocol):
-    """A contribution that also says of how many samples it is."""
+    """A contribution with its number of samples."""
 
     @property
     def samples(self) -> float: ...
@@ -159,15 +164,19 @@ def _numbers(contribution: Weighed) -> tuple[float, float, float]:
 
 
 def median_of(values: Sequence[float]) -> float:
-    """Return the lower median of the values that are above 0; 0 where there is none. Of two values it is the
-    smaller one, so that one of two workers cannot make its own weight the usual one."""
-    counted = [value for value in values if value > 0]
-    return statistics.median_low(counted) if counted else 0.0
+    """Return the lower median of the values above 0, or 0 if there are none.
+
+    Of two values it is the smaller, so that one of two workers cannot make its own weight the usual one.
+    """
+    positive = [value for value in values if value > 0]
+    return statistics.median_low(positive) if positive else 0.0
 
 
 def beyond(contributions: Mapping[int, Weighed]) -> dict[int, str]:
-    """Return those of one iteration's contributions that `Usual.excess` describes beside the rest, each with
-    that text. What is left has no more of them."""
+    """Return the extreme contributions of one iteration, each with its text from `Usual.excess`.
+
+    Repeats until the remaining contributions have no extreme one.
+    """
     left, found = dict(contributions), dict[int, str]()
     while True:
         texts = {name: Usual().excess(each, left.values()) for name, each in left.items()}
@@ -181,7 +190,7 @@ def beyond(contributions: Mapping[int, Weighed]) -> dict[int, str]:
 def told_unlike(where: str, contributions: Mapping[int, Counted], who: str = "worker") -> str:
     """Return the line of `counts_unlike` for these contributions, keyed by worker.
 
-    Empty where all are certain, or where weights by samples and equal weights give one mean.
+    Empty if all are certain, or if weights by samples and equal weights give one mean.
     """
     counting = {name: each for name, each in contributions.items() if each.weight > 0}
     ratios = {each.weight / each.alike for each in counting.values() if each.alike > 0}

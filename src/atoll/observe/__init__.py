@@ -1,4 +1,4 @@
-"""What is kept and shown of a run: journals, the merged metrics, the live display, the summary, the picture.
+"""Records and displays of a run: journals, merged metrics, the live display, the summary, the picture.
 
-Everything here subscribes to core's events or reads what they left. Nothing here imports torch.
+Everything here subscribes to core's events or reads their records. Nothing here imports torch.
 """

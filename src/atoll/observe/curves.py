@@ -1,4 +1,4 @@
-"""Curves of a metrics.jsonl of any length, with a bounded number of points, for the picture."""
+"""Curves from a metrics.jsonl of any length, with a bounded number of points, for the picture."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from atoll.observe.metrics import Line, read_lines
 
-_BINS = 120  # of the steps' time, at most
-_POINTS = 2000  # of a logged value's curve, at most: twice as many as a panel has columns of pixels
+_BINS = 120  # most bins of the steps' time
+_POINTS = 2000  # most points of a logged value's curve: twice a panel's columns of pixels
 _MOST_NAMES = 10_000  # logged names that are counted
 
 
 @dataclass
 class Curve:
-    """A logged value over the iterations, `size` values to a point, so that no curve has more than `_POINTS`.
+    """A logged value over the iterations, with `size` values to a point, so at most `_POINTS` points.
 
-    Each point has the least and the greatest of its values, with their iterations, and their mean.
+    Each point has the least and the greatest of its values, with their iterations, and the mean.
     """
 
     size: int
@@ -44,7 +44,7 @@ class Curve:
 
     @property
     def extremes(self) -> list[tuple[int, float]]:
-        """The curve with all its peaks, in the order in which the values came."""
+        """The curve with all its peaks, as (iteration, value) in order of arrival."""
         if self.size == 1:
             return self.least
         pairs = zip(self.least, self.greatest, strict=True)
@@ -53,7 +53,7 @@ class Curve:
 
 @dataclass
 class StepBin:
-    """Iterations one after another. Seconds are sums over them; `iteration` is the one in their middle."""
+    """Consecutive iterations. Seconds are sums over them; `iteration` is the middle one."""
 
     iteration: int = 0
     count: int = 0
@@ -64,7 +64,7 @@ class StepBin:
 
 @dataclass
 class StepCurve:
-    """Where the time of the steps went, `size` iterations to a bin: there are no more than `_BINS`."""
+    """The time of steps by use, with `size` iterations to a bin, so at most `_BINS` bins."""
 
     size: int
     bins: list[StepBin] = field(default_factory=list)
@@ -85,17 +85,17 @@ class StepCurve:
 
 @dataclass
 class Curves:
-    """The drawn part of a metrics.jsonl: its first `values` by name, and its `steps`."""
+    """The drawn part of a metrics.jsonl: curves of logged `values` by name, and its `steps`."""
 
     values: dict[str, Curve]
     steps: StepCurve
 
 
 def read_curves(path: Path, most: int, last_name: str = "") -> Curves:
-    """Read the lines of `path` twice, one by one: memory does not grow with the file.
+    """Read curves from `path`, in two passes line by line, so that memory does not grow with the file.
 
-    The names are the `most` that were logged most often, in the order of their first coming where they were
-    logged as often, and `last_name` after all others.
+    Returns curves of the `most` names that were logged most often. Names logged equally often are in order of
+    their first line, and `last_name` comes after all others.
     """
     logged, known, timed = Counter[str](), Counter[str](), 0
     for line in read_lines(path):

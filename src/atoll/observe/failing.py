@@ -1,4 +1,4 @@
-"""How a worker's error is told: in its journal, and to `atoll run`."""
+"""Report of a worker's error, for its journal and for `atoll run`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def failure_of(worker: int, error: BaseException, whole: str, now: float, *, lea
         worker=worker,
         error=type(error).__name__,
         message=shortened(death_behind(error) or text_of(error), MESSAGE_CHARACTERS, "the log has all"),
-        # A mistake of the user's is one line: a stack of Atoll's own frames would only hide it.
+        # An AtollError is one line: a stack of Atoll's own frames would only hide it.
         traceback=""
         if isinstance(error, AtollError)
         else shortened(whole, _TRACEBACK_CHARACTERS, "the worker's log has all"),
@@ -41,8 +41,11 @@ def failure_of(worker: int, error: BaseException, whole: str, now: float, *, lea
 
 @contextlib.contextmanager
 def sigterm_ignored() -> Iterator[None]:
-    """Let SIGTERM not end this process while it tells of its error: where another worker has lost touch with
-    it, torchrun may stop both. Only a process's main thread can do so."""
+    """Ignore SIGTERM inside the `with` block, while this process reports its error.
+
+    torchrun may stop both workers as soon as another one has lost the connection to this one. Does nothing on
+    another than the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -54,7 +57,7 @@ def sigterm_ignored() -> Iterator[None]:
 
 
 def say_leaving(worker: int, error: BaseException) -> None:
-    """Say which error makes a worker leave its session, before it does: it may be stopped meanwhile."""
+    """Report the error that makes a worker leave its session, before it leaves: it may be stopped then."""
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
         return
     with sigterm_ignored():
@@ -74,7 +77,7 @@ def text_of(error: object) -> str:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether another worker's end caused the error: a lost peer, or torch's word that a connection broke.
+    """True if another worker's end caused the error: a lost peer, or torch's error on a broken connection.
 
     An error that the script raises while it handles a lost peer is an echo too.
     """
@@ -93,12 +96,12 @@ def is_echo(error: BaseException) -> bool:
 def _says_lost(error: BaseException) -> bool:
     if not isinstance(error, (RuntimeError, OSError)):
         return False
-    said = text_of(error).lower()
+    text = text_of(error).lower()
     if type(error).__name__ in ("DistNetworkError", "DistBackendError"):
         return True
-    # A download that breaks off says so too: torch's errors come from torch's code, or name its source.
-    is_torch = ".cc:" in said or not _is_raised_elsewhere(error)
-    return is_torch and any(words in said for words in _LOST_PEER)
+    # A broken download has such a text too: torch's errors come from torch's code, or name its source.
+    is_torch = ".cc:" in text or not _is_raised_elsewhere(error)
+    return is_torch and any(words in text for words in _LOST_PEER)
 
 
 def _is_raised_elsewhere(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Which workers shared a ring when, why, how stale their contributions were, and where their time went."""
+"""The groups of workers in a run: members, times, reasons, staleness, and use of time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from atoll.core.events import AnyEvent, Logged, Regrouped, Started, StepDone
 from atoll.core.units import format_seconds
 from atoll.observe.summary import GroupingShown, GroupTotals, Staleness, Summary
 
-GROUPS = "groups"  # what a decision of the hub is about that says who is in which group
-STALENESS = "staleness"  # the name under which a session logs what the shards measured of its contribution
-_HUNDREDTHS = (
-    2  # decimals that are kept of a staleness, so that a long run's need no more room than a short one's
-)
-_MOST_LINES = 4  # groups that get a line of their own at the end of a run
+GROUPS = "groups"  # `what` of the hub's decisions about groups
+STALENESS = "staleness"  # name under which a session logs the staleness measured by the shards
+_HUNDREDTHS = 2  # decimals kept of a staleness: few different values need little memory in a long run
+_MOST_LINES = 4  # groups with a closing line
 _ALONE = "each worker alone, while speeds are measured"
 
 
@@ -41,9 +39,8 @@ class _Group:
     def add(self, step: StepDone) -> None:
         self.since, self.until = min(self.since, step.time - step.seconds), max(self.until, step.time)
         exchange = step.phases.get("exchange", 0.0)
-        ring = (
-            step.phases.get("ring", 0.0) if len(self.workers) > 1 else 0.0
-        )  # else it waited for something else
+        # A worker alone has no ring to wait in.
+        ring = step.phases.get("ring", 0.0) if len(self.workers) > 1 else 0.0
         self.steps[step.worker] += 1
         self.samples += step.samples
         self.seconds += step.seconds
@@ -74,7 +71,7 @@ def _staleness(counts: Counter[float]) -> Staleness | None:
 
 
 def _quantile(counts: Counter[float], part: float) -> float:
-    """The least value that at least a `part` of all does not exceed."""
+    """Return the least value that a share `part` of all values does not exceed."""
     reached, values = 0, sorted(counts)
     for value in values:
         reached += counts[value]
@@ -84,22 +81,20 @@ def _quantile(counts: Counter[float], part: float) -> float:
 
 
 class GroupRecords:
-    """Takes a run's events and works out its groups; a run in which no worker moved has none.
+    """Finds a run's groups from its events; a run in which no worker moved has none.
 
-    A worker is alone until it says that it has moved. What it tells of an iteration belongs to the group that
-    it was in then, however late it is told.
+    A worker is alone until its first Regrouped. An event of an iteration counts for the worker's group at
+    that iteration, however late the event comes.
     """
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, tuple[int, ...]], _Group] = {}
-        self._moves: dict[
-            int, list[tuple[int, _Group]]
-        ] = {}  # of each worker: (after which iteration, where to)
-        self._told: list[Regrouped] = []
-        self._latest: dict[int, float] = {}  # each worker's latest step, seconds since the epoch
+        self._moves: dict[int, list[tuple[int, _Group]]] = {}  # by worker: (last iteration before, new group)
+        self._regrouped: list[Regrouped] = []
+        self._latest: dict[int, float] = {}  # time of each worker's latest step, seconds since the epoch
 
     def take(self, event: AnyEvent) -> None:
-        """Take an event of a worker; those that tell nothing of groups are none of its business."""
+        """Take an event of a worker; events that do not concern groups are ignored."""
         if isinstance(event, Started):
             self._moves[event.worker] = []
         elif isinstance(event, Regrouped):
@@ -115,49 +110,51 @@ class GroupRecords:
 
     def _move(self, event: Regrouped) -> None:
         moves = self._moves.setdefault(event.worker, [])
-        while (
-            moves and moves[-1][0] >= event.iteration
-        ):  # a checkpoint was loaded: it goes through them again
+        while moves and moves[-1][0] >= event.iteration:  # a loaded checkpoint repeats these iterations
             moves.pop()
         moves.append((event.iteration, self._group(event.group, tuple(sorted(event.workers)))))
-        self._told.append(event)
+        self._regrouped.append(event)
 
     def _group(self, number: int, workers: tuple[int, ...]) -> _Group:
         return self._groups.setdefault((number, workers), _Group(number, workers))
 
     def _group_of(self, worker: int, iteration: int) -> _Group:
-        """The group in which the worker made this iteration."""
+        """Return the worker's group at this iteration."""
         moves = self._moves.get(worker, [])
         place = bisect.bisect_left(moves, iteration, key=lambda move: move[0])
         return moves[place - 1][1] if place else self._group(worker, (worker,))
 
     def shown(self, first: float) -> tuple[list[GroupingShown], list[GroupTotals]]:
-        """Who was with whom, in order of time, and what each group did. The run began at `first`, in seconds
-        since the epoch."""
-        if not self._told:
+        """Return the groupings in order of time, and each group's totals.
+
+        `first` is the time of the run's start, in seconds since the epoch.
+        """
+        if not self._regrouped:
             return [], []
-        made = [group for group in self._groups.values() if group.steps]
+        active = [group for group in self._groups.values() if group.steps]
         totals = [
-            group.totals(first) for group in sorted(made, key=lambda group: (group.since, group.workers))
+            group.totals(first) for group in sorted(active, key=lambda group: (group.since, group.workers))
         ]
         return self._groupings(first), totals
 
     def _groupings(self, first: float) -> list[GroupingShown]:
-        workers = sorted({*self._latest, *(event.worker for event in self._told)})
+        workers = sorted({*self._latest, *(event.worker for event in self._regrouped)})
         alone = [[worker] for worker in workers if self._group(worker, (worker,)).steps]
         found = [GroupingShown(0, 0.0, alone, _ALONE)] if alone else []
-        for grouping in sorted({event.grouping for event in self._told}):
-            told = [event for event in self._told if event.grouping == grouping]
-            since = min(event.time for event in told)
-            reason = next((event.reason for event in told if event.reason), "")
+        for grouping in sorted({event.grouping for event in self._regrouped}):
+            moves = [event for event in self._regrouped if event.grouping == grouping]
+            since = min(event.time for event in moves)
+            reason = next((event.reason for event in moves if event.reason), "")
             found.append(GroupingShown(grouping, max(0.0, since - first), self._at(grouping, since), reason))
         return found
 
     def _at(self, grouping: int, since: float) -> list[list[int]]:
-        """Who was with whom once all had moved that moved in `grouping`, from `since` on. A worker that was
-        gone by then is in no group."""
+        """Return the groups after all moves of decision `grouping`, which began at `since`.
+
+        A worker that was gone by then is in no group.
+        """
         where: dict[int, tuple[int, ...]] = {}
-        moved = {event.worker: event for event in self._told if event.grouping <= grouping}
+        moved = {event.worker: event for event in self._regrouped if event.grouping <= grouping}
         for worker in {*self._latest, *moved}:
             event = moved.get(worker)
             if self._latest.get(worker, -math.inf) > since or (event and event.grouping == grouping):
@@ -169,8 +166,7 @@ class GroupRecords:
 
 
 def group_lines(summary: Summary) -> list[str]:
-    """What a person wants to know at the end of a run with groups: who, since when, why, how stale, and where
-    the time went. None for other runs."""
+    """Return the closing lines on groups: members, time, reason, staleness and use of time; else none."""
     if not summary.groupings:
         return []
     lines = [_grouping_line(summary)]
@@ -185,7 +181,7 @@ def group_lines(summary: Summary) -> list[str]:
 
 
 def _latest(summary: Summary) -> list[GroupTotals]:
-    """The groups that workers were in last."""
+    """Return the last groups of the workers."""
     latest: dict[int, GroupTotals] = {}
     for group in sorted(summary.each_group, key=lambda group: group.since):
         latest.update(dict.fromkeys(group.workers, group))
@@ -206,12 +202,12 @@ def _grouping_line(summary: Summary) -> str:
 
 
 def _reasons(groupings: Sequence[GroupingShown]) -> list[str]:
-    """Why there are the groups that there are last: of each decision that made one of them."""
+    """Return the reasons of the decisions that formed one of the last groups."""
     latest = groupings[-1].groups
     reasons: list[str] = []
     for before, after in pairwise([GroupingShown(0, 0.0, [], ""), *groupings]):
-        made = [group for group in after.groups if group not in before.groups and len(group) > 1]
-        if any(group in latest for group in made) and after.reason and after.reason not in reasons:
+        formed = [group for group in after.groups if group not in before.groups and len(group) > 1]
+        if any(group in latest for group in formed) and after.reason and after.reason not in reasons:
             reasons.append(after.reason)
     return reasons
 

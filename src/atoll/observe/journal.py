@@ -39,7 +39,7 @@ from atoll.observe.lastwords import say
 T = TypeVar("T")
 
 FLUSH_SECONDS = 0.5
-_PIECE = 2**18  # bytes of a journal that are read at once
+_PIECE = 2**18  # bytes of a journal in one read
 _LONGEST_LINE = 2**24  # bytes of one event
 _AT_ONCE = frozenset(
     (
@@ -47,19 +47,20 @@ _AT_ONCE = frozenset(
         *(Ended, Gone),
     )
 )
-# These reach the launcher on a full disk; how a process begins and ends it is told anyway.
+# These events reach the launcher on a full disk; the beginning and end of a process are reported anyway.
 TOLD = (Decided, Regrouped, Skipped, Saved, Warned, Lost)
 
 
 class Journal:
-    """Subscriber that appends events to `path`.
+    """Subscriber that appends events to `path`; any thread may call it.
 
     Steps and logged values are buffered for at most `FLUSH_SECONDS` while events come, so that a fast
-    loop does not pay a system call for each step; every other event is written at once. A line is written
-    whole by one append, so two writers of one file do not tear each other's lines. Any thread may tell it.
-    On a disk that is full events are lost, which is said once and at the end, and in the journal itself when
-    there is room again: the run goes on. Under `atoll run` warnings and decisions reach it all the same
-    (`observe.lastwords`), and so do the sums of the steps that were lost.
+    loop does not pay a system call for each step. Every other event is written at once. A line is written
+    whole by one append, so two writers of one file do not mix their lines.
+
+    On a full disk events are lost, and the run goes on. A warning says so at the first loss and at the end,
+    and the journal notes the gap once there is room again. Under `atoll run` warnings and decisions still
+    reach the launcher (`observe.lastwords`), as do the sums of the lost steps.
     """
 
     def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,9 +70,9 @@ class Journal:
         self._clock = clock
         self._flushed = clock()
         self._lock = threading.RLock()
-        self._waiting: list[AnyEvent] = []  # written as JSON all together, which costs a loop far less
+        self._waiting: list[AnyEvent] = []  # encoded all together, which costs a loop far less
         self.lost = 0  # events that could not be written
-        self._gap: Lost | None = None  # what was lost since the last event that was written
+        self._gap: Lost | None = None  # sums of the events lost since the latest that was written
 
     def __call__(self, event: AnyEvent) -> None:
         """Write `event`, or keep it for the next flush."""
@@ -89,12 +90,12 @@ class Journal:
             waiting, self._waiting = self._waiting, []
             head: list[AnyEvent] = []
             if self._gap is not None and waiting:
-                said = (
+                note = (
                     f"{self._path}: {self._gap.events} events before this one are missing: the disk was full"
                 )
-                head = [self._gap, Warned(time=waiting[0].time, worker=waiting[0].worker, message=said)]
+                head = [self._gap, Warned(time=waiting[0].time, worker=waiting[0].worker, message=note)]
             written, trouble = self._lines.write([encode(event) + b"\n" for event in (*head, *waiting)])
-            if head and written:  # the first of the head is
+            if head and written:  # the gap's event is the first
                 self._gap = None
             for event in waiting[max(0, written - len(head)) :]:
                 self._lose(event, trouble)
@@ -104,7 +105,7 @@ class Journal:
         return open_like_folder(self._path, os.O_WRONLY | os.O_APPEND)
 
     def _lose(self, event: AnyEvent, trouble: str) -> None:
-        """The disk has not taken the event: tell the launcher, or count it."""
+        """Send an event that the disk did not take to the launcher, or count it as lost."""
         if isinstance(event, TOLD) and say(event):
             return
         gap = self._gap or Lost(time=event.time, worker=event.worker)
@@ -122,12 +123,12 @@ class Journal:
         )
         self.lost += 1
         if self.lost == 1:
-            said = f"{self._path}: {trouble}; the run goes on, and events are missing in its records"
-            _say(said)
-            say(Warned(time=event.time, worker=event.worker, message=said))
+            warning = f"{self._path}: {trouble}; the run goes on, and events are missing in its records"
+            _say(warning)
+            say(Warned(time=event.time, worker=event.worker, message=warning))
 
     def close(self) -> None:
-        """Flush, and close the file; events that come later are lost, and closing twice does no harm."""
+        """Flush, and close the file. Later events are lost; closing twice does no harm."""
         with self._lock:
             self.flush()
             if self._is_closed:
@@ -147,28 +148,32 @@ class Journal:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # it may go to a file on the same disk
+    with contextlib.suppress(OSError):  # standard error may be a file on the same disk
         print(f"atoll: {line}", file=sys.stderr, flush=True)
 
 
 class LineReader(Generic[T]):
-    """Reads what is new in a file of lines that may still be growing, or not be there yet, piece by piece:
-    however long the file is, no more than a piece and a line of it are in memory. `decode` raises DecodeError
-    for a line that is passed over."""
+    """Reads the new lines of a file that may still grow, or not exist yet.
+
+    No more than a piece of the file and one line are in memory. A line for which `decode` raises DecodeError
+    is skipped and counted.
+    """
 
     def __init__(self, path: Path, decode: Callable[[bytes], T]) -> None:
         self.path, self._decode = path, decode
-        self.unreadable = 0  # whole lines that hold no event
-        self.read_bytes = 0  # of the file, so far
+        self.unreadable = 0  # whole lines that could not be decoded
+        self.read_bytes = 0  # position in the file
         self._rest = b""
-        self._is_passing_over = False  # a line that is too long, up to its end
+        self._is_passing_over = False  # inside a line that is too long
 
     def read(self, most: int | None = None) -> Iterator[T]:
-        """What was written since the last call, of at most `most` bytes. A last line without its end waits
-        for the next call."""
+        """Yield the lines written since the last call, from at most `most` bytes.
+
+        A last line without its end waits for the next call.
+        """
         try:
             file = self.path.open("rb")
-        except OSError:  # it is not there yet; or cannot be opened now, and is read later
+        except OSError:  # not there yet, or cannot be opened now; the next call tries again
             return
         with file:
             file.seek(self.read_bytes)

@@ -1,8 +1,8 @@
-"""A pipe by which the processes of a run say how they end, so that a full disk cannot hide the cause.
+"""A pipe by which the processes of a run report how they end, so that a full disk cannot hide the cause.
 
-`atoll run` holds both ends. The workers and torchrun's launcher find the pipe under /proc by a variable of
-their environment, since torchrun passes no descriptors on. Each word is at most PIPE_BUF bytes, so that the
-system writes it whole. Without /proc (macOS) there is no pipe, and the journals alone say how a worker ended.
+`atoll run` holds both ends. Workers and torchrun's launcher find the pipe under /proc by an environment
+variable, since torchrun passes no descriptors on. A message has at most PIPE_BUF bytes, which the system
+writes in one piece. Without /proc (macOS) there is no pipe, and only the journals tell how a worker ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atoll.core.environment import variable
 from atoll.core.events import AnyEvent, Failed, decode, encode
 from atoll.core.texts import shortened
 
-LAST_WORDS_VARIABLE = "ATOLL_LAST_WORDS"  # where the pipe is: a process, its descriptor, the pipe's inode
+LAST_WORDS_VARIABLE = "ATOLL_LAST_WORDS"  # the pipe's place: a process, its descriptor, the pipe's inode
 _PIPE_BUF = 4096  # bytes that Linux writes to a pipe in one piece
 _WAIT_SECONDS = 1.0  # for room in the pipe
 _READ_BYTES = 2**16
@@ -39,33 +39,35 @@ class LastWords:
         return f"{os.getpid()}:{self._read}:{os.fstat(self._read).st_ino}"
 
     def take(self) -> list[AnyEvent]:
-        """Return what processes have said since the last call."""
+        """Return the events that have come since the last call."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._read, _READ_BYTES):
                 self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
-        words: list[AnyEvent] = []
+        events: list[AnyEvent] = []
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError):  # not written by `say`
-                words.append(decode(line))
-        return words
+                events.append(decode(line))
+        return events
 
     def close(self) -> None:
-        """Close the pipe; what is said later is not heard."""
+        """Close the pipe; later messages are lost."""
         os.close(self._read)
         os.close(self._write)
 
 
 def say(event: AnyEvent) -> bool:
-    """Say how this process ends, or one of its children, or what its journal could not hold. Returns whether
-    somebody is told: outside `atoll run` nobody is. Never raises."""
+    """Send an event to `atoll run`: how this process or a child ends, or an event that the journal lost.
+
+    Returns True if the event was sent; False outside `atoll run`. Never raises.
+    """
     where = variable(LAST_WORDS_VARIABLE)
     if not where:
         return False
-    with contextlib.suppress(OSError, ValueError):  # the journal has it too
+    with contextlib.suppress(OSError, ValueError):  # the journal has the event too
         process, descriptor, inode = map(int, where.split(":"))
         path = Path(f"/proc/{process}/fd/{descriptor}")
-        if not _is_pipe(path.stat(), inode):  # the process is gone, and its number is another one's
+        if not _is_pipe(path.stat(), inode):  # the process is gone, and another one has its id
             return False
         pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -94,7 +96,7 @@ def _write(pipe: int, line: bytes) -> bool:
 
 
 def _fitting(event: AnyEvent) -> bytes:
-    """The event's line, cut to what fits in a word."""
+    """Return the event's line, with its texts cut so that it fits into PIPE_BUF bytes; else no bytes."""
     most = 1200
     while len(line := encode(event) + b"\n") > _PIPE_BUF and isinstance(event, Failed) and most > 10:
         event = msgspec.structs.replace(

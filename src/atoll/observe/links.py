@@ -1,4 +1,4 @@
-"""The loss-tolerant links of a run as they were seen last: for its summary, picture and last words."""
+"""The latest figures of loss-tolerant links, for a run's summary, picture and closing lines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from atoll.core.events import LinkSeen
 from atoll.core.units import format_bytes, format_rate, format_seconds
 from atoll.observe.summary import LinkTotals, Summary
 
-MOST_LINES = 8  # of links in a run's last words: those that have lost most
+MOST_LINES = 8  # links with a closing line: those with the most losses
 
 
 class LinkRecords:
-    """The latest word of each link."""
+    """The latest event of each link."""
 
     def __init__(self) -> None:
         self._links: dict[tuple[str, str], LinkSeen] = {}
@@ -32,19 +32,19 @@ def _totals(event: LinkSeen) -> LinkTotals:
 
 
 def _in_order(key: tuple[str, str]) -> tuple[tuple[str, int], ...]:
-    """Worker 2 before worker 10."""
+    """Return a sort key that puts worker 2 before worker 10."""
     parts = [each.rpartition(" ") for each in key]
     return tuple((start, int(end)) if end.isdecimal() else (start + end, -1) for start, _, end in parts)
 
 
 def most_lossy(summary: Summary, most: int) -> list[LinkTotals]:
-    """So many of a run's links, those that have lost most, in order."""
+    """Return the `most` links with the most losses, in the summary's order."""
     kept = sorted(summary.links, key=lambda link: -link.lost)[:most]
     return [link for link in summary.links if any(link is each for each in kept)]
 
 
 def link_lines(summary: Summary) -> list[str]:
-    """What a person wants to know of the links at the end of a run: a line each."""
+    """Return the closing lines on links, one for each."""
     shown = most_lossy(summary, MOST_LINES)
     lines = [f"link: {link.name}: {' · '.join(link_facts(link))}" for link in shown]
     if len(shown) < len(summary.links):
@@ -53,7 +53,7 @@ def link_lines(summary: Summary) -> list[str]:
 
 
 def link_facts(link: LinkTotals) -> list[str]:
-    """`9.2 MiB at 184 Mbit/s`, `delay 41 ms (least 40 ms)`, and so on."""
+    """Return `9.2 MiB at 184 Mbit/s`, `delay 41 ms (least 40 ms)`, and so on."""
     facts = [f"{format_bytes(link.bytes_out)} at {format_rate(8 * link.rate)}"]
     if link.rtt > 0:
         facts.append(f"delay {format_seconds(link.rtt)} (least {format_seconds(link.min_rtt)})")

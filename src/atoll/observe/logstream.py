@@ -1,6 +1,6 @@
-"""A process's stdout and stderr where these are a log: a full disk costs lines of it, not the process.
+"""Standard output and error of a process that writes to a log: a full disk costs lines, not the process.
 
-What a script prints to a full disk raises OSError in plain Python, at a line that has nothing to do with it.
+In plain Python a print to a full disk raises OSError, at a line of the script that is not at fault.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import os
 import sys
 from collections.abc import Callable
 
-# The disk takes nothing.
+# Errors of a disk that takes no bytes.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
 
 
 class _Log(io.RawIOBase):
-    """Writes to `descriptor` what the disk takes, and counts the rest."""
+    """Writes to `descriptor`; bytes that the disk does not take are counted and reported to `lost`."""
 
     name = "<log>"
 
     def __init__(self, descriptor: int, lost: Callable[[int, OSError], None]) -> None:
         self._descriptor, self._tell_lost = descriptor, lost
-        self._gap = 0  # bytes lost since the last that were written
+        self._gap = 0  # bytes lost since the latest write that succeeded
 
     def writable(self) -> bool:
         return True
@@ -38,8 +38,8 @@ class _Log(io.RawIOBase):
         view, done = memoryview(data).cast("B"), 0
         try:
             if self._gap and len(view):
-                said = f"\n[{self._gap} bytes are missing here: the disk was full]\n".encode()
-                if os.write(self._descriptor, said) == len(said):
+                note = f"\n[{self._gap} bytes are missing here: the disk was full]\n".encode()
+                if os.write(self._descriptor, note) == len(note):
                     self._gap = 0
             while done < len(view):
                 done += os.write(self._descriptor, view[done:])
@@ -52,9 +52,9 @@ class _Log(io.RawIOBase):
 
 
 class LogStreams:
-    """Makes sys.stdout and sys.stderr bear a full disk; `lost` counts the bytes that it did not take.
+    """Makes sys.stdout and sys.stderr survive a full disk; `lost` counts the bytes that were not written.
 
-    `tell` is called with the system's word when the first are lost. It may print, and it may fail.
+    `tell` is called with the system's error text at the first loss. It may print.
     """
 
     def __init__(self, tell: Callable[[str], None] = lambda _why: None) -> None:
@@ -62,14 +62,14 @@ class LogStreams:
         self._tell = tell
 
     def install(self) -> None:
-        """Replace the two streams, which go on to descriptors 1 and 2."""
+        """Replace the two streams by ones that write to descriptors 1 and 2."""
         for name, descriptor in (("stdout", 1), ("stderr", 2)):
             before = getattr(sys, name)
             if isinstance(before, io.TextIOWrapper):
                 with contextlib.suppress(OSError):
                     before.flush()
                 stream = io.TextIOWrapper(
-                    _Log(descriptor, self._count),  # a raw one, as under `python -u`
+                    _Log(descriptor, self._count),  # raw, without a buffer, as under `python -u`
                     encoding=before.encoding,
                     errors=before.errors,
                     line_buffering=before.line_buffering,

@@ -1,4 +1,4 @@
-"""Chunked memory, for a run's summary and its last words."""
+"""Figures of chunked memory in a run's summary and closing lines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from atoll.core.events import AnyEvent, MemorySeen
 from atoll.core.units import format_bytes, format_seconds
 from atoll.observe.summary import MemoryTotals, Summary
 
-MOST_LINES = 8  # of workers in a run's last words
+MOST_LINES = 8  # workers with a closing line
 
 
 class MemoryRecords:
-    """What each worker has said of its memory, the latest counts."""
+    """The latest memory figures of each worker."""
 
     def __init__(self) -> None:
         self._seen: dict[int, MemorySeen] = {}
@@ -22,7 +22,7 @@ class MemoryRecords:
             self._seen[event.worker] = event
 
     def shown(self) -> list[MemoryTotals]:
-        """Each worker that has told of it, in order."""
+        """Return the figures of each worker that has reported any, in order."""
         return [
             MemoryTotals(worker=worker, **msgspec.structs.asdict(self._seen[worker].figures))
             for worker in sorted(self._seen)
@@ -30,7 +30,7 @@ class MemoryRecords:
 
 
 def memory_lines(summary: Summary) -> list[str]:
-    """What a person wants to know of memory at the end of a run: a line each worker."""
+    """Return the closing lines on memory, one for each worker."""
     lines = [
         f"memory of worker {each.worker}: {' · '.join(memory_facts(each))}"
         for each in summary.memory[:MOST_LINES]
@@ -41,7 +41,7 @@ def memory_lines(summary: Summary) -> list[str]:
 
 
 def memory_facts(totals: MemoryTotals) -> list[str]:
-    """`device 1.0 MiB of 1.5 MiB`, `12 moves to the device a step, at best 10`, and so on."""
+    """Return `device 1.0 MiB of 1.5 MiB`, `12 moves to the device in the last step`, and so on."""
     facts = [f"device {format_bytes(totals.device_peak)} of {format_bytes(totals.device_budget)}"]
     if totals.host_peak:
         bound = "" if totals.host_budget is None else f" of {format_bytes(totals.host_budget)}"

@@ -1,4 +1,4 @@
-"""The workers' steps and logged values, merged into one line per iteration."""
+"""Merging of the workers' steps and logged values into one line per iteration."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ import msgspec
 
 from atoll.core.events import AnyEvent, Logged, StepDone
 
-LATE_SECONDS = 0.5  # a session reads what it logged at the first step after so long
-# What is held for a worker that is far behind, or will never come back: then the oldest is written as it is.
+LATE_SECONDS = 0.5  # a session reads its logged tensors at the first step after this time
+# Limits of what waits for a worker that is far behind or gone; beyond them the oldest is written unfinished.
 MOST_PENDING = 10_000  # iterations
-MOST_NUMBERS = 100_000  # of their steps and logged values, each worker's and each name's
-_ROOM = 0.95  # of these is kept where there is more, so that not each new iteration sorts all
-_PIECE = 2**18  # bytes of metrics.jsonl that are read at once
-_LONGEST_LINE = 2**24  # bytes; a longer one is none of ours
+MOST_NUMBERS = 100_000  # steps and logged values of these iterations, for each worker and each name
+_ROOM = 0.95  # of a limit, kept after an overflow, so that not every new iteration sorts all
+_PIECE = 2**18  # bytes of metrics.jsonl in one read
+_LONGEST_LINE = 2**24  # bytes; longer lines are not Atoll's
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of metrics.jsonl: an iteration, all workers together.
 
-    `samples` and `bytes_sent` are sums over the workers; `seconds` (since the step before) is the slowest
-    worker's; `waiting` (seconds of it spent blocked on others) is their mean; `values` are what the script
-    logged, weighted means over workers and calls, None where one of them was NaN or infinite. `phases` are
-    the parts of the waiting, where it has some, as means too. `time` is in seconds since the epoch.
+    Attributes:
+        iteration: number of the iteration.
+        time: time of the last worker's step, in seconds since the epoch.
+        samples: sum over the workers.
+        seconds: time since the previous step, of the slowest worker.
+        waiting: seconds of that spent blocked on others, mean over the workers.
+        bytes_sent: sum over the workers.
+        values: logged values, as weighted means over workers and calls; None if one was NaN or infinite.
+        phases: parts of the waiting, if it has parts, as means over the workers.
     """
 
     iteration: int
@@ -40,7 +45,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Mean:
-    """A weighted mean as it comes in; None once anything that is not finite came."""
+    """A running weighted mean; None after a value that is not finite."""
 
     __slots__ = ("finite", "total", "weight")
 
@@ -75,12 +80,12 @@ class _Entry:
     )
 
     def __init__(self) -> None:
-        self.ends: dict[int, float] = {}  # worker -> when its step ended
+        self.ends: dict[int, float] = {}  # worker -> time at which its step ended
         self.samples, self.seconds, self.waiting, self.bytes_sent = 0.0, 0.0, 0.0, 0
         self.phases: dict[str, float] = {}  # sums over the workers
         self.values: dict[str, _Mean] = {}
-        self.time = 0.0  # of the last step; without one, of the last logged value
-        self.waits_for: int | None = None  # the first worker found that may have more to say of it
+        self.time = 0.0  # of the last step; without a step, of the last logged value
+        self.waits_for: int | None = None  # a worker that may still send events of the iteration
 
     @property
     def numbers(self) -> int:
@@ -113,32 +118,32 @@ class _Entry:
 class Merger:
     """Merges the events of `workers` workers by iteration.
 
-    A session reads logged tensors late, so that no accelerator is waited for: an iteration's values come at
-    the latest with the first step that ends `LATE_SECONDS` or more after it. An iteration is whole when every
-    worker has gone on from such a step, or has ended. Iterations may start anywhere and may go back (a
-    checkpoint was loaded): then the same number gets a second line.
+    A session reads logged tensors late, to avoid a wait for the accelerator: an iteration's values come at
+    the latest with the first step that ends `LATE_SECONDS` or more after the iteration. An iteration is whole
+    when every worker has gone on from such a step, or has ended. Iterations may start anywhere and may go
+    back when a checkpoint is loaded; the number then gets a second line.
 
-    A look (`whole`) costs what has come since the last one: an iteration that waits for one worker is looked
-    at again only when that worker, or the iteration, has news.
+    The cost of `whole` is proportional to the news since the last call: an iteration that waits for a worker
+    is checked again only after news of that worker or that iteration.
     """
 
     def __init__(self, workers: int) -> None:
         self._workers = set(range(workers))
         self._latest: dict[int, tuple[int, float]] = {}  # each worker's latest step: iteration, time
-        self._before: dict[int, float] = {}  # the time of the step before
+        self._before: dict[int, float] = {}  # time of each worker's step before the latest
         self._ended: set[int] = set()
         self._pending: dict[int, _Entry] = {}
         self._numbers = 0  # in all of `_pending`
-        self._touched: set[int] = set()  # iterations with news since the last look
-        self._moved: set[int] = set()  # workers with news since the last look
+        self._touched: set[int] = set()  # iterations with news since the last `whole`
+        self._moved: set[int] = set()  # workers with news since the last `whole`
         self._waiting: dict[int, set[int]] = {}  # worker -> the iterations that wait for it
-        self._newest: dict[str, tuple[int, _Mean]] = {}  # the pending values of the latest iterations
-        self._names: dict[str, str] = {}  # one copy of each name that is pending or was before
+        self._newest: dict[str, tuple[int, _Mean]] = {}  # name -> its latest pending iteration and value
+        self._names: dict[str, str] = {}  # one copy of each name, to save memory
 
     def add(self, event: AnyEvent) -> list[Line]:
-        """Take a step or a logged value; other events are none of its business.
+        """Take a step or a logged value; other events are ignored.
 
-        Returns a line only when a worker makes an iteration again before the first was whole.
+        Returns a line only if a worker makes an iteration again before the first one was whole.
         """
         if not isinstance(event, (StepDone, Logged)):
             return []
@@ -161,7 +166,7 @@ class Merger:
             self._before[event.worker] = self._latest[event.worker][1]
         self._latest[event.worker] = event.iteration, event.time
         self._moved.add(event.worker)
-        self._ended.discard(event.worker)  # it was started again
+        self._ended.discard(event.worker)  # the worker was started again
 
     def _log(self, event: Logged) -> None:
         entry = self._entry(event.iteration)
@@ -187,7 +192,7 @@ class Merger:
         return self._pending.setdefault(iteration, _Entry())
 
     def _take(self, iteration: int) -> Line:
-        """Take out an iteration's line."""
+        """Remove a pending iteration, and return its line."""
         entry = self._pending.pop(iteration)
         self._numbers -= entry.numbers
         if entry.waits_for is not None:
@@ -198,17 +203,16 @@ class Merger:
         return entry.line(iteration)
 
     def end(self, worker: int) -> None:
-        """The worker will send no more."""
+        """Note that the worker will send no more events."""
         self._ended.add(worker)
         self._moved.add(worker)
 
     def newest(self) -> dict[str, float | None]:
-        """The values of the iterations that are not whole yet, the newest of each name."""
+        """Return the newest value of each name, from iterations that are not whole yet."""
         return {name: mean.value for name, (_, mean) in self._newest.items()}
 
     def whole(self) -> Iterator[Line]:
-        """Take out the lines of the iterations that are whole, in order, and of the oldest where more wait
-        than are kept."""
+        """Remove whole iterations and yield their lines, in order; the oldest too if too many wait."""
         looked = self._touched
         for worker in self._moved:
             looked |= self._waiting.pop(worker, set())
@@ -231,17 +235,17 @@ class Merger:
         return entry.waits_for is None
 
     def _is_past(self, worker: int, iteration: int, entry: _Entry) -> bool:
-        """Whether everything that the worker had to say of the iteration has come."""
+        """True if all events of the worker on the iteration have come."""
         if worker in self._ended:
             return True
         if worker not in self._before:
             return False
         if worker not in entry.ends and self._latest[worker][0] <= iteration:
-            return False  # it is behind
+            return False  # the worker has not come to this iteration
         return self._before[worker] >= entry.ends.get(worker, entry.time) + LATE_SECONDS
 
     def _overflow(self, whole: set[int]) -> set[int]:
-        """The oldest iterations beside those that are `whole`, where more wait than are kept."""
+        """Return the oldest pending iterations that are not `whole`, if more wait than are kept."""
         count = len(self._pending) - len(whole)
         numbers = self._numbers - sum(self._pending[iteration].numbers for iteration in whole)
         if count <= MOST_PENDING and numbers <= MOST_NUMBERS:
@@ -255,7 +259,7 @@ class Merger:
         return oldest
 
     def rest(self) -> Iterator[Line]:
-        """Take out everything that is left, whole or not, in order."""
+        """Remove all pending iterations, whole or not, and yield their lines in order."""
         for iteration in sorted(self._pending):
             yield self._take(iteration)
 
@@ -264,7 +268,7 @@ _decoder = msgspec.json.Decoder(Line)
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a metrics.jsonl, one by one; what is torn or not such a line is passed over."""
+    """Yield the lines of a metrics.jsonl; torn and foreign lines are skipped."""
     if path.exists():
         with path.open("rb") as file:
             rest = b""

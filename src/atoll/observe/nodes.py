@@ -1,4 +1,4 @@
-"""The nodes of a run without a server: for its summary and its last words."""
+"""The nodes of a run without a server, in the run's summary and closing lines."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from atoll.core.events import AnyEvent, NodeSeen, StepDone
 from atoll.core.units import format_bytes
 from atoll.observe.summary import NodeTotals, Summary
 
-MOST_LINES = 8  # of nodes in a run's last words
+MOST_LINES = 8  # nodes with a closing line
 
 _COUNTS = ("applied", "rounds", "joined", "refusals", "fetched", "waits", "no_room")
 _AMOUNTS = ("bytes_in", "bytes_out", "applying", "overlaying")
 
 
 class NodeRecords:
-    """What each node's worker and CPU side have said."""
+    """The latest figures of each node, from its first worker and its CPU side."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, NodeSeen] = {}  # by the node's first worker, and so are the others
-        self._staleness: dict[int, Counter[int]] = {}  # of its own iterations
-        self._seconds: dict[int, list[float]] = {}  # of its steps: all, in exchange, waiting
+        # All by worker; a node's figures come from its first worker.
+        self._seen: dict[int, NodeSeen] = {}
+        self._staleness: dict[int, Counter[int]] = {}  # of the worker's iterations
+        self._seconds: dict[int, list[float]] = {}  # of its steps: in all, in exchange, waiting
 
     def take(self, event: AnyEvent) -> None:
         if isinstance(event, NodeSeen):
@@ -32,7 +33,7 @@ class NodeRecords:
                 seconds[index] += value
 
     def shown(self) -> list[NodeTotals]:
-        """Each node that its CPU side has told of, in order."""
+        """Return the figures of each node whose CPU side has reported any, in order of worker."""
         return [self._totals(worker) for worker in sorted(self._seen)]
 
     def _totals(self, worker: int) -> NodeTotals:
@@ -52,7 +53,7 @@ class NodeRecords:
 
 
 def node_lines(summary: Summary) -> list[str]:
-    """What a person wants to know of the nodes at the end of a run: a line each."""
+    """Return the closing lines on nodes, one for each."""
     lines = [f"node {each.node}: {' · '.join(node_facts(each))}" for each in summary.nodes[:MOST_LINES]]
     if len(summary.nodes) > MOST_LINES:
         lines.append(f"nodes: {len(summary.nodes) - MOST_LINES} more: see summary.json")
@@ -60,15 +61,15 @@ def node_lines(summary: Summary) -> list[str]:
 
 
 def views_of(summary: Summary) -> list[str]:
-    """The views that came after the first, in order, each once: `view 2: nodes 0, 2`."""
-    told = [
+    """Return the views after the first, in order, each once: `view 2: nodes 0, 2`."""
+    decisions = [
         event for event in summary.events if (event.get("event"), event.get("what")) == ("decided", "members")
     ]
-    return list(dict.fromkeys(str(event["choice"]) for event in told))
+    return list(dict.fromkeys(str(event["choice"]) for event in decisions))
 
 
 def node_facts(node: NodeTotals) -> list[str]:
-    """`stale by 1.2 iterations (95 %: 3)`, `exchange 1.1 % of its time`, and so on."""
+    """Return `stale by 1.2 iterations (95 %: 3, most 4)`, `exchange 1.1% of its device's time`, and so on."""
     devices = [f"{node.devices} devices"] if node.devices > 1 else []
     return [
         *devices,

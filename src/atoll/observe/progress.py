@@ -1,4 +1,4 @@
-"""One display for the whole run: live on a terminal, plain lines elsewhere."""
+"""The display of a whole run: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,28 +27,30 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 class Progress(Protocol):
-    """Shows a run. All methods are called from one thread, and none waits for whoever reads."""
+    """Shows a run. One thread calls all methods, and none waits for the reader of the output."""
 
     @property
     def lines_to(self) -> Outlet:
-        """Where `lines` goes."""
+        """The outlet of `lines`."""
 
     def update(self, status: Status) -> None:
-        """Show how the run stands."""
+        """Show the run's status."""
 
     def lines(self, texts: Sequence[str]) -> None:
         """Show lines that the script wrote."""
 
     def event(self, event: AnyEvent) -> None:
-        """Show something that a person should know."""
+        """Show an event that concerns the user."""
 
     def close(self) -> None:
-        """Leave the terminal as it was, with the last state on it."""
+        """Restore the terminal, with the last status on it."""
 
 
 def make_progress(title: str, screen: Screen) -> Progress:
-    """The display that fits the terminal: the script's lines go to the screen's output, all else to its
-    errors."""
+    """Return the display that fits the terminal.
+
+    The script's lines go to the screen's output, all else to its errors.
+    """
     console = Console(file=cast(IO[str], screen.errors), highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveProgress(title, console, screen)
@@ -56,17 +58,17 @@ def make_progress(title: str, screen: Screen) -> Progress:
 
 
 def format_value(value: float | None) -> str:
-    """`1.234`, `0.00012`, `nan` for None: a logged value in a line."""
+    """Format a logged value: `1.234`, `0.00012`, `nan` for None."""
     return "nan" if value is None else f"{value:.4g}"
 
 
 def format_values(values: dict[str, float | None]) -> str:
-    """`loss 1.234 · accuracy 0.91`."""
+    """Format logged values: `loss 1.234 · accuracy 0.91`."""
     return " · ".join(f"{name} {format_value(value)}" for name, value in values.items())
 
 
 def describe_event(event: AnyEvent) -> str:
-    """An event as one line for a person; empty for those that are not shown."""
+    """Return an event as one line for the user; empty for events that are not shown."""
     if isinstance(event, Decided):
         return f"{event.what}: {event.choice.partition(chr(10))[0]} ({event.reason})"
     if isinstance(event, Skipped):
@@ -105,14 +107,14 @@ class PlainProgress:
             self._say(text)
 
     def close(self) -> None:
-        """Nothing to put back."""
+        """Do nothing: there is nothing to restore."""
 
     def _say(self, text: str) -> None:
         self._screen.say(f"atoll: {text}")
 
 
 def plain_line(status: Status) -> str:
-    """`step 120 of 3000 · loss 1.23 · 512 samples/s · 3.4 MiB/s sent · 12 % waiting · 2 min 3 s left`."""
+    """Format a status: `step 120 of 3,000 · loss 1.23 · 512 samples/s · 12% waiting · 2 min 3 s left`."""
     steps = f"step {status.iteration:,}" + (f" of {status.expected:,}" if status.expected else "")
     parts = [steps, format_values(status.last), *_rates(status)]
     parts.append(_left(status))
@@ -120,7 +122,7 @@ def plain_line(status: Status) -> str:
 
 
 def _left(status: Status) -> str:
-    """`2 min 3 s left`; empty when that is not known, or the end is here."""
+    """Return `2 min 3 s left`; empty if unknown, or at the end."""
     left = status.seconds_left
     return f"{format_seconds(max(1, round(left)))} left" if left else ""
 
@@ -134,7 +136,7 @@ def _rates(status: Status) -> list[str]:
 
 
 class _Verbatim:
-    """Lines as they are. rich would take seconds to lay out a thousand."""
+    """Lines that rich prints unchanged, since its layout of a thousand lines takes seconds."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self._lines = lines
@@ -143,7 +145,7 @@ class _Verbatim:
         lines = list(self._lines)
         if any("\x1b" in line for line in lines):
             plain = console.no_color or console.color_system is None
-            # A colour that the script has left on would be the display's too.
+            # A colour that the script has left on would colour the display too.
             lines = [
                 _COLOUR.sub("", line) if plain else f"{line}\x1b[0m" if "\x1b" in line else line
                 for line in lines
@@ -152,8 +154,7 @@ class _Verbatim:
 
 
 class LiveProgress:
-    """A few lines at the foot of the terminal, drawn anew a few times a second, as far as the terminal keeps
-    up."""
+    """A few lines at the foot of the terminal, redrawn a few times a second if the terminal keeps up."""
 
     def __init__(self, title: str, console: Console, screen: Screen) -> None:
         self._title, self._console, self._screen = title, console, screen
@@ -164,7 +165,7 @@ class LiveProgress:
         self._live = Live(
             get_renderable=self.render,
             console=console,
-            auto_refresh=False,  # a thread of rich's would wait for the terminal, and hold what others need
+            auto_refresh=False,  # a thread of rich would wait for the terminal while it holds a lock
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -192,7 +193,7 @@ class LiveProgress:
         self._live.stop()
 
     def render(self) -> RenderableType:
-        """The display as it stands now."""
+        """Return the display for the present status."""
         elapsed = time.monotonic() - self._began
         status = self._status
         if status is None or status.iteration == 0:
@@ -214,7 +215,7 @@ class LiveProgress:
         return self._spinner
 
     def _head(self, status: Status, clock: Text) -> Table:
-        """One row: what runs, a bar as wide as the rest leaves it, the count, the time."""
+        """Return a row with the title, a bar that fills the free width, the count, and the time."""
         row = Table.grid(padding=(0, 1))
         row.add_column(no_wrap=True)
         cells: list[RenderableType] = [Text(self._title, style="bold cyan")]

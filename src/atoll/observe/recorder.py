@@ -1,4 +1,4 @@
-"""Follows the journals while a run goes on: metrics.jsonl, running totals, the summary at the end."""
+"""The recorder of a run: reads the journals, writes metrics.jsonl, and makes the summary at the end."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from atoll.observe.nodes import NodeRecords
 from atoll.observe.rundir import RunDirectory
 from atoll.observe.summary import Summary, WorkerTotals, write_summary
 
-MOST_EVENTS = 500  # kept in the summary, so that a run that skips each step does not fill the disk
-MOST_NAMES = 10_000  # whose last values are in the summary
-RATE_SECONDS = 10.0  # rates are of the last so many seconds
-_RATE_BINS = 20  # into which these are divided
-_LOOK_BYTES = 2**22  # of all journals that one look takes in; the next one goes on from there
-_LEAST_LOOK_BYTES = 2**16  # of each journal
+MOST_EVENTS = 500  # events in the summary: a run that skips every step must not fill the disk
+MOST_NAMES = 10_000  # logged names with a last value in the summary
+RATE_SECONDS = 10.0  # span of step time over which rates are measured
+_RATE_BINS = 20  # bins in that span
+_LOOK_BYTES = 2**22  # bytes of all journals in one look; the next look goes on from there
+_LEAST_LOOK_BYTES = 2**16  # bytes of each journal in one look, at least
 _KEPT = (Decided, Skipped, Warned, Failed, Saved)
 
 
 class Writer(Protocol):
-    """Something that wants each merged line as it comes."""
+    """A receiver of each merged line."""
 
     def write(self, line: Line) -> None: ...
 
@@ -63,13 +63,13 @@ class Writer(Protocol):
 
 @dataclass
 class Status:
-    """How a run stands, for a display. Rates are of the last seconds, the counts of the whole run."""
+    """The status of a run, for a display. Rates are of the last `RATE_SECONDS`, counts of the whole run."""
 
     workers: int
     started: int = 0  # workers that have joined
     strategy: str = ""
     iteration: int = 0  # the latest step's
-    expected: int | None = None  # the iteration at which the run will end, as far as that is known
+    expected: int | None = None  # the iteration at which the run will end, if known
     samples: float = 0.0
     bytes_sent: int = 0
     samples_per_second: float = 0.0
@@ -80,7 +80,7 @@ class Status:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimate, where the number of steps is known and one has been made."""
+        """Estimated seconds to the end; None if the number of steps or the rate is unknown."""
         if self.expected is None or self.steps_per_second <= 0:
             return None
         return max(0, self.expected - self.iteration) / self.steps_per_second
@@ -99,9 +99,9 @@ class _Bin:
 
 
 class _Rates:
-    """One worker's rates over the last `RATE_SECONDS` of its steps; the time between them does not count.
+    """One worker's rates over the last `RATE_SECONDS`; time between steps does not count.
 
-    Steps are added up in bins, so that a fast worker's take no more memory, and no longer, than a slow one's.
+    Steps are added up in bins, so that memory and time do not depend on the worker's speed.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class _Rates:
         last.samples += step.samples
         last.bytes_sent += step.bytes_sent
         last.waiting += step.waiting
-        # A wall clock that was set back must not let them grow until it is where it was.
+        # After the wall clock was set back, bins must not pile up until it has caught up.
         while len(self._bins) > 2 and not 0.0 <= step.time - self._bins[0].begin <= RATE_SECONDS:
             self._bins.popleft()
 
@@ -131,7 +131,7 @@ class _Rates:
 
 
 class _Lines:
-    """Appends whole lines to a new file; on a disk that takes no more, they are lost and counted."""
+    """Appends whole lines to a new file; on a full disk lines are lost and counted."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._waiting = path, list[bytes]()
@@ -143,7 +143,7 @@ class _Lines:
         self._waiting.append(line + b"\n")
 
     def flush(self) -> str:
-        """Write what waits; returns what is to be told, the first time that the disk does not take it."""
+        """Write the waiting lines; returns a warning at the first loss, else an empty text."""
         waiting, self._waiting = self._waiting, []
         written, trouble = self._lines.write(waiting)
         left, is_first = len(waiting) - written, not self.lost
@@ -152,17 +152,17 @@ class _Lines:
         return missing if left and is_first else ""
 
     def close(self) -> str:
-        """Write what waits, and close the file; returns how many lines were lost, in words."""
+        """Write the waiting lines, and close the file; returns a text on the lost lines, if any."""
         self.flush()
         self._lines.close()
         return f"{self._path}: {self.lost} lines were lost" if self.lost else ""
 
 
 class Recorder:
-    """Merges what `workers` workers wrote in `run`'s journals.
+    """Merges the journals of `workers` workers in `run`.
 
-    `poll` as often as a display wants news; `close` once. Each merged line goes to metrics.jsonl and to
-    `writers`.
+    Call `poll` as often as a display wants news, and `close` once. Each merged line goes to metrics.jsonl and
+    to `writers`.
     """
 
     def __init__(
@@ -192,22 +192,21 @@ class Recorder:
         self._started: set[int] = set()
         self._first, self._end = math.inf, -math.inf
         self._last: dict[str, float | None] = {}
-        self._has_more_names = False  # than are in `_last`
+        self._has_more_names = False  # more logged names than `_last` holds
         self._events: list[AnyEvent] = []
         self._seen: set[bytes] = set()
         self._dropped = 0
         self._metrics = _Lines(run.metrics)
-        self._told: list[AnyEvent] = []  # what went wrong here
-        self._words: list[AnyEvent] = []  # that were heard since the last look
-        self._has_read = False  # in the last look
-        self._lost: dict[int, Lost] = {}  # what of each worker's records could not be written
-        self._missing: list[str] = []  # and what of the run's own
+        self._own: list[AnyEvent] = []  # events of the recorder and its caller, for the next `poll`
+        self._words: list[AnyEvent] = []  # events given to `hear` since the last look
+        self._has_read = False  # the last look read new bytes
+        self._lost: dict[int, Lost] = {}  # by worker: sums of events that could not be written
+        self._missing: list[str] = []  # the run's own records that could not be written
 
     def poll(self, last: bool = False) -> list[AnyEvent]:
-        """Read what is new; returns the events to show a person, each once, however many workers sent it.
+        """Read new events; returns those to show the user, each once, however many workers sent it.
 
-        One look takes in at most `_LOOK_BYTES`, so that it neither holds more nor takes long; `last`: as many
-        looks as it takes.
+        Reads at most `_LOOK_BYTES`, to bound memory and time; with `last`, repeats until nothing is left.
         """
         news = self._look()
         while last and self._has_read:
@@ -229,12 +228,14 @@ class Recorder:
             self._write(line)
         if line_lost := self._metrics.flush():
             self.warn(line_lost)
-        told, self._told = self._told, []
-        return news + told
+        own, self._own = self._own, []
+        return news + own
 
     def hear(self, event: AnyEvent) -> None:
-        """Take an event that has come by another way than its worker's journal, which may be on a full disk.
-        A failure that the journal has, too, counts once."""
+        """Take an event that has come by another way than the worker's journal, which may be on a full disk.
+
+        A failure that the journal has too counts once.
+        """
         failures = ((failure.worker, failure.time) for failure in self.failures)
         if not isinstance(event, Failed) or (event.worker, event.time) not in failures:
             self._words.append(event)
@@ -243,13 +244,16 @@ class Recorder:
         return sum(reader.read_bytes for reader in self._readers.values())
 
     def warn(self, message: str) -> None:
-        """Put a warning that no worker gave into the summary's events; the next `poll` shows it."""
+        """Add a warning that no worker gave to the summary's events; the next `poll` returns it."""
         self.note(Warned(time=record_time(), worker=-1, message=message))
 
     def note(self, event: AnyEvent) -> None:
-        """Do so with any event that no worker gave, also where it happens again."""
+        """Add an event that no worker gave to the summary's events; the next `poll` returns it.
+
+        A repeated event is added again.
+        """
         self._put(event)
-        self._told.append(event)
+        self._own.append(event)
 
     def status(self) -> Status:
         status = Status(
@@ -257,7 +261,7 @@ class Recorder:
             started=len(self._started),
             strategy=self._strategy,
             iteration=self._iteration,
-            # What a worker expected of leases was an estimate: a faster one is given more.
+            # A worker's expectation is an estimate: a faster worker is dealt more samples.
             expected=self._expected if self._furthest <= (self._expected or 0) else None,
             samples=sum(totals.samples for totals in self._totals.values()),
             bytes_sent=sum(totals.bytes_sent for totals in self._totals.values()),
@@ -267,11 +271,13 @@ class Recorder:
             rates.add_to(status)
         return status
 
-    summary: Summary  # the run's, once `close` has put it together
+    summary: Summary  # set by `close`
 
     def close(self) -> Summary:
-        """Take in what is left, write the last lines and summary.json, and close the writers. What cannot be
-        written is said by `missing`; nothing is raised."""
+        """Read the rest, write the last lines and summary.json, and close the writers.
+
+        Raises nothing: `missing` tells of records that cannot be written.
+        """
         self.poll(last=True)
         for line in self._merger.rest():
             self._write(line)
@@ -292,7 +298,7 @@ class Recorder:
         return self.summary
 
     def missing(self) -> str:
-        """Say what the records lack, because the disk was full; empty where they are whole."""
+        """Return a line on records that could not be written; empty if all were."""
         each = [
             f"{lost.events} events of worker {worker}" for worker, lost in self._lost.items() if lost.events
         ]
@@ -309,7 +315,7 @@ class Recorder:
     def _take(self, event: AnyEvent) -> None:
         if self._heard is not None:
             self._heard(event)
-        if isinstance(event, (Joining, Ended, Gone)):  # of a process, before and after its part in the run
+        if isinstance(event, (Joining, Ended, Gone)):  # a process before and after its part in the run
             return
         self._first, self._end = min(self._first, event.time), max(self._end, event.time)
         self._grouped.take(event)
@@ -342,7 +348,7 @@ class Recorder:
                 self.failures.append(event)
 
     def _add_lost(self, event: Lost, totals: WorkerTotals) -> None:
-        """Count the steps whose own events could not be written."""
+        """Add the sums of steps whose own events could not be written."""
         totals.steps += event.steps
         totals.samples += event.samples
         totals.seconds += event.seconds
@@ -367,7 +373,7 @@ class Recorder:
         return True
 
     def _put(self, event: AnyEvent) -> bool:
-        """Put the event into the summary, while there is room."""
+        """Add the event to the summary if there is room; returns False if there is none."""
         if len(self._events) >= MOST_EVENTS and not isinstance(event, Failed):
             self._dropped += 1
             return False
@@ -389,7 +395,7 @@ class Recorder:
             self._try(writer, partial(writer.write, line))
 
     def _try(self, writer: Writer, act: Callable[[], None]) -> None:
-        """A writer whose disk is full gets no more lines."""
+        """Call `act`, and drop the writer if its disk is full."""
         try:
             act()
         except OSError as error:
@@ -430,5 +436,5 @@ class Recorder:
 
 def _plain(event: AnyEvent) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(event)
-    # A path in it may not be UTF-8, as JSON is.
+    # A path in the event may not be UTF-8, which JSON requires.
     return {key: encoded(value).decode() if isinstance(value, str) else value for key, value in plain.items()}

@@ -1,4 +1,4 @@
-"""The picture of a run: what was logged, and where the time went."""
+"""The picture of a run: logged values, and the use of time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WORKING, WAITING, LOGGED, SMOOTH = "#2a9d8f", "#e9b44c", "#9fb8c8", "#14506b"
-PHASES = {"ring": "#e07a5f", "exchange": "#7d6b9e"}  # parts of the waiting, where a run tells them apart
+PHASES = {"ring": "#e07a5f", "exchange": "#7d6b9e"}  # parts of the waiting, if a run has them
 _GROUPS = ("#2b6ca3", "#b5651d", "#5a8f4a", "#8a5a9e", "#a33b4f", "#3f8f8f")
-_MOST_PANELS = 3  # logged values that get a panel each
-_MOST_GROUPS = 8  # that get a bar each: those in which most time was spent
-_MOST_LINKS = 12  # that get a row each: those that lost most
+_MOST_PANELS = 3  # logged values with a panel
+_MOST_GROUPS = 8  # groups with a bar: those with the most time
+_MOST_LINKS = 12  # links with a row: those with the most losses
 _LINK_COLUMNS = (
     "link", "rate", "delay", "loss", "target", "lost", "repaired", "borne", "filled", "held back",
 )  # fmt: skip
-_MOST_NODES = 16  # that get a row each
+_MOST_NODES = 16  # nodes with a row
 _NODE_COLUMNS = (
     "node", "stale by", "95 %", "most", "exchange", "waiting", "applied", "rounds", "joined", "refused",
     "fetched", "sent",
@@ -41,8 +41,8 @@ _NODE_COLUMNS = (
 def draw(run: RunDirectory) -> Path:
     """Draw report.png from summary.json and metrics.jsonl; returns its path.
 
-    Raises ModuleNotFoundError where matplotlib is missing, and UserError for a directory without a summary,
-    or where the picture cannot be written: then an older one is as it was.
+    Raises ModuleNotFoundError if matplotlib is missing, and UserError if the directory has no summary or the
+    picture cannot be written; an older picture is then unchanged.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -91,10 +91,9 @@ def draw(run: RunDirectory) -> Path:
 
 
 def redraw(run: RunDirectory) -> Path:
-    """Draw the picture of a finished run again. A run that was killed gets its metrics and summary first.
+    """Draw the picture of a finished run again; a run that was killed gets its metrics and summary first.
 
-    Raises UserError when the directory holds no run, when its run is still under way, or where matplotlib is
-    missing.
+    Raises UserError if the directory holds no run, if its run is still at work, or if matplotlib is missing.
     """
     if not run.summary.exists():
         journals = run.journals()
@@ -114,7 +113,7 @@ def redraw(run: RunDirectory) -> Path:
 def _strategy(run: RunDirectory) -> str:
     try:
         return load_config(run.config, environment={}).run.strategy
-    except AtollError:  # no configuration there, or one of another version: the journals say it too
+    except AtollError:  # no configuration, or another version's; the journals have the strategy too
         return ""
 
 
@@ -131,7 +130,7 @@ def _title(run: RunDirectory, summary: Summary) -> str:
 
 
 def plain(panel: Axes) -> None:
-    """Only what is needed round the data."""
+    """Remove decoration that is not needed around the data."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25, linewidth=0.6)
     panel.set_axisbelow(True)
@@ -139,7 +138,7 @@ def plain(panel: Axes) -> None:
 
 
 def _draw_values(panel: Axes, name: str, curve: Curve) -> None:
-    """A logged value over the iterations: each one, and their running mean."""
+    """Draw a logged value over the iterations, with a running mean if there are many."""
     steps, values = [step for step, _ in curve.extremes], [value for _, value in curve.extremes]
     if len(values) <= 30:
         panel.plot(steps, values, color=SMOOTH, linewidth=1.5, marker="o", markersize=4)
@@ -162,9 +161,11 @@ def _draw_values(panel: Axes, name: str, curve: Curve) -> None:
 
 
 def running_mean(values: list[float]) -> list[float]:
-    """The mean over about a thirtieth of the run round each point; the window shrinks towards the ends, so
-    that the mean lags nowhere."""
-    base = values[0] if values else 0.0  # of a constant the mean is that constant, to the bit
+    """Return the mean over about a thirtieth of the run around each point.
+
+    The window shrinks towards the ends, so that the mean lags nowhere.
+    """
+    base = values[0] if values else 0.0  # the mean of a constant is then exact
     sums = [0.0, *itertools.accumulate(value - base for value in values)]
     last, half = len(values) - 1, max(2, len(values) // 60)
     smooth = []
@@ -175,7 +176,7 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def _draw_steps(panel: Axes, curve: StepCurve) -> None:
-    """Milliseconds a step, stacked: own work and waiting, in bins of iterations."""
+    """Draw milliseconds per step, stacked by own work and waiting, in bins of iterations."""
     bins = curve.bins
     steps = [part.iteration for part in bins]
     whole = [1000 * part.seconds / part.count for part in bins]
@@ -186,7 +187,7 @@ def _draw_steps(panel: Axes, curve: StepCurve) -> None:
         for name in PHASES
         if any(name in part.phases for part in bins)
     }
-    rest = [max(0.0, wait - sum(told)) for wait, *told in zip(waiting, *phases.values(), strict=True)]
+    rest = [max(0.0, wait - sum(parts)) for wait, *parts in zip(waiting, *phases.values(), strict=True)]
     layers = {"working": working, **phases, "waiting for others": rest}
     colours = {"working": WORKING, **PHASES, "waiting for others": WAITING}
     panel.stackplot(steps, *layers.values(), colors=[colours[name] for name in layers], labels=list(layers))
@@ -194,16 +195,15 @@ def _draw_steps(panel: Axes, curve: StepCurve) -> None:
     panel.set_ylabel("ms a step")
     panel.set_xlabel("iteration")
     if whole:
-        panel.set_ylim(
-            0, 1.15 * sorted(whole)[int(0.98 * (len(whole) - 1))]
-        )  # one long first step hides no other
+        # Cut off a few long steps, such as the first, which would flatten all others.
+        panel.set_ylim(0, 1.15 * sorted(whole)[int(0.98 * (len(whole) - 1))])
         panel.legend(
             loc="lower right", bbox_to_anchor=(1, 0.98), ncols=len(layers), fontsize=9, frameon=False
         )
 
 
 def _draw_workers(panel: Axes, summary: Summary) -> None:
-    """Each worker's time, as one bar."""
+    """Draw each worker's time as one bar."""
     names = [f"worker {totals.worker}" for totals in summary.each_worker]
     working = [max(0.0, totals.seconds - totals.waiting) for totals in summary.each_worker]
     waiting = [totals.waiting for totals in summary.each_worker]
@@ -227,7 +227,7 @@ def _draw_workers(panel: Axes, summary: Summary) -> None:
 
 
 def _draw_links(panel: Axes, summary: Summary) -> None:
-    """A row for each link over which parts of gradients may be lost."""
+    """Draw a table of loss-tolerant links, those with the most losses."""
     rows = [
         [
             link.name,
@@ -247,7 +247,7 @@ def _draw_links(panel: Axes, summary: Summary) -> None:
 
 
 def _draw_nodes(panel: Axes, summary: Summary) -> None:
-    """A row for each node of a run without a server, and which views there were."""
+    """Draw a table of the nodes of a run without a server, under a title on views."""
     rows = [
         [
             str(node.node),
@@ -267,14 +267,14 @@ def _draw_nodes(panel: Axes, summary: Summary) -> None:
     ]
     _draw_table(panel, _NODE_COLUMNS, rows)
     views = views_of(summary)
-    told = (
+    title = (
         f"{views[-1]}, after {len(views)} changes" if len(views) > 1 else "".join(views) or "all in one view"
     )
-    panel.set_title(told, loc="left", fontsize=9, parse_math=False)
+    panel.set_title(title, loc="left", fontsize=9, parse_math=False)
 
 
 def _draw_table(panel: Axes, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table that fills the panel."""
+    """Draw a table that fills the panel."""
     from matplotlib.transforms import Bbox
 
     panel.set_axis_off()
@@ -291,13 +291,13 @@ def _draw_table(panel: Axes, columns: Sequence[str], rows: Sequence[Sequence[str
 
 
 def _largest(summary: Summary) -> list[GroupTotals]:
-    """The groups in which most time was spent, in order of their beginnings."""
+    """Return the groups with the most time, in order of their beginnings."""
     most = sorted(summary.each_group, key=lambda group: -group.seconds)[:_MOST_GROUPS]
     return sorted(most, key=lambda group: (group.since, group.workers))
 
 
 def _draw_membership(panel: Axes, summary: Summary) -> None:
-    """Who was in a group of several when: a row for each worker, a colour for each group."""
+    """Draw the groups over time: a row for each worker, a colour for each group of several."""
     rows = {totals.worker: row for row, totals in enumerate(summary.each_worker)}
     several = [group for group in summary.each_group if len(group.workers) > 1]
     colours = {id(group): _GROUPS[place % len(_GROUPS)] for place, group in enumerate(several)}
@@ -318,7 +318,7 @@ def _draw_membership(panel: Axes, summary: Summary) -> None:
 
 
 def _draw_groups(panel: Axes, summary: Summary) -> None:
-    """Where the time of each group went, and how stale its contributions were."""
+    """Draw each group's use of time, with the staleness of its contributions."""
     groups = _largest(summary)
     for row, group in enumerate(groups):
         whole, left = max(group.seconds, 1e-9), 0.0

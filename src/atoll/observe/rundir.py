@@ -1,4 +1,4 @@
-"""The run directory: where each record of a run lies."""
+"""The run directory, with the path of each record of a run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ DIRECTORY_VARIABLE = "ATOLL_RUN_DIRECTORY"  # set by `atoll run` for its workers
 
 
 class UsedError(UserError):
-    """The directory holds a run, or one is at work there."""
+    """The directory holds the records of a run, or a run is at work there."""
 
 
 class Claim:
-    """A run directory that is this process's, until `release` or the end of the process, however it ends.
+    """A lock on a run directory, until `release` or the end of the process.
 
-    `trouble` says why the directory could not be locked, where it could not: nothing then keeps another run
-    out of it.
+    `trouble` is the reason if the directory could not be locked: nothing then keeps another run out of it.
     """
 
     def __init__(self, descriptor: int, trouble: str = "", lock: Path | None = None) -> None:
@@ -36,7 +35,7 @@ class Claim:
 
     @property
     def removed(self) -> str:
-        """A line that says that somebody has removed the directory, or moved it; empty where nobody has."""
+        """A line on the removal or move of the directory by somebody else; empty if it is still there."""
         if self._descriptor < 0 or self._lock is None:
             return ""
         own = os.fstat(self._descriptor)
@@ -50,7 +49,7 @@ class Claim:
         )
 
     def release(self) -> None:
-        """Let others have the directory."""
+        """Unlock the directory."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -58,19 +57,19 @@ class Claim:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths in a run directory; nothing is made before `create`."""
+    """The paths in a run directory; nothing is created before `create`."""
 
     path: Path
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] | None = None) -> RunDirectory | None:
-        """The directory that `atoll run` made for this worker; None outside of it."""
+        """Return the directory that `atoll run` has given this worker; None outside of `atoll run`."""
         path = (os.environ if environment is None else environment).get(DIRECTORY_VARIABLE)
         return RunDirectory(Path(path)) if path else None
 
     @property
     def name(self) -> str:
-        """The run's name: that of the directory, as text that can be sent."""
+        """The run's name: the directory's name, as text that can be sent."""
         return encoded(self.path.name).decode()
 
     @property
@@ -102,20 +101,20 @@ class RunDirectory:
 
     @property
     def launcher_log(self) -> Path:
-        """What torchrun's launcher wrote."""
+        """The output of torchrun's launcher."""
         return self.logs / "launcher.log"
 
     @property
     def ends(self) -> Path:
-        """How the workers' processes ended, as the launcher saw it; there only when one failed."""
+        """The ends of the workers' processes as seen by the launcher; exists only if one failed."""
         return self.logs / "ends.json"
 
     def ends_of(self, first: int) -> Path:
-        """The same of the worker that ended a launch, whose first worker this is, where there are several."""
+        """Return the file with the ends of one of several launches; `first` is its first worker."""
         return self.logs / f"ends-{first}.json"
 
     def log(self, worker: int) -> Path:
-        """What the worker wrote to stdout and stderr."""
+        """Return the file with the worker's stdout and stderr."""
         return self.logs / f"worker-{worker}.log"
 
     @property
@@ -123,22 +122,25 @@ class RunDirectory:
         return self.path / "workers"
 
     def journal(self, worker: int) -> Path:
-        """The worker's own events (`observe.journal`)."""
+        """Return the file with the worker's events (`observe.journal`)."""
         return self.workers / f"{worker}.jsonl"
 
     def journals(self) -> dict[int, Path]:
-        """The journals that are there, by worker."""
+        """Return the existing journals, by worker."""
         found = {int(path.stem): path for path in self.workers.glob("*.jsonl") if path.stem.isdecimal()}
         return dict(sorted(found.items()))
 
     @property
     def lock(self) -> Path:
-        """Locked while a run is at work here, by `atoll run` or by worker 0; holds the process's number."""
+        """The file that `atoll run` or worker 0 locks during a run; holds the process's id."""
         return self.path / "lock"
 
     def claim(self, readable: Readable = "owner") -> Claim:
-        """Make the directory, for a new run alone and for `readable` to read. Raises UsedError where another
-        run has been or is at work there, and UserError where it cannot be made."""
+        """Create and lock the directory for a new run; `readable` may read it.
+
+        Raises UsedError if the directory has another run's records or another run is at work there, and
+        UserError if it cannot be created.
+        """
         if _CONTROLS.search(str(self.path)):
             raise UserError(f"run.directory {str(self.path)!r} holds control characters; give another name")
         try:
@@ -147,17 +149,17 @@ class RunDirectory:
             raise self._not_made(error) from None
         if is_used:
             if self.lock.exists():
-                self.hold().release()  # raises where that run is still at work
+                self.hold().release()  # raises if that run is still at work
             raise self._used()
         self.create(readable)
         claim = self.hold()
-        if self._is_used:  # by one that has ended meanwhile
+        if self._is_used:  # by a run that has ended meanwhile
             claim.release()
             raise self._used()
         return claim
 
     def hold(self) -> Claim:
-        """Keep other runs out of the directory. Raises UsedError where one is at work there."""
+        """Lock the directory against other runs; raises UsedError if one is at work there."""
         try:
             descriptor = open_like_folder(self.lock, os.O_RDWR)
         except OSError as error:
@@ -180,7 +182,7 @@ class RunDirectory:
         try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        except OSError:  # a full disk: it is locked all the same
+        except OSError:  # a full disk; the lock holds all the same
             pass
         return Claim(descriptor, lock=self.lock)
 
@@ -189,23 +191,22 @@ class RunDirectory:
 
     @property
     def _is_used(self) -> bool:
-        """Whether it holds a run already, whose records would be mixed with a new one's."""
+        """True if the directory has records of a run, with which new ones would be mixed."""
         return self.summary.exists() or bool(self.journals())
 
     def _used(self) -> UsedError:
         return UsedError(f"{self.path}: holds a run already; remove it, or give another run.directory")
 
     def create(self, readable: Readable = "owner") -> None:
-        """Make the directory and those in it, for `readable` to read. One that is there and holds something
-        keeps its mode, as do the folders above it.
+        """Create the directory and its subfolders, for `readable` to read; raises UserError if that fails.
 
-        Raises UserError when it cannot be made.
+        A directory that is not empty keeps its mode, as do the folders above.
         """
         mode = FOLDER_MODES[readable]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not any(self.path.iterdir()):
-                with contextlib.suppress(PermissionError):  # another user's
+                with contextlib.suppress(PermissionError):  # another user's directory
                     self.path.chmod(mode)
             for directory in (self.logs, self.workers):
                 if not directory.exists():

@@ -1,4 +1,4 @@
-"""The whole run in one object: summary.json."""
+"""summary.json: the whole run in one object."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from atoll.core.events import LinkFigures
 from atoll.core.memory import MemoryFigures
 from atoll.core.pipes import write_through
 
-_SUMMARY_BYTES = 2**17  # of most runs' summaries
+_SUMMARY_BYTES = 2**17  # enough for most runs' summaries
 
 
 class WorkerTotals(msgspec.Struct):
-    """What one worker did: `seconds` is the time of its steps, `waiting` the part of it blocked on others."""
+    """Totals of one worker: `seconds` is the time of its steps, `waiting` the part blocked on others."""
 
     worker: int
     device: str = ""
@@ -30,29 +30,31 @@ class WorkerTotals(msgspec.Struct):
     seconds: float = 0.0
     waiting: float = 0.0
     bytes_sent: int = 0
-    exchange: float = 0.0  # strategy peers: of `seconds`, in handing over and taking, and no waiting
+    exchange: float = 0.0  # strategy peers: seconds of work to hand gradients over and take parameters
 
 
 class Staleness(msgspec.Struct):
-    """Of a group's contributions, as the shards measured it; in global iterations."""
+    """Staleness of a group's contributions as measured by the shards, in global iterations."""
 
     median: float
     p95: float
     most: float
-    contributions: int  # each member's word of one counts
+    contributions: int  # number of reports: each member reports each contribution
 
 
 class GroupTotals(msgspec.Struct):
-    """What a group did: workers that shared a ring, or one alone. `since` and `until` are in seconds from the
-    run's start. `seconds` is the time of its members' steps, added up; of that they waited in the `ring`, in
-    the `exchange` between groups, and for `other` things; the rest they computed.
+    """Totals of a group: workers that shared a ring, or one alone.
+
+    `since` and `until` are in seconds from the run's start. `seconds` is the sum of its members' steps. Parts
+    of it are waits in the `ring`, in the `exchange` between groups, and for `other` reasons; the rest is
+    computing.
     """
 
     group: int
     workers: list[int]
     since: float
     until: float
-    steps: int = 0  # of the member that made most
+    steps: int = 0  # of the member with the most steps
     samples: float = 0.0
     seconds: float = 0.0
     ring: float = 0.0
@@ -66,8 +68,10 @@ class GroupTotals(msgspec.Struct):
 
 
 class GroupingShown(msgspec.Struct):
-    """Who was with whom, from `since` (seconds from the run's start) on, and why. `grouping` counts the hub's
-    decisions; 0: each alone, while speeds are measured."""
+    """The groups of workers from `since` (seconds from the run's start) on, and the reason for them.
+
+    `grouping` counts the hub's decisions; 0 means each alone, while speeds are measured.
+    """
 
     grouping: int
     since: float
@@ -76,7 +80,7 @@ class GroupingShown(msgspec.Struct):
 
 
 class LinkTotals(LinkFigures, frozen=True, kw_only=True):
-    """A loss-tolerant link as it was seen last: see core's event LinkSeen."""
+    """The latest figures of a loss-tolerant link: see core's event LinkSeen."""
 
     who: str
     held: float = 0.0
@@ -87,10 +91,11 @@ class LinkTotals(LinkFigures, frozen=True, kw_only=True):
 
 
 class NodeTotals(msgspec.Struct):
-    """A node of strategy peers as it was seen last: see core's event NodeSeen, which says what each is. Of
-    its own iterations' staleness the mean, the 95th percentile and the most; `exchange_share` is the part of
-    its steps' time that its device's process gave to the exchange, `waiting_share` the part that it waited
-    (of several devices, the first one's).
+    """The latest figures of a node of strategy peers; core's event NodeSeen explains the counts.
+
+    `staleness_...` are mean, 95th percentile and most of the node's iterations. `exchange_share` and
+    `waiting_share` are the parts of the step time that its (first) device's process spent in the exchange and
+    waiting.
     """
 
     node: int
@@ -114,21 +119,26 @@ class NodeTotals(msgspec.Struct):
 
 
 class MemoryTotals(MemoryFigures, frozen=True, kw_only=True):
-    """A worker's chunked memory as it was seen last: see core's `MemoryFigures`."""
+    """The latest figures of a worker's chunked memory: see core's `MemoryFigures`."""
 
     worker: int
 
 
 class Summary(msgspec.Struct, omit_defaults=True):
-    """summary.json.
+    """The contents of summary.json.
 
-    `steps` counts the iterations of this run; `samples` and `bytes_sent` are sums over workers;
-    `seconds` is the time from the first worker's start to the last event; `seconds_waiting` is the
-    workers' mean of the time spent blocked on others; `last` has the last logged value of each name (null:
-    NaN or infinite); `events` are the decisions, warnings, checkpoints, skipped iterations and failures, as
-    plain objects. A run whose workers were in groups has `groupings` and `each_group`; others have neither.
-    `links` are those over which parts of gradients may be lost. `nodes` are those of a run without a server.
-    `memory` has the workers whose model lies in chunks over tiers of memory.
+    Attributes:
+        steps: iterations of this run.
+        samples: sum over workers.
+        seconds: time from the first worker's start to the last event.
+        bytes_sent: sum over workers.
+        seconds_waiting: the workers' mean of the time blocked on others.
+        last: last logged value of each name; null for NaN and infinities.
+        events: decisions, warnings, checkpoints, skipped iterations and failures, as plain objects.
+        groupings, each_group: of a run whose workers were in groups; else empty.
+        links: loss-tolerant links.
+        nodes: of a run without a server; else empty.
+        memory: of workers whose model lies in tiers of memory.
     """
 
     strategy: str
@@ -150,7 +160,7 @@ class Summary(msgspec.Struct, omit_defaults=True):
 
     @property
     def samples_per_second(self) -> float:
-        """Over the time of the steps, so that start and evaluation do not count."""
+        """Samples of all workers per second of step time; start and evaluation do not count."""
         busy = max((totals.seconds for totals in self.each_worker), default=0.0)
         return self.samples / busy if busy > 0 else 0.0
 
@@ -162,14 +172,13 @@ class Summary(msgspec.Struct, omit_defaults=True):
 
 
 def reserve_summary(path: Path) -> None:
-    """Take the room that `write_summary` needs, so that it can write on a full disk, too."""
+    """Reserve disk space for `write_summary`, so that it succeeds even on a full disk."""
     with contextlib.suppress(OSError):
         _beside(path).write_bytes(bytes(_SUMMARY_BYTES))
 
 
 def write_summary(summary: Summary, path: Path) -> None:
-    """Write `summary` to `path`, indented for people, whole or not at all. Raises UserError when the file
-    cannot be written."""
+    """Write `summary` to `path`, indented, whole or not at all; raises UserError if that fails."""
     text = json.dumps(msgspec.to_builtins(summary), indent=2, allow_nan=False) + "\n"
     beside = _beside(path)
     try:
@@ -177,7 +186,7 @@ def write_summary(summary: Summary, path: Path) -> None:
             write_through(path, text.encode())
             return
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with os.fdopen(descriptor, "wb", buffering=0) as file:  # over its own blocks, where it has some
+        with os.fdopen(descriptor, "wb", buffering=0) as file:  # into the reserved blocks, if any
             _write_all(file, text.encode())
             file.truncate()
         beside.replace(path)
@@ -198,7 +207,7 @@ def _beside(path: Path) -> Path:
 
 
 def read_summary(path: Path) -> Summary:
-    """The summary in `path`. Raises UserError when it is not there or not a summary."""
+    """Read the summary in `path`; raises UserError if it is missing or no summary."""
     try:
         raw = path.read_bytes()
     except OSError as error:

@@ -13,7 +13,7 @@ MISSING = "no TensorBoard events and no picture without the extra: pip install '
 class TensorBoard:
     """Writes each merged line's values as scalars; the step is the iteration.
 
-    Raises ModuleNotFoundError where the package `tensorboard` is missing.
+    Raises ModuleNotFoundError if the package `tensorboard` is missing.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -27,7 +27,7 @@ class TensorBoard:
         threading.excepthook = self._note_end
 
     def write(self, line: Line) -> None:
-        """A value that was not finite is left out: the plot has a gap there."""
+        """Write a line's values and rates; a value that was not finite leaves a gap in the plot."""
         scalars = {name: value for name, value in line.values.items() if value is not None}
         if line.seconds > 0:
             scalars["run/samples per second"] = line.samples / line.seconds
@@ -45,9 +45,9 @@ class TensorBoard:
             threading.excepthook = self._hook
 
     def _note_end(self, ended: threading.ExceptHookArgs) -> None:
-        """The writer's thread has ended with an error: its stack trace is not shown.
+        """Hide the stack trace of the writer's thread; other threads' errors go to the former hook.
 
-        The writer raises the error in `write` and `close` too, and the recorder says there what is missing.
+        `write` and `close` raise the error too, and the recorder then warns about the missing records.
         """
         if not type(ended.thread).__module__.startswith("tensorboard."):
             self._hook(ended)
