@@ -1,7 +1,7 @@
-"""The configuration: its keys, its defaults, and how a file, `--set` and the environment make one.
+"""The configuration: its keys and defaults, and its reading from a file, `--set` and the environment.
 
 Later sources win: defaults, then the file (`atoll.toml`), then each `--set KEY=VALUE` in turn. Every error
-names the file or the flag, the key, what was wrong, and what would be right.
+names the file or flag, the key, the fault and the remedy.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from atoll.core.texts import nearest
 from atoll.core.toml import parse_toml, read_toml
 from atoll.core.units import bytes_per_second, parse_bytes, parse_seconds
 
-CONFIG_VARIABLE = "ATOLL_CONFIG"  # a file's path; `atoll run` points its workers at the configuration as used
+CONFIG_VARIABLE = "ATOLL_CONFIG"  # path of the file; `atoll run` gives its workers the configuration as used
 DEFAULT_FILE = "atoll.toml"
-# How a worker of a parameter server finds its run (docs/several-machines.md):
+# Variables by which a worker finds a run with a hub (docs/several-machines.md):
 HUB_VARIABLE = "ATOLL_HUB"  # the hub's address, tcp://HOST:PORT
 KEYS_VARIABLE = "ATOLL_KEY_FILE"
 # A folder of mode 0700: shards and nodes of a run on one machine listen at Unix sockets in it.
 SOCKETS_VARIABLE = "ATOLL_SOCKETS"
-# The name of the launcher that passes the heartbeats of its workers on, at a socket in that folder.
+# The name of the launcher that forwards the heartbeats of its workers, at a socket in that folder.
 LAUNCHER_VARIABLE = "ATOLL_LAUNCHER"
-RUN_VARIABLE = "ATOLL_RUN"  # the run's name; hub, shards and workers must have the same
-RANK_VARIABLE = "ATOLL_RANK"  # the rank that this worker wishes for
-SITE_VARIABLE = "ATOLL_SITE"  # the site that this worker is at, where the run has sites
-# What a lab tells its workers (docs/lab.md):
-LAB_SITE_VARIABLE = "ATOLL_LAB_SITE"  # the name of its site
-SPEED_VARIABLE = "ATOLL_SPEED"  # in (0, 1]: what it computes is stretched as on a slower device
-LAB_JOURNALS_VARIABLE = "ATOLL_LAB_JOURNALS"  # a folder: what its links cost stands in the workers' events
-LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
-# Where `atoll run` starts several launches of several workers: the number of this one's first worker.
+RUN_VARIABLE = "ATOLL_RUN"  # the run's name, equal for hub, shards and workers
+RANK_VARIABLE = "ATOLL_RANK"  # the rank that this worker asks for
+SITE_VARIABLE = "ATOLL_SITE"  # this worker's site, if the run has sites
+# Variables from a lab to its workers (docs/lab.md):
+LAB_SITE_VARIABLE = "ATOLL_LAB_SITE"  # name of the worker's site
+SPEED_VARIABLE = "ATOLL_SPEED"  # in (0, 1]: computing is slowed down to this share
+LAB_JOURNALS_VARIABLE = "ATOLL_LAB_JOURNALS"  # a folder for workers' journals with the costs of links
+LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # the worker's number in the lab, from 0
+# The number of this launch's first worker, if `atoll run` starts several launches of several workers.
 FIRST_VARIABLE = "ATOLL_FIRST_WORKER"
 
 # Set by a worker that joins: its process, and its place. What it starts inherits both, and is no worker.
@@ -51,10 +51,8 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 # Strategies of other packages have entry points in this group (docs/own-strategy.md).
 SYNCHRONIZERS = "atoll.synchronizers"
 SERVED: tuple[Strategy, ...] = ("server", "ps-hra")  # the strategies with a parameter server
-GROUPED: tuple[Strategy, ...] = (
-    "hierarchical",
-    "ps-hra",
-)  # those with groups of workers, as many as are best unless told
+# The strategies with groups of workers, whose number may be chosen automatically.
+GROUPED: tuple[Strategy, ...] = ("hierarchical", "ps-hra")
 Consistency = Literal["bsp", "ssp", "asp"]
 Readable = Literal["owner", "group", "all"]
 Ordering = Literal["measured", "natural"]
@@ -71,42 +69,43 @@ CODECS: tuple[str, ...] = (PLAIN_CODEC, "bfloat16")
 # Codecs of other packages have entry points in this group (docs/own-codec.md).
 CODEC_GROUP = "atoll.codecs"
 MOST_STALE = 1024  # iterations: each keeps a gradient in memory
-MOST_STRIPES = 8  # UDP flows of one connection, as its datagrams can number them
+MOST_STRIPES = 8  # UDP flows of one connection: the range of their number in a datagram
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 SpanText = Annotated[str, SPAN]
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[run]`: what starts, and where its records go.
+    """`[run]`: the workers, the strategy, and the place of the records.
 
     Args:
-        workers: How many workers `atoll run` starts on this machine. Under `torchrun` its own options count.
-        strategy: How workers reduce. `ring`: one group, all-reduce of each chunk. `server`: through the
-            shards of a parameter server ([server.md](server.md)). `hierarchical`: rings of near workers, and
-            between them a ring of their leaders ([hierarchical.md](hierarchical.md)). `ps-hra`: rings of like
-            workers, and between them the parameter server ([grouping.md](grouping.md)). `peers`: nodes that
-            exchange contributions, and no server ([peers.md](peers.md)). Or the name of a strategy that an
-            installed package has ([own-strategy.md](own-strategy.md)).
-        shards: Strategies `server` and `ps-hra`: how many shards `atoll run` starts.
-        sites: Strategy `server`: how many sites `atoll run` plays on this machine, each with a shard in front
-            of the others; workers are split evenly. `0`: no sites ([server.md](server.md), "Levels").
+        workers: Number of workers that `atoll run` starts on this machine. Under `torchrun` its own options
+            count.
+        strategy: The way in which gradients are summed and exchanged. `ring`: all-reduce over all workers.
+            `server`: through the shards of a parameter server ([server.md](server.md)). `hierarchical`: rings
+            of near workers, and a ring of their leaders ([hierarchical.md](hierarchical.md)). `ps-hra`: rings
+            of similar workers, and a parameter server between them ([grouping.md](grouping.md)). `peers`:
+            nodes exchange contributions without a server ([peers.md](peers.md)). Or the name of a strategy of
+            an installed package ([own-strategy.md](own-strategy.md)).
+        shards: Strategies `server` and `ps-hra`: number of shards that `atoll run` starts.
+        sites: Strategy `server`: number of sites that `atoll run` simulates on this machine, each with a
+            shard of its own; workers are split evenly. `0`: no sites ([server.md](server.md), "Levels").
         restarts: Strategies `server`, `ps-hra` and `peers`, or with `run.elastic`: how often `atoll run`
-            starts a worker again that was killed by a signal, each (under `peers` a node, with all its
-            devices). From the third restart in a row that came to no step within 20 s, the worker waits 1 s,
-            2 s, 4 s, up to a minute. A script's own error ends the run as ever, unless the worker was started
-            again and has made no step: then it ends alone.
-        grace: How long workers have to end after SIGTERM, before they are killed
+            restarts each worker that a signal has killed (under `peers` each node, with all its devices).
+            After three restarts in a row without a step within 20 s, the worker waits 1 s before the next,
+            then 2 s, 4 s, up to a minute. An error of the script ends the run, unless the worker was
+            restarted and has made no step: then only that worker ends.
+        grace: Time between SIGTERM and SIGKILL for workers
             ([running.md](running.md#sigterm-saving-before-the-time-is-over)).
-        elastic: Strategies `ring`, `hierarchical` and those of other packages: `atoll run` starts a hub, and
-            each worker as a launch of its own, so that one may die alone. Under `server`, `ps-hra` and
-            `peers` that is always so.
-        ring_order: Strategies `ring` and `ps-hra`: in which order the sums of a ring pass its workers, over
-            several machines with Gloo. `measured`: by the links between them, whenever the ring is formed,
-            where that is faster ([planning.md](planning.md#the-order-of-a-ring)). `natural`: by rank.
-        directory: Where records go. Empty: `atoll run` makes a folder under `runs/`; other starts keep no
-            records.
-        readable: Who may read the records. `owner`: you alone; `group`: your group too; `all`: every user of
-            the machine ([security.md](security.md#files)).
+        elastic: Strategies `ring`, `hierarchical` and those of other packages: start a hub and launch each
+            worker by itself, so that the run goes on when a worker dies. Under `server`, `ps-hra` and `peers`
+            this is always so.
+        ring_order: Strategies `ring` and `ps-hra`: order of the workers in a ring, over several machines with
+            Gloo. `measured`: by the links between workers, measured whenever the ring is formed, if that is
+            faster ([planning.md](planning.md#the-order-of-a-ring)). `natural`: by rank.
+        directory: Folder for the records. Empty: `atoll run` makes a folder under `runs/`; other starts keep
+            no records.
+        readable: Users who may read the records. `owner`: you alone; `group`: your group too; `all`: every
+            user of the machine ([security.md](security.md#files)).
     """
 
     workers: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -122,57 +121,56 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Chunks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[chunks]`: how parameters are laid out.
+    """`[chunks]`: the layout of parameters.
 
     Args:
-        size: The common size of chunks, such as `"4MiB"`; `auto` searches for the size with the least waste.
+        size: Common size of chunks, such as `"4MiB"`; `auto` searches for the size with the least waste.
     """
 
     size: Annotated[str, SIZE] = "auto"
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[sync]`: how workers agree.
+    """`[sync]`: agreement and exchange between workers.
 
     Args:
-        timeout: The deadline of every wait for other workers, such as `"90s"`. When it passes, the run ends
-            with an error that says who was waited for.
-        nonfinite: What NaN or infinity in a reduced gradient does. `stop`: ends the run, naming parameter and
-            worker. `skip`: where all workers make one step together (`ring`, `hierarchical`, `bsp`, and
-            `peers` with `sync.stale_max = 0`) no worker applies the iteration; elsewhere the bad contribution
-            alone is left out, and the others' count. A line says which, for which iteration. `allow`: it is
-            applied, as PyTorch does.
+        timeout: Deadline of every wait for other workers, such as `"90s"`. When it passes, the run ends with
+            an error that names the missing workers.
+        nonfinite: Treatment of NaN or infinity in a reduced gradient. `stop`: the run ends with the names of
+            parameter and worker. `skip`: if all workers step together (`ring`, `hierarchical`, `bsp`, and
+            `peers` with `sync.stale_max = 0`) no worker applies the iteration; otherwise only the bad
+            contribution is left out. A line names the iteration and what was left out. `allow`: the gradient
+            is applied, as in PyTorch.
         consistency: Strategies `server` and `ps-hra`: how far workers (with sites: sites) may be apart.
-            `bsp`: not at all, each step has one contribution of each. `ssp`: by `sync.slack` iterations.
-            `asp`: at will. Under `ps-hra` it is `asp` unless it is given.
-        slack: Under `ssp`: how many iterations a worker may be ahead of the slowest.
-        global_batch: Samples in a step over all workers, for `session.batches`: each worker's batch is its
-            part of that, however many workers there are. Strategy `peers`: in proportion to the nodes'
-            speeds. 0: not asked for.
+            `bsp`: not at all, each step has one contribution from each. `ssp`: by `sync.slack` iterations.
+            `asp`: without limit. The default under `ps-hra` is `asp`.
+        slack: Under `ssp`: iterations by which a worker may be ahead of the slowest.
+        global_batch: Samples of all workers in a step, for `session.batches`, which gives each worker its
+            share, however many workers there are. Strategy `peers`: in proportion to the nodes' speeds. 0:
+            none.
         lazy: Strategy `server`: `step()` returns at once, and the next forward waits for the new parameters.
-        uplink: Strategy `ps-hra`: who of a group talks to the shards: its `leader`, drawn anew for each
-            exchange, or all `members`, each for its own share.
-        staleness: Under `ssp` and `asp`: what of a contribution that is more than one global iteration late
-            is divided by its staleness ([server.md](server.md#stale-contributions)). `weight`: how much it
-            counts in its step's mean. `rate`: its part of that step's learning rate. `none`: nothing.
-        compensation: Under `ssp` and `asp`: the factor of delay compensation, lambda; of the order of the
+        uplink: Strategy `ps-hra`: the workers of a group that talk to the shards: the `leader`, drawn anew
+            for each exchange, or all `members`, each for its own share.
+        staleness: Under `ssp` and `asp`: the quantity that is divided by the staleness of a contribution that
+            is more than one global iteration late ([server.md](server.md#stale-contributions)). `weight`: the
+            contribution's weight in its step's mean. `rate`: its part of that step's learning rate. `none`:
+            nothing.
+        compensation: Under `ssp` and `asp`: the factor lambda of delay compensation, about the number of
             predictions in a batch. `0`: none. It costs the shards the memory of one set of parameters for
             each worker.
-        pipeline: Under `ssp` and `asp`. `1`: `step()` sends its contribution and returns with the parameters
-            of the exchange before, so that an exchange goes on while the next step computes; each gradient is
-            then one step late. Not together with `sync.lazy`, nor with `run.sites`.
-        codec: How gradients are written on their way to shards and other nodes, and values on their way
-            between replicas ([codecs.md](codecs.md)). `float32`: each dtype as it is. `bfloat16`: float32 in
-            half the bytes; what that drops is added to the next gradient. Or a codec of another package, by
-            its name.
-        stale_max: Strategy `peers`: how many iterations a node may be ahead of the global one that its
-            parameters stand at. `0`: synchronous. Each costs the memory of a gradient.
-        overlay: Strategy `peers`: which contributions that are not applied yet local parameters show: `all`,
-            this node's `own`, or `none`.
-        round_timeout: Strategy `peers`: for how long a synchronisation round waits for answers. `auto`: by
-            what was measured.
-        backoff: Strategy `peers`: the pause after a round was refused, before jitter. `auto`: by what was
-            measured.
+        pipeline: Under `ssp` and `asp`: `1` lets an exchange go on while the next step computes: `step()`
+            sends its contribution and returns with the parameters of the exchange before, so each gradient is
+            one step late. Excludes `sync.lazy` and `run.sites`.
+        codec: Form of gradients on the way to shards and other nodes, and of values between replicas
+            ([codecs.md](codecs.md)). `float32`: each dtype unchanged. `bfloat16`: float32 in half the bytes;
+            the rounding error is added to the next gradient. Or the name of another package's codec.
+        stale_max: Strategy `peers`: iterations by which a node may be ahead of the global iteration of its
+            parameters. `0`: synchronous. Each costs the memory of a gradient.
+        overlay: Strategy `peers`: the pending contributions that local parameters show: `all`, this node's
+            `own`, or `none`.
+        round_timeout: Strategy `peers`: time for which a synchronisation round waits for answers. `auto`: by
+            measurement.
+        backoff: Strategy `peers`: pause after a refused round, before jitter. `auto`: by measurement.
     """
 
     timeout: SpanText = "10min"
@@ -196,17 +194,17 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`: the shards.
 
     Args:
-        optimizer: An optimizer beside torch.optim's element-wise ones that shards may run, as
+        optimizer: An optimizer that shards may run in addition to torch.optim's element-wise ones, as
             `"package.module:Class"`.
-        snapshot: How often a shard writes its state to disk.
-        journal: What a shard does that cannot write its journal, as on a full disk. `"optional"`: it serves
-            on and says so; a kill before its next whole snapshot costs what was trained since the last
-            checkpoint. `"required"`: it ends, and goes on from its journal when it is started again with
-            room. With `server.replicas = 2`, and at sites, it is always required.
-        replicas: 1 or 2; under `atoll run`, with strategy `server` or `ps-hra` and without `run.sites`: how
-            many processes hold each shard. `2`: each has a standby, which holds all that was acknowledged and
-            takes its place when it dies ([server.md](server.md#a-standby-for-each-shard)). `atoll hub` has
-            `--replicas`.
+        snapshot: Time between two snapshots of a shard's state on disk.
+        journal: Reaction of a shard that cannot write its journal, on a full disk, say. `"optional"`: the
+            shard warns and serves on; if it is killed before its next whole snapshot, the training since the
+            last checkpoint is lost. `"required"`: the shard ends, and continues from its journal when it is
+            started again with room. With `server.replicas = 2`, and at sites, always required.
+        replicas: Number of processes that hold each shard, 1 or 2, under `atoll run` with strategy `server`
+            or `ps-hra` and without `run.sites`. `2`: each shard has a standby with all acknowledged data,
+            which takes over when the shard dies ([server.md](server.md#a-standby-for-each-shard)).
+            `atoll hub` has `--replicas`.
     """
 
     optimizer: str = ""
@@ -216,40 +214,39 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hub(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[hub]`: who says which workers are there.
+    """`[hub]`: the process that knows which workers take part.
 
     Args:
-        patience: Under `atoll run`, with strategies `server`, `ps-hra` and `peers`, or `run.elastic`: the
-            longest that a worker, a shard or a node may be silent before it counts as dead and its samples go
-            to others. Who was heard regularly is given less, as measured, but no less than 3.5 s, or 0.35 of
-            a patience of more than 10 s. Each gives a sign of life each quarter second, or ten times in that
-            span if that is shorter. Who is on the hub's machine and gets no CPU is waited for, however long
-            it is silent; set this higher where overloaded machines are others. `atoll hub` has `--patience`.
+        patience: Longest silence of a worker, a shard or a node before it counts as dead and its samples go
+            to others, under `atoll run` with strategies `server`, `ps-hra` and `peers`, or `run.elastic`.
+            Processes that were heard regularly have less time, as measured, but at least 3.5 s, or 0.35 of a
+            patience above 10 s. Each sends a heartbeat every quarter second, or ten times in that span if
+            that is shorter. A process on the hub's machine that gets no CPU is waited for without limit; set
+            a higher value if other machines are overloaded. `atoll hub` has `--patience`.
     """
 
     patience: SpanText = "10s"
 
 
 class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[groups]`: which workers share a ring (strategies hierarchical and ps-hra; peers: `count` alone).
+    """`[groups]`: the groups of workers that share a ring (hierarchical and ps-hra; peers: `count` alone).
 
     Args:
-        count: Strategies `hierarchical` and `ps-hra`: how many groups there are, at most as many as workers;
-            `--groups` of `atoll run`. `0`: as many as are best; under `hierarchical` one for each site, or
-            ceil(sqrt(N)) where sites are not told. Strategy `peers`: how many nodes, each of as many devices;
-            it must divide the workers. `0`: each worker is a node ([peers.md](peers.md), "Several devices a
-            node").
-        by: Strategy `ps-hra`: how workers are grouped. `speed`: the probe's queue. `site`: one group for
-            each. `joint`: by speeds and links together. `auto`: `speed` where `groups.count` is given, else
-            `joint`.
-        probe: Strategy `ps-hra`: the batches of a worker's own training whose pace counts at the start.
-        patience: Strategy `ps-hra`: for how long a worker's probe is waited for before groups are made
-            without it.
-        links: Strategy `ps-hra`, where links count (`groups.by` is `joint` or `site`): how long the measuring
-            of the links between workers may take, before the training begins. `0`: they are not measured, and
-            groups are chosen by what they compute.
-        regroup: Strategy `ps-hra`: whether groups are made anew while the run goes, as speeds and members
-            change.
+        count: Strategies `hierarchical` and `ps-hra`: number of groups, at most as many as workers;
+            `--groups` of `atoll run`. `0`: the best number; under `hierarchical` one for each site, or
+            ceil(sqrt(N)) if sites are unknown. Strategy `peers`: number of nodes, with equally many devices
+            each; must divide the workers. `0`: each worker is a node ([peers.md](peers.md), "Several devices
+            a node").
+        by: Strategy `ps-hra`: the property by which workers are grouped. `speed`: the probe's queue. `site`:
+            one group for each site. `joint`: speeds and links together. `auto`: `speed` if `groups.count` is
+            given, else `joint`.
+        probe: Strategy `ps-hra`: number of training batches at the start by which a worker's speed is
+            measured.
+        patience: Strategy `ps-hra`: longest wait for a worker's probe; groups are then made without it.
+        links: Strategy `ps-hra` with `groups.by` `joint` or `site`: longest time to measure the links
+            between workers, before training begins. `0`: links are not measured, and groups are chosen by
+            computing speed.
+        regroup: Strategy `ps-hra`: form groups again during the run, as speeds and members change.
     """
 
     count: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
@@ -261,29 +258,29 @@ class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[link]`: how chunks travel between workers, or their groups or sites, and the shards.
+    """`[link]`: transport of chunks between workers, groups or sites, and shards.
 
     Args:
-        transport: Strategies `server` and `ps-hra`: how chunks travel to the shards and back. `tcp`: nothing
-            is lost. `ltp`: over UDP; parts of a gradient may be lost, parameters and all else arrive
-            ([ltp-training.md](ltp-training.md)). With `run.sites` it is the way from a site's shard to the
-            others; within a site it is `tcp`.
-        high: The share of a gradient's blocks that may not be lost, 0 to 1: those with the largest mean
-            value. `auto`: as few as carry 60 % of it.
-        fill: What takes the place of lost blocks above that: `zero`, the `last` values that came, or zero and
-            the others rescaled (`rescale`) so that the expected gradient stays.
-        fill_above: Up to this share of lost blocks a loss is borne: without `link.feedback` the mean of the
-            block is over those who delivered it, with it the block counts as zeros until it comes.
-        usable: The share of the other blocks that a gradient must have before it is used; what is missing of
-            it is asked for again.
-        feedback: What was lost of a gradient is added to the next one of the same chunk. Not with `link.fill`
-            `last` or `rescale`.
-        target_loss: The rate of loss that the sender aims at until a better one was fitted; at most
+        transport: Strategies `server` and `ps-hra`: transport of chunks to the shards and back. `tcp`:
+            nothing is lost. `ltp`: over UDP; parts of a gradient may be lost, and everything else arrives
+            ([ltp-training.md](ltp-training.md)). With `run.sites` it is used between a site's shard and the
+            others, and `tcp` within a site.
+        high: Share of a gradient's blocks that may not be lost, 0 to 1: those with the largest mean value.
+            `auto`: as few blocks as carry 60 % of the gradient.
+        fill: Replacement of lost blocks beyond `link.fill_above`: `zero`, the `last` values that came, or
+            zero with the other blocks rescaled (`rescale`) so that the expected gradient stays.
+        fill_above: Share of lost blocks up to which none is replaced: without `link.feedback` the mean of a
+            block is over the workers that delivered it, with it a lost block counts as zeros until it comes.
+        usable: Share of the other blocks that must arrive before a gradient is used; missing ones are
+            requested again until then.
+        feedback: Add lost parts of a gradient to the next gradient of the chunk. Not with `link.fill` `last`
+            or `rescale`.
+        target_loss: Share of losses that the sender aims at until it has fitted a better one; at most
             `link.fill_above`.
-        stripes: UDP flows of a connection, 1 to 8: some networks cap a flow.
-        reliable: `ltp` with nothing lost, gradients neither. Strategy `peers` asks for it with `ltp`.
-        rate: The rate of each shard's link, such as `"1Gbit/s"`: the shard then grants each of its peers a
-            share, by site. Empty: none. `atoll server` has `--link-rate`.
+        stripes: UDP flows of a connection, 1 to 8: some networks limit a single flow.
+        reliable: `ltp` without any losses. Required by strategy `peers` with `ltp`.
+        rate: Rate of each shard's link, such as `"1Gbit/s"`, of which the shard grants each peer a share, by
+            site. Empty: no limit. `atoll server` has `--link-rate`.
     """
 
     transport: Transport = "tcp"
@@ -299,12 +296,12 @@ class LinkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def lossy(self) -> bool:
-        """Whether parts of gradients may be lost."""
+        """True if parts of gradients may be lost."""
         return self.transport == "ltp" and not self.reliable
 
     @property
     def holds_back(self) -> bool:
-        """Whether what was lost is added to the next gradient."""
+        """True if lost parts are added to the next gradient."""
         return self.lossy and self.feedback
 
     @property
@@ -339,7 +336,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Memory = Memory()
 
     def having(self, **keys: Any) -> Config:
-        """This configuration with other values of some keys: `having(sync={"timeout": "60s"})`."""
+        """Return a copy with other values of some keys: `having(sync={"timeout": "60s"})`."""
         sections = {
             name: msgspec.structs.replace(getattr(self, name), **values) for name, values in keys.items()
         }
@@ -347,7 +344,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def budgets(self) -> Budgets | None:
-        """`[memory]` in bytes; None where it is not given. Raises ConfigError."""
+        """`[memory]` in bytes; None if the section is not given. Raises ConfigError."""
         return self.memory.budgets("memory.") if self.memory.is_given else None
 
     @property
@@ -395,9 +392,15 @@ def load_config(
     settings: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Config:
-    """The configuration from `path` (else $ATOLL_CONFIG, else ./atoll.toml if there is one) and `settings`
-    ("sync.timeout=30s"). Raises ConfigError, one line for the first thing that is wrong with a key by itself;
-    keys that are wrong together are for `atoll.axes.needs`.
+    """Load the configuration from a file and settings.
+
+    Raises ConfigError, one line, for the first wrong key. Combinations of keys are checked by
+    `atoll.axes.needs`.
+
+    Args:
+        path: the file; by default $ATOLL_CONFIG, else ./atoll.toml if it exists.
+        settings: texts such as "sync.timeout=30s", later ones win.
+        environment: the environment variables, if not this process's.
     """
     return load_given(path, settings, environment)[0]
 
@@ -424,16 +427,16 @@ def load_given(
         given[_apply(table, setting)] = f"--set {setting}"
         config = _convert(table, f"--set {setting}")
     if config.run.strategy == "ps-hra" and "consistency" not in table.get("sync", {}):
-        # Groups that wait for one another need no server between them.
+        # `bsp` between groups would make a server needless.
         config = config.having(sync={"consistency": "asp"})
     _ = config.budgets
     return config, given
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as a TOML file that `load_config` reads back to an equal one.
+    """Return the configuration as TOML that `load_config` reads back to an equal one.
 
-    TOML cannot hold the name of a file that is not UTF-8: its bytes are shown as `\\xff`, for people.
+    TOML cannot hold a file name that is not UTF-8: its bytes appear as `\\xff`.
     """
     lines: list[str] = []
     for section, values in msgspec.to_builtins(config).items():
@@ -447,7 +450,7 @@ def to_toml(config: Config) -> str:
 
 @functools.cache
 def keys_of_sections() -> dict[str, dict[str, Option]]:
-    """The keys of each section, by name."""
+    """Return the keys of each section, by name."""
     return {section: options_of(kind) for section, kind in get_type_hints(Config).items()}
 
 
@@ -470,7 +473,7 @@ def _check_keys(table: dict[str, Any], where: str) -> None:
 
 
 def _suggest(name: str, known: list[str]) -> str:
-    """The nearest known name; a key without its section, or under another one, is found too."""
+    """Suggest the nearest known name, also for a key in the wrong section or without one."""
     same_key = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
     if same_key:
         return f"; did you mean {same_key[0]!r}?"
@@ -492,7 +495,7 @@ def _apply(table: dict[str, Any], setting: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """A TOML value if it is one, else the text itself: `30s` needs no quotes on a command line."""
+    """Return the TOML value of a text, else the text itself: `30s` needs no quotes on a command line."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except ConfigError:
@@ -517,7 +520,7 @@ def _convert(table: dict[str, Any], where: str) -> Config:
     except ConfigError as error:
         raise ConfigError(f"{where}: link.high: {error}") from None
     try:
-        # Keys come in any order: that the device's budget is missing is said when all are there.
+        # Settings come in any order: a missing device budget is reported by `load_given`, after the last.
         msgspec.structs.replace(config.memory, device=config.memory.device or "1").budgets("memory.")
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
@@ -533,7 +536,7 @@ def _check_installed(key: str, name: str, own: Sequence[str], group: str, where:
 
 
 def _numbers_as_text(table: dict[str, Any]) -> dict[str, Any]:
-    """A size or a span may be given as a plain number (`timeout = 30`); the keys themselves are text."""
+    """Turn plain numbers of text keys into text: `timeout = 30` is allowed for a span of time."""
     known = keys_of_sections()
     return {
         section: {
@@ -545,7 +548,7 @@ def _numbers_as_text(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _explain(message: str, table: dict[str, Any]) -> str:
-    """msgspec's "... - at `$.run.strategy`" as "run.strategy: ...", with the known values of a choice."""
+    """Turn msgspec's "... - at `$.run.strategy`" into "run.strategy: ...", with the choices if any."""
     text, _, place = message.partition(" - at `$.")
     name = place.rstrip("`")
     section, _, key = name.partition(".")

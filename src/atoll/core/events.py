@@ -128,8 +128,8 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
         lost: of these, lost ones.
         retransmitted: datagrams sent again.
         repaired: blocks recovered here from parity.
-        borne: blocks of gradients that have not come yet.
-        filled: blocks of gradients given up for good.
+        borne: lost blocks of gradients within `link.fill_above`, which are not replaced.
+        filled: lost blocks of gradients beyond it, replaced as `link.fill` says.
         bytes_in: bytes of messages received.
         bytes_out: bytes of messages sent.
         reason: reason for the rate.

@@ -1,6 +1,6 @@
-"""What a model may take of each tier of memory: `atoll.Memory`, which is the table `[memory]` too.
+"""Memory budgets of a model: `atoll.Memory`, which is also the table `[memory]`.
 
-Budgets are of the arenas: a model's parameters, gradients and optimizer state. Activations lie outside.
+Budgets limit a model's parameters, gradients and optimizer state. Activations are not counted.
 """
 
 from __future__ import annotations
@@ -19,31 +19,28 @@ _DISK = "/scratch:50GiB"
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a plan was chosen by hand; None: it is searched. `chunk_bytes` is the common size of chunks,
-    `cache_blocks` how many blocks of that size the device's cache has, `resident` the share, 0 to 1, of the
-    parameters' bytes that stay on the device, `steps_on` where optimizers step: "device", with everything
-    there, "host", or the share, above 0 and up to 1, of the trained bytes that step on the device."""
+    """The parts of a memory plan that the user has fixed; None: searched."""
 
-    chunk_bytes: int | None = None
-    cache_blocks: int | None = None
-    resident: float | None = None
+    chunk_bytes: int | None = None  # common size of chunks
+    cache_blocks: int | None = None  # blocks of that size in the device's cache
+    resident: float | None = None  # share of the parameters' bytes that stays on the device, 0 to 1
     sharding: Literal["symmetric", "asymmetric"] | None = None
+    # "device": everything is there; a share above 0: the part of the trained bytes that steps on the device
     steps_on: Literal["device", "host"] | float | None = None
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of each tier. `host` None: as much as is needed; `disk` 0: there is none, nor a `folder`.
-    `master`: trained parameters in half precision are stepped in copies of single precision."""
+    """The budgets of a model in bytes."""
 
     device: int
-    host: int | None = None
-    disk: int = 0
-    folder: str = ""
-    master: bool = False
+    host: int | None = None  # None: as much as is needed
+    disk: int = 0  # 0: no disk
+    folder: str = ""  # on the disk
+    master: bool = False  # step half-precision parameters in single-precision copies
     pins: Pins = Pins()
 
     def describe(self) -> str:
-        """`device 2.0 GiB, host 8.0 GiB, disk 50.0 GiB in /scratch`."""
+        """Return `device 2.0 GiB, host 8.0 GiB, disk 50.0 GiB in /scratch`."""
         parts = [f"device {format_bytes(self.device)}"]
         parts.append("host without a bound" if self.host is None else f"host {format_bytes(self.host)}")
         if self.disk:
@@ -52,19 +49,31 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """How chunked memory has done since it began: what `Fitted.stats()` gives, and summary.json has.
+    """Figures of chunked memory since its beginning, for `Fitted.stats()` and summary.json.
 
-    Budgets and peaks are the arenas', in bytes. The keys of `moves` and `nbytes` are directions: "to_device",
-    "to_host", "to_disk", "from_disk", and with several members "from_members";
-    `step_moves` and `step_nbytes` are the latest step's. `written_back`
-    are those of the moves off the device that carried changed values. `step_blocks` are the blocks that the
-    latest step's uses have had brought to the device, and `optimum_blocks` what no schedule of the recorded
-    order brings fewer of in a step (None: not recorded yet). Where chunks are of one block each these are
-    moves, and `optimum` says so; else it is None, and the rule of eviction brings at most so many more as
-    docs/memory.md says. `misses` are uses that waited for a move, for `waited` seconds in all; `unforeseen`
-    those that the recorded order had not. `gradient_norm` is the global norm of the gradients when they were
-    last clipped through `Fitted` or the session, before that. `stepped_early` are chunks that were stepped
-    before `optimizer.step()` was called, `rolled_back` those that were in vain.
+    Budgets and peaks are those of the arenas, in bytes. The keys of `moves` and `nbytes` are directions:
+    "to_device", "to_host", "to_disk", "from_disk", and with several members "from_members".
+
+    Attributes:
+        steps: number of steps.
+        moves: number of moves in each direction.
+        nbytes: bytes moved in each direction.
+        step_moves: moves of the latest step.
+        step_nbytes: bytes moved in the latest step.
+        written_back: moves off the device that carried changed values.
+        optimum: least moves to the device in a step, if every chunk has one block; else None, and
+            docs/memory.md bounds the extra moves of the rule of eviction.
+        step_blocks: blocks brought to the device for the latest step's uses.
+        optimum_blocks: least blocks that any schedule of the recorded order brings in a step; None before the
+            order is recorded.
+        uses: uses of chunks.
+        misses: uses that waited for a move.
+        unforeseen: uses that the recorded order does not have.
+        waited: seconds of all waits for moves.
+        gradient_norm: global norm of the gradients before they were last clipped through `Fitted` or the
+            session.
+        stepped_early: chunks stepped before the call of `optimizer.step()`.
+        rolled_back: chunks stepped early in vain.
     """
 
     device_budget: int
@@ -92,27 +101,27 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[memory]`, and what `atoll.memory.fit` and `session.prepare` are given: budgets, not knobs.
+    """`[memory]`: memory budgets, also for `atoll.memory.fit` and `session.prepare`.
 
-    Sizes are as `2GiB`, `500MB` or plain bytes. Without `device` nothing is moved. The keys below `disk` pin
-    what is searched otherwise.
+    Sizes are texts such as `2GiB` or `500MB`, or plain bytes. Without `device` nothing is moved. The keys
+    below `disk` fix values that are otherwise searched.
 
     Args:
-        device: What the model's parameters, gradients and optimizer state may take of the device, such as
-            `"2GiB"` ([memory.md](memory.md)). Empty: nothing is moved. What is kept where depends on the
-            strategy: see [Memory budgets](configuration.md#memory-budgets).
-        host: The same of host memory. Empty: as much as is needed.
-        disk: A folder and what may be written there, such as `"/scratch:50GiB"`. Empty: no disk.
-        chunk: Pins the common size of chunks, such as `"16MiB"`. `auto`, here and below: searched for the
+        device: Budget of the device's memory for the model's parameters, gradients and optimizer state, such
+            as `"2GiB"` ([memory.md](memory.md)). Empty: nothing is moved. The strategy decides which of them
+            are kept where: see [Memory budgets](configuration.md#memory-budgets).
+        host: Budget of host memory for them. Empty: as much as is needed.
+        disk: A folder and the bytes that may be written there, such as `"/scratch:50GiB"`. Empty: no disk.
+        chunk: Fixes the common size of chunks, such as `"16MiB"`. `auto`, here and below: searched for the
             shortest step.
-        cache: Pins how many blocks of that size the device's cache has.
-        resident: Pins the share of the parameters, 0 to 1, that stays on the device.
-        sharding: Pins how chunks are shared by a group's members: `symmetric` (each is split evenly over all;
-            what `auto` takes) or `asymmetric` (each belongs to one). Without effect for one.
-        step: Pins where the optimizer steps: `device` (everything stays there), `host`, or the share of the
+        cache: Fixes the number of blocks of that size in the device's cache.
+        resident: Fixes the share of the parameters, 0 to 1, that stays on the device.
+        sharding: Fixes how a group's members share chunks: `symmetric` (each is split evenly over all; the
+            choice of `auto`) or `asymmetric` (each belongs to one). Without effect for a single member.
+        step: Fixes where the optimizer steps: `device` (everything stays there), `host`, or the share of the
             trained bytes that steps on the device, such as `0.3`.
-        master: Trained parameters in half precision have a copy in single precision in host memory: that is
-            what is stepped, with state in single precision, and the values are rounded from it.
+        master: Keep a single-precision copy of trained half-precision parameters in host memory. The
+            optimizer steps the copy, with state in single precision, and the parameters are rounded from it.
     """
 
     device: str = ""
@@ -126,7 +135,7 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     master: bool = False
 
     def budgets(self, prefix: str = "") -> Budgets:
-        """These texts as numbers. Raises ConfigError, one line that begins with the key (after `prefix`)."""
+        """Return the budgets as numbers; raises ConfigError, one line that begins with `prefix` and key."""
         self._check_types(prefix)
         if not self.device:
             given = next((key for key in ("host", "disk") if getattr(self, key)), "")
@@ -154,11 +163,11 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def is_given(self) -> bool:
-        """Whether anything was set: the table of a configuration is there or not."""
+        """True if any key was set."""
         return self != Memory()
 
     def _check_types(self, prefix: str) -> None:
-        """Whoever writes Python may give anything; numbers are as good as texts."""
+        """Raise ConfigError for values of wrong types, which Python code may give; numbers are allowed."""
         for key in ("device", "host", "disk", "chunk", "cache", "resident", "step"):
             given: object = getattr(self, key)
             if isinstance(given, bool) or not isinstance(given, (str, int, float)):
@@ -226,7 +235,7 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def _share(text: str) -> float | None:
-    """A number between 0 and 1; None for anything else."""
+    """Return a number between 0 and 1; None for other texts."""
     try:
         share = float(text)
     except ValueError:
