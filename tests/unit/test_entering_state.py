@@ -251,7 +251,7 @@ def test_sizes_are_held_against_what_is_there() -> None:
     head = json.dumps(
         {"format": "atoll checkpoint", "version": 1, "parts": [["model.safetensors", 2**62, 0]]}
     ).encode()
-    with pytest.raises(CheckpointError, match="of other sizes than its head says"):
+    with pytest.raises(CheckpointError, match="the sizes of its parts differ from its header"):
         unpack(len(head).to_bytes(8, "little") + head + b"\0" * 64, "it")
-    with pytest.raises(CheckpointError, match="which are no checkpoint"):
+    with pytest.raises(CheckpointError, match="that are not a checkpoint"):
         unpack((2**62).to_bytes(8, "little") + b"\0" * 64, "it")

@@ -177,9 +177,9 @@ def test_the_plan_of_one_of_several_workers(plan: Plan) -> None:
     assert "the longest part of a step is what comes from other groups" in said
     assert said.count(" from other groups") == 2  # and how much it is
     for options, wrong in (
-        (("--workers", "2", "--between", "1Gbit/s"), "--between is what goes between several groups"),
+        (("--workers", "2", "--between", "1Gbit/s"), "--between is the rate between several groups"),
         (("--workers", "2", "--groups", "3"), "3 groups for 2 workers"),
-        (("--link", "1Gbit/s"), "--link is what goes between several workers"),
+        (("--link", "1Gbit/s"), "--link is the rate between several workers"),
         (("--workers", "2", "--link", "fast"), "--link: 'fast' is not a rate"),
     ):
         with pytest.raises(UserError, match=wrong):

@@ -53,16 +53,16 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show_plan(options: PlanOptions) -> None:
-    """Run SCRIPT up to its third step under its budgets, and print the plan with what it would take.
+    """Run SCRIPT up to its third step under its budgets, and print the plan with its predicted cost.
 
-    The script is ended there; what it prints goes to standard error. With --workers it still runs alone, and
-    the plan is that of the first of so many.
+    The script ends there; its output goes to standard error. With --workers it still runs alone, and the plan
+    is that of the first worker.
     """
     workers, groups, link, between = options.workers, options.groups, options.link, options.between
     if link and workers == 1:
-        raise UserError("--link is what goes between several workers; give --workers too")
+        raise UserError("--link is the rate between several workers; give --workers too")
     if between and groups == 1:
-        raise UserError("--between is what goes between several groups; give --groups too")
+        raise UserError("--between is the rate between several groups; give --groups too")
     from atoll.axes.needs import check_groups
     from atoll.groups.hierarchy import arrange
 

@@ -30,7 +30,7 @@ def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to wri
     from atoll.net.keys import make_keys, write_keys
 
     write_keys(file, make_keys())
-    print(f"{file}: new keys, readable only for you; who has them can join the run")
+    print(f"{file}: new keys, readable only for you; anyone who has them can join the run")
 
 
 def hub(options: HubOptions) -> None:

@@ -45,7 +45,7 @@ class MismatchError(UserError):
 
 
 class RunError(AtollError):
-    """The run cannot go on, through no fault of what the user gave."""
+    """The run cannot go on, and no input of the user is at fault."""
 
 
 class PeerLostError(RunError):

@@ -216,7 +216,7 @@ def _descriptor_of(file: IO[str] | None) -> int | None:
     if file is None:
         return None
     with contextlib.suppress(OSError, ValueError, AttributeError):  # io.UnsupportedOperation is both
-        file.flush()  # what was printed before comes first
+        file.flush()  # keep earlier output first
         return file.fileno()
     return None
 

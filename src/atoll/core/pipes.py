@@ -16,7 +16,7 @@ PIPE_SECONDS = 10.0  # for the other end of a pipe to open, and to read or write
 
 
 def read_start(path: str | os.PathLike[str], most: int, seconds: float = PIPE_SECONDS) -> bytes:
-    """Return the first `most` bytes of a file, or of what comes through a pipe. Raises OSError."""
+    """Return the first `most` bytes of a file or a pipe; raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         until = time.monotonic() + seconds

@@ -29,9 +29,9 @@ def one_line(text: str, most: int) -> str:
 
 
 def shortened(text: str, most: int, rest: str = "") -> str:
-    """Return `text`, or its beginning and its end where it has more than `most` characters.
+    """Return `text`, or its beginning and its end if it has more than `most` characters.
 
-    `rest` says where the whole text is, such as "the log has all".
+    `rest` names the place of the whole text, such as "the log has all".
     """
     if len(text) <= most:
         return writable(text)

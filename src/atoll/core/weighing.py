@@ -31,7 +31,7 @@ SAID = 4 + _BITS  # number of values of `said`
 
 
 def said(weight: float, alike: float, certain: bool) -> list[float]:
-    """Encode a worker's weight for an agreement: SAID values, sent beside the weight itself.
+    """Encode a worker's weight for an agreement: SAID values, sent together with the weight itself.
 
     Sums of these values are exact in any dtype, except for the weight and its logarithm, which only tell
     whether to look at each worker's weight.

@@ -89,7 +89,7 @@ class _Link:
     """The connections to one node."""
 
     at: NodeAt
-    ways: list[_Way]  # for words, and for chunks; empty if refused
+    ways: list[_Way]  # for words, and for chunks; empty if the node cannot be contacted
     refusal: str = ""  # the reason why the node refuses this one, or cannot be contacted
     digest: str = ""  # digest of the node's model; empty if unknown
     number: int = 0  # number of the node's set-up

@@ -81,7 +81,7 @@ class Others:
             return []
         messages = [message for message in witness.take() if isinstance(message, _OF_VIEWS)]
         if witness.refusal:
-            self._telling.told("witness", "", f"{witness.refusal}: it is no witness of views of two nodes")
+            self._telling.told("witness", "", f"{witness.refusal}: it does not vote in views of two nodes")
             witness.close()
             self._witness = None
         return messages

@@ -159,8 +159,8 @@ class Overlay:
 def _settled(steps: Sequence[Step]) -> int:
     """Return the number of first steps that will not change soon, for the twin to keep.
 
-    They end at the earliest latest contribution of a node, among nodes that are not far behind. A
-    contribution of a node that is far behind changes all steps.
+    They end where the slowest node has contributed last. Nodes that are far behind do not count, although a
+    contribution of one changes all steps.
     """
     last: dict[int, int] = {}
     for number, step in enumerate(steps, start=1):

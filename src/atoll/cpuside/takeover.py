@@ -28,7 +28,7 @@ class Giver:
             self.asked[sender] = message
 
     def due(self, applied: int, is_member: Callable[[Life], bool]) -> list[Life]:
-        """Remove and return the requests that can be met: the node is a member, and its `base` is applied."""
+        """Remove requests that can be met (of members whose `base` is applied), and return their lives."""
         due = [each.life for each in self.asked.values() if applied >= each.base and is_member(each.life)]
         for life in due:
             del self.asked[life.node]

@@ -41,7 +41,7 @@ class Telling:
             self._round_sent_at = now if is_round else self._round_sent_at
             self.told(note.what, note.about or note.what, note.reason)
 
-    # -- what is waited for -------------------------------------------------------------------------------
+    # -- reasons of waits ---------------------------------------------------------------------------------
 
     def wait_begins(self) -> None:
         """Note that the worker begins to wait."""

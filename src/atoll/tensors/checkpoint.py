@@ -158,7 +158,7 @@ def pack(*, model: Mapping[str, Any], trees: Mapping[str, object]) -> bytes:
     """
     tensors, state = _encoded(model, trees)
     body = io.BytesIO()
-    parts = [(name, *put_tensors(body, held)) for name, held in tensors.items()]
+    parts = [(name, *put_tensors(body, part)) for name, part in tensors.items()]
     data = _as_json(state, _STATE)
     body.write(data)
     parts.append((_STATE, len(data), zlib.crc32(data)))
@@ -175,27 +175,27 @@ def unpack(raw: bytes | bytearray | memoryview, what: str) -> tuple[dict[str, An
     view = memoryview(raw)
     size = int.from_bytes(view[:_LENGTH], "little")
     if len(view) < _LENGTH or size > len(view) - _LENGTH:
-        raise CheckpointError(f"{what}: {len(view)} bytes, which are no checkpoint")
+        raise CheckpointError(f"{what}: {len(view)} bytes that are not a checkpoint")
     begin = _LENGTH + size
     try:
         head = json.loads(bytes(view[_LENGTH:begin]))
         kind, version = head["format"], head["version"]
         parts = [(str(name), int(length), int(checksum)) for name, length, checksum in head["parts"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{what}: its head is damaged") from None
+        raise CheckpointError(f"{what}: its header is damaged") from None
     if kind != FORMAT or version != VERSION:
         raise CheckpointError(f"{what}: format {kind!r} {version!r}; this Atoll reads {FORMAT!r} {VERSION}")
     if (
         min((length for _, length, _ in parts), default=0) < 0
         or sum(p[1] for p in parts) != len(view) - begin
     ):
-        raise CheckpointError(f"{what}: its parts are of other sizes than its head says")
+        raise CheckpointError(f"{what}: the sizes of its parts differ from its header")
     found: dict[str, bytes] = {}
     for name, length, checksum in parts:
         found[name] = bytes(view[begin : begin + length])
         begin += length
         if zlib.crc32(found[name]) != checksum:
-            raise CheckpointError(f"{what}: {name} is damaged: its checksum is not that of what was sent")
+            raise CheckpointError(f"{what}: {name} is damaged: its checksum differs from the sender's")
     if not {MODEL + _SUFFIX, _STATE} <= found.keys():
         raise CheckpointError(f"{what}: holds too few parts")
     tensors = {
@@ -208,7 +208,7 @@ def unpack(raw: bytes | bytearray | memoryview, what: str) -> tuple[dict[str, An
 
 def _write_files(folder: Path, model: Mapping[str, Any], trees: Mapping[str, object]) -> None:
     tensors, state = _encoded(model, trees)
-    files = {name: write_tensors(folder / name, held) for name, held in tensors.items()}
+    files = {name: write_tensors(folder / name, part) for name, part in tensors.items()}
     files[_STATE] = _write_json(folder / _STATE, state)
     described = {name: {"bytes": size, "crc32": checksum} for name, (size, checksum) in files.items()}
     _write_json(folder / _MANIFEST, {"format": FORMAT, "version": VERSION, "files": described})
@@ -362,7 +362,7 @@ def _verify(folder: Path, name: str, size: int, checksum: int) -> None:
             )
         if checksum_of(path) != checksum:
             raise CheckpointError(
-                f"{path}: damaged: its checksum is not that of what was written; take another checkpoint"
+                f"{path}: damaged: its checksum differs from the recorded one; take another checkpoint"
             )
     except OSError as error:
         raise CheckpointError(f"{path}: damaged: {error.strerror}; take another checkpoint") from None

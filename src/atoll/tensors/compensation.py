@@ -29,9 +29,9 @@ def compensated(gradients: Tensor, now: Tensor, then: Tensor, factor: float) -> 
 class Origins:
     """Chunk values that each contributor computed its latest gradients from.
 
-    They are the values right after a contribution of its was applied. `kept` is the number of copies for each
-    contributor and chunk: one more than the contributions it may have in flight. Copies are taken and dropped
-    by entries of the log alone, so replaying a journal gives equal ones.
+    They are the values right after one of its contributions was applied. `kept` is the number of copies for
+    each contributor and chunk: one more than its contributions in flight. Only entries of the log take and
+    drop copies, so replaying a journal gives equal ones.
     """
 
     def __init__(self, kept: int) -> None:

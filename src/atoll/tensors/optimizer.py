@@ -72,7 +72,7 @@ class Segment:
             self.parameter.data = self._memory[self.start : self.end]
 
     def gradient(self, buffer: Tensor) -> Tensor:
-        """Return this segment's part of the chunk's gradients; one buffer always gives one view."""
+        """Return this segment's part of the chunk's gradients; the view of the latest buffer is cached."""
         if self._gradient is None or self._gradient[0] is not buffer:
             self._gradient = buffer, buffer[self.start : self.end]
         return self._gradient[1]

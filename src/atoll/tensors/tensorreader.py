@@ -88,7 +88,7 @@ class TensorFile:
             self._fill(part, begin)
             checksum = zlib.crc32(part, checksum)
         if expected is not None and expected != f"{checksum:08x}":
-            raise self._damaged("its checksum is not that of what was written")
+            raise self._damaged("its checksum differs from the recorded one")
 
     def _fill(self, into: memoryview, begin: int) -> None:
         done = 0
@@ -124,7 +124,7 @@ class TensorFile:
             if checksum is not None and not (
                 checksum_place(head) > 0 and re.fullmatch("[0-9a-f]{8}", checksum)
             ):
-                raise ValueError("a checksum that is none")
+                raise ValueError("its checksum is not 8 hexadecimal digits")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(f"its header is not one of tensors: {error}") from None
         end = len(head)

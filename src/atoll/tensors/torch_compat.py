@@ -1,12 +1,12 @@
 """The private parts of torch that Atoll relies on, each behind one function or name.
 
 No other module of Atoll may use them; `tests/unit/test_torch_compat.py` checks that. A function's docstring
-says what the private part is good for, in which versions of torch it was checked, and what the public way
-is, if there is one. "2.8 to 2.13" means: the part has this name and these arguments in 2.8.0, the oldest
-torch that Atoll allows, and the tests ran with 2.13.0.
+gives the purpose of the private part, the versions of torch in which it was checked, and the public way, if
+there is one. "2.8 to 2.13" means: the part has this name and these arguments in 2.8.0, the oldest torch that
+Atoll allows, and the tests ran with 2.13.0.
 
-A torch without one of the parts is no reason to stop a script that does not need it: whoever imports the
-function that needs the part gets a UserError that names both. Nothing here fails later, in a step.
+A torch without one of the parts must not stop a script that does not need the part. So an import of a
+function that needs it raises a UserError that names both. Nothing here fails later, in a step.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[A
 def hook_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Register a post-accumulate hook that runs before those that the script has registered.
 
-    The script's hooks are to find the gradient where it lies. Private:
+    The script's hooks must find the gradient in its final place. Private:
     `torch.Tensor._post_accumulate_grad_hooks`, a dictionary whose order is that of the calls, 2.8 to 2.13.
     Public way: none; `register_post_accumulate_grad_hook` appends.
     """
@@ -620,7 +620,7 @@ def _unscale_of(
     found = _scalers(scaler, optimizer, inverse_scale, *more, **named)
     if reduce is not None and not found:
         found = {inverse_scale.device: torch.zeros((), device=inverse_scale.device)}
-    if isinstance(optimizer, torch.optim.Optimizer):  # a script's wrapper around one is not what steps
+    if isinstance(optimizer, torch.optim.Optimizer):  # not a script's wrapper, which is another object
         note_scale(optimizer, inverse_scale)
     return found
 
@@ -633,7 +633,7 @@ def before_unscaling(
     `has_batch()` is False on a worker without a batch in this iteration: there the scaler needs no scaled
     loss. Both are bound methods, are held weakly, and are called once `count_unscaling` has run. Private:
     `torch.amp.GradScaler._unscale_grads_`, 2.8 to 2.13, is where a scaler first looks at the gradients of a
-    step. It returns what it has found by device, and `step` raises if it found no gradient at all. Public
+    step. It returns a tensor for each device with gradients, and `step` raises if there is none. Public
     way: none to reduce gradients before, or to let a worker without a batch step.
     """
     _FIRST[optimizer] = WeakMethod(function)
