@@ -18,8 +18,8 @@ def check_max_norm(max_norm: Any, second: Any) -> None:
         return
     kind, norm = type(max_norm).__name__, second if _is_number(second) else 1.0
     raise UserError(
-        f"clip_grad_norm_: max_norm must be a number, and is a {kind}; parameters are not given here, so call "
-        f"clip_grad_norm_({float(norm):g})"
+        f"clip_grad_norm_: max_norm must be a number, and is a {kind}; no parameters are given here, so "
+        f"call clip_grad_norm_({float(norm):g})"
     )
 
 
