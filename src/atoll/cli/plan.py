@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 
 class _Shown(msgspec.Struct, frozen=True):
-    """How costs are printed.
+    """Options of the output of costs.
 
     Args:
         as_json: Print it as one object, in seconds.
