@@ -1,7 +1,7 @@
-"""What a process of this machine does for which another one has waited in vain.
+"""A look at a process of this machine for which another one has waited in vain.
 
-A process that calls `show_stack_on_signal` writes its Python stack to its log when it is asked to, also while
-it imports or waits for a file system.
+A process that has called `show_stack_on_signal` writes its Python stack to its log on request, even while it
+imports modules or waits for a file system.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ _ATOLL = f"{Path(__file__).parents[1]}/"
 
 
 def show_stack_on_signal() -> None:
-    """Have this process write its stack to its stderr when `account_of` asks it to."""
+    """Let this process write its stack to its stderr when `account_of` asks for it."""
     if sys.stderr is not None:  # else descriptor 2 may be any file
         faulthandler.register(_SIGNAL, 2, all_threads=False)
 
 
 def account_of(pid: int, log: Path) -> str:
-    """Say what a process does, and where in its code, for who has waited for it in vain.
+    """Return a text on a process's activity and its place in its code; takes a second or two.
 
-    `pid` is a child of this process that was not waited for, so that its number is no other process's. Its
-    stderr goes to `log`. A second or two pass until both are known.
+    `pid` is a child of this process that was not reaped, so that no other process has its id. The child's
+    stderr goes to `log`.
     """
     seen, place = look_at(pid), _place_of(pid, log)
     return f"{seen}, at {place}" if place else seen
 
 
 def _place_of(pid: int, log: Path) -> str:
-    """Return the place of a process in its code, as "hub/main.py:88 (serve)"; empty where it tells none."""
+    """Return the place of a process in its code, as "hub/main.py:88 (serve)"; empty if unknown."""
     reading = read_process(pid)
     if reading is None or reading.ended or reading.states[0] == "T":
         return ""
     try:
         caught = _CAUGHT.search(Path(f"/proc/{pid}/status").read_text(errors="replace"))
         if caught is None or not int(caught[1], 16) >> (_SIGNAL - 1) & 1:
-            return ""  # the signal would end it
+            return ""  # the signal would end the process
         if not log.is_file():
             return ""
         before, until = log.stat().st_size, time.monotonic() + _ANSWER_SECONDS
@@ -65,7 +65,7 @@ def _place_of(pid: int, log: Path) -> str:
 
 
 def _innermost(stack: str) -> str:
-    """Return the innermost place of a stack that is a file's."""
+    """Return the innermost place of a stack that lies in a file."""
     for file, line, name in _FRAME.findall(stack):
         if not file.startswith("<"):  # importlib's own
             path = file.removeprefix(_ATOLL) if file.startswith(_ATOLL) else "/".join(Path(file).parts[-2:])

@@ -1,7 +1,7 @@
-"""The environment that a process was started with, which a script may have emptied since.
+"""The environment at the start of this process, which a script may have emptied since.
 
-Linux keeps it under /proc. On other systems, and where a package has written a process title over it, a
-variable that the script has removed is not known.
+Linux keeps it under /proc. On other systems, or if a package has overwritten it with a process title,
+variables that the script has removed are unknown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _STARTED_WITH = Path("/proc/self/environ")
 
 
 def started_with() -> dict[str, str]:
-    """Return the variables that this process was started with, as far as is known."""
+    """Return the environment variables at the start of this process; empty if unknown."""
     try:
         entries = os.fsdecode(_STARTED_WITH.read_bytes()).split("\0")
     except OSError:
@@ -23,10 +23,10 @@ def started_with() -> dict[str, str]:
 
 
 def variable(name: str) -> str | None:
-    """Return a variable's value: as it is now, or as it was before the script removed it."""
+    """Return a variable's present value, or its value before the script removed it."""
     return os.environ[name] if name in os.environ else started_with().get(name)
 
 
 def removed(names: Iterable[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return those of `names` that were set before and are not now."""
+    """Return the `names` that were set before and are not set now."""
     return [name for name in names if before.get(name) and name not in now]

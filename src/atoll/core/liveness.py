@@ -93,7 +93,7 @@ def read_process(pid: int) -> Reading | None:
 
 
 def parent_of(origin: str) -> str:
-    """Return where the parent of a process of this machine is, as `own_origin`; empty: not known."""
+    """Return the `own_origin` of the parent of a process of this machine; empty if unknown."""
     machine, pid, _ = _parsed(origin)
     if not pid or machine != _machine():
         return ""
@@ -104,7 +104,7 @@ def parent_of(origin: str) -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    """What /proc/PID/stat says after the process's name, which is in parentheses and may hold anything."""
+    """Return the fields of /proc/PID/stat after the name, which is in parentheses and may hold anything."""
     return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
