@@ -102,6 +102,18 @@ def test_with_drop_last_no_sample_counts_twice_and_what_is_left_makes_no_batch(
     assert sum(team.counts.values()) == length // batch * batch
 
 
+@settings(max_examples=150)
+@given(LENGTHS, WORLDS, BATCHES, AHEAD, CHANGES, SEEDS)
+def test_with_drop_last_an_epoch_leaves_out_less_than_a_batch_whoever_comes_and_goes(
+    length: int, world: int, batch: int, ahead: int, changes: list[Change], seed: int
+) -> None:
+    team = Team(length, world, 0, batch, ahead, seed=3, shares=drawn_shares(seed), drop_last=True)
+    run(team, changes, 2)
+    run(team, [], 1)
+    assert max(team.counts.values(), default=0) <= 3
+    assert 3 * length - sum(team.counts.values()) <= 3 * (batch - 1)
+
+
 @given(st.integers(0, 40), st.integers(1, 4), BATCHES, st.integers(0, 9), st.booleans(), SEEDS)
 def test_what_is_left_is_all_that_was_not_given(
     size: int, world: int, batch: int, ticks: int, drop_last: bool, seed: int
