@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,13 +30,16 @@ from support.pool import FORKSERVER
 _END_SECONDS = 10.0  # for the processes of a run that was killed to end
 
 
-def forked_run(folder: Path, arguments: Sequence[str], deadline: float) -> tuple[int | None, str, str]:
+def forked_run(
+    folder: Path, arguments: Sequence[str], deadline: float, before: Callable[[], None] | None = None
+) -> tuple[int | None, str, str]:
     """Run `atoll run` with `arguments` in `folder`: its exit status, stdout and stderr.
 
     The status is None where it had not ended after `deadline` seconds; all of its processes are killed then.
+    `before` is called first; what it changes in Python is so in all processes of the run.
     """
     out, err = folder / "stdout", folder / "stderr"
-    process = FORKSERVER.Process(target=_command, args=(str(folder), list(arguments)))
+    process = FORKSERVER.Process(target=_command, args=(str(folder), list(arguments), before))
     process.start()
     process.join(deadline)
     code = process.exitcode
@@ -50,8 +53,10 @@ def forked_run(folder: Path, arguments: Sequence[str], deadline: float) -> tuple
     return code, out.read_text(errors="replace"), err.read_text(errors="replace")
 
 
-def _command(folder: str, arguments: list[str]) -> NoReturn:
+def _command(folder: str, arguments: list[str], before: Callable[[], None] | None) -> NoReturn:
     os.chdir(folder)
+    if before is not None:
+        before()
     with Path("stdout").open("wb") as out, Path("stderr").open("wb") as err:
         _become(
             "atoll.cli.app",

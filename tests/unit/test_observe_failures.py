@@ -189,6 +189,21 @@ class TestVerdict:
         assert verdict.line.startswith("worker 1 was killed by SIGTERM")
         assert verdict.status == 143
 
+    def test_a_worker_that_was_stopped_on_its_way_out_is_not_the_cause(self, run: RunDirectory) -> None:
+        """Its script had ended well, and before the other one's process ended with a status of its own."""
+        good = [msgspec.structs.replace(ending(0, ""), worker=each, time=1.0 + each / 2) for each in (0, 1)]
+        ends = gone(1, 2.0, 3), gone(0, 2.1, -signal.SIGTERM)
+        verdict = judged(run, started(0), started(1), *good, *ends)
+        assert verdict.line.startswith("worker 1 ended with status 3, after 2.0 s")
+        assert (verdict.status, verdict.followed) == (3, "then worker 0 was stopped")
+
+    def test_a_worker_that_has_said_how_it_ends_ends_so(self, run: RunDirectory) -> None:
+        """Another one has lost touch with it, and torchrun stops it on its way out."""
+        echo, end = failed(0, 2.1, echo=True), ending(1, "sys.exit", "no data")
+        verdict = judged(run, started(0), started(1), echo, end, gone(1, 2.2, -signal.SIGTERM))
+        assert verdict.line.startswith("worker 1 ended with status 1 (sys.exit), after 2.0 s: no data")
+        assert verdict.status == 1
+
     @pytest.mark.parametrize(
         ("end", "said", "status"),
         [

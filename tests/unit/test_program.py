@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import py_compile
 import re
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,35 @@ def test_it_runs_as_python_runs_it(
     Program("pack.job", ["--lr", "1"], is_module=True).run()
     job = tmp_path / "pack" / "job.py"
     assert capsys.readouterr().out == f"__main__ {[str(job), '--lr', '1']} {tmp_path} pack.job found\n"
+
+
+SAYS = """
+import pickle, sys
+class Kind: pass
+def annotated(x: print("evaluated")): pass
+here = {name: value for name, value in globals().items() if name.startswith("__")}
+print(sorted(here), __name__, __file__, __package__, __spec__, type(__loader__).__name__, type(__builtins__))
+print(sys.argv, sys.path[0], type(pickle.loads(pickle.dumps(Kind()))), sys.modules["__main__"].Kind is Kind)
+"""
+RUNS = "import sys; from atoll.launch.program import Program; Program.parse(sys.argv[1:]).run()"
+
+
+@pytest.mark.parametrize("name", ["job.py", "in/job", "in/job.pyc", "job.pyz"])
+def test_a_script_sees_what_it_sees_under_python(tmp_path: Path, name: str) -> None:
+    (tmp_path / "in").mkdir()
+    for path in ("job.py", "in/job"):
+        (tmp_path / path).write_text(SAYS)
+    py_compile.compile(str(tmp_path / "job.py"), str(tmp_path / "in" / "job.pyc"), dfile="job.py")
+    with zipfile.ZipFile(tmp_path / "job.pyz", "w") as archive:
+        archive.writestr("__main__.py", SAYS)
+    words = [name, "--lr", "1"]
+    ways = [sys.executable, *words], [sys.executable, "-c", RUNS, *words]
+    plain, own = (subprocess.run(way, cwd=tmp_path, capture_output=True, text=True) for way in ways)
+    assert plain.stdout.startswith("evaluated\n"), plain.stderr
+    if name in ("job.py", "in/job"):
+        assert own.stdout == plain.stdout, own.stderr
+    else:  # as `runpy` runs them
+        assert own.stdout.startswith("evaluated\n"), own.stderr
 
 
 def test_a_thread_that_cannot_be_started_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from atoll.core.events import NO_WORKER, AnyEvent, ChildEnded, Ended, Failed, Finished, Gone, Joining, Started
 
 LAUNCHER = NO_WORKER  # in place of a worker, where the launcher itself says what ended the run
@@ -192,8 +194,14 @@ def _note(life: Life, event: AnyEvent) -> None:
 
 def _settle(life: Life) -> None:
     """Count the error with which a worker left its session, where it was killed before it could tell of it:
-    another one that lost touch with it may have had torchrun stop both."""
-    leaving, gone = life.leaving, life.gone
+    another one that lost touch with it may have had torchrun stop both. So it is with a status that its
+    script has said; but a script that ended well has said nothing of how its process ended."""
+    leaving, gone, ended = life.leaving, life.gone, life.ended
+    if ended is not None and gone is not None and ended.status != gone.exit_code:
+        if not ended.status:
+            life.ended = None
+        elif gone.exit_code == -signal.SIGTERM:
+            life.gone = msgspec.structs.replace(gone, exit_code=ended.status)
     if leaving is None or gone is None or life.failed is not None:
         return
     if gone.exit_code < 0 and gone.time <= leaving.time + _LEAVING_SECONDS:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
+import pkgutil
 import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
+from types import ModuleType
 
 from atoll.core.errors import UserError
 
@@ -81,7 +86,11 @@ class Program:
         sys.argv = [self.name, *self.arguments]
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = str(Path(self.name).resolve().parent)
-        runpy.run_path(str(Path(self.name).absolute()), run_name="__main__")  # `__file__` is so under python
+        path = str(Path(self.name).absolute())  # under python `__file__` is so, wherever the script goes
+        if pkgutil.get_importer(path) is not None:  # an archive
+            runpy.run_path(path, run_name="__main__")
+            return
+        _run_file(path)
 
     def _why_no_module(self) -> str:
         if self.name.endswith(".py") or os.sep in self.name:
@@ -89,6 +98,20 @@ class Program:
         if _find(self.name) is not None:
             return f"-m {self.name}: is a package without __main__.py; name the module in it that trains"
         return f"-m {self.name}: no such module, neither in this folder nor in Python's path"
+
+
+def _run_file(path: str) -> None:
+    """Run a file as `__main__`. `runpy.run_path` would change `sys.argv[0]`."""
+    with io.open_code(path) as file:
+        data = file.read()
+    if data[: len(MAGIC_NUMBER)] == MAGIC_NUMBER:  # compiled
+        runpy.run_path(path, run_name="__main__")
+        return
+    main = ModuleType("__main__")
+    main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
+    vars(main).update(__annotations__={}, __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = main
+    exec(compile(data, path, "exec", dont_inherit=True), vars(main))
 
 
 def _find_runnable(name: str) -> ModuleSpec | None:

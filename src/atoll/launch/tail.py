@@ -183,6 +183,11 @@ def last_word(path: Path) -> str:
     return next(filter(None, map(_word_in, reversed(last_lines(path, _LOOKED_AT)))), "")
 
 
+def closing_word(path: Path) -> str:
+    """What the last line of a log says of why its process ended; empty where it says something else."""
+    return "".join(map(_word_in, last_lines(path, 1)))
+
+
 def _word_in(line: str) -> str:
     said = line.removeprefix("atoll: ")
     if said != line:

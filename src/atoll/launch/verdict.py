@@ -14,7 +14,8 @@ from atoll.core.units import format_seconds
 from atoll.launch.causes import LAUNCHER, Causes, Life
 from atoll.launch.processes import signal_name
 from atoll.launch.program import Program
-from atoll.launch.tail import last_lines, last_word
+from atoll.launch.tail import closing_word, last_lines, last_word
+from atoll.launch.worker import END_OF_OUTPUT
 from atoll.observe.rundir import RunDirectory
 
 _SHOWN_LINES = 20  # of a log, where there is no traceback to show
@@ -157,7 +158,8 @@ class Judge:
         who, when, status = f"worker {first.worker}", self._when(first), first.status or 0
         log = self._log(first)
         # What worker 0 wrote is on the screen already.
-        detail = "\n".join(last_lines(log, _SHOWN_LINES)) if log != self.run.log(0) else ""
+        shown = [line for line in last_lines(log, _SHOWN_LINES) if line != END_OF_OUTPUT]
+        detail = "\n".join(shown) if log != self.run.log(0) else ""
         ended = first.ended
         if status < 0:
             name = signal_name(-status)
@@ -173,8 +175,10 @@ class Judge:
             call = f" (sys.exit{_at(ended.line)})" if ended is not None and ended.call else ""
             line = f"{who} ended with status {status}{call}, {when}{self._early(first)}"
             code = status or 1
-        if ended is not None and ended.message:
-            line += f": {one_line(ended.message, _SHOWN_CHARACTERS)}"
+        # Who has executed another program, or has become another user, can say nothing but in its log.
+        said = ended.message if ended is not None else closing_word(log) if status == 1 else ""
+        if said:
+            line += f": {one_line(said, _SHOWN_CHARACTERS)}"
         return Verdict(code, f"{line}{_in_log(log)}", detail, followed)
 
     def _early(self, first: Life) -> str:
