@@ -341,6 +341,21 @@ def test_the_others_start_once_the_hub_listens(tmp_path: Path, strategy: Strateg
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES_WITH_HUB)
+def test_who_is_killed_after_the_others_have_ended_is_told_of(tmp_path: Path, strategy: Strategy) -> None:
+    begun = Begun(tmp_path / "run", strategy)
+    begun.listens()
+    assert begun.launch.poll() is None
+    with Journal(begun.directory.journal(0)) as journal:
+        journal(Started(time=1.0, worker=0, workers=2, strategy=strategy, device="cpu", pid=1))
+    begun.processes.latest["worker 0"].returncode = 0
+    assert begun.launch.poll() is None
+    begun.processes.latest["worker 1"].returncode = -signal.SIGSEGV
+    assert begun.launch.poll() == 0
+    said = [event for event in JournalReader(begun.directory.journal(1)).read() if isinstance(event, Warned)]
+    assert [event.message for event in said] == ["worker 1 was killed by SIGSEGV, after the others had ended"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES_WITH_HUB)
 @pytest.mark.parametrize(
     ("log", "says"),
     [

@@ -305,9 +305,11 @@ class HubLaunch:
 
     def _see_to_lost(self, rank: int, how: str) -> None:
         """Name a worker that the others go on without; before the run begins, they would wait for another."""
-        if self._stopping or None not in self._workers.codes():
+        codes, name = self._workers.codes(), self._workers.name_of(rank)
+        if self._stopping or None not in codes:
+            if 0 in codes and not self._stopping and rank not in self._newcomers.late:
+                self._warn(rank, f"{name} {how}, after the others had ended")
             return
-        name = self._workers.name_of(rank)
         if self._words.has_begun():
             self._workers.survive(rank)
             self._warn(rank, f"{name} {how}; the others go on without it")
