@@ -537,7 +537,7 @@ def test_the_client_comes_from_another_address_in_mid_transfer() -> None:
 def test_the_other_end_learns_why_a_session_ends(pair: Pair) -> None:
     carries(pair.there, pair.here)
     pair.there.close("enough of it")
-    assert wait_for(pair.here, Lost).reason == "the other end has closed it: enough of it"
+    assert wait_for(pair.here, Lost).reason == "the other end closed the session: enough of it"
     assert wait_for(pair.there, Lost).reason == "closed here: enough of it"
     for session in (pair.here, pair.there):
         with pytest.raises(RunError, match="session 7.* is over: .*enough of it"):
@@ -578,7 +578,7 @@ def test_a_session_that_is_over_takes_nothing_though_its_last_event_was_not_read
         lambda: pair.there.ask(1),
         lambda: pair.there.grant(1.0, 1.0),
     ):
-        with pytest.raises(RunError, match="is over: the other end has closed it: a test"):
+        with pytest.raises(RunError, match="is over: the other end closed the session: a test"):
             call()
     for session in (pair.here, pair.there):
         assert [type(event) for event in session.events(SOON)] == [Lost]

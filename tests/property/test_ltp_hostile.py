@@ -681,7 +681,7 @@ def test_what_is_remembered_of_closed_transfers_is_bounded_and_none_comes_twice(
         assert isinstance(done.event, Arrived)
     for transfer in range(1, 4 * arriving.MOST_TOLD, step):
         assert closes(receiver, one, transfer) is None
-    assert len(receiver._told) == arriving.MOST_TOLD
+    assert len(receiver._notices) == arriving.MOST_TOLD
     assert len(receiver._closed) <= (1 if step == 1 else arriving.MOST_RANGES)
 
 
@@ -709,4 +709,4 @@ def test_the_words_of_large_transfers_take_little_memory(monkeypatch: pytest.Mon
             done = closes(receiver, burst[:, :-SEAL_BYTES], transfer)
         assert done is not None
         assert isinstance(done.event, Arrived)
-    assert len(receiver._told) == 3
+    assert len(receiver._notices) == 3

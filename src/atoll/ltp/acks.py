@@ -1,8 +1,7 @@
-"""What of a stripe's datagrams has come, and when to acknowledge it. Source: docs/ltp.md,
-"Acknowledgements".
+"""Arrivals on a stripe, and when to acknowledge them. Source: docs/ltp.md, "Acknowledgements".
 
-Acknowledged is out of order: an Ack tells a bit for each of the last numbers, so that one that is lost costs
-nothing, for the next tells the same again.
+Acknowledgements are out of order: an Ack has a bit for each of the last numbers. A lost Ack costs nothing,
+since the next one repeats its bits.
 """
 
 from __future__ import annotations
@@ -18,30 +17,36 @@ Numbers = npt.NDArray[np.int64]
 
 ACK_EVERY = 256  # datagrams: at 1 Gb/s 350 Acks a second, each of which costs both ends some 100 us
 LONGEST_DELAY = 0.005  # seconds that an acknowledgement waits for more datagrams
-DELAY_SHARE = 1 / 8  # of the round trip; the smaller of the two
-TOLD_AGAIN = 1024  # numbers that an Ack tells at least: some 10 Acks in a row may be lost without harm
-LEAST_REORDER = 3  # datagrams by which a later one must have passed a missing one (RFC 9002, 6.1.1)
-REORDER_DECAY = 0.98  # of the reordering that was seen, with each batch that shows less
-_ROOM = 4 * ACK_BITS  # numbers that the bitmap has room for; moved down when they are used up
+DELAY_SHARE = 1 / 8  # of the round trip: the longest delay where this is shorter
+TOLD_AGAIN = 1024  # least numbers in an Ack: some 10 Acks in a row may be lost without harm
+LEAST_REORDER = 3  # numbers by which a later datagram must have passed a missing one (RFC 9002, 6.1.1)
+REORDER_DECAY = 0.98  # factor on the measured reordering for each batch that shows less
+_ROOM = 4 * ACK_BITS  # numbers in the bitmap; it moves down when they are used up
 
 
 class Arrivals:
-    """Of one stripe of one direction. Numbers are fresh: the replay window has been asked before."""
+    """Record the numbers that arrived on one stripe in one direction.
+
+    The replay window has already dropped repeated numbers.
+    """
 
     def __init__(self, most_bits: int) -> None:
         self.largest = -1
-        self.reorder = float(LEAST_REORDER)  # by how many numbers a datagram may come too late
+        self.reorder = float(LEAST_REORDER)  # measured reordering, in numbers
         self._most_bits = most_bits
         self._came = np.zeros(_ROOM, dtype=np.bool_)
-        self._first = 0  # the number of `_came`'s first
+        self._first = 0  # number of the first bit in `_came`
         self._largest_at = 0.0
-        self._lowest_untold = 0
-        self._untold = 0  # that ask to be acknowledged
+        self._lowest_pending = 0
+        self._pending = 0  # datagrams that wait for an acknowledgement
         self._due = math.inf
 
     def handle_numbers(self, now: float, numbers: Numbers, *, asks: bool, longest_delay: float) -> None:
-        """Notes a batch in the order of arrival, (n,). `asks`: they are to be acknowledged within
-        `longest_delay` seconds, and at once where a gap shows."""
+        """Record a batch of numbers, (n,), in the order of arrival.
+
+        Args:
+            asks: the batch wants an Ack within `longest_delay` seconds, or at once where a gap shows.
+        """
         first, largest, before = int(numbers[0]), int(numbers[-1]), self.largest
         if first > before and (len(numbers) == 1 or bool((np.diff(numbers) > 0).all())):
             extent, lowest = 0, first
@@ -57,34 +62,34 @@ class Arrivals:
             self.reorder = max(self.reorder * REORDER_DECAY, extent + 1.0, float(LEAST_REORDER))
         if largest - self._first >= _ROOM:
             self._make_room(largest)
-        told = numbers - self._first
-        self._came[told if lowest >= self._first else told[told >= 0]] = True
+        offsets = numbers - self._first
+        self._came[offsets if lowest >= self._first else offsets[offsets >= 0]] = True
         if largest > before:
             self.largest, self._largest_at = largest, now
         if not asks:
             return
-        self._lowest_untold = lowest if not self._untold else min(lowest, self._lowest_untold)
-        self._untold += len(numbers)
-        soon = gap or extent > 0 or self._untold >= ACK_EVERY
+        self._lowest_pending = lowest if not self._pending else min(lowest, self._lowest_pending)
+        self._pending += len(numbers)
+        soon = gap or extent > 0 or self._pending >= ACK_EVERY
         self._due = min(self._due, now if soon else now + longest_delay)
 
     def hurry(self, now: float) -> None:
-        """What came is to be acknowledged at once."""
-        if self._untold:
+        """Make the pending acknowledgement due now."""
+        if self._pending:
             self._due = now
 
     @property
     def due(self) -> float:
-        """When to acknowledge; inf: nothing asks for it."""
+        """Time of the next acknowledgement; inf if none is pending."""
         return self._due
 
     def poll_ack(self, now: float, stripe: int, delivered: int) -> Acknowledgement | None:
-        """The Ack that is due, if one is; `delivered` is bytes over all stripes."""
+        """Return the Ack if one is due. `delivered` is bytes received over all stripes."""
         if now < self._due or self.largest < 0:
             return None
         base = self._base
         received = self._came[base - self._first : self.largest + 1 - self._first].copy()
-        self._due, self._untold = math.inf, 0
+        self._due, self._pending = math.inf, 0
         return Acknowledgement(
             of=stripe,
             largest=self.largest,
@@ -97,12 +102,12 @@ class Arrivals:
 
     @property
     def bits(self) -> int:
-        """Numbers that the next Ack tells of."""
+        """Numbers that the next Ack covers."""
         return self.largest + 1 - self._base
 
     @property
     def _base(self) -> int:
-        base = max(min(self._lowest_untold, self.largest - TOLD_AGAIN + 1), self._first, 0)
+        base = max(min(self._lowest_pending, self.largest - TOLD_AGAIN + 1), self._first, 0)
         return max(base, self.largest - self._most_bits + 1)
 
     def _make_room(self, largest: int) -> None:
@@ -115,5 +120,5 @@ class Arrivals:
 
 
 def ack_delay(srtt: float) -> float:
-    """How long an acknowledgement may wait for more, in seconds."""
+    """Return the seconds that an acknowledgement may wait for more datagrams."""
     return min(srtt * DELAY_SHARE, LONGEST_DELAY)

@@ -1,6 +1,6 @@
-"""The transfers that come to a session: which datagrams are whose, what is refused, what is handed on.
+"""Transfers that arrive on a session: open them, refuse bad ones, hand on complete ones.
 
-Source: docs/ltp.md, "The receiver". Bounds are checked before memory is taken.
+Source: docs/ltp.md, "The receiver". Bounds are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import Datagrams, Records
 from atoll.wire.linkcontrol import Filled, How
 
-MOST_TRANSFERS = 32  # open at a time: a sender begins half as many
-MOST_BYTES = 2**32  # of all open transfers together, by what they declare
-REPEAT_SECONDS = 0.5  # from one word that a transfer is closed to the next: half of a sender's reminder
-MOST_TOLD, MOST_TOLD_BYTES = 4096, 2**22  # last words that are kept, to be said again; masks, a byte a block
-MOST_RANGES = 4096  # of ids of transfers that are over: an honest sender leaves as few gaps as it has begun
+MOST_TRANSFERS = 32  # open at a time; a sender begins at most half as many
+MOST_BYTES = 2**32  # of all open transfers together, by their declared sizes
+REPEAT_SECONDS = 0.5  # between two Closed messages for one transfer: half of a sender's reminder
+MOST_TOLD, MOST_TOLD_BYTES = 4096, 2**22  # Closed messages kept for repeating; their masks, a byte a block
+MOST_RANGES = 4096  # of closed ids: an honest sender leaves no more gaps than transfers it has begun
 
 
 @dataclass
 class Done:
-    """What is to be done about a transfer. `missing`, by index, is to be told: it is closed."""
+    """Actions due on a transfer. A `missing` mask, by index, closes it."""
 
     early: bool = False
     need: Mask | None = None
@@ -38,12 +38,12 @@ class Done:
     missing: Mask | None = None
     fill: Filled = "none"
     how: How = "complete"
-    order: int = 0  # among all that are closed
+    order: int = 0  # rank among all closed transfers
 
 
 @dataclass
-class _Word:
-    """The last one on a transfer, and when it was said."""
+class _Notice:
+    """The last Closed of a transfer, and the time it was sent."""
 
     done: Done
     at: float
@@ -54,15 +54,17 @@ class _Word:
 
 
 class IdRanges:
-    """A set of ids that are added nearly in order. Where it has more than MOST_RANGES gaps, the lowest is
-    taken for full."""
+    """A set of ids that are added nearly in order.
+
+    With more than MOST_RANGES gaps the lowest gap is treated as filled.
+    """
 
     def __init__(self) -> None:
         self._starts: list[int] = []
-        self._stops: list[int] = []  # not in the range any more
+        self._stops: list[int] = []  # exclusive
 
     def __len__(self) -> int:
-        """Ranges."""
+        """Number of ranges."""
         return len(self._starts)
 
     def __contains__(self, number: int) -> bool:
@@ -90,7 +92,7 @@ class IdRanges:
 
 
 class Receiver:
-    """Of one end."""
+    """The receiving side of one end of a session."""
 
     def __init__(
         self,
@@ -103,16 +105,16 @@ class Receiver:
         self._settings, self._extents, self._drops = settings, extents, drops
         self._most_bytes = most_bytes
         self._open: dict[int, Incoming] = {}
-        self._refused: dict[int, str] = {}  # that are still to be told
+        self._refused: dict[int, str] = {}  # reasons that the sender has yet to hear
         self._closed = IdRanges()
-        self._told: dict[int, _Word] = {}  # the newest of them
-        self._told_bytes = 0
+        self._notices: dict[int, _Notice] = {}  # of the transfers closed last
+        self._notice_bytes = 0
         self._order = 0
         self._last = LastValues(most_bytes)
         self._rates = ArrivalRate()
 
     def handle_slices(self, now: float, batch: Datagrams, srtt: float) -> list[int]:
-        """Takes DATA or PARITY; returns the transfers that they were of, for `poll`."""
+        """Take DATA or PARITY; return the transfers that `poll` must look at."""
         transfers = batch.slices["transfer"]
         self._rates.handle_blocks(now, len(batch), srtt)
         if (transfers == transfers[0]).all():
@@ -144,32 +146,35 @@ class Receiver:
             raise BadTransferError(f"transfer {first['transfer']}: no chunk {chunk} is known here")
         if len(self._open) >= MOST_TRANSFERS:
             raise BadTransferError(
-                f"transfer {first['transfer']}: {MOST_TRANSFERS} are open, which is the most"
+                f"transfer {first['transfer']}: the limit of {MOST_TRANSFERS} open transfers is reached"
             )
         extent = None if self._extents is None else self._extents[chunk]
         room = self._most_bytes - sum(each.bytes for each in self._open.values())
         return Incoming(self._settings, first, payload, extent, room, now)
 
     def _repeats(self, now: float, transfer: int) -> bool:
-        """Whether to say once more that a transfer is closed: its sender, who goes on, may not know. Of one
-        whose word is forgotten nothing is said: its sender gets the word that is still on its way, or never
-        learns, and says so when the session ends. Another word would tell it of a loss that is none."""
-        word = self._told.get(transfer)
-        if word is None or now < word.at + REPEAT_SECONDS:
+        """Return True to send Closed once more, because the sender goes on and may have missed it.
+
+        A forgotten Closed is not replaced: the sender either still gets it, or reports an unknown fate at the
+        session's end. A made-up one would report a loss that did not happen.
+        """
+        notice = self._notices.get(transfer)
+        if notice is None or now < notice.at + REPEAT_SECONDS:
             return False
-        word.at = now
+        notice.at = now
         return True
 
     def poll(self, now: float, transfer: int, reorder: float, srtt: float, rttvar: float) -> Done:
-        """What is to be done about it now."""
+        """Return the action for a transfer at this time."""
         if transfer in self._refused:
             return self._refuse(now, transfer, self._refused.pop(transfer), "refused")
         incoming = self._open.get(transfer)
-        if incoming is None:  # it is over
-            return self._told[transfer].done if transfer in self._told else Done()
+        if incoming is None:  # closed already
+            return self._notices[transfer].done if transfer in self._notices else Done()
         idle = now >= incoming.last_at + self._settings.idle_seconds  # as in `_deadline_of`, to the bit
         if idle and not incoming.whole:
-            return self._refuse(now, transfer, f"transfer {transfer}: nothing came of it any more", "dropped")
+            silence = f"transfer {transfer}: nothing arrived for {self._settings.idle_seconds:g} s"
+            return self._refuse(now, transfer, silence, "dropped")
         verdict = incoming.poll_verdict(now, reorder, self._rates, srtt, rttvar, idle=idle)
         if verdict.name == "early":
             return Done(early=True)
@@ -182,8 +187,8 @@ class Receiver:
         if last:
             self._last.keep(incoming.chunk, arrived.values, arrived.present, arrived.block)
         self._count(arrived, incoming.restored, int(np.count_nonzero(incoming.missing)))
-        told = Done(missing=incoming.missing, fill=arrived.fill, how=arrived.how, order=self._order)
-        return self._close(now, transfer, told, arrived)
+        done = Done(missing=incoming.missing, fill=arrived.fill, how=arrived.how, order=self._order)
+        return self._close(now, transfer, done, arrived)
 
     def _count(self, arrived: Arrived, restored: int, missing: int) -> None:
         self.repaired += restored
@@ -193,35 +198,37 @@ class Receiver:
             self.filled += missing
 
     def _refuse(self, now: float, transfer: int, reason: str, how: How) -> Done:
-        told = Done(missing=np.zeros(0, dtype=np.bool_), how=how, order=self._order)
-        return self._close(now, transfer, told, Refused(transfer, reason))
+        done = Done(missing=np.zeros(0, dtype=np.bool_), how=how, order=self._order)
+        return self._close(now, transfer, done, Refused(transfer, reason))
 
-    def _close(self, now: float, transfer: int, told: Done, event: Event) -> Done:
+    def _close(self, now: float, transfer: int, done: Done, event: Event) -> Done:
         self._open.pop(transfer, None)
         self._closed.add(transfer)
-        self._told[transfer] = word = _Word(told, now)
-        self._told_bytes += word.bytes
+        self._notices[transfer] = notice = _Notice(done, now)
+        self._notice_bytes += notice.bytes
         self._order += 1
-        while len(self._told) > 1 and (len(self._told) > MOST_TOLD or self._told_bytes > MOST_TOLD_BYTES):
-            self._told_bytes -= self._told.pop(next(iter(self._told))).bytes
-        return replace(told, event=event)
+        while len(self._notices) > 1 and (
+            len(self._notices) > MOST_TOLD or self._notice_bytes > MOST_TOLD_BYTES
+        ):
+            self._notice_bytes -= self._notices.pop(next(iter(self._notices))).bytes
+        return replace(done, event=event)
 
     @property
     def deadline(self) -> float:
-        """When a transfer is to be polled."""
+        """Next time at which some transfer must be polled."""
         if not self._open:
             return math.inf
         return min(self._deadline_of(each) for each in self._open.values())
 
     def due(self, now: float) -> list[int]:
-        """The transfers to poll."""
+        """Return the transfers to poll at this time."""
         return [transfer for transfer, each in self._open.items() if self._deadline_of(each) <= now]
 
     def _deadline_of(self, incoming: Incoming) -> float:
         return min(incoming.deadline, incoming.last_at + self._settings.idle_seconds)
 
     def end(self) -> tuple[int, ...]:
-        """The session is over: these had come in part, and are dropped."""
+        """Drop all open transfers because the session ended; return their ids."""
         transfers = tuple(self._open)
         self._open, self._refused = {}, {}
         return transfers

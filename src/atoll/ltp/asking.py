@@ -1,4 +1,4 @@
-"""When a sender asks for a share of a link that its receiver shares out. Source: docs/ltp.md, "Grants"."""
+"""When a sender asks its receiver for a share of the link. Source: docs/ltp.md, "Grants"."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from atoll.ltp.grants import ASK_SECONDS
 from atoll.ltp.leaving import Sender
 from atoll.ltp.settings import Settings
 
-ASK_AGAIN = ASK_SECONDS / 2  # while there is something to send: one Ask may be lost
+ASK_AGAIN = ASK_SECONDS / 2  # between Asks while data waits: one Ask may be lost
 
 
 class Asking:
-    """One end's Asks, from the other end's first Grant on: for what its sender has still to send."""
+    """Decide when one end asks for a share: from the other end's first Grant on, while data waits."""
 
     def __init__(self, settings: Settings, sender: Sender, flights: Flights) -> None:
         self._settings, self._sender, self._flights = settings, sender, flights
-        self._at = math.inf  # when to ask, if there is something to send
+        self._at = math.inf  # time of the next Ask if data waits
         self._asked = False  # the last Ask named bytes
 
     def handle_grant(self, now: float) -> None:
-        """The other end shares its link out."""
+        """Start asking: the other end shares out its link."""
         if self._at == math.inf:
             self._at = now
 
     @property
     def due(self) -> float:
-        """When to ask, or to say that nothing is needed any more; inf: never. No share is asked for what
-        goes in one burst."""
+        """Time of the next Ask; inf for never.
+
+        Data that fits one burst needs no share. An Ask of 0 bytes gives the share back.
+        """
         if self._at == math.inf:
             return math.inf
         left = self._sender.bytes_left
@@ -37,7 +39,7 @@ class Asking:
         return -math.inf if self._asked and not left else math.inf
 
     def ask(self, now: float) -> int:
-        """An Ask goes out; returns the bytes for which it asks."""
+        """Note that an Ask is sent now, and return its number of bytes."""
         left = self._sender.bytes_left
         self._asked = left > 0
         self._at = now + ASK_AGAIN if left else now

@@ -1,7 +1,7 @@
-"""Blocks: the runs of a chunk that a DATA datagram each carries, and how much they matter.
+"""Blocks: runs of a chunk, one for each DATA datagram, and their importance.
 
-A block of high priority is one of those with the largest mean |g|, smoothed over iterations. Source:
-docs/ltp.md, "Blocks and their order".
+The blocks with the largest mean |g|, smoothed over iterations, have high priority. Source: docs/ltp.md,
+"Blocks and their order".
 """
 
 from __future__ import annotations
@@ -12,36 +12,37 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Values: TypeAlias = npt.NDArray[Any]  # (elements,), of a floating type where it is reckoned with
+Values: TypeAlias = npt.NDArray[Any]  # (elements,), of a floating type where arithmetic is done
 Mask: TypeAlias = npt.NDArray[np.bool_]  # (blocks,)
 Means: TypeAlias = npt.NDArray[np.float64]  # (blocks,)
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
-CARRIED = 0.6  # of the smoothed mean |g|: what the blocks of a derived share are to carry
-LEAST_SHARE, MOST_SHARE = 0.05, 0.5  # of a derived share
-_SLICE_BYTES = 2**18  # worked on at a time: what stays in a core's own cache
+CARRIED = 0.6  # part of the smoothed mean |g| in the blocks of a derived share
+LEAST_SHARE, MOST_SHARE = 0.05, 0.5  # bounds of a derived share
+_SLICE_BYTES = 2**18  # per pass: fits a core's own cache
 
 
 def block_count(elements: int, block: int) -> int:
-    """Blocks of so many elements; the last one may be shorter."""
+    """Return the number of blocks of `elements`; the last block may be shorter."""
     return -(-elements // block)
 
 
 def by_block(values: Values, block: int) -> tuple[Values, Values]:
-    """Views: of the whole blocks, (blocks, block), and of the shorter one at the end, (elements,)."""
+    """Return two views: the whole blocks, (blocks, block), and the shorter last one, (elements,)."""
     whole = len(values) // block
     return values[: whole * block].reshape(whole, block), values[whole * block :]
 
 
 def require_floats(dtype: np.dtype[Any]) -> None:
-    """Raise TypeError unless it can be reckoned with."""
+    """Raise TypeError unless NumPy can do arithmetic in `dtype`."""
     if dtype not in FLOATS:
         hint = " (bfloat16 that uint16 hold: make it float32 first)" if dtype == np.uint16 else ""
         raise TypeError(f"{dtype}{hint}: only float16, float32 and float64 can be reckoned with")
 
 
 def mean_abs(values: Values, block: int) -> Means:
-    """The mean |value| of each block, (blocks,). Not finite where a block holds what is not, or overflows."""
+    """Return the mean |value| of each block, (blocks,); not finite if a block has such a value, or
+    overflows."""
     require_floats(values.dtype)
     full, rest = by_block(values, block)
     means = np.empty(block_count(len(values), block))
@@ -57,10 +58,10 @@ def mean_abs(values: Values, block: int) -> Means:
 
 
 class Importance:
-    """How much each block of one chunk matters: its mean |g|, smoothed over iterations.
+    """Mean |g| of each block of one chunk, smoothed over iterations.
 
-    `smoothing` is the weight of the past, in [0, 1). A block whose newest mean is not finite comes first,
-    whatever it was before: what tells of a failed step must not be lost. The past does not remember it.
+    `smoothing` is the weight of the past, in [0, 1). A block whose newest mean is not finite ranks first,
+    since it shows a failed step; the smoothed mean leaves that value out.
     """
 
     def __init__(self, blocks: int, smoothing: float = 0.9) -> None:
@@ -68,7 +69,7 @@ class Importance:
             raise ValueError(f"smoothing = {smoothing:g}: it is at least 0 and below 1")
         self._smoothing = smoothing
         self._smoothed: Means = np.zeros(blocks)
-        self._known = np.zeros(blocks, bool)  # has had a finite mean
+        self._known = np.zeros(blocks, bool)  # had a finite mean before
         self._urgent: Mask = np.zeros(blocks, bool)
 
     @property
@@ -77,11 +78,11 @@ class Importance:
 
     @property
     def smoothed(self) -> Means:
-        """The smoothed mean |g| of each block, (blocks,); 0 where none was known yet."""
+        """Smoothed mean |g| of each block, (blocks,); 0 before the first finite mean."""
         return self._smoothed.copy()
 
     def update(self, means: npt.ArrayLike) -> None:
-        """Take an iteration's `mean_abs`, (blocks,). The first one counts in full."""
+        """Take an iteration's `mean_abs`, (blocks,). A block's first finite mean counts in full."""
         new = np.asarray(means, np.float64)
         if new.shape != self._smoothed.shape:
             raise ValueError(f"means of shape {new.shape} for {len(self._smoothed)} blocks")
@@ -92,8 +93,10 @@ class Importance:
         self._urgent = ~finite
 
     def high(self, share: float) -> Mask:
-        """The blocks of high priority: this share of them, rounded up; of equal ones the first. All that are
-        not finite are among them, even if they are more."""
+        """Return the mask of high-priority blocks: this share of them, rounded up; ties go to the first.
+
+        All blocks that are not finite are in the mask, even if they exceed the share.
+        """
         blocks = len(self._smoothed)
         count = max(share_of(share, blocks), int(self._urgent.sum()))
         ranked = np.where(self._urgent, np.inf, self._smoothed)
@@ -108,24 +111,27 @@ class Importance:
     def derived_share(
         self, carried: float = CARRIED, least: float = LEAST_SHARE, most: float = MOST_SHARE
     ) -> tuple[float, str]:
-        """The smallest share of the blocks that carries so much of the smoothed mean |g|, within bounds; and
-        the reason."""
+        """Return the smallest share of blocks that carries `carried` of the smoothed mean |g|, and the
+        reason.
+
+        The share is clamped to `least` and `most`.
+        """
         total = float(self._smoothed.sum())
         if total == 0.0:
             return least, f"no block has a gradient yet: the least share, {least:g}"
         sums = np.cumsum(np.sort(self._smoothed)[::-1])
         count = min(int(np.searchsorted(sums / total, carried)) + 1, len(sums))
         share = count / len(sums)
-        said = f"{count} of {len(sums)} blocks carry {sums[count - 1] / total:.1%} of the mean |g|"
+        carriers = f"{count} of {len(sums)} blocks carry {sums[count - 1] / total:.1%} of the mean |g|"
         if share < least:
-            return least, f"{said}: the least share, {least:g}"
+            return least, f"{carriers}: the least share, {least:g}"
         if share > most:
-            return most, f"{said}: the most share, {most:g}"
-        return share, said
+            return most, f"{carriers}: the most share, {most:g}"
+        return share, carriers
 
 
 def share_of(share: float, blocks: int) -> int:
-    """This share of so many blocks, rounded up. Raises ValueError for a share that is none."""
+    """Return the given share of `blocks`, rounded up. Raises ValueError for a share outside [0, 1]."""
     if not 0.0 <= share <= 1.0:
         raise ValueError(f"share = {share:g}: a share is between 0 and 1")
     return math.ceil(share * blocks - 1e-9)  # 0.1 * 30 is a little above 3

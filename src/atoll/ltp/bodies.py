@@ -1,4 +1,4 @@
-"""The bytes of a transfer's datagrams: blocks of its values, and parity over groups of them.
+"""Bytes of a transfer's datagrams: blocks of values, and parity over groups of them.
 
 Items are the transfer's datagrams: data by index (atoll.ltp.order), then parity. Source: docs/ltp.md,
 "Datagrams".
@@ -39,9 +39,9 @@ class Bodies:
 
     Args:
         numbers: the fields `transfer`, `chunk` and `iteration` of every SLICE.
-        values: (elements,), which must not change.
+        values: (elements,); the caller must not change them.
         block: elements in a block.
-        high: the high blocks, (blocks,), in the order of place.
+        high: mask of high blocks, (blocks,), by place.
         element: the wire's number of the values' dtype.
         reliable: the transfer's flag RELIABLE.
     """
@@ -56,13 +56,13 @@ class Bodies:
         flat = np.ascontiguousarray(values).view(np.uint8)
         whole = len(values) // block * self._block_bytes
         self._whole: Bytes = flat[:whole].reshape(-1, self._block_bytes)
-        self._last: Bytes | None = None  # a block that the values do not fill, with zeros at its end
+        self._last: Bytes | None = None  # the last block, padded with zeros, if the values do not fill it
         if whole < len(flat):
             self._last = np.zeros(self._block_bytes, dtype=np.uint8)
             self._last[: len(flat) - whole] = flat[whole:]
         flags = np.where(self._high_at, HIGH, 0) | (RELIABLE if reliable else 0)
         self._slices = self._describe(numbers | {"highs": int(np.count_nonzero(high))}, block, element, flags)
-        self._counted = np.zeros(self.blocks, dtype=np.bool_)  # by index: its elements that are not 0
+        self._counted = np.zeros(self.blocks, dtype=np.bool_)  # by index: `nonzero` is filled in
         self._protection: Protection | None = None
         self._parity: Bytes = np.zeros((0, 0), dtype=np.uint8)
 
@@ -82,11 +82,11 @@ class Bodies:
         slices["index"] = np.arange(self.blocks)
         slices["scale"] = 1.0
         slices["count"] = np.where(self._places < last, block, len(self.values) - last * block)
-        slices["nonzero"] = NOT_SAID  # of high ones it is counted when they are sent
+        slices["nonzero"] = NOT_SAID  # counted for high blocks when they are sent
         return slices
 
     def protect(self, protection: Protection) -> None:
-        """Add parity datagrams over the groups of a Protection."""
+        """Add parity datagrams over the groups of `protection`."""
         self._protection = protection
         for part in protection.parts:
             group = part.turns % part.groups.count
@@ -98,7 +98,7 @@ class Bodies:
         self._parity = np.zeros((protection.parities, size), dtype=np.uint8)
 
     def write(self, kind: Kind, items: Items, frames: Bytes) -> None:
-        """Write the bodies of these items into rows with room for header, body and seal, (n, size)."""
+        """Write the bodies of `items` into rows with room for header, body and seal, (n, size)."""
         if kind is Kind.PARITY:
             self._write_parity(items, frames)
             return
@@ -125,7 +125,7 @@ class Bodies:
         target[:] = self._whole[places]
 
     def _count_nonzero(self, items: Items) -> None:
-        """Count the elements of these high blocks that are not 0; low blocks say nothing of theirs."""
+        """Fill in `nonzero` of the high blocks among `items`; low blocks leave it unset."""
         fresh = items[self._high_at[items] & ~self._counted[items]]
         if not len(fresh):
             return
@@ -146,7 +146,7 @@ class Bodies:
         frames[:, _BODY : _BODY + self._parity.shape[1]] = self._parity[items - self.blocks]
 
     def _encode(self, part: Part, group: int) -> None:
-        """Make all parity of one group, when its first datagram is sent."""
+        """Compute all parity of one group; called before its first parity datagram."""
         count, parity = part.groups.count, part.groups.parity
         members = part.blocks[group::count]
         frames = np.empty((len(members), _ELEMENTS + self._block_bytes + SEAL_BYTES), dtype=np.uint8)

@@ -1,15 +1,15 @@
-"""When a receiver hands a transfer on, says Early, or asks for what it needs: the rules, as a table.
+"""Rules by which a receiver hands a transfer on, sends Early, or sends Need, as a table.
 
-| row | seen | what is done |
+| row | condition | action |
 | --- | --- | --- |
-| complete | every block is there | handed on |
-| enough | every high block, low ones >= `usable`, the rest passed by or its grace over | handed on |
-| deadline | every high block, and the deadline for low ones is over | handed on |
-| early | high ones, restorable ones too, >= `close_high`, and low ones >= `usable` | Early is said, once |
-| need | a high block is missing for longer than the sender takes to see it | Need is said |
-| wait | none of these | nothing, until the next datagram or the next of these times |
+| complete | every block is there | hand on |
+| enough | every high block, low ones >= `usable`, the rest passed by or its grace over | hand on |
+| deadline | every high block, and the deadline for low ones is over | hand on |
+| early | high ones, restorable ones too, >= `close_high`, and low ones >= `usable` | send Early, once |
+| need | a high block is missing for longer than the sender takes to notice | send Need |
+| wait | none of these | nothing until the next datagram or deadline |
 
-A transfer is never handed on while a high block is missing. Source: docs/ltp.md, "The receiver".
+No transfer is handed on while a high block is missing. Source: docs/ltp.md, "The receiver".
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from atoll.wire.linkcontrol import How
 
 @dataclass(frozen=True)
 class Seen:
-    """What a receiver has of a transfer. Restored blocks are there."""
+    """State of a transfer at its receiver. Restored blocks count as there."""
 
     highs: int
     highs_there: int
     lows: int
     lows_there: int
-    passed: bool  # every missing block was passed by later datagrams by more than the reordering that is seen
-    grace_over: bool  # what is missing had its time, by the delivery rate
-    deadline_over: bool  # the expected end of the transfer is past
+    passed: bool  # later datagrams passed every missing block by more than the measured reordering
+    grace_over: bool  # the missing blocks had time to arrive, by the delivery rate
+    deadline_over: bool  # the transfer's expected end is past
     early_said: bool
-    need_over: bool  # a missing high block should have come again by now
+    need_over: bool  # a missing high block should have been resent by now
 
     @property
     def whole(self) -> bool:
-        """Whether every high block is there."""
+        """True if every high block is there."""
         return self.highs_there == self.highs
 
     def usable(self, share: float) -> bool:
-        """Whether the low blocks that are there are as many as that share of them."""
+        """Return True if at least `share` of the low blocks is there."""
         return self.lows_there >= least(share, self.lows)
 
 
@@ -57,7 +57,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be done, and why."""
+    """The rule that holds, and why."""
 
     name: str
     reason: str
@@ -68,12 +68,12 @@ class Verdict:
 
     @property
     def how(self) -> How:
-        """By which rule it is handed on."""
+        """The rule by which the transfer is handed on."""
         return cast(How, self.name)
 
 
 def least(share: float, blocks: int) -> int:
-    """The least count of blocks that is this share of them."""
+    """Return the smallest number of blocks that is at least `share` of them."""
     count = int(share * blocks)
     return count if count >= share * blocks - 1e-9 else count + 1
 
@@ -124,7 +124,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def decide(seen: Seen, settings: Settings, rules: tuple[Rule, ...] = RULES) -> Verdict:
-    """The first row that holds."""
+    """Return the first row that holds."""
     for rule in rules:
         if rule.holds(seen, settings):
             return Verdict(rule.name, rule.reason(seen, settings))

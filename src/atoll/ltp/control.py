@@ -1,7 +1,7 @@
-"""The rate of a session: start-up, the rate table, the draining of queues, and grants.
+"""Rate control of a session: start-up, the rate table, draining of queues, and grants.
 
-Everything is decided once a round trip; an acknowledgement costs a few additions. Source: docs/ltp-rates.md,
-which has the states and the reason of each constant.
+Decisions fall once a round trip; an acknowledgement costs a few additions. Source: docs/ltp-rates.md, which
+has the states and the reason of each constant.
 """
 
 from __future__ import annotations
@@ -32,44 +32,42 @@ __all__ = ["Decision", "RateControl", "RateSample"]
 
 Phase: TypeAlias = Literal["start-up", "emptying", "cruise"]
 
-DOUBLING = 2.0  # a round trip, in start-up
-GROWTH = 1.25  # a round trip, by which the delivery rate grows while the path is not full (BBR)
-SHORT = 0.8  # of what was sent: when less came, and loss is above the fill threshold, start-up ends
-UNKNOWN_PROBES = 3  # in a row that found more: then start-up begins again
-REACHED = 0.8  # of a grant: from there on it is the limit, and not the path
-LEAST_TOLD = 250  # packets of which start-up believes a loss: of fewer, it may be one burst of the path's own
-NEAR_SECONDS = 0.005  # of round trip: half of the least round
-FLAT_ROUNDS = 3  # in a row without that growth end start-up (BBR)
-EMPTYING = 0.5  # of the estimate, until start-up's queue is gone
-RECOVERY = 1.25  # a round, "up" while below the estimate
-HALF = 0.5  # of the estimate: what "halved" comes to, and the least of it while a window runs
-STANDING = 0.25  # of the least round trip: a queue of more is drained
-LEAST_STANDING = 0.004  # seconds: less is jitter of hosts
-DRAIN_LEAST, DRAIN_MOST = 0.75, 0.95  # of the estimate, while a queue is drained
-LEAST_PART = 0.4  # of that, for a sender with a small share: who has put more into the queue takes more out
-DRAIN_ROUNDS = 6  # after which a queue that stays is not this sender's
-MOST_CUT = 0.25  # of the estimate: "halved" takes it no further down at once, for a burst of others' may pass
-WINDOW_ROUNDS = 64  # the longest window: a transfer of more is several, or one loss would rule it to its end
-ANEW_ROUNDS = 4  # after "halved", in which the newest round is believed: the first ones mix old and new
-SETTLED_ROUNDS = 2  # until what was sent at the lower rate has come
-STAYED_ROUNDS = 2  # of which a queue that is drained should have shrunk
-STAYED = 0.25  # of what it would have shrunk by were all of it this sender's: less is none
-YIELD = 0.85  # times the rate, for loss beside another's standing queue
+DOUBLING = 2.0  # rate factor per round trip in start-up
+GROWTH = 1.25  # growth of the delivery rate per round trip while the path is not full (BBR)
+SHORT = 0.8  # delivered share below which, with loss above the fill threshold, start-up ends
+UNKNOWN_PROBES = 3  # successful probes in a row after which start-up begins again
+REACHED = 0.8  # share of a grant from which the grant, not the path, is the limit
+LEAST_TOLD = 250  # packets for start-up to act on a loss: in fewer, it may be one burst of the path's own
+NEAR_SECONDS = 0.005  # round trip of a near path: half of the least round
+FLAT_ROUNDS = 3  # rounds in a row without GROWTH that end start-up (BBR)
+EMPTYING = 0.5  # share of the estimate until start-up's queue is gone
+RECOVERY = 1.25  # rate factor per round for "up" below the estimate
+HALF = 0.5  # share of the estimate after "halved", and the least one during a window
+STANDING = 0.25  # share of the least round trip above which a queue is drained
+LEAST_STANDING = 0.004  # seconds of queue: less is jitter of hosts
+DRAIN_LEAST, DRAIN_MOST = 0.75, 0.95  # share of the estimate while a queue is drained
+LEAST_PART = 0.4  # least part of that cut: a sender with a small share has queued less and drains less
+DRAIN_ROUNDS = 6  # draining rounds after which a queue that stays belongs to others
+MOST_CUT = 0.25  # least estimate after one "halved", as a share: a burst of other senders may pass
+WINDOW_ROUNDS = 64  # longest window: a longer transfer gets several, so one loss does not slow all of it
+ANEW_ROUNDS = 4  # rounds after "halved" in which the newest round overrides: the first mix old and new
+SETTLED_ROUNDS = 2  # rounds until packets sent at the lower rate have arrived
+STAYED_ROUNDS = 2  # rounds in which a drained queue should shrink
+STAYED = 0.25  # least shrinking that counts, as a share of that of a queue that is all this sender's
+YIELD = 0.85  # rate factor for loss beside another sender's standing queue
 LOOK_AFTER = 0.9 * MIN_RTT_SECONDS
-LOOK = 0.5  # of the estimate, for the one round trip in which the least round trip is sought
-MOST_GRANT_SECONDS = 10.0  # a receiver that dies must not hold a sender down for longer
-SHARE_SECONDS = 10.0  # for which the first grant of a window is believed to be the next one's too
-SHARE_TRIPS = (
-    3.0  # round trips, within which that one is here: the Ask takes half of one, the Grant the other
-)
-LEAST_SHARE_PACKETS = 10.0  # a round trip: a grant of less only bids to wait
-HOST_SECONDS = 0.01  # by which threads at both ends are late on loaded machines: no part of the path
-LEAST_RATE_PACKETS = 2.0  # a round trip: the least rate
+LOOK = 0.5  # share of the estimate for the one round trip that measures the least round trip
+MOST_GRANT_SECONDS = 10.0  # longest grant: a dead receiver must not slow its sender for longer
+SHARE_SECONDS = 10.0  # for which a window's first grant also bounds the next window's start
+SHARE_TRIPS = 3.0  # round trips within which a new grant arrives: Ask and Grant take half of one each
+LEAST_SHARE_PACKETS = 10.0  # per round trip: a smaller grant only asks to wait
+HOST_SECONDS = 0.01  # delay of threads at both ends on loaded machines, beside the path's own
+LEAST_RATE_PACKETS = 2.0  # per round trip: the least rate
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The rate in bytes per second, by which row or state, and why."""
+    """The rate in bytes per second, the row or state that set it, and why."""
 
     row: str
     rate: float
@@ -77,9 +75,10 @@ class Decision:
 
 
 class RateControl:
-    """Decide the rate of one session, on one thread.
+    """Decide the sending rate of one session.
 
-    Times are in seconds, `rate` in bytes of datagrams per second; `trip` has the round-trip times.
+    Times are in seconds, `rate` in bytes of datagrams per second; `trip` has the round-trip times. Not
+    thread-safe.
     """
 
     def __init__(self, settings: Settings, now: float, rng: np.random.Generator) -> None:
@@ -89,50 +88,50 @@ class RateControl:
         self._bandwidth = Bandwidth(settings.initial_rate)
         self._phase: Phase = "start-up"
         self._round = 0
-        self._level = 1.0  # of the estimate: below 1 after "halved" and timeouts
-        self._gain = 1.0  # for one round: a probe, a drain, a look
+        self._level = 1.0  # factor on the estimate: below 1 after "halved" and timeouts
+        self._gain = 1.0  # factor for one round: a probe, a drain, a look
         self._starting_rate = settings.initial_rate
         self._flat = 0
-        self._paced = self._paced_before = settings.initial_rate  # the most in this round and in the last
-        self._paced_then = self._paced  # what was paced of what has come in the round that ended
-        self._deaf_until = 0  # round until which loss is of the rate before
+        self._paced = self._paced_before = settings.initial_rate  # highest pace of this round and the last
+        self._paced_then = self._paced  # pace at which the packets of the ended round left
+        self._deaf_until = 0  # round before which losses stem from the previous rate
         self._drained = 0  # rounds
-        self._undrained = 0.0  # the estimate before it
-        self._drained_from = (0, 0.0)  # the round from which the queue should shrink, and how long it was
+        self._undrained = 0.0  # estimate before the drain
+        self._drained_from = (0, 0.0)  # round from which the queue should shrink, and its seconds then
         self._probing = Probing(rng)
-        self._foreign = False  # the standing queue is another's
+        self._foreign = False  # the standing queue belongs to other senders
         self._busy_rounds = 0
         self._timeouts = 0
         self._granted = math.inf
         self._granted_until = -math.inf
-        self._opening = True  # no grant has come since a window began without one
-        self._share, self._share_at = math.inf, -math.inf  # the first grant of a window, and when it came
-        self._woken = False  # heard again after timeouts, and not yet back at the estimate
-        self._before = self._came_before = 0.0  # the estimate before it was halved, and what came of it
+        self._opening = True  # a window began without a grant, and none has arrived since
+        self._share, self._share_at = math.inf, -math.inf  # a window's first grant, and its arrival time
+        self._woken = False  # acknowledged after timeouts, and not yet back at the estimate
+        self._before = self._came_before = 0.0  # estimate before "halved", and the rate that arrived then
         self._anew_until = 0
         self._window_from = 0
         self._queue_rises = 0
         self._emptied_from = 0
         self._looked = self._heard = now
         self._target = Target(settings.target_loss, settings.fill_above)
-        self._came: list[float] = []  # delivery rates, of rounds since the target's last observation
+        self._came: list[float] = []  # delivery rates since the target's last observation
         self.rate = settings.initial_rate
         self.decision = Decision("start-up", self.rate, "nothing is known of the path")
         self._set("start-up", self.decision.reason)
 
     @property
     def loss(self) -> float:
-        """Of the path over the last few round trips, repaired packets counted as lost."""
+        """Loss of the path over the last few round trips; repaired packets count as lost."""
         return self._losses.share
 
     @property
     def target(self) -> Choice:
-        """The loss rate up to which the rate rises: fitted, or the safe value, with the reason."""
+        """Loss rate up to which the rate rises: fitted, or the safe value, with the reason."""
         return self._target.choice
 
     @property
     def estimate(self) -> float:
-        """Of the bandwidth, in bytes per second."""
+        """Estimated bandwidth in bytes per second."""
         return self._bandwidth.estimate
 
     @property
@@ -141,8 +140,7 @@ class RateControl:
 
     @property
     def in_flight_limit(self) -> int:
-        """Bytes: twice what the path holds, since acknowledgements come in groups; in start-up what it is
-        thought to hold after the next doubling."""
+        """Most bytes in flight: twice the path's capacity, since acknowledgements come in groups."""
         rate = max(self.rate, self._bandwidth.estimate)
         return int(2.0 * rate * (self.trip.least + HOST_SECONDS)) + 10 * self._settings.datagram_bytes
 
@@ -154,14 +152,23 @@ class RateControl:
         sample: RateSample | None,
         acked: int,
         lost: int,
-        restored: int,  # noqa: ARG002  (lost all the same: what was repaired does not count)
+        restored: int,  # noqa: ARG002  (restored packets count as lost)
         in_flight: int,
         round_ended: bool,
         runs: int | None = None,
     ) -> None:
-        """An acknowledgement: packets that came (`acked`) and that are lost by it (`restored` are among them:
-        what was repaired was lost all the same), in how many `runs` (by default, each alone), bytes in
-        flight, and whether one was acknowledged that was sent after the last round ended."""
+        """Take in the effects of one acknowledgement.
+
+        Args:
+            rtt: round trip in seconds; None if not measured.
+            sample: delivery rate; None if not measured.
+            acked: packets that arrived.
+            lost: packets found lost, those that parity restores included.
+            restored: those of `lost` that parity restores.
+            in_flight: bytes.
+            round_ended: a packet was acknowledged that left after the last round's end.
+            runs: runs of consecutive lost packets; by default each was lost alone.
+        """
         if rtt is not None:
             self.trip.take(now, rtt)
         if sample is not None:
@@ -172,7 +179,7 @@ class RateControl:
             self._timeouts = 0
             self._level = max(HALF, self._level)
             self._woken = True
-            self._deaf_until = self._round + 2  # what is told now was lost in the silence
+            self._deaf_until = self._round + 2  # losses reported now fell into the silence
             self._set_within("timeout", "heard again: half of the estimate, which may be out of date")
         if in_flight + self._settings.datagram_bytes > self.in_flight_limit:
             self._paced = math.nan
@@ -185,7 +192,7 @@ class RateControl:
             self._set_within("grant", "the receiver's grant has expired")
 
     def handle_timeout(self, now: float) -> None:  # noqa: ARG002  (as the other inputs)
-        """Nothing was heard for a probe timeout."""
+        """Lower the rate: nothing was acknowledged for a probe timeout."""
         self._timeouts += 1
         self._level = max(HALF, self._level * HALF) if self._timeouts == 1 else self._level * HALF
         self._starting_rate = max(self._starting_rate * HALF, self._settings.initial_rate * HALF)
@@ -195,16 +202,17 @@ class RateControl:
         self._set_within("timeout", f"nothing was heard, {self._timeouts} times in a row")
 
     def handle_path_change(self, reason: str) -> None:
-        """Data goes another way: what the target was fitted to is past (docs/ltp-rates.md, "The target
-        loss"), and so is the least round trip. The estimate stays, for most changes are of a router's
-        table and not of the path; if it is another, its loss and its queue tell.
+        """Forget the fitted target and the least round trip, because data takes another path.
+
+        The estimate stays, since most changes touch a router's table and not the path. If the path did
+        change, loss and queue will show it. See docs/ltp-rates.md, "The target loss".
         """
         self._target.handle_path_change(reason)
         self._came.clear()
         self.trip.forget_least()
 
     def handle_grant(self, now: float, rate: float, seconds: float) -> None:
-        """The receiver's word that its link has so much for this sender, for so long."""
+        """Take a grant: the receiver's link has `rate` bytes per second for this sender, for `seconds`."""
         if not (rate > 0.0 and seconds > 0.0):
             return
         seconds = min(seconds, MOST_GRANT_SECONDS)
@@ -214,9 +222,9 @@ class RateControl:
         self._set_within("grant", f"the receiver grants {rate / 1e6:.3g} MB/s for {seconds * 1e3:.0f} ms")
 
     def begin_window(self, now: float) -> Decision:
-        """A transfer's window begins: the rate is the estimate's, however long the sender was idle."""
+        """Start a transfer's window at the estimate, however long the sender was idle."""
         if now >= self._granted_until:
-            # All who answer one word begin at once: until the receiver's grant is here, its last first one.
+            # Senders may begin together: until a grant arrives, the last window's first one holds.
             fresh = now - self._share_at < SHARE_SECONDS
             self._granted = self._share if fresh else math.inf
             self._granted_until = now + SHARE_TRIPS * self.trip.smoothed
@@ -227,10 +235,10 @@ class RateControl:
             self._level = 1.0 if not self._timeouts else self._level
             self._window_from = self._round
             if now - self._heard > self.trip.smoothed + 4.0 * self.trip.variation:
-                # The path had time to empty: what the last rounds were about is over.
+                # The queues had time to empty: what the last rounds did about them is past.
                 self._phase, self._gain, self._foreign = "cruise", 1.0, False
                 self._probing.stop()
-                self._looked = now  # and what comes first sees its least round trip
+                self._looked = now  # the first packets measure the least round trip
             shared = "" if self._granted == math.inf else ", and no more than the receiver's share"
             self._set_within("window", f"a window begins at the estimate{shared}")
         return self.decision
@@ -248,10 +256,8 @@ class RateControl:
         if self._round < self._deaf_until:
             self._losses.forget()
         base = self._losses.base
-        sent, self._paced_before = (
-            self._paced_before,
-            self._paced,
-        )  # what came now was sent in the round before
+        # Packets that arrived in this round left in the round before.
+        sent, self._paced_before = self._paced_before, self._paced
         rate, really_sent, limited = self._bandwidth.end_round(base, lost / max(acked + lost, 1))
         self._paced_then = sent
         sent = min(sent, really_sent)
@@ -270,7 +276,7 @@ class RateControl:
         self._paced = self.rate
 
     def _observe(self, round_: Round) -> None:
-        """Every few rounds, what the target is fitted to: the loss, what came, and how late."""
+        """Every few rounds, give the target an observation: loss, delivery rate and delay."""
         if round_.limited or self._round < self._deaf_until:
             return
         self._came.append(round_.rate * (1.0 - self._losses.base))
@@ -287,16 +293,15 @@ class RateControl:
         if self._granted < math.inf and bandwidth.measured and not self._granted_more:
             self._phase, self._gain, self._level = "cruise", 1.0, 1.0
             self._probing.restart(self._round)
-            self._set("grant", "what the receiver grants is reached: no more is looked for")
+            self._set("grant", "the receiver's grant is reached")
             return
         if limited:
             if bandwidth.measured:
                 self._starting_rate = max(DOUBLING * bandwidth.estimate, self._settings.initial_rate)
             self._set("start-up", "too little to send to learn the path's rate")
             return
-        offered = (
-            not round_.sent < GROWTH * bandwidth.estimate
-        )  # more than is known to go: else it tells nothing
+        # A round at less than the growth looked for cannot show that growth; nan counts as offered.
+        offered = not round_.sent < GROWTH * bandwidth.estimate
         self._flat = 0 if grew else self._flat + offered
         if self._flat >= FLAT_ROUNDS:
             self._leave_start_up(f"{FLAT_ROUNDS} rounds without growth")
@@ -306,7 +311,7 @@ class RateControl:
             self._leave_start_up("loss above the fill threshold, and less came than was sent")
         else:
             if grew:
-                # On a near path a round is many round trips, and what came tells of the pace that runs.
+                # On a near path a round has many round trips: delivery shows the current pace.
                 known = 0.0 if self.trip.smoothed < NEAR_SECONDS else self._starting_rate
                 self._starting_rate = DOUBLING * max(known, bandwidth.estimate)
             self._set("start-up", "doubled" if grew else "no growth; it may be chance")
@@ -316,7 +321,7 @@ class RateControl:
         return seen.counted >= LEAST_TOLD and seen.above_fill
 
     def _watch_queue(self, rtt: float) -> None:
-        """Start-up ends as soon as a queue is seen to stand, within a round."""
+        """End start-up within a round, as soon as a queue stands."""
         self._queue_rises = self._queue_rises + 1 if self._stands(rtt - self.trip.least) else 0
         if self._queue_rises >= 8 and self._bandwidth.measured:
             self._leave_start_up("a queue stands")
@@ -333,9 +338,9 @@ class RateControl:
         self._set("emptying", f"start-up ends: {reason}")
 
     def _empty(self, in_flight: int, queue: float) -> None:
-        held = self._bandwidth.estimate * self.trip.least
+        capacity = self._bandwidth.estimate * self.trip.least  # bytes of the path without a queue
         since = self._round - self._emptied_from
-        if in_flight <= held or since >= DRAIN_ROUNDS or (since > 1 and not self._stands(queue)):
+        if in_flight <= capacity or since >= DRAIN_ROUNDS or (since > 1 and not self._stands(queue)):
             self._phase, self._gain = "cruise", 1.0
             self._probing.restart(self._round)
         else:
@@ -389,7 +394,7 @@ class RateControl:
             self._set(row.seen, f"held: {row.reason}")
 
     def _try(self, round_: Round, busy: bool) -> Verdict:
-        """Whether half of the rate has lessened the loss for which it was halved."""
+        """Return the verdict on the loss for which the rate was halved; "" while it is open."""
         if self._round < self._deaf_until or busy:
             return ""
         if self._level > HALF:
@@ -398,11 +403,12 @@ class RateControl:
 
     @property
     def _granted_more(self) -> bool:
-        """Whether a grant is in force that is far above what the path is known to carry."""
+        """True if a grant is far above the estimate."""
         return self._bandwidth.estimate < REACHED * self._granted < math.inf
 
     def _start_anew(self, limited: bool, why: str) -> None:
-        """The path carries far more than is known: by probes alone that would take a hundred round trips."""
+        """Go back to start-up: the path carries far more than estimated, and probes would take 100 round
+        trips."""
         self._probing.stop()
         self._phase, self._gain, self._flat = "start-up", 1.0, 0
         self._starting_rate = (1.0 if limited else DOUBLING) * self._bandwidth.estimate
@@ -419,7 +425,7 @@ class RateControl:
             self._start_anew(limited, "the receiver grants more")
         elif self._probing.asked:
             self._gain = self._probing.gain_meanwhile
-            self._set(row.seen, "up, and what it did is not yet known")
+            self._set(row.seen, "up: the last probe's effect is not yet known")
         elif limited or not self._probing.may_begin(self._round):
             self._set(row.seen, "up not yet: the last probe found nothing")
         else:
@@ -427,9 +433,11 @@ class RateControl:
             self._set(row.seen, f"up, {self._gain - 1.0:.0%} above the estimate: {row.reason}")
 
     def _halve(self, row: Row, round_: Round) -> None:
-        """Half of the estimate, which is taken anew where the path was the limit: what was measured before
-        no longer holds. Where no queue stands, that is known once half of the rate has lessened the loss: a
-        loss that comes at any rate does not, or the estimate would sink window by window."""
+        """Halve the rate; where the path was the limit, take the estimate anew.
+
+        Where no queue stands, the estimate stays until half of the rate has lessened the loss: a loss that
+        comes at any rate would else lower the estimate window by window.
+        """
         was = self._bandwidth.estimate
         came = min(max(round_.rate, MOST_CUT * was), was)
         if self._level == 1.0:
@@ -460,23 +468,23 @@ class RateControl:
             self._drained, self._gain = 0, 1.0
             if queue - stood > least_busy(least):
                 self._foreign = True
-                self._set("drain", "the queue grows while it is drained: it is another's")
+                self._set("drain", "the queue grows while it is drained: it belongs to other senders")
                 return
             self.trip.forget_least()
             self._bandwidth.restart(max(self._undrained, self._bandwidth.estimate))
-            said = f"all came at a lower rate, and {queue * 1e3:.1f} ms stayed"
-            self._set("longer", f"the path has become longer: {said}")
+            kept = f"everything arrived at a lower rate, and a queue of {queue * 1e3:.1f} ms stayed"
+            self._set("longer", f"the path has become longer: {kept}")
         elif self._drained > DRAIN_ROUNDS:
             self._foreign = True
             self._gain = 1.0
-            self._set("drain", "the queue stays whatever is done: it is another's")
+            self._set("drain", f"the queue stays for {DRAIN_ROUNDS} rounds: it belongs to other senders")
         else:
             gain = min(DRAIN_MOST, max(DRAIN_LEAST, 1.0 - queue / least))
             gain = 1.0 - (1.0 - gain) * max(self._probing.share, LEAST_PART)
             estimate = self._bandwidth.estimate
             if round_.rate < HALF * round_.sent:
                 self._bandwidth.restart(min(max(round_.rate, MOST_CUT * estimate), estimate))
-            elif not came:  # less than what comes, be it the path's rate or what may be in flight
+            elif not came:  # send less than arrives, whether path or in-flight limit is the cause
                 gain *= min(1.0, max(HALF, round_.rate / (estimate * self._level)))
             self._gain = gain if self._drained == 1 else min(gain, self._gain)
             self._probing.stop()
@@ -495,7 +503,7 @@ class RateControl:
         return self._losses.seen(self.target.value, self._settings.fill_above)
 
     def _set_within(self, row: str, reason: str) -> None:
-        """Within a round: how fast its packets were sent is two rates, and so none."""
+        """Set the rate within a round. A large change leaves its packets without one pace (nan)."""
         before = self.rate
         self._set(row, reason)
         if not FAIR <= self.rate / before <= 1.0 / FAIR:

@@ -1,4 +1,4 @@
-"""What a session tells whoever drives it. Each has its reason, one line."""
+"""Events that a session reports to its driver. Each has a reason, one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Opened:
-    """The other end has been heard."""
+    """The first datagram from the other end arrived."""
 
     session: int
     reason: str
@@ -26,9 +26,13 @@ class Opened:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A transfer is handed on. `present` and `high` are by block of `block` elements (the last one may have
-    fewer), in the order of place; `values`, (elements,), are in memory of their own. `nonzero`, by block, is
-    how many elements of a high one are not 0, in its sender's words; NOT_SAID of the others."""
+    """A transfer is complete enough and handed on.
+
+    Args:
+        values: (elements,), in memory of their own.
+        present, high: by block of `block` elements, in the order of place; the last block may be shorter.
+        nonzero: by block, elements other than 0 as the sender counted in high blocks; NOT_SAID for low ones.
+    """
 
     transfer: int
     chunk: int
@@ -40,14 +44,17 @@ class Arrived:
     block: int
     how: How  # the rule of atoll.ltp.closing
     fill: Filled
-    usable_after: float  # seconds from its first datagram until it was of use
+    usable_after: float  # seconds from its first datagram until it was usable
     reason: str
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """The receiver's word on a transfer that this end sent: which blocks were missing, by place, and what
-    took their place. The values that were sent may be written to again."""
+    """The receiver closed a transfer of this end: `missing` is by place, `fill` says what replaced these
+    blocks.
+
+    The sent values may be overwritten from now on.
+    """
 
     transfer: int
     chunk: int
@@ -59,7 +66,7 @@ class Delivered:
 
 @dataclass(frozen=True)
 class Refused:
-    """A transfer that came is not taken: it contradicts itself, or passes a bound. Nothing else is lost."""
+    """An arriving transfer was refused: it contradicts itself, or exceeds a bound. Other transfers go on."""
 
     transfer: int
     reason: str
@@ -67,7 +74,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Migrated:
-    """The other end is to be reached at another address."""
+    """The other end has a new address."""
 
     stripe: int
     path: Hashable
@@ -76,7 +83,7 @@ class Migrated:
 
 @dataclass(frozen=True)
 class StripeChanged:
-    """From now on a stripe is not used, for it is silent; or again, for it has answered."""
+    """A stripe fell silent and is out of use, or answered and is back in use."""
 
     stripe: int
     used: bool
@@ -85,7 +92,7 @@ class StripeChanged:
 
 @dataclass(frozen=True)
 class Asked:
-    """The other end has so many bytes to send and asks for a share of this end's link (atoll.ltp.grants)."""
+    """The other end has `size` bytes to send and asks for a share of this end's link (atoll.ltp.grants)."""
 
     size: int
     reason: str
@@ -93,13 +100,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Lost:
-    """The session has ended: the other end is silent, or has said so, or this end closed it. Transfers that
-    were not handed on, either way, are named: what was sent in them is to be kept for the next session."""
+    """The session ended: the other end is silent or closed it, or this end closed it.
+
+    Unfinished transfers are named, so that their sender keeps the values for the next session.
+    """
 
     session: int
     reason: str
-    sent: tuple[int, ...] = ()  # transfers whose fate this end will not learn
-    dropped: tuple[int, ...] = ()  # that had come in part
+    sent: tuple[int, ...] = ()  # sent transfers whose fate stays unknown
+    dropped: tuple[int, ...] = ()  # transfers that had arrived in part
 
 
 Event: TypeAlias = Union[Opened, Arrived, Delivered, Refused, Migrated, StripeChanged, Asked, Lost]
@@ -117,7 +126,7 @@ class Burst:
 
 @dataclass(frozen=True)
 class Status:
-    """A session in figures. Rates in bytes per second, times in seconds; counts since it began."""
+    """Figures of a session. Rates in bytes per second, times in seconds; counts since it began."""
 
     rate: float
     estimate: float
@@ -127,10 +136,10 @@ class Status:
     target: float
     in_flight: int  # bytes
     sent: int  # datagrams
-    lost: int  # datagrams, those that were repaired too
+    lost: int  # datagrams, restored ones included
     retransmitted: int  # datagrams
-    repaired: int  # blocks that the code gave back here
-    borne: int  # blocks absent from what was handed on here
-    filled: int
+    repaired: int  # blocks restored from parity here
+    borne: int  # blocks left out of transfers handed on here
+    filled: int  # blocks filled here
     reason: str  # of the rate
     target_reason: str

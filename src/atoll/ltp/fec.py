@@ -24,10 +24,10 @@ __all__ += ["plan_groups", "restore"]
 Floats = npt.NDArray[np.float64]
 
 MOST_DATA = 32  # datagrams of data in a group
-MOST_PARITY = 16  # and of parity
-RESTORED = 0.999  # the chance with which all groups of a transfer's high blocks are to be restored
-SURE = 3.0  # standard deviations: of low blocks, no more stay lost than may
-MOST_GROUPS = 0xFFFF  # of a transfer: what SLICE.group can name; NO_GROUP is not one of them
+MOST_PARITY = 16  # datagrams of parity in a group
+RESTORED = 0.999  # wanted probability that all groups of a transfer's high blocks can be restored
+SURE = 3.0  # standard deviations by which the lost low blocks must stay within their bound
+MOST_GROUPS = 0xFFFF  # of a transfer: the numbers of SLICE.group but NO_GROUP
 
 
 # -- planning ----------------------------------------------------------------------------------------------
@@ -38,22 +38,26 @@ class Groups:
     """A transfer's groups: protected datagram i is number i // count in group i % count."""
 
     protected: int
-    count: int  # 0 only where there is no such datagram
-    data: int  # of the largest group; the others have one less
-    parity: int  # of each group; 0: no code
+    count: int  # 0 only without protected datagrams
+    data: int  # data datagrams of the largest group; the others have one less
+    parity: int  # parity datagrams of each group; 0: no code
     reason: str
 
     def data_of(self, group: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Datagrams of data in each of these groups."""
+        """Return the number of data datagrams in each of these groups."""
         return (self.protected - np.asarray(group, np.int64) + self.count - 1) // max(self.count, 1)
 
 
 def plan_groups(highs: int, loss: float, burst: float, *, apart: float = 1.0) -> Groups:
-    """The groups of so many high-priority datagrams.
+    """Plan the groups of `highs` high-priority datagrams.
 
-    `loss` is the path's rate of loss lately, `burst` the mean number of datagrams lost in a row, and `apart`
-    how many datagrams are sent for each of these. Parity is the least with which all groups are restored with
-    RESTORED, at most MOST_PARITY, and at most one more than its data.
+    Parity is the least that restores all groups with probability RESTORED, at most MOST_PARITY, and at most
+    one more than the group's data.
+
+    Args:
+        loss: recent loss rate of the path.
+        burst: mean number of datagrams lost in a row.
+        apart: datagrams on the wire for each protected one.
     """
     count = -(-highs // MOST_DATA)
     wanted = 1.0 - (1.0 - RESTORED) / max(count, 1)
@@ -61,13 +65,16 @@ def plan_groups(highs: int, loss: float, burst: float, *, apart: float = 1.0) ->
 
 
 def plan_borne(lows: int, loss: float, burst: float, borne: float, *, apart: float = 1.0) -> Groups:
-    """The groups of so many low-priority datagrams, of which `borne` may stay lost; parity is the least with
-    which no more do, by SURE standard deviations."""
+    """Plan the groups of `lows` low-priority datagrams, of which `borne` may stay lost.
+
+    Parity is the least that keeps the lost ones within `borne` by SURE standard deviations. The other
+    arguments are those of `plan_groups`.
+    """
     count = -(-lows // MOST_DATA)
 
     def enough(chances: Floats, data: int) -> npt.NDArray[np.bool_]:
         parity = np.arange(len(chances))
-        # A group that is not restored has lost as much as any, and more than it has parity for.
+        # A group that cannot be restored has lost at least the mean, and more than its parity.
         gone = np.clip((parity + 1.5) / (data + parity), loss, 1.0) * data
         fails = np.maximum(1.0 - chances, 0.0)
         failing = count * fails + SURE * np.sqrt(count * chances * fails)
@@ -83,8 +90,12 @@ def _plan(
     apart: float,
     enough: Callable[[Floats, int], npt.NDArray[np.bool_]],
 ) -> Groups:
-    """`enough` says of each number of parity, by the chance that a group is restored with it, whether it
-    will do."""
+    """Plan groups with the least parity that is `enough`.
+
+    Args:
+            enough: for each number of parity datagrams, given the probability that a group is restored, True
+            if it will do.
+    """
     count = -(-protected // MOST_DATA)
     data = -(-protected // max(count, 1))
     parity, reason = 0, ""
@@ -95,7 +106,7 @@ def _plan(
     elif count > MOST_GROUPS:
         reason = f"{count} groups: a header names at most {MOST_GROUPS}"
     else:
-        # More than one each is a resend.
+        # More than one parity datagram for each of data would cost as much as a resend.
         chances = restore_chances(data, loss, burst, count * apart)[: data + 2]
         good = np.flatnonzero(enough(chances, data))
         parity = int(good[0]) if len(good) else len(chances) - 1
@@ -106,21 +117,19 @@ def _plan(
 
 
 def restore_chances(data: int, loss: float, burst: float, distance: float) -> npt.NDArray[np.float64]:
-    """The chance that a group of so much data is restored with 0, 1, .. MOST_PARITY of parity,
-    (MOST_PARITY + 1,).
+    """Return the probability that a group is restored with 0, 1, .. MOST_PARITY of parity, (MOST_PARITY +
+    1,).
 
-    Losses are a Gilbert chain with this rate and this mean burst, of which a group sees every `distance`-th
-    step: with memory m = 1 - 1 / (burst (1 - loss)), a datagram is lost with loss + (1 - loss) m^distance
-    after one that was, and with loss (1 - m^distance) after one that was not. Where interleaving has spread
-    the bursts, m^distance is 0, and this the binomial tail.
+    Losses are a Gilbert chain with this loss rate and mean burst; a group sees every `distance`-th step. With
+    memory m = 1 - 1 / (burst (1 - loss)), a datagram is lost with probability loss + (1 - loss) m^distance
+    after a lost one, and loss (1 - m^distance) after one that arrived. Where interleaving spreads the bursts,
+    m^distance is 0, and the result is the binomial tail.
     """
     loss = min(max(loss, 0.0), 0.999)
     memory = max(0.0, 1.0 - 1.0 / (max(burst, 1.0) * (1.0 - loss))) ** max(distance, 1.0)
     after_lost, after_come = loss + (1.0 - loss) * memory, loss * (1.0 - memory)
-    lost, come = (
-        np.zeros(MOST_PARITY + 1),
-        np.zeros(MOST_PARITY + 1),
-    )  # by losses so far, as the last one fared
+    # Probabilities by number of losses so far, split by whether the last datagram was lost or arrived.
+    lost, come = np.zeros(MOST_PARITY + 1), np.zeros(MOST_PARITY + 1)
     come[0], lost[1] = 1.0 - loss, loss
     chances = np.zeros(MOST_PARITY + 1)
     for sent in range(1, data + MOST_PARITY + 1):
@@ -137,9 +146,9 @@ def restore_chances(data: int, loss: float, burst: float, distance: float) -> np
 
 
 def encode(coded: Bytes, parity: int, out: Bytes | None = None) -> Bytes:
-    """The parity of a group, (parity, L), from its data in the order of their places, (data, L).
+    """Return the parity of a group, (parity, L), from its data in the order of their places, (data, L).
 
-    Rows may lie apart (`frames[group::count]`). `out` may be given, (parity, L): it is written and returned.
+    Rows may lie apart (`frames[group::count]`). If `out`, (parity, L), is given, the parity is written there.
     Raises ValueError for more than 256 datagrams in all.
     """
     data = len(coded)
@@ -151,16 +160,21 @@ def encode(coded: Bytes, parity: int, out: Bytes | None = None) -> Bytes:
 
 
 def lost_places(places: npt.ArrayLike, data: int) -> npt.NDArray[np.int64]:
-    """Which places of a group's data are not among those that came, ascending."""
+    """Return the data places of a group that are not in `places`, ascending."""
     there = set(np.asarray(places).tolist())
     return np.array([place for place in range(data) if place not in there], np.int64)
 
 
 def restore(coded: Bytes, places: npt.ArrayLike, data: int) -> Bytes:
-    """What a group has lost of its data, exactly: one row for each of `lost_places`, in their order.
+    """Return the lost data of a group, exactly: one row for each of `lost_places`, in that order.
 
-    `coded` is what came, (n, L), in any order, data and parity; `places` are their places, (n,). What came
-    beyond need is not used. Raises ValueError if too few came, if one came twice, or at an impossible place.
+    Args:
+        coded: datagrams that arrived, (n, L), in any order, data and parity; surplus ones are ignored.
+        places: their places, (n,).
+        data: data datagrams of the group.
+
+    Raises:
+        ValueError: too few arrived, one is given twice, or a place is impossible.
     """
     at = np.asarray(places)
     came: list[int] = at.tolist()
@@ -176,7 +190,7 @@ def restore(coded: Bytes, places: npt.ArrayLike, data: int) -> Bytes:
     parities = [place for place in came if place >= data][: len(lost)]
     if not lost:
         return np.empty((0, coded.shape[1]), np.uint8)
-    # What the lost data add to each parity: what it is, and what the other data add to it.
+    # The lost data's part of each parity: the parity plus the part of the data that arrived.
     sums = np.empty((len(lost), coded.shape[1]), np.uint8)
     gf.matmul(_code(data)[np.array(parities)[:, None] - data, at], coded, sums)
     inverse = _inverse(parities, lost, data)
@@ -189,8 +203,10 @@ def restore(coded: Bytes, places: npt.ArrayLike, data: int) -> Bytes:
 
 @lru_cache(maxsize=MOST_DATA)
 def _code(data: int) -> Bytes:
-    """All parities' coefficients, (256 - data, 256): of the data, and from place `data` on of the parities
-    themselves, each of which is its own."""
+    """Return the coefficients of all parities, (256 - data, 256).
+
+    Columns below `data` belong to the data; the columns from there on are an identity, one for each parity.
+    """
     d, p = np.arange(data, dtype=np.uint8), np.arange(data, 256).astype(np.uint8)
     code = np.eye(256, dtype=np.uint8)[data:]
     code[:, :data] = gf.divide(np.bitwise_xor(np.uint8(data), d)[None, :], np.bitwise_xor.outer(p, d))
@@ -203,9 +219,11 @@ _EXP: list[int] = gf.EXP.tolist()
 
 
 def _inverse(parities: list[int], lost: list[int], data: int) -> Bytes:
-    """The inverse of the code's square part with these parities and lost data, by Cauchy's formula in
-    logarithms: row i is data lost[i]'s, column j parity parities[j]'s. In plain Python, which is faster for
-    so few numbers."""
+    """Invert the code's square part of these parities and lost data, by Cauchy's formula in logarithms.
+
+    Row i belongs to data lost[i], column j to parity parities[j]. Plain Python is faster than NumPy for so
+    few numbers.
+    """
     logs = [[_LOG[x ^ y] for x in parities] for y in lost]
     of_row = [sum(logs[i]) - _logs_among(y, lost) - _LOG[y ^ data] for i, y in enumerate(lost)]
     of_column = [sum(row[j] for row in logs) - _logs_among(x, parities) for j, x in enumerate(parities)]

@@ -1,6 +1,6 @@
-"""What becomes of the low-priority blocks that a transfer has lost: borne, or filled.
+"""Treatment of lost low-priority blocks: borne, or filled.
 
-| lost low-priority blocks | settings.fill | what becomes of them |
+| lost low-priority blocks | settings.fill | treatment |
 | --- | --- | --- |
 | none | any | `none` |
 | up to `fill_above` of them | any | `borne`: absent; the mean is taken over those who delivered the block |
@@ -32,45 +32,46 @@ How: TypeAlias = Literal["none", "borne", "zero", "last", "rescaled"]
 
 @dataclass(frozen=True)
 class Filling:
-    """What becomes of a transfer's lost blocks, and why."""
+    """The treatment of a transfer's lost blocks, and why."""
 
     how: How
     reason: str
 
     @property
     def counts(self) -> bool:
-        """Whether what took a lost block's place counts in a mean as a delivered block does."""
+        """True if the filled blocks count in a mean as delivered ones do."""
         return self.how not in ("none", "borne")
 
 
 def choose_filling(lost: int, low: int, *, fill: Fill, fill_above: float, has_last: bool) -> Filling:
-    """For a transfer that has lost so many of its low-priority blocks. `has_last`: values of an earlier
-    transfer of this chunk are kept."""
+    """Choose the treatment for a transfer that lost `lost` of its `low` low-priority blocks.
+
+    `has_last`: values of an earlier transfer of this chunk are kept.
+    """
     if lost == 0:
         return Filling("none", "every block is there")
-    said = f"{lost} of {low} low-priority blocks lost"
+    counts = f"{lost} of {low} low-priority blocks lost"
     if lost <= fill_above * low:
-        return Filling("borne", f"{said}, at most {fill_above:.3g} of them: borne")
-    said += f", more than {fill_above:.3g} of them"
+        return Filling("borne", f"{counts}, at most {fill_above:.3g} of them: borne")
+    counts += f", more than {fill_above:.3g} of them"
     if fill == "last":
         if has_last:
-            return Filling("last", f"{said}: filled with their last values")
-        return Filling("zero", f"{said}: filled with zero, for the chunk came never before")
+            return Filling("last", f"{counts}: filled with their last values")
+        return Filling("zero", f"{counts}: filled with zero, for the chunk came never before")
     if fill == "rescale":
         if lost < low:
-            return Filling("rescaled", f"{said}: those there times {low / (low - lost):.4g}")
-        return Filling("zero", f"{said}: filled with zero, for there is none to rescale")
-    return Filling("zero", f"{said}: filled with zero")
+            return Filling("rescaled", f"{counts}: those there times {low / (low - lost):.4g}")
+        return Filling("zero", f"{counts}: filled with zero, for there is none to rescale")
+    return Filling("zero", f"{counts}: filled with zero")
 
 
 def apply(
     how: How, values: Values, present: Mask, high: Mask, block: int, last: Values | None = None
 ) -> None:
-    """Put into `values`, (elements,), in place, what takes the lost blocks' places; `present` and `high` are
-    by block, (blocks,). What stood in a lost block before does not matter.
+    """Fill the lost blocks of `values`, (elements,), in place; their old contents do not matter.
 
-    Raises ValueError for `last` without the last values of the same type and length, TypeError for rescaling
-    what is not a floating type.
+    `present` and `high` are by block, (blocks,). Raises ValueError if `how` is "last" and `last` is missing
+    or of another type or length, TypeError if values to rescale are not floating.
     """
     if how == "none":
         return
@@ -88,7 +89,7 @@ def apply(
 
 
 def copy_blocks(values: Values, source: Values, which: Mask, block: int) -> None:
-    """values = source in these blocks."""
+    """Copy the blocks of `which` from `source` to `values`."""
     (full, rest), (full_source, rest_source) = by_block(values, block), by_block(source, block)
     full[which[: len(full)]] = full_source[which[: len(full)]]
     if len(rest) and which[-1]:
@@ -96,7 +97,7 @@ def copy_blocks(values: Values, source: Values, which: Mask, block: int) -> None
 
 
 def fill_blocks(values: Values, value: float, which: Mask, block: int) -> None:
-    """values = value in these blocks."""
+    """Set the elements of the blocks of `which` to `value`."""
     full, rest = by_block(values, block)
     full[which[: len(full)]] = value
     if len(rest) and which[-1]:
@@ -113,11 +114,11 @@ def _scale_blocks(values: Values, which: Mask, factor: float, block: int) -> Non
 
 
 class LastValues:
-    """The values of each chunk's blocks that came last; 0 where a block never came.
+    """The last delivered values of each chunk's blocks; 0 for a block that was never delivered.
 
-    Kept by the receiver for filling with `last`. A sender that keeps them too knows what it was: both ends
-    take the same transfers in the same order, and only blocks that came change anything. A chunk with which
-    they would take more than `most_bytes` is not kept.
+    The receiver keeps them for filling with `last`. A sender may keep its own copy: both ends see the same
+    transfers in the same order, and only delivered blocks change anything. A chunk that would exceed
+    `most_bytes` in all is not kept.
     """
 
     def __init__(self, most_bytes: float = math.inf) -> None:
@@ -125,12 +126,11 @@ class LastValues:
         self._values: dict[Hashable, Values] = {}
 
     def of(self, chunk: Hashable) -> Values | None:
-        """(elements,), not to be written to; None if the chunk came never before."""
+        """Return the chunk's last values, (elements,), read-only by convention; None if there are none."""
         return self._values.get(chunk)
 
     def keep(self, chunk: Hashable, values: Values, present: Mask, block: int) -> None:
-        """Take the blocks of a transfer that came. The values are copied. A chunk that has another length or
-        type than before begins anew."""
+        """Copy the delivered blocks of a transfer. A chunk whose length or type changed starts anew."""
         kept = self._values.get(chunk)
         if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
             self._values.pop(chunk, None)
@@ -140,5 +140,5 @@ class LastValues:
         copy_blocks(kept, values, present, block)
 
     def forget(self) -> None:
-        """At a new session: the other end knows nothing of this one's past."""
+        """Forget all chunks at a new session, since the other end forgets them too."""
         self._values.clear()

@@ -1,7 +1,7 @@
-"""What a session has on its way, over all stripes: how much more may go, and when silence is too long.
+"""Datagrams in flight over all stripes: room for more, losses, and probe timeouts.
 
-Joins the records of what was sent, what Acks measure, and the rate. Source: docs/ltp.md, "What is on
-its way".
+Joins the records of sent datagrams, the measurements from Acks, and the rate. Source: docs/ltp.md, "What is
+on its way".
 """
 
 from __future__ import annotations
@@ -21,50 +21,49 @@ from atoll.ltp.stripes import Poll, Stripes
 from atoll.wire.datagrams import Acknowledgement
 
 BURST_SECONDS = 0.002  # of the rate in one burst, at most
-MOST_LATE = 0.01  # seconds of the rate that are caught up with after a timer came late, burst after burst
-IDLE_SECONDS = 0.02  # without anything on its way, which a pause between bursts is not
-LATEST_ACK = 0.025  # seconds by which an Ack may come late: the thread that makes it may (RFC 9000, 18.2)
-LONGEST_TIMEOUT = 1.0  # seconds to which the probe timeout is doubled: a blackout's end is seen within them
+MOST_LATE = 0.01  # seconds of the rate that may be caught up with after a late timer
+IDLE_SECONDS = 0.02  # with nothing in flight: longer than a pause between bursts
+LATEST_ACK = 0.025  # seconds that the receiver's thread may delay an Ack (RFC 9000, 18.2)
+LONGEST_TIMEOUT = 1.0  # seconds, the longest probe timeout: bounds how late a blackout's end is noticed
 PROBES = 2  # datagrams that a probe timeout sends past rate and window (RFC 9002, 6.2.4)
-PROBE_SHARE = 1e-3  # of the estimated rate: while probes are no more than that, it is not doubled
+PROBE_SHARE = 1e-3  # of the estimated rate: the timeout is not doubled beyond probes of this share
 TIMEOUT_VARIATIONS = 4  # (RFC 6298)
-LOSS_MEMORY = (
-    2**12
-)  # datagrams: 1 % of loss is told to a sixth, and a short transfer knows of those before it
-# Datagrams of a stripe that are sealed with one key: so many of so many bytes keep an attacker's advantage
-# below 2^-57 (RFC 9001, 6.6 and B.1).
+# Datagrams: measures 1 % of loss to a sixth, and lets a short transfer use the ones before it.
+LOSS_MEMORY = 2**12
+# Datagrams of a stripe sealed with one key, up to PHASE_BYTES long: an attacker's advantage stays below 2^-57
+# (RFC 9001, 6.6 and B.1).
 PHASE_DATAGRAMS, PHASE_BYTES = 2**28, 2**11
-PHASE_LARGE_DATAGRAMS = 2**23  # of longer ones
+PHASE_LARGE_DATAGRAMS = 2**23  # for longer datagrams
 
 
 class Flights:
-    """Of one end."""
+    """The datagrams in flight of one end."""
 
     def __init__(self, settings: Settings, stripes: int, rng: np.random.Generator, now: float) -> None:
         self.control = RateControl(settings, now, rng)
         self.stripes = [SentRecords() for _ in range(stripes)]
         self.phases = [KeyPhase(settings.datagram_bytes) for _ in range(stripes)]
         self.lost = 0  # datagrams
-        self.burst_length = 1.0  # datagrams that are lost in a row
+        self.burst_length = 1.0  # mean datagrams lost in a row
         self.loss = 0.0  # of the path, by the last LOSS_MEMORY datagrams or so
-        self._told = 0.0  # of how many it is known
+        self._loss_datagrams = 0.0  # datagrams behind `loss`
         self.timeouts = 0  # in a row
         self.probes = 0  # datagrams that may go past rate and window
         self._meter = Meter()
-        self.timeout_at = math.inf  # when the other end has been silent for too long about what is on its way
+        self.timeout_at = math.inf  # time of the next probe timeout
         self._progress = now
         self._size = settings.datagram_bytes
         self._used = Stripes(stripes)
 
     @property
     def likely_loss(self) -> float:
-        """Of the path; in doubt too much, for parity that is wanting costs a round trip."""
+        """Loss of the path plus a standard deviation: missing parity costs a round trip."""
         varies = self.loss * (1.0 - self.loss) * max(2.0 * self.burst_length - 1.0, 1.0)
-        return min(self.loss + math.sqrt(varies / max(self._told, 1.0)), 1.0)
+        return min(self.loss + math.sqrt(varies / max(self._loss_datagrams, 1.0)), 1.0)
 
     @property
     def bytes(self) -> int:
-        """On their way, but for stripes that are not used."""
+        """Bytes in flight on the stripes in use."""
         if len(self.stripes) == 1:
             return self.stripes[0].in_flight
         return sum(sent.in_flight for stripe, sent in enumerate(self.stripes) if self.used(stripe))
@@ -77,30 +76,30 @@ class Flights:
 
     @property
     def room(self) -> int:
-        """Datagrams that may still go on their way."""
+        """Datagrams that may still be sent."""
         return max((self.control.in_flight_limit - self.bytes) // self._size, self.probes)
 
     def add(self, now: float, stripe: int, transfer: int, items: Items, size: int) -> int:
-        """Notes a burst that goes now; returns its first number."""
+        """Record a burst that is sent now; return its first number."""
         idle = not self.bytes and now > max(sent.last_sent for sent in self.stripes) + IDLE_SECONDS
         first = self.stripes[stripe].add(now, transfer, items, size, self._meter.mark(idle))
         self._set_timeout()
         return first
 
     def phase(self, stripe: int) -> int:
-        """The phase of the keys for the next datagram."""
+        """Return the key phase of the next datagram."""
         return self.phases[stripe].of(self.stripes[stripe])
 
     def key_asks(self, stripe: int) -> bool:
-        """Whether a change of keys waits for an acknowledgement that nothing asks for."""
+        """Return True if a change of keys waits for an acknowledgement that no datagram asks for."""
         return self.phases[stripe].asks(self.stripes[stripe])
 
     def handle_limited(self) -> None:
-        """There is nothing to send though more could be."""
+        """Note that there is too little to send for the rate."""
         self._meter.handle_limited(self.bytes)
 
     def handle_ack(self, now: float, ack: Acknowledgement) -> Heard:
-        """Takes in an Ack."""
+        """Take in an Ack."""
         sent, control = self.stripes[ack.of], self.control
         told = sent.handle_ack(now, ack)
         heard = Heard(told, after_silence=self.timeouts > 1)
@@ -116,7 +115,7 @@ class Flights:
         return heard
 
     def poll_lost(self, now: float) -> Iterator[Heard]:
-        """What time alone says is lost."""
+        """Yield the losses that follow from time alone."""
         for sent in self.stripes:
             if now >= sent.loss_at:
                 told = Told()
@@ -125,14 +124,15 @@ class Flights:
                     yield Heard(told)
 
     def settle(self, now: float, heard: Heard, restored: int) -> None:
-        """Tells the rate. `restored` of the lost ones can be restored."""
+        """Report acknowledged and lost datagrams to the rate control. Parity restores `restored` of the lost
+        ones."""
         told = heard.told
         counted = told.acked_count + told.lost_count
         if not counted:
             return
-        if not heard.after_silence:  # what an outage has taken says nothing of the path
-            self._told = min(self._told + counted, max(LOSS_MEMORY, counted))
-            self.loss += (told.lost_count - self.loss * counted) / self._told
+        if not heard.after_silence:  # losses of an outage say nothing of the path
+            self._loss_datagrams = min(self._loss_datagrams + counted, max(LOSS_MEMORY, counted))
+            self.loss += (told.lost_count - self.loss * counted) / self._loss_datagrams
             if told.lost_count:
                 self.burst_length += (told.lost_count / told.runs - self.burst_length) / 8
         self.control.handle_ack(
@@ -150,12 +150,12 @@ class Flights:
 
     @property
     def loss_at(self) -> float:
-        """When poll_lost may have something."""
+        """Time at which `poll_lost` may yield something."""
         return min(sent.loss_at for sent in self.stripes)
 
     @property
     def waits_since(self) -> float:
-        """Since when nothing of a stripe that is used was acknowledged, though something is on its way; else
+        """Earliest time since which a used stripe with datagrams in flight had no acknowledgement; else
         inf."""
         return min(
             (sent.waits_since for stripe, sent in enumerate(self.stripes) if self.used(stripe)),
@@ -163,19 +163,21 @@ class Flights:
         )
 
     def used(self, stripe: int) -> bool:
-        """Whether anything but questions goes over it."""
+        """Return True if the stripe carries more than questions."""
         return self._used.used(stripe)
 
     @property
     def stripes_at(self) -> float:
-        """When poll_stripes may have something."""
+        """Time at which `poll_stripes` may have something."""
         if len(self.stripes) == 1:
             return math.inf
         return self._used.deadline(self._waits, self._timeout)
 
     def poll_stripes(self, now: float) -> tuple[Poll, list[Told]]:
-        """Which stripes are silent by now, which are to be asked, and what is lost with them: that says
-        nothing of the other stripes' rate."""
+        """Return the stripes to question or to stop using, and the datagrams lost with silent ones.
+
+        These losses say nothing of the other stripes' rate.
+        """
         due = self._used.poll(now, self._waits, self._timeout)
         gone = [self.stripes[stripe].give_up() for stripe in due.questions if not self.used(stripe)]
         self.lost += sum(told.lost_count for told in gone)
@@ -188,11 +190,12 @@ class Flights:
         return [sent.waits_since for sent in self.stripes]
 
     def handle_timeout(self, now: float) -> list[tuple[int, int, int]]:
-        """It has been; returns stripe, transfer and item of what is longest on its way."""
+        """Handle a probe timeout; return (stripe, transfer, item) of each stripe's oldest datagram in
+        flight."""
         self.timeouts += 1
         self._progress = now
         self.probes = PROBES
-        if self.timeouts > 1:  # one alone is a lost tail, and no sign of the path's rate
+        if self.timeouts > 1:  # a single one is a lost tail, and says nothing of the path's rate
             self.control.handle_timeout(now)
         self._set_timeout()
         oldest = [
@@ -223,42 +226,47 @@ class Flights:
 
 @dataclass
 class Heard:
-    """What an Ack, or the time, tells."""
+    """Effects of an Ack, or of passing time."""
 
     told: Told
     rtt: float | None = None
     sample: RateSample | None = None
     round_ended: bool = False
-    after_silence: bool = False  # several timeouts were before it
-    back: bool = False  # the stripe, which was silent, is used again
+    after_silence: bool = False  # several timeouts preceded it
+    back: bool = False  # a silent stripe is back in use
 
 
 class KeyPhase:
-    """Of a stripe's keys, in this end's direction."""
+    """Key phase of one stripe in this end's direction."""
 
     def __init__(self, datagram_bytes: int) -> None:
         self.wanted = False
         self._most = PHASE_DATAGRAMS if datagram_bytes <= PHASE_BYTES else PHASE_LARGE_DATAGRAMS
         self._phase = 0
-        self._since = 0  # the number of its first datagram
-        self._asked = False  # that the other end acknowledge the present phase
+        self._since = 0  # number of the phase's first datagram
+        self._asked = False  # a datagram that asks for the acknowledgement was sent
 
     def of(self, sent: SentRecords) -> int:
-        """The phase of the next datagram. It changes only once the other end has acknowledged one of the
-        present phase, for receivers hold one phase ahead and no more."""
+        """Return the phase of the next datagram.
+
+        The phase changes only after the other end acknowledged a datagram of the present one: receivers keep
+        one phase ahead and no more.
+        """
         if self._due(sent) and sent.largest_acked >= self._since:
             self._phase, self._since = (self._phase + 1) & 0xFF, sent.next
             self.wanted = self._asked = False
         return self._phase
 
     def asks(self, sent: SentRecords) -> bool:
-        """Whether something is to go that asks for an acknowledgement: on a stripe with nothing but Acks the
-        change would wait for ever."""
+        """Return True if a Ping must go out so that keys can change.
+
+        A stripe that carries only Acks would never be acknowledged.
+        """
         waits = self._due(sent) and sent.largest_acked < self._since <= sent.next - 1
         return waits and not sent.in_flight and not self._asked
 
     def handle_asked(self) -> None:
-        """It goes, and again until it is acknowledged."""
+        """Note that the Ping was sent; the outbox resends it until it is acknowledged."""
         self._asked = True
 
     def _due(self, sent: SentRecords) -> bool:

@@ -1,8 +1,8 @@
-"""Arithmetic in GF(256), by whole arrays: the field of the forward error correction.
+"""Arithmetic in GF(256) on whole arrays: the field of the forward error correction.
 
-The field's polynomial is x^8 + x^4 + x^3 + x^2 + 1 (0x11D), its generator 2, as in ISA-L and RFC 5510.
-Products of matrices, which is where the bytes are, have two kernels: C (`csrc/gf.c`), and NumPy where that
-was not built. Both give the same bytes.
+The field's polynomial is x^8 + x^4 + x^3 + x^2 + 1 (0x11D), its generator 2, as in ISA-L and RFC 5510. Matrix
+products, which handle nearly all bytes, have two kernels: C (`csrc/gf.c`), and NumPy where that was not
+built. Both return the same bytes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 POLYNOMIAL = 0x11D
 
 _native: ModuleType | None = None
-MISSING = ""  # why the C kernels do not run
+MISSING = ""  # why the C kernels cannot be imported
 try:
     _native = importlib.import_module("atoll.ltp._gf")
 except ImportError as error:
     MISSING = str(error)
-# What can run here, fastest first: "avx2", "ssse3" and "plain" are C.
+# Kernels of this machine, fastest first: "avx2", "ssse3" and "plain" are C.
 KERNELS: tuple[str, ...] = ("numpy",) if _native is None else (*_native.KERNELS, "numpy")
-KERNEL = KERNELS[0]  # what runs
+KERNEL = KERNELS[0]  # the default
 
 
 def kernel_line() -> str:
-    """What runs, and why nothing faster, for people to read."""
+    """Return the line for users that names the kernel, and how to get a faster one."""
     if KERNEL != "numpy":
         return f"forward error correction runs in C ({KERNEL})"
     return (
@@ -50,26 +50,27 @@ def _tables() -> tuple[npt.NDArray[np.int64], Bytes]:
     return log, np.array(exp, np.uint8)
 
 
-LOG, EXP = _tables()  # of 1 to 255 (LOG[0] stands for nothing), and of 0 to 254
+LOG, EXP = _tables()  # LOG of 1 to 255 (LOG[0] is unused), EXP of 0 to 254
 
 
 def divide(numerator: Bytes, denominator: Bytes) -> Bytes:
-    """Element by element; none of either is 0."""
+    """Divide element by element; neither operand has a 0."""
     quotient: Bytes = EXP[(LOG[numerator] - LOG[denominator]) % 255]
     return quotient
 
 
 def multiply(a: Bytes, b: Bytes) -> Bytes:
-    """Element by element, with broadcasting."""
+    """Multiply element by element, with broadcasting."""
     product: Bytes = np.where((a == 0) | (b == 0), 0, EXP[(LOG[a] + LOG[b]) % 255]).astype(np.uint8)
     return product
 
 
 def matmul(coefficients: Bytes, inputs: Bytes, output: Bytes, kernel: str | None = None) -> None:
-    """output (m, L) = coefficients (m, k) times inputs (k, L), all uint8. The rows of `inputs` and of
-    `output` may lie apart, each row's bytes side by side; `output` shares no memory with `inputs`.
+    """Write coefficients (m, k) times inputs (k, L) into output (m, L), all uint8.
 
-    `kernel` is one of KERNELS, or else the fastest. Raises ValueError if the shapes do not fit.
+    Rows of `inputs` and `output` may lie apart, but each row's bytes are contiguous; `output` shares no
+    memory with `inputs`. `kernel` is one of KERNELS, by default the fastest. Raises ValueError if the shapes
+    do not fit.
     """
     kernel = kernel or KERNEL
     if kernel == "numpy":
@@ -92,8 +93,10 @@ def _check(coefficients: Bytes, inputs: Bytes, output: Bytes) -> None:
 
 
 def _matmul_numpy(coefficients: Bytes, inputs: Bytes, output: Bytes) -> None:
-    """By Horner's rule over the bits of the coefficients, eight bytes at a time: a row of ones, which is the
-    first parity, costs no more than an XOR of the inputs."""
+    """Multiply by Horner's rule over the coefficients' bits, eight bytes at a time.
+
+    A row of ones, the first parity, costs no more than an XOR of the inputs.
+    """
     rows, length = inputs.shape
     words = np.zeros((rows, -(-length // 8)), np.uint64)
     words.view(np.uint8)[:, :length] = inputs
@@ -113,7 +116,7 @@ _ONE, _SEVEN, _REST = np.uint64(1), np.uint64(7), np.uint64(POLYNOMIAL & 0xFF)
 
 
 def _double(words: npt.NDArray[np.uint64]) -> None:
-    """Times 2 each of the bytes, in place."""
+    """Multiply each byte by 2, in place."""
     overflow = words >> _SEVEN
     overflow &= _TOP_BITS
     overflow *= _REST

@@ -1,9 +1,9 @@
-"""Grants against incast: a receiver shares its link among the senders that have something to send.
+"""Grants against incast: a receiver shares its link among the senders that have data.
 
-Source: docs/ltp.md, "Grants". Shares are max-min: alike among the sites that have something to
-send, and by weight among the sessions of a site. What was granted binds the receiver
-until it expires, for a sender may not hear of less in time: so a newcomer waits for others' grants to run
-out, on a small reserve, and the sum of all grants in force never passes the link.
+Source: docs/ltp.md, "Grants". Shares are max-min: equal among the sites that have data, and by weight among
+the sessions of a site. A grant binds the receiver until it expires, because the message that lowers it may be
+lost. A newcomer therefore starts on a small reserve until other grants run out, and the sum of all grants in
+force never exceeds the link.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import TypeVar
 
 from atoll.core.errors import UserError
 
-GRANT_SECONDS = 0.1  # a grant's life: what a newcomer waits at most for its share, and a few round trips
-# of its life, after which a grant is given again: one that was lost is followed by another in time
-RENEWED = 0.5
-ASK_SECONDS = 1.0  # for which a sender counts as having something to send, unless it asks again
-RESERVE = 0.05  # of the link, for those who wait for their share
-LEAST_CHANGE = 0.05  # of a grant, below which a change of the share waits for the renewal
+GRANT_SECONDS = 0.1  # a grant's life: a newcomer's longest wait for its share, and a few round trips
+RENEWED = 0.5  # share of a grant's life after which it is renewed: a lost one is replaced in time
+ASK_SECONDS = 1.0  # for which a sender counts as having data after its last Ask
+RESERVE = 0.05  # share of the link for senders that wait for their share
+LEAST_CHANGE = 0.05  # relative change of a share below which a grant waits for its renewal
 MOST_SENDERS = 1024
-# After the first that asks, in which those who asked lately are expected to ask as well: they answer one
-# word, and were the first given all of the link, the others would wait until its grant expires.
+# After the first Ask, in which recent senders are expected to ask too, since all answer one event. If the
+# first got the whole link, the others would wait until its grant expires.
 EXPECTED_SECONDS = 0.05
 LATELY_SECONDS = 10.0
 
@@ -44,34 +43,36 @@ class _Sender:
     weight: float
     wanted: float  # bytes per second
     until: float  # when it counts as silent
-    granted: float = 0.0  # the last grant
+    granted: float = 0.0  # rate of the last grant
     renew_at: float = -math.inf
-    # (until, rate), in force: a lower grant may be lost, so that the higher one binds until it expires.
+    # (until, rate) of grants in force: a lower grant may be lost, so a higher one binds until it expires.
     promised: list[tuple[float, float]] = field(default_factory=list)
 
     def bound(self, now: float) -> float:
-        """The most that it may still send by."""
+        """Return the highest rate that the sender may still use."""
         self.promised = [each for each in self.promised if each[0] > now]
         return max((rate for _, rate in self.promised), default=0.0)
 
 
 class Grants:
-    """One receiver's. `link_rate` in bytes per second of datagrams."""
+    """Shares of one receiver's link. `link_rate` in bytes per second of datagrams."""
 
     def __init__(self, link_rate: float) -> None:
         if not 0.0 < link_rate < math.inf:
             raise UserError(f"link_rate = {link_rate:g}: more than 0 bytes per second, and finite")
         self._link_rate = link_rate
         self._senders: dict[int, _Sender] = {}
-        self._left: list[tuple[float, float]] = []  # promised to those that are gone, (until, rate)
-        self._began = -math.inf  # when the first asked, while nobody had anything to send
-        self._lately: dict[int, tuple[float, _Sender]] = {}  # who asked last when
+        self._left: list[tuple[float, float]] = []  # (until, rate) promised to senders that are done
+        self._began = -math.inf  # time of the first Ask after an idle time
+        self._lately: dict[int, tuple[float, _Sender]] = {}  # recent senders, with the time of their last Ask
 
     def handle_ask(
         self, now: float, session: int, weight: float = 1.0, wanted: float = math.inf, site: str = ""
     ) -> bool:
-        """A sender of `site` has something to send, at most `wanted` bytes per second. False: too many do,
-        and it is left to its own estimate."""
+        """Record that a sender of `site` has data, at most `wanted` bytes per second.
+
+        Returns False if there are too many senders: this one keeps to its own estimate.
+        """
         if not (weight > 0.0 and wanted > 0.0 and math.isfinite(weight)) or math.isnan(wanted):
             raise UserError(f"session {session} asks for {wanted:g} with weight {weight:g}: both are above 0")
         self._expire(now)
@@ -91,7 +92,7 @@ class Grants:
         return True
 
     def _forget(self, now: float) -> None:
-        """Those who have not asked for long."""
+        """Drop senders whose last Ask is older than LATELY_SECONDS."""
         self._lately = {
             session: (when, sender)
             for session, (when, sender) in self._lately.items()
@@ -99,13 +100,13 @@ class Grants:
         }
 
     def handle_done(self, now: float, session: int) -> None:
-        """It has nothing more to send. What it was promised is free when it expires."""
+        """Record that a sender has no more data. Its grants stay reserved until they expire."""
         sender = self._senders.pop(session, None)
         if sender is not None and (bound := sender.bound(now)) > 0.0:
             self._left.append((sender.promised[-1][0], bound))
 
     def poll_grants(self, now: float) -> list[Grant]:
-        """The grants to be sent now: to those whose share changed or whose grant runs out."""
+        """Return the grants to send now: for shares that changed, and for grants that run out."""
         self._expire(now)
         if not self._senders:
             return []
@@ -115,7 +116,7 @@ class Grants:
         waiting = RESERVE * self._link_rate / MOST_SENDERS
         grants = []
         for session, sender in sorted(self._senders.items()):
-            # What is above its bound must be free; what is below is its own already.
+            # A rate up to its bound is already promised to this sender; anything above must be free.
             rate = min(shares[session], bounds[session] + max(0.0, free))
             reason = "its share of the link"
             if rate < shares[session] * (1.0 - LEAST_CHANGE):
@@ -131,11 +132,11 @@ class Grants:
         return grants
 
     def poll_deadline(self) -> float:
-        """When `poll_grants` may have something; infinity while nobody sends."""
+        """Return the time at which `poll_grants` may have something; inf without senders."""
         return min((sender.renew_at for sender in self._senders.values()), default=math.inf)
 
     def committed(self, now: float) -> float:
-        """Bytes per second that senders may send by, of all grants in force: never above the link."""
+        """Return the bytes per second of all grants in force; never above the link."""
         self._expire(now)
         return sum(each.bound(now) for each in self._senders.values()) + sum(rate for _, rate in self._left)
 
@@ -166,8 +167,11 @@ class Grants:
 
 
 def max_min(total: float, wanted: Mapping[Key, float], weights: Mapping[Key, float]) -> dict[Key, float]:
-    """Shares of `total`: nobody gets more than wanted, and who gets less gets the same per weight as all
-    others who do, and no less than anyone."""
+    """Return max-min fair shares of `total`.
+
+    No share exceeds what is wanted. All unsatisfied keys get the same per weight, which no satisfied key
+    exceeds.
+    """
     shares: dict[Key, float] = {}
     left, weight = total, sum(weights.values())
     for key in sorted(wanted, key=lambda key: wanted[key] / weights[key]):

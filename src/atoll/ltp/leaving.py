@@ -1,7 +1,7 @@
-"""The transfers that a session sends: which one is next, and who is told what came of its datagrams.
+"""Transfers that a session sends: their order, and where acknowledgements and losses go.
 
-A transfer is sent in its window; the next one's begins when all of it was sent once, or the receiver said
-Early. Repairs of earlier ones go first. Source: docs/ltp.md, "A transfer's window".
+A transfer is sent in its window. The next window begins when the whole transfer was sent once, or the
+receiver said Early. Repairs of earlier transfers go first. Source: docs/ltp.md, "A transfer's window".
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import payload_bytes
 from atoll.wire.linkcontrol import Closed, Need
 
-MOST_IDS = 2**32  # of transfers: ids have 32 bits in a header
-MOST_BEGUN = 16  # transfers that the receiver has not closed; it takes twice as many
-MOST_BURNT = 4096  # ids that were refused unseen; only a receiver that errs refuses so many
-MOST_SAID = 4096  # transfers closed out of order: a Closed that is lost goes again within a round trip
-COPIES_APART = 1 / 16  # of the round trip: no burst of loss that is borne takes two copies of a repair
-TAIL_SECONDS = 0.01  # beyond a round trip, in which what is lost at the end cannot come again in time
+MOST_IDS = 2**32  # transfer ids have 32 bits in a header
+MOST_BEGUN = 16  # transfers in flight that are not closed; a receiver takes twice as many
+MOST_BURNT = 4096  # ids refused before use; only a faulty receiver refuses so many
+MOST_SAID = 4096  # transfers closed out of order: a lost Closed is resent within a round trip
+COPIES_APART = 1 / 16  # of the round trip, between copies of a repair: no ordinary loss burst takes two
+TAIL_SECONDS = 0.01  # beyond a round trip: losses so close to the end cannot be repaired in time
 
 
 class Sender:
-    """Of one end."""
+    """The sending side of one end of a session."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._transfers: dict[int, Outgoing] = {}  # in the order of `send`
         self._begun: dict[int, Outgoing] = {}  # those whose window has begun
-        self._waiting: dict[int, Outgoing] = {}  # and those whose has not
+        self._waiting: dict[int, Outgoing] = {}  # those whose window has not begun
         self._next = 1
         self._closed_retransmitted = 0
-        self._said: dict[int, Delivered | None] = {}  # by the receiver's order, until those before are said
-        self._order = 0  # of the next
-        self._burnt: set[int] = set()  # ids that the receiver has refused before they were used
+        self._reports: dict[int, Delivered | None] = {}  # closed out of order, by the receiver's order
+        self._order = 0  # next one to report
+        self._burnt: set[int] = set()  # ids that the receiver refused before they were used
 
     def block(self, itemsize: int) -> int:
-        """Elements in a block."""
+        """Return the elements in a block."""
         return payload_bytes(self._settings.datagram_bytes) // itemsize
 
     def add(self, chunk: int, iteration: int, values: Values, high: Mask | None, reliable: bool) -> int:
-        """A transfer to send; returns its id. Raises UserError for what cannot be sent, or when the ids have
-        run out."""
+        """Queue a transfer and return its id. Raises UserError for values that cannot be sent, or without
+        free ids."""
         while self._next in self._burnt:
             self._burnt.remove(self._next)
             self._next += 1
@@ -60,24 +60,26 @@ class Sender:
 
     @property
     def ready(self) -> bool:
-        """Whether something is to be sent."""
+        """True if a datagram waits to be sent."""
         if any(each.ready for each in self._begun.values()):
             return True
         return bool(self._waiting) and len(self._begun) < MOST_BEGUN
 
     @property
     def bytes_left(self) -> int:
-        """That are still to be sent."""
+        """Bytes still to be sent."""
         return sum(each.bytes_left for each in self._transfers.values())
 
     @property
     def retransmitted(self) -> int:
-        """Datagrams that were sent again."""
+        """Datagrams sent more than once."""
         return self._closed_retransmitted + sum(each.repaired for each in self._begun.values())
 
     def next(self, now: float, control: RateControl, loss: float, burst: float) -> Outgoing | None:
-        """The transfer whose turn it is; its window may begin here. `loss` is the path's, in bursts of so
-        many datagrams."""
+        """Return the transfer to send from; its window may begin here.
+
+        `loss` and `burst` are the path's loss rate and mean datagrams lost in a row.
+        """
         for outgoing in self._begun.values():
             if outgoing.repairs:
                 return outgoing
@@ -96,38 +98,43 @@ class Sender:
         return outgoing
 
     def handle_acked(self, transfer: int, items: Items) -> None:
-        """These of its items came."""
+        """Record that these items of a transfer arrived."""
         outgoing = self._begun.get(transfer)
         if outgoing is not None:
             outgoing.handle_acked(items)
 
     def handle_lost(self, transfer: int, items: Items) -> int:
-        """These were lost; how many of them can be restored."""
+        """Record that these items were lost; return how many of them parity restores."""
         outgoing = self._begun.get(transfer)
         return outgoing.handle_lost(items) if outgoing is not None else 0
 
     def handle_early(self, transfer: int) -> None:
-        """The receiver has enough of it."""
+        """Stop low blocks of a transfer: its receiver has enough."""
         outgoing = self._known(transfer)
         if outgoing is not None:
             outgoing.handle_early("the receiver said Early")
 
     def handle_need(self, now: float, need: Need, rtt: float) -> None:
-        """The receiver asks for blocks of it."""
+        """Resend the blocks of a transfer that its receiver asks for."""
         outgoing = self._known(need.transfer)
         if outgoing is not None:
             outgoing.handle_need(now, need.ranges, rtt)
 
     def _known(self, transfer: int) -> Outgoing | None:
-        """The transfer that the receiver speaks of. An id of which it has something before it was used (a
-        datagram was forged, or damaged before it was sealed) is not used any more."""
+        """Return the transfer with this id, if its window has begun.
+
+        An id that the receiver names before it was used (a datagram was forged, or damaged before sealing) is
+        never used.
+        """
         if self._next <= transfer and len(self._burnt) < MOST_BURNT:
             self._burnt.add(transfer)
         return self._begun.get(transfer)
 
     def handle_closed(self, part: Closed) -> list[Delivered]:
-        """A part of the receiver's last word on a transfer; returns what is told by now, in the order in
-        which the receiver has closed them: both ends keep books by it. Raises WireError."""
+        """Take one part of a Closed; return what can be reported by now, in the order of the receiver.
+
+        Both ends keep their last values by that order. Raises WireError.
+        """
         delivered = None
         outgoing = self._transfers.get(part.transfer)
         if outgoing is not None:
@@ -139,41 +146,43 @@ class Sender:
                 each.pop(part.transfer, None)
         else:
             self._known(part.transfer)
-        if part.order < self._order or len(self._said) >= MOST_SAID:
+        if part.order < self._order or len(self._reports) >= MOST_SAID:
             return [delivered] if delivered is not None else []
-        self._said.setdefault(part.order, delivered)
+        self._reports.setdefault(part.order, delivered)
         return self._in_order()
 
     def _in_order(self) -> list[Delivered]:
-        """What can be told: without a gap, or when there is no transfer that could fill one."""
+        """Return the reports without a gap before them, or all if no open transfer could fill a gap."""
         ready = []
-        while self._said and (self._order in self._said or not self._begun):
-            self._order = min(self._said)
-            ready.append(self._said.pop(self._order))
+        while self._reports and (self._order in self._reports or not self._begun):
+            self._order = min(self._reports)
+            ready.append(self._reports.pop(self._order))
             self._order += 1
         return [each for each in ready if each is not None]
 
     @property
     def due(self) -> float:
-        """When `poll` has something to do."""
+        """Time at which `poll` has something to do."""
         return min((each.due for each in self._begun.values()), default=math.inf)
 
     def poll(self, now: float) -> None:
-        """Has go again what is due, and reminds a receiver of transfers that it has not closed."""
+        """Queue repeats that are due, and remind a receiver of transfers that it has not closed."""
         for outgoing in self._begun.values():
             if now >= outgoing.due:
                 outgoing.poll(now)
 
     def probe(self, transfer: int, item: int) -> bool:
-        """Sends an item again, if it is worth it."""
+        """Send an item again if that helps; return True if so."""
         outgoing = self._begun.get(transfer)
         return outgoing is not None and outgoing.probe(item)
 
     def end(self) -> tuple[list[Delivered], tuple[int, ...]]:
-        """The session is over: what the receiver has said out of order, which is told now, and the transfers
-        whose fate is not known. To know what the last values were takes every word before."""
-        said = [delivered for _, delivered in sorted(self._said.items()) if delivered is not None]
-        told = [each for each in said if each.fill != "last"]
-        unknown = {each.transfer for each in said if each.fill == "last"} | self._transfers.keys()
-        self._transfers, self._begun, self._waiting, self._said = {}, {}, {}, {}
-        return told, tuple(sorted(unknown))
+        """End the session; return reports closed out of order, and the transfers whose fate is unknown.
+
+        A transfer filled with last values counts as unknown: these depend on every transfer before it.
+        """
+        ordered = [delivered for _, delivered in sorted(self._reports.items()) if delivered is not None]
+        known = [each for each in ordered if each.fill != "last"]
+        unknown = {each.transfer for each in ordered if each.fill == "last"} | self._transfers.keys()
+        self._transfers, self._begun, self._waiting, self._reports = {}, {}, {}, {}
+        return known, tuple(sorted(unknown))

@@ -1,8 +1,8 @@
-"""What a path loses: of late, at any rate, and in which bursts; told by packets that came and that were lost.
+"""Loss of a path: recent loss, the path's own loss, and burst length, counted in packets.
 
-Source: docs/ltp-rates.md, "What is measured". The table asks for loss over the last few round trips. What a
-path loses at any rate (the path's own: radio, a bad line) says nothing of the rate; it is known when half of
-the rate did not lessen it, while no queue stood.
+Source: docs/ltp-rates.md, "What is measured". The rate table asks for the loss over the last few round trips.
+The path's own loss (radio, a bad line) occurs at any rate; it is proven when half of the rate did not lessen
+the loss while no queue stood.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from atoll.ltp.rates import Seen, deviation, surely_above
 
 Verdict: TypeAlias = Literal["", "own", "lessened"]
 
-LOSS_ROUNDS = 4  # over which the path's loss is taken: "the last few"
-BASE_PACKETS = 1000  # of which a loss is told well enough to take the least of several
-BASE_SPANS = 32  # of so many packets and at least a round, over which the least is taken: several probes
-BASE_SURE = 2.0  # standard deviations by which the least of so many spans lies below their mean, by chance
-SURE_SPANS = 8  # after which the base may be more than FIRST_BASE: some spans were below the path's rate
+LOSS_ROUNDS = 4  # round trips of the recent loss
+BASE_PACKETS = 1000  # least packets of a span
+BASE_SPANS = 32  # spans whose least loss is the base: they cover several probes
+BASE_SURE = 2.0  # standard deviations by which the least of so many spans lies below their mean by chance
+SURE_SPANS = 8  # spans from which the base may exceed FIRST_BASE: some were sent below the path's rate
 FIRST_BASE = 0.03
-MOST_BASE = 0.2  # of loss that is taken for the path's own, and not for the rate's
-SAME = 0.7  # of the loss at the full rate: when half of the rate leaves so much, it was not lessened
-MOST_BURST = 16.0  # packets lost in a row that are taken for one event: more is an overflow, or an outage
-TRIAL_PACKETS = 4000  # after which half of the rate has had its time to lessen a loss
-BURST_KEPT = 0.9  # of what is known of bursts, from one round with loss to the next
+MOST_BASE = 0.2  # most loss that counts as the path's own
+SAME = 0.7  # share of the loss at full rate: half of the rate that leaves so much did not lessen it
+MOST_BURST = 16.0  # packets lost in a row as one event: more is an overflow, or an outage
+TRIAL_PACKETS = 4000  # packets after which the trial at half of the rate is decided
+BURST_KEPT = 0.9  # weight of earlier bursts at each round with loss
 
 
 class Losses:
-    """Packets that came and were lost, by round trip."""
+    """Packets that arrived and were lost, by round trip."""
 
     def __init__(self) -> None:
-        self.acked = self.lost = 0  # in the round that runs
+        self.acked = self.lost = 0  # packets of the current round
         self.quiet_rounds = 0
-        self.base = 0.0  # the least loss of a span: what the path loses at any rate
+        self.base = 0.0  # least loss of a span: an estimate of the path's own loss
         self._rounds: deque[tuple[int, int]] = deque(maxlen=LOSS_ROUNDS)
         self._spans: deque[tuple[int, int]] = deque(maxlen=BASE_SPANS)  # (lost, counted)
         self._span_acked = self._span_lost = 0
         self._runs = 0
         self._bursts = [0.0, 0.0]  # packets lost, and runs of them
         self._trial: _Trial | None = None
-        self.own = 0.0  # what of it is proven to be the path's: half of the rate did not lessen it
+        self.own = 0.0  # proven part of `base`: half of the rate did not lessen it
 
     def take(self, acked: int, lost: int, runs: int | None = None) -> None:
-        """`runs`: of lost packets that follow one another; by default each is lost alone."""
+        """Count packets. `runs`: runs of consecutive lost packets; by default each was lost alone."""
         self.acked += acked
         self.lost += lost
         self._runs += lost if runs is None else runs
@@ -51,8 +51,10 @@ class Losses:
             self.quiet_rounds = 0
 
     def end_round(self, free: bool = True) -> tuple[int, int]:
-        """Of the round that ended: (acked, lost). `free`: no queue stood in it, so that its bursts of losses
-        are the path's own and not an overflow's."""
+        """End the round; return its (acked, lost).
+
+        `free`: no queue stood in the round, so its loss bursts are the path's own and no overflow's.
+        """
         ended = self.acked, self.lost
         counted = self.acked + self.lost
         if self.lost and free:
@@ -90,12 +92,12 @@ class Losses:
 
     @property
     def burst(self) -> float:
-        """Packets that are lost in a row, at the mean."""
+        """Mean number of packets lost in a row."""
         lost, runs = self._bursts
         return min(max(lost / runs, 1.0), MOST_BURST) if runs else 1.0
 
     def recent(self) -> tuple[int, int]:
-        """Of the last few round trips: (lost, counted)."""
+        """Return (lost, counted) of the last few round trips."""
         lost = sum(each[1] for each in self._rounds) + self.lost
         return lost, lost + sum(each[0] for each in self._rounds) + self.acked
 
@@ -105,23 +107,23 @@ class Losses:
         return lost / counted if counted else 0.0
 
     def seen(self, target: float, fill_above: float) -> Seen:
-        """For the rate table."""
+        """Return the input of the rate table."""
         lost, counted = self.recent()
         return Seen(lost, counted, self.quiet_rounds, target, fill_above, self.own, self.burst)
 
     def forget(self) -> None:
-        """The rate was changed for this loss: what follows is judged anew."""
+        """Forget the recent loss, because the rate was changed for it."""
         self._rounds.clear()
         self.acked = self.lost = self.quiet_rounds = self._runs = 0
 
     def beyond_own(self, lost: int, counted: int) -> bool:
-        """Whether a round lost more than the path does at any rate."""
+        """Return True if a round lost more than the path's own loss."""
         return lost > 0 and (not self.own or surely_above(lost, counted, self.own, self.burst))
 
-    # Whether it is the path's own.
+    # The trial: is the loss the path's own?
 
     def begin_trial(self) -> None:
-        """The rate was halved for the loss of the last few rounds."""
+        """Start a trial: the rate was halved for the loss of the last few rounds."""
         lost, counted = self.recent()
         self._trial = _Trial(lost / counted) if counted else None
 
@@ -129,8 +131,8 @@ class Losses:
         self._trial = None
 
     def try_round(self, acked: int, lost: int, fill_above: float) -> Verdict:
-        """A round at half of the rate, without a queue: whether that has lessened the loss, once it is told
-        from chance."""
+        """Count a round at half of the rate without a queue; return the verdict, "" while it may be
+        chance."""
         trial = self._trial
         if trial is None:
             return ""

@@ -1,8 +1,7 @@
-"""How fast the path delivers, by what Acks tell: bytes and times by the receiver's own clock.
+"""Delivery rate from Acks: bytes and times by the receiver's clock.
 
-So neither a late Ack nor several that come together change what is measured, and a short transfer is measured
-by its own length and not by the round trip before it. Source: docs/ltp-rates.md,
-"What is measured".
+Late or merged Acks therefore do not change the measurement, and a short transfer is measured by its own
+length, not by the round trip before it. Source: docs/ltp-rates.md, "What is measured".
 """
 
 from __future__ import annotations
@@ -14,32 +13,33 @@ from atoll.ltp.bandwidth import RateSample
 from atoll.ltp.sent import Mark, Told
 from atoll.wire.datagrams import Acknowledgement
 
-LEAST_SPAN = 0.004  # seconds; two bursts: what arrives within one says nothing
-LEAST_ROUND = 0.01  # seconds that a round lasts: of one of 0.3 ms a host's jitter would be all that is seen
-MOST_CLAIMED, CLAIMED_BYTES = 2, 2**16  # of what was acknowledged, what the other end may say that it had
-SPAN_SHARE = 1 / 4  # of the least round trip
+LEAST_SPAN = 0.004  # seconds, two bursts: arrivals within one burst give no rate
+LEAST_ROUND = 0.01  # seconds, least round: in one of 0.3 ms a host's jitter hides everything
+# Believed bytes of the receiver's count: MOST_CLAIMED times the acknowledged ones plus CLAIMED_BYTES.
+MOST_CLAIMED, CLAIMED_BYTES = 2, 2**16
+SPAN_SHARE = 1 / 4  # of the least round trip: a shorter span gives no rate
 
 
 @dataclass(frozen=True)
 class _State:
     delivered: int
     arrived: float
-    sent: float  # when what that Ack named as its largest was sent
+    sent: float  # when that Ack's largest datagram was sent
 
 
 class Meter:
-    """Of one session, over its stripes."""
+    """Delivery rate and rounds of one session, over its stripes."""
 
     def __init__(self) -> None:
         self.acked = 0  # bytes
         self._latest: _State | None = None
-        self._anchor: _State | None = None  # the first since this end was idle
+        self._anchor: _State | None = None  # first state since this end was idle
         self._round_end = 0
         self._ended_at = -math.inf
         self._limited_until = 0
 
     def mark(self, idle: bool) -> Mark:
-        """What a burst is sent with. `idle`: nothing else is on its way."""
+        """Return the mark for a burst that is sent now. `idle`: nothing else is in flight."""
         if idle:
             self._latest = self._anchor = None
         latest, limited = self._latest, self._limited_until > self.acked
@@ -48,11 +48,11 @@ class Meter:
         return Mark(latest.delivered, latest.arrived, latest.sent, self.acked, limited)
 
     def handle_limited(self, in_flight: int) -> None:
-        """There is nothing to send though more could be."""
+        """Note that there is too little to send for the rate."""
         self._limited_until = self.acked + in_flight
 
     def handle_ack(self, ack: Acknowledgement, told: Told, min_rtt: float) -> tuple[RateSample | None, bool]:
-        """What was delivered at which rate, and whether a round trip has ended."""
+        """Return the rate sample of an Ack, if it gives one, and True if a round trip has ended."""
         self.acked += told.acked_bytes
         if told.newest is None:
             return None, False
@@ -64,16 +64,18 @@ class Meter:
             return None, ended
         state = _State(ack.delivered, ack.arrived, sent)
         latest = self._latest
-        # On a near path a round trip is shorter than what a rate can be told by: then marks stay for longer.
-        held = max(2 * LEAST_SPAN - min_rtt, 0.0)
-        if latest is None or (ack.delivered > latest.delivered and ack.arrived >= latest.arrived + held):
+        # On a near path a round trip is shorter than the least span of a rate: keep marks for longer.
+        mark_seconds = max(2 * LEAST_SPAN - min_rtt, 0.0)
+        if latest is None or (
+            ack.delivered > latest.delivered and ack.arrived >= latest.arrived + mark_seconds
+        ):
             self._latest = state
         since = _State(mark.delivered, mark.arrived, mark.sent) if mark.arrived >= 0 else self._anchor
         if since is None:
             self._anchor = state
             return None, ended
-        # The count is the other end's word alone: what it has acknowledged is what it can have had, but for
-        # Acks themselves, copies, and what was told of since.
+        # The other end alone claims `delivered`: bound it by the acknowledged bytes, with room for Acks,
+        # copies, and datagrams acknowledged since.
         delivered = min(
             ack.delivered - since.delivered, MOST_CLAIMED * (self.acked - mark.acked) + CLAIMED_BYTES
         )

@@ -1,8 +1,7 @@
-"""The order in which a transfer's blocks are sent: both ends know from two counts which of them are high.
+"""The order in which a transfer's blocks are sent: two counts tell both ends which blocks are high.
 
-A block's index is its turn. The k-th high block, by place, has the index
-floor((2k + 1) blocks / (2 highs)), the low ones have the rest, by place: so the shares of high and low that
-have come rise together.
+A block's index is its turn. The k-th high block, by place, has the index floor((2k + 1) blocks / (2 highs)).
+Low blocks take the other indices, by place. The delivered shares of high and low blocks so rise together.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ DTYPES = {int(element): dtype for dtype, element in ELEMENTS.items()}
 
 @dataclass(frozen=True)
 class Extent:
-    """What a chunk that may come has. Raises UserError for what no transfer can have."""
+    """Size and dtype of a chunk that may arrive. Raises UserError for those that no transfer can have."""
 
     elements: int
     dtype: np.dtype[Any]
@@ -44,13 +43,13 @@ class Extent:
 
 
 def high_indices(blocks: int, highs: int) -> Indices:
-    """The indices of the high blocks, rising, (highs,)."""
+    """Return the indices of the high blocks, ascending, (highs,)."""
     turns = np.arange(highs, dtype=np.int64)
     return (2 * turns + 1) * blocks // (2 * max(highs, 1))
 
 
 def places_of(high: npt.NDArray[np.bool_]) -> Indices:
-    """The place of each index, (blocks,), where `high` is by place."""
+    """Return the place of each index, (blocks,); `high` is by place."""
     blocks, highs = len(high), int(np.count_nonzero(high))
     places = np.empty(blocks, dtype=np.int64)
     at_high = np.zeros(blocks, dtype=np.bool_)

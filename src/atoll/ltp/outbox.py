@@ -1,4 +1,4 @@
-"""Control messages on their way: kept until acknowledged, sent again when lost, handled once.
+"""Control messages: kept until acknowledged, resent when lost, handled once.
 
 Source: docs/ltp.md, "Control messages".
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from atoll.wire.linkcontrol import AnyControl, encode
 
-MOST_WAITING = 2**14  # messages: 32 of the largest transfers are closed in as many
-MOST_HANDLED = 4096  # sequences that are remembered past a gap: one who passes by more has lost the oldest
+MOST_WAITING = 2**14  # messages: enough to close 32 of the largest transfers
+MOST_HANDLED = 4096  # sequences remembered past a gap; beyond it the oldest gaps count as handled
 
 
 @dataclass(frozen=True)
 class Message:
-    """One to send. `stripe` None: any; `path` None: the stripe's own. One that is not `kept` goes once."""
+    """A message to send. `stripe` None: any; `path` None: the stripe's own. Sent once unless `kept`."""
 
     sequence: int
     body: bytes
@@ -27,7 +27,7 @@ class Message:
 
 
 class Outbox:
-    """Of one end."""
+    """Control messages that one end sends."""
 
     def __init__(self) -> None:
         self._sequence = 0
@@ -39,7 +39,7 @@ class Outbox:
 
     @property
     def sequence(self) -> int:
-        """Of the next message."""
+        """Sequence of the next message."""
         return self._sequence
 
     def put(
@@ -50,7 +50,7 @@ class Outbox:
         stripe: int | None = None,
         path: Hashable | None = None,
     ) -> None:
-        """Queues it; its sequence is `sequence`."""
+        """Queue a message, whose sequence must be `sequence`."""
         assert message.sequence == self._sequence
         self._sequence += 1
         entry = Message(message.sequence, encode(message), kept, stripe, path)
@@ -59,32 +59,32 @@ class Outbox:
         self._queue.append(entry)
 
     def take(self, sendable: Callable[[Message], bool]) -> Message | None:
-        """The next that can be sent now."""
+        """Remove and return the next message that can be sent now."""
         for message in self.queued:
             if sendable(message):
                 self._queue.remove(message)
                 return message
-            if message.path is not None:  # an address that may be forgotten; if it is not, it will ask again
+            if message.path is not None:  # its address may be forgotten by now; if not, it asks again
                 self._queue.remove(message)
         return None
 
     @property
     def queued(self) -> tuple[Message, ...]:
-        """What is to be sent."""
+        """Messages that wait to be sent."""
         return tuple(self._queue)
 
     def resend(self, sequence: int) -> bool:
-        """Sends one again though nothing says that it is lost; False: it is not kept."""
+        """Queue a message again though it is not known to be lost. Returns False if it is not kept."""
         self.handle_lost([sequence])
         return sequence in self._kept
 
     def handle_acked(self, sequences: list[int]) -> None:
-        """These came."""
+        """Drop these acknowledged messages."""
         for sequence in sequences:
             self._kept.pop(sequence, None)
 
     def handle_lost(self, sequences: list[int]) -> None:
-        """The datagrams that carried these are lost: what is kept goes again."""
+        """Queue again the kept ones of these lost messages."""
         queued = {message.sequence for message in self._queue}
         for sequence in sequences:
             if sequence in self._kept and sequence not in queued:
@@ -92,24 +92,24 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """Whether more waits than an honest end would leave waiting."""
+        """True if more messages wait than an honest end leaves unacknowledged."""
         return max(len(self._kept), len(self._queue)) > MOST_WAITING
 
     @property
     def waiting(self) -> int:
-        """Messages that are not acknowledged."""
+        """Number of unacknowledged messages."""
         return len(self._kept)
 
 
 class Handled:
-    """Which sequences have been handled."""
+    """The set of message sequences that were handled."""
 
     def __init__(self) -> None:
         self._below = 0
         self._past: set[int] = set()
 
     def fresh(self, sequence: int) -> bool:
-        """Whether it is the first time; from now on it is not."""
+        """Return True the first time that a sequence is given."""
         if sequence < self._below or sequence in self._past:
             return False
         self._past.add(sequence)

@@ -1,8 +1,7 @@
-"""The addresses of the other end of one stripe: where data goes, what is not believed yet, and who moved.
+"""Addresses of the other end of one stripe: validation, limits before it, and moves.
 
-An address is believed once it has sent back the token of a Challenge that went there; before, it gets at most
-three times the bytes that came from it. Source: docs/ltp.md, "Addresses"; RFC 9000,
-sections 8 and 9.
+An address is validated once it has returned the token of a Challenge that was sent there. Before, at most
+three times its own bytes are sent to it. Source: docs/ltp.md, "Addresses"; RFC 9000, sections 8 and 9.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ import numpy as np
 
 from atoll.wire.linkcontrol import TOKEN_BYTES
 
-AMPLIFICATION = 3  # as QUIC's: who is flooded at a forged address gets no more than that
-MOST_PATHS = 4  # of a stripe: the one in use, the one that it moves to, and two that flap
-CHALLENGE_BYTES = 128  # the most that a Challenge's datagram has, seal included
-MOST_CHALLENGES = 24  # without an answer, before an address is given up
-MOST_RESEND_SECONDS = 0.5  # where a round trip is shorter: a session begins only once one has come through
-LEAST_RESEND_SECONDS = 0.05  # a timer below that would resend for a scheduler's pause
-HOLD_SECONDS = 1.0  # from one move to the next: rate and round trip are measured anew each time
-FORGET_SECONDS = 30.0  # of silence, after which an address that is not in use may be somebody else's
+AMPLIFICATION = 3  # QUIC's factor: bounds a flood towards a forged address
+MOST_PATHS = 4  # of a stripe: the one in use, the next one, and two that flap
+CHALLENGE_BYTES = 128  # largest datagram of a Challenge, seal included
+MOST_CHALLENGES = 24  # unanswered ones before an address is given up
+MOST_RESEND_SECONDS = 0.5  # unless a round trip takes longer: a session waits for the first to get through
+LEAST_RESEND_SECONDS = 0.05  # a shorter timer would resend for a scheduler's pause
+HOLD_SECONDS = 1.0  # between two moves: each one restarts the measurements of rate and round trip
+FORGET_SECONDS = 30.0  # of silence, after which an unused address may belong to somebody else
 UNLIMITED = 2**62
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Data goes to `path` from now on; `before` is None for the first."""
+    """Data goes to `path` from now on; `before` is None for the first address."""
 
     path: Hashable
     before: Hashable | None
@@ -37,13 +36,13 @@ class Moved:
 
 @dataclass
 class _Path:
-    heard: float  # when a datagram last came from it
+    heard: float  # time of the last datagram from it
     received: int = 0  # bytes
     sent: int = 0
     validated: bool = False
-    token: bytes = b""  # of its challenge; empty: none is open
+    token: bytes = b""  # of its open challenge, or empty
     tries: int = 0
-    due: float = math.inf  # when the challenge is to go (again)
+    due: float = math.inf  # when to send the challenge (again)
 
     @property
     def allowance(self) -> int:
@@ -51,15 +50,15 @@ class _Path:
 
 
 class Paths:
-    """Of one stripe. `known`: an address that the authenticated channel gave, which is believed."""
+    """The addresses of one stripe. `known`: an address from the authenticated channel, trusted at once."""
 
     def __init__(self, now: float, rng: np.random.Generator, known: Hashable | None = None) -> None:
-        self.active: Hashable | None = known  # where data goes; it may not be validated, see `allowance`
-        self.round_trip = 0.1  # seconds; the session tells it anew when it has measured one
+        self.active: Hashable | None = known  # where data goes, validated or not, see `allowance`
+        self.round_trip = 0.1  # seconds; the session sets the measured value
         self._rng = rng
         self._paths: dict[Hashable, _Path] = {}
-        self._highest = -1  # number that came
-        self._wanted: Hashable | None = known  # whence it came
+        self._highest = -1  # highest number received
+        self._wanted: Hashable | None = known  # address that sent it
         self._hold_until = -math.inf
         self._first = known is None
         if known is not None:
@@ -69,7 +68,7 @@ class Paths:
         return len(self._paths)
 
     def allowance(self, path: Hashable) -> int:
-        """Bytes that may be sent there now."""
+        """Return the bytes that may be sent to this address now."""
         known = self._paths.get(path)
         return known.allowance if known else 0
 
@@ -78,13 +77,13 @@ class Paths:
         return known is not None and known.validated
 
     def handle_received(self, now: float, path: Hashable, size: int, highest: int) -> None:
-        """Datagrams of `size` bytes in all came from there, whose seals were good and whose numbers fresh;
-        the highest of these is `highest`."""
+        """Record `size` bytes of sealed, fresh datagrams from this address; `highest` is their highest
+        number."""
         known = self._paths.get(path)
         ahead = highest > self._highest
         if known is None:
             if not ahead and self.active is not None:
-                return  # something late from an address that is left: it starts nothing
+                return  # a late datagram from an abandoned address
             self._make_room()
             known = self._paths[path] = _Path(heard=now)
         elif path != self.active and now - known.heard > FORGET_SECONDS:
@@ -99,7 +98,7 @@ class Paths:
             self.active = path
 
     def handle_answer(self, now: float, path: Hashable, token: bytes) -> bool:
-        """An Answer came from there; whether it is the one that was waited for."""
+        """Take an Answer from this address; return True if its token is that of the open challenge."""
         known = self._paths.get(path)
         if known is None or not known.token or known.token != token:
             return False
@@ -107,14 +106,17 @@ class Paths:
         return True
 
     def handle_sent(self, path: Hashable, size: int) -> None:
-        """Datagrams of `size` bytes in all went there, challenges too."""
+        """Record `size` bytes sent to this address, challenges included."""
         known = self._paths.get(path)
         if known is not None:
             known.sent += size
 
     def poll_challenges(self, now: float) -> list[tuple[Hashable, bytes]]:
-        """Addresses to which a Challenge with this token is to go now. One that has not answered the last of
-        them is given up; a datagram from there with a new highest number begins anew."""
+        """Return the addresses to challenge now, with their tokens.
+
+        An address that left the last challenge unanswered is given up until a datagram with a new highest
+        number comes from it.
+        """
         challenges: list[tuple[Hashable, bytes]] = []
         for path, known in list(self._paths.items()):
             if known.due > now or known.allowance < CHALLENGE_BYTES:
@@ -131,7 +133,7 @@ class Paths:
         return challenges
 
     def poll_moves(self, now: float) -> Moved | None:
-        """Whether data goes elsewhere from now on: to where the highest number came from, once validated."""
+        """Return a move of the data to the address that sent the highest number, once it is validated."""
         if self._first and self.active is not None:
             self._first = False
             return Moved(self.active, None, "the first address that a sealed datagram came from")
@@ -142,7 +144,7 @@ class Paths:
         return Moved(self.active, before, "the latest datagrams come from there, and it has answered")
 
     def poll_deadline(self) -> float:
-        """When one of the polls may have something; math.inf: only after input."""
+        """Return the time at which a poll may have something; inf: only after input."""
         dues = [known.due for known in self._paths.values() if known.allowance >= CHALLENGE_BYTES]
         if self._first and self.active is not None:
             dues.append(-math.inf)
@@ -155,8 +157,7 @@ class Paths:
         return self._wanted is not None and self._wanted != self.active and self.validated(self._wanted)
 
     def _make_room(self) -> None:
-        """Forgets the address that is least missed: not the one in use, first of those not validated the one
-        that was silent longest."""
+        """Forget an address that is not in use: unvalidated ones first, then the one silent for longest."""
         if len(self._paths) < MOST_PATHS:
             return
         others = [

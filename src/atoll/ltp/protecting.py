@@ -1,8 +1,7 @@
-"""Which blocks of a transfer get parity, and how much: those that are sent within its last round trip, for a
-repair of those would come after the end.
+"""Parity plan of a transfer: how much parity the blocks sent within its last round trip get.
 
-High blocks are to be restored all, of low ones as many as make the transfer usable; so they have groups of
-their own. Source: docs/ltp.md, "Forward error correction".
+A repair of these would arrive after the transfer's end. Parity restores all high blocks, and as many low ones
+as make the transfer usable; the two have separate groups. Source: docs/ltp.md, "Forward error correction".
 """
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ from atoll.ltp import fec
 
 Items = npt.NDArray[np.int64]
 
-CHEAP = 1 / 12  # of a round trip: parity of a short transfer that takes no longer restores all of it
-TAIL_SHARE = 0.5  # of the low blocks that may be missing: what the last round trip may lose at least
+CHEAP = 1 / 12  # of a round trip: full parity for a short transfer's low blocks if it takes no longer
+TAIL_SHARE = 0.5  # of the bearable low blocks: least number that the last round trip may lose
 
 
 @dataclass(frozen=True)
 class Part:
-    """Blocks, by index and rising, (n,), and their groups: the k-th is in group `first_group` + k mod count,
-    at place k div count. Item j of the parity, `first_item` + j, belongs to group j mod count."""
+    """Blocks with their groups: the k-th block is in group `first_group` + k mod count, at place k div count.
+
+    `blocks` are indices, ascending, (n,). Parity item `first_item` + j belongs to group j mod count.
+    """
 
     blocks: Items
     groups: fec.Groups
@@ -41,9 +42,14 @@ class Part:
 
 
 class Protection:
-    """Of one transfer of so many `blocks`. `high_at`: which of them are high, by index; `tail`: how many are
-    sent within the last round trip; `borne`: low blocks that may be missing in the end. `loss` and `burst`
-    are the path's."""
+    """Parity of one transfer.
+
+    Args:
+        high_at: mask of high blocks by index, (blocks,).
+        tail: blocks sent within the last round trip.
+        borne: low blocks that may be missing in the end.
+        loss, burst: the path's loss rate, and mean datagrams lost in a row.
+    """
 
     def __init__(
         self, high_at: npt.NDArray[np.bool_], tail: int, borne: int, loss: float, burst: float
@@ -82,7 +88,7 @@ class Protection:
 
     @property
     def groups(self) -> int:
-        """How many there are."""
+        """Number of groups."""
         return sum(part.groups.count for part in self.parts)
 
     @property
@@ -90,11 +96,11 @@ class Protection:
         return sum(part.parities for part in self.parts)
 
     def part_of(self, item: int) -> Part:
-        """Whose this item of parity is."""
+        """Return the part that a parity item belongs to."""
         return next(part for part in reversed(self.parts) if item >= part.first_item)
 
     def group_of_items(self) -> Items:
-        """Of blocks by index, then of parity; -1 where there is none."""
+        """Return the group of each block by index, then of each parity item; -1 without one."""
         group: Items = np.full(self._item, -1, dtype=np.int64)
         for part in self.parts:
             group[part.blocks] = part.first_group + part.turns % part.groups.count
@@ -103,8 +109,10 @@ class Protection:
         return group
 
     def could_restore(self, group: Items, there: Items) -> npt.NDArray[np.bool_]:
-        """Of blocks in these groups (-1: in none), which could be restored if just the members `there` came,
-        each named by its group."""
+        """Return for each of `group` (-1: none) whether its blocks could be restored if only `there` arrived.
+
+        `there` names the group of each datagram that arrived.
+        """
         if not self.parts:
             return np.zeros(len(group), dtype=np.bool_)
         enough = np.bincount(there, minlength=self.groups) >= self.data

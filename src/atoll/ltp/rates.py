@@ -1,9 +1,8 @@
-"""The rate table: what the path's loss means for the rate. Source: docs/ltp-rates.md,
-"The rate table".
+"""The rate table: how a path's loss changes the rate. Source: docs/ltp-rates.md, "The rate table".
 
-The rows exclude each other: each says all of what it needs, so that a row left out leaves a hole and not
-another row's answer. What "up" and "halved" come to, and what stands above the table (a queue, a grant), is
-`atoll.ltp.control`'s.
+The rows exclude each other: each states its whole condition, so a missing row leaves a hole and no wrong
+answer. `atoll.ltp.control` defines the size of "up" and "halved", and the conditions that precede the table
+(a queue, a grant).
 """
 
 from __future__ import annotations
@@ -15,28 +14,28 @@ from typing import Literal, TypeAlias
 
 Action: TypeAlias = Literal["up", "held", "halved"]
 
-QUIET_ROUNDS = 4  # "several" round trips without loss in a row: as many as the loss is taken over
-# Standard deviations that a loss must lie above a share to count as above it: it is asked every round trip,
-# and by chance a path that loses just that share would be above three in one of a few hundred.
+QUIET_ROUNDS = 4  # "several" round trips without loss in a row: those of the recent loss
+# Standard deviations by which a loss must exceed a share to count as above it. The test runs every round
+# trip; by chance a path that loses just that share exceeds three in one of a few hundred.
 SURE = 4.0
-LEAST_LOST = 3  # lost packets of which a rate of loss is spoken at all
+LEAST_LOST = 3  # lost packets for a rate of loss
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The path's loss over the last few round trips, in packets, repaired ones counted as lost."""
+    """The path's loss over the last few round trips, in packets; restored ones count as lost."""
 
     lost: int
-    counted: int  # that came or were lost
-    quiet_rounds: int  # without a loss, in a row
+    counted: int  # arrived or lost
+    quiet_rounds: int  # rounds without loss, in a row
     target: float
     fill_above: float
-    own: float = 0.0  # what the path is known to lose at any rate: it says nothing of the rate
-    burst: float = 1.0  # packets lost in a row, at the mean
+    own: float = 0.0  # the path's own loss, which does not depend on the rate
+    burst: float = 1.0  # mean packets lost in a row
 
     @property
     def loss(self) -> float:
-        """Beyond the path's own."""
+        """Loss beyond the path's own."""
         return max(0.0, self.lost / self.counted - self.own) if self.counted else 0.0
 
     @property
@@ -46,7 +45,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Row:
-    """One row: when it holds, what it does to the rate, and why."""
+    """A row: its condition, its effect on the rate, and why."""
 
     seen: str
     action: Action
@@ -89,7 +88,7 @@ TABLE: tuple[Row, ...] = (
 
 
 def decide(seen: Seen, table: Sequence[Row] = TABLE) -> Row:
-    """The row that holds. Raises LookupError where none does: the table has a hole."""
+    """Return the row that holds. Raises LookupError if none does: the table has a hole."""
     for row in table:
         if row.holds(seen):
             return row
@@ -97,16 +96,18 @@ def decide(seen: Seen, table: Sequence[Row] = TABLE) -> Row:
 
 
 def surely_above(lost: int, counted: int, share: float, burst: float = 1.0) -> bool:
-    """Whether so many lost mean a rate of loss above `share`, and not chance (a score test of `SURE`).
+    """Return True if the loss rate is above `share`, beyond chance (a score test of `SURE`).
 
-    Without it a path that loses exactly the fill threshold at random would be halved every other time, and a
-    few packets on their way would be halved for one of them.
+    A plain comparison would halve the rate every other time on a path that loses exactly the fill threshold,
+    and for a single lost packet of a few.
     """
     return lost >= LEAST_LOST and lost / counted > share + SURE * deviation(share, counted, burst)
 
 
 def deviation(share: float, counted: int, burst: float) -> float:
-    """The standard deviation of the share that is lost of so many packets, where `share` is lost at the mean,
-    in bursts of so many (a Gilbert chain: of so many packets a burst is one event)."""
+    """Return the standard deviation of the lost share of `counted` packets.
+
+    `share` is the mean loss, in bursts of `burst` packets (a Gilbert chain: a burst is one event).
+    """
     correlated = max(2.0 * burst * (1.0 - share) - 1.0, 1.0)
     return math.sqrt(share * (1.0 - share) * correlated / counted)

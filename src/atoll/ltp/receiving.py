@@ -1,7 +1,7 @@
-"""A transfer that this end receives: where its blocks go, what the code gives back, and when it is handed on.
+"""A transfer at its receiver: placing blocks, restoring them from parity, and handing on.
 
-Source: docs/ltp.md, "The receiver". The first datagram says what the transfer is; one that contradicts it, or
-itself, has the whole transfer refused, with a reason.
+The first datagram declares the transfer. A datagram that contradicts it, or itself, has the whole transfer
+refused, with a reason. Source: docs/ltp.md, "The receiver".
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ from atoll.wire.datagrams import (
 
 Items = npt.NDArray[np.int64]
 
-DEVIATIONS = 4  # of the gap between arrivals that are waited for beyond the mean (as TCP's timeout has it)
+DEVIATIONS = 4  # of the gap between arrivals, waited for beyond the mean (like TCP's timeout)
 LEAST_WAIT = 0.002  # seconds: bursts are up to 2 ms apart
-RATE_SPAN = 0.02  # seconds over which the rate of arrival is a mean, at least; else a round trip
-LEAST_NEED = 0.01  # seconds from one Need of a transfer to the next: a near path asks no more often
-NEED_RTTS = 2.0  # round trips after which a high block that was passed by is asked for
-LEAST_PAYLOAD = payload_bytes(LEAST_DATAGRAM_BYTES)  # below it, a block's place takes more than the block
-_SAME = ("chunk", "iteration", "blocks", "highs", "element")  # that all datagrams of a transfer say alike
+RATE_SPAN = 0.02  # seconds, least time that the arrival rate is averaged over; else a round trip
+LEAST_NEED = 0.01  # seconds between two Needs of a transfer, however near the path
+NEED_RTTS = 2.0  # round trips after which a high block that was passed by is requested
+LEAST_PAYLOAD = payload_bytes(LEAST_DATAGRAM_BYTES)  # below it, records of a block outweigh the block
+_SAME = ("chunk", "iteration", "blocks", "highs", "element")  # equal in all datagrams of a transfer
 
 
 class BadTransferError(AtollError):
-    """A transfer that cannot be taken; the line says why."""
+    """An arriving transfer cannot be accepted."""
 
 
 class ArrivalRate:
-    """Blocks per second that come while any come, and by how much the gaps between batches vary. Of a whole
-    session: a transfer begins with what the one before has shown."""
+    """Arrival rate of a session's blocks while any arrive, and how much the gaps between batches vary.
+
+    It outlives transfers: each one begins with the rate of those before.
+    """
 
     def __init__(self) -> None:
         self.gap_deviation = 0.0
@@ -62,7 +64,7 @@ class ArrivalRate:
         self._seconds = 0.0
 
     def handle_blocks(self, now: float, blocks: int, srtt: float) -> None:
-        """A batch of so many came."""
+        """Count a batch of blocks."""
         gap, self._last = now - self._last, now
         span = max(srtt, RATE_SPAN)
         if gap > 4 * span:  # the sender had nothing to send
@@ -75,17 +77,26 @@ class ArrivalRate:
 
     @property
     def rate(self) -> float:
-        """Blocks per second; inf where nothing was measured."""
+        """Blocks per second; inf before the first measurement."""
         return self._blocks / self._seconds if self._seconds > 0.0 else math.inf
 
     def expected(self, blocks: int) -> float:
-        """Seconds in which so many come."""
+        """Return the seconds in which so many blocks arrive."""
         return blocks / self.rate
 
 
 class Incoming:
-    """One transfer, from its first datagram on. `extent` is the chunk's, None: not known. Raises
-    BadTransferError where the first datagram contradicts it or passes `most_bytes`."""
+    """One arriving transfer.
+
+    Args:
+        first: SLICE of its first datagram.
+        payload: bytes of elements in a datagram.
+        extent: size of the chunk; None if unknown.
+        most_bytes: most memory for its blocks.
+
+    Raises:
+        BadTransferError: the first datagram contradicts `extent`, or exceeds `most_bytes`.
+    """
 
     def __init__(
         self,
@@ -123,8 +134,8 @@ class Incoming:
         self._high_at[self._high_indices] = True
         self._count, self._highs_there = 0, 0
         self._least_lows = least(settings.usable, self.blocks - self.highs)
-        self._furthest = -1  # the highest index that came
-        self._watched: Mask | None = None  # high blocks that were passed by, by index
+        self._furthest = -1  # highest index received; beyond the blocks once parity arrived
+        self._watched: Mask | None = None  # high blocks that later datagrams passed, by index
         self._groups = _Coded(self.blocks, payload + SLICE.itemsize - CODED_FROM)
         self._grace_at = self._deadline_at = self._need_at = math.inf
 
@@ -151,12 +162,12 @@ class Incoming:
 
     @property
     def whole(self) -> bool:
-        """Whether every high block is there."""
+        """True if every high block is there."""
         return self._highs_there == self.highs
 
     @property
     def _usable(self) -> bool:
-        """Whether low blocks are there as are to be."""
+        """True if enough low blocks are there."""
         return self._count - self._highs_there >= self._least_lows
 
     @property
@@ -165,14 +176,13 @@ class Incoming:
 
     @property
     def bytes(self) -> int:
-        """That it takes: blocks and parity."""
+        """Memory of its blocks and parity, in bytes."""
         return self._memory.nbytes + self._groups.bytes
 
-    # -- what comes -----------------------------------------------------------------------------------------
+    # -- arrival --------------------------------------------------------------------------------------------
 
     def handle_datagrams(self, now: float, batch: Datagrams, drops: Counter[str]) -> None:
-        """Takes DATA or PARITY of this transfer. Raises BadTransferError where a datagram contradicts
-        another, or itself."""
+        """Take DATA or PARITY of this transfer. Raises BadTransferError for a contradiction."""
         slices = batch.slices
         self._check_alike(slices)
         if batch.elements.shape[1] != self._memory.shape[1]:
@@ -184,9 +194,8 @@ class Incoming:
         if batch.kind is Kind.PARITY:
             if not self._groups.add_parity(slices, batch.frames[:, HEADER.itemsize + CODED_FROM :]):
                 return
-            self._furthest = max(
-                self._furthest, self.blocks - 1 + self._groups.parities
-            )  # it follows all data
+            # Parity is sent after all data.
+            self._furthest = max(self._furthest, self.blocks - 1 + self._groups.parities)
         else:
             self._place_blocks(slices, batch.elements)
         if self._groups.parities and not self._has_enough:
@@ -261,7 +270,7 @@ class Incoming:
         self._scale[place] = scale
 
     def _restore(self, drops: Counter[str]) -> None:
-        """Has the code give back what it can, as long as something is wanting."""
+        """Restore blocks from parity as long as the transfer lacks some."""
         for group in self._groups.restorable(self._there):
             if self._has_enough:
                 return
@@ -287,12 +296,12 @@ class Incoming:
             slices["flags"] = np.where(self._high_at[index], HIGH, 0) | (RELIABLE if self.reliable else 0)
             good = restored_untrusted(batch, drops)
             if not good.all():
-                raise BadTransferError(f"transfer {self.transfer}: what its parity restores is no block")
+                raise BadTransferError(f"transfer {self.transfer}: its parity restores an invalid block")
             before = self._count
             self._place_blocks(slices, batch.elements)
             self.restored += self._count - before
 
-    # -- when it is handed on -------------------------------------------------------------------------------
+    # -- handing on -----------------------------------------------------------------------------------------
 
     def poll_verdict(
         self,
@@ -304,8 +313,7 @@ class Incoming:
         *,
         idle: bool = False,
     ) -> Verdict:
-        """What is to be done now, by the rules of atoll.ltp.closing. `idle`: low blocks are not waited for
-        any more."""
+        """Return the rule of atoll.ltp.closing that holds now. `idle`: wait no longer for low blocks."""
         spread = DEVIATIONS * rates.gap_deviation
         patience = NEED_RTTS * srtt + DEVIATIONS * rttvar + spread
         whole = self.whole
@@ -332,7 +340,7 @@ class Incoming:
         return self.verdict
 
     def poll_need(self, now: float, srtt: float, rttvar: float) -> Mask:
-        """Which blocks to ask for, by index; they are asked for again when that many round trips are over."""
+        """Return the high blocks to request, by index, and set the time of the next request."""
         missing = self.missing_high
         asked = missing if self._watched is None else self._watched & missing
         self._watched = missing
@@ -342,7 +350,7 @@ class Incoming:
     def _set_deadlines(
         self, now: float, usable: bool, rates: ArrivalRate, srtt: float, spread: float
     ) -> None:
-        """Every high block is there: how long low ones are waited for."""
+        """Set how long to wait for low blocks, now that every high block is there."""
         self._need_at = math.inf
         if usable and self.usable_at == math.inf:
             self.usable_at = now
@@ -352,13 +360,13 @@ class Incoming:
             self._deadline_at = now + rates.expected(left) + max(srtt / 2, spread, LEAST_WAIT)
 
     def _watch(self, now: float, reorder: float, rates: ArrivalRate, patience: float) -> None:
-        """Which high blocks were passed by, and until when the sender has time to see that by itself."""
+        """Find high blocks that later datagrams passed, and set when the sender should have noticed."""
         if self._watched is not None:
             if now < self._need_at or (self._watched & ~self._there).any():
                 return
             self._watched = None
         elif now >= self._need_at:
-            return  # the end is overdue, and nothing that came has passed them by
+            return  # the end is overdue, and no later datagram has passed the missing ones
         passed = self.missing_high
         passed[max(int(self._furthest - reorder), 0) :] = False
         if passed.any():
@@ -368,34 +376,34 @@ class Incoming:
             self._need_at = self.last_at + rates.expected(left) + patience
 
     def _all_passed(self, reorder: float) -> bool:
-        """Whether later datagrams have passed by all that is missing, by more than the reordering."""
+        """Return True if later datagrams passed every missing block by more than the reordering."""
         last = self.blocks - 1 - int(self.missing[::-1].argmax())
         return self._furthest - last > reorder
 
     @property
     def deadline(self) -> float:
-        """When poll_verdict may say something new, without a datagram."""
+        """Time at which poll_verdict may change without a datagram."""
         return min(self._deadline_at, self._need_at, self._grace_at)
 
     @property
     def missing(self) -> Mask:
-        """By index."""
+        """Mask of missing blocks, by index."""
         return ~self._there
 
     @property
     def missing_high(self) -> Mask:
-        """By index."""
+        """Mask of missing high blocks, by index."""
         return ~self._there & self._high_at
 
     def finish(self, now: float, last: Values | None) -> Arrived:
-        """Hands it on. `last` are the chunk's last values, where they are kept."""
+        """Return the transfer's event. `last`: the chunk's last values, or None."""
         assert self._elements is not None  # the last block is of high priority
         block, present = self.block, self._taken
         high = np.zeros(self.blocks, dtype=np.bool_)
         high[self._place[self._high_indices]] = True
         values = self._memory.reshape(-1).view(self.dtype)[: self._elements]
         if self._scale is not None:
-            with np.errstate(all="ignore"):  # the sender's own affair
+            with np.errstate(all="ignore"):  # the sender chose the scale
                 values *= np.repeat(self._scale, block)[: self._elements].astype(self.dtype)
         choice = self._fill(values, present, high, last)
         return Arrived(
@@ -430,11 +438,11 @@ class Incoming:
 
 
 class _Coded:
-    """What came of a transfer's groups of forward error correction."""
+    """The parity of a transfer and the groups of its blocks."""
 
     def __init__(self, blocks: int, width: int) -> None:
         self.parities = 0
-        self.heads = np.zeros((0, 0), dtype=np.uint8)  # the coded half of SLICE, by index, once one came
+        self.heads = np.zeros((0, 0), dtype=np.uint8)  # coded half of SLICE, by index; empty before any
         self._blocks, self._most = blocks, min(blocks, NO_GROUP)
         self._width = width
         self._group = np.zeros(0, dtype=np.int64)  # by index
@@ -445,7 +453,7 @@ class _Coded:
         self._parity_count = np.zeros(0, dtype=np.int64)  # by group
 
     def add_data(self, slices: Records, index: Items) -> None:
-        """Blocks that are there newly, and may be in a group."""
+        """Record the groups of newly placed blocks."""
         grouped = slices["group"] != NO_GROUP
         if not grouped.any():
             return
@@ -459,8 +467,10 @@ class _Coded:
         self.heads[index] = raw[:, CODED_FROM:]
 
     def add_parity(self, slices: Records, coded: Bytes) -> bool:
-        """Parity that came; a copy is kept, of no more than there are blocks: with more, nothing else
-        could be restored. Returns whether any was."""
+        """Keep a copy of arrived parity; return True if any was new.
+
+        No more parity is kept than there are blocks: more could restore nothing else.
+        """
         self._open()
         self._learn(slices)
         before = self.parities
@@ -476,11 +486,11 @@ class _Coded:
 
     @property
     def bytes(self) -> int:
-        """Of parity."""
+        """Memory of the parity, in bytes."""
         return self.parities * self._width
 
     def restorable(self, there: Mask) -> list[int]:
-        """Groups with something missing of which as many datagrams came as they have data."""
+        """Return the groups that lack blocks and have received enough datagrams to restore them."""
         count = len(self._data)
         grouped = (self._group >= 0) & there
         data = np.bincount(self._group[grouped], minlength=count)
@@ -489,11 +499,11 @@ class _Coded:
         return [int(group) for group in np.flatnonzero(enough)]
 
     def members(self, group: int, there: Mask) -> Items:
-        """The blocks of a group that are there, by index."""
+        """Return the blocks of a group that are there, by index."""
         return np.flatnonzero((self._group == group) & there)
 
     def restore(self, group: int, members: Items, rows: Bytes) -> Bytes:
-        """What the group lacks, coded. ValueError: places that contradict one another."""
+        """Return the coded bytes of the group's lost blocks. Raises ValueError for contradictory places."""
         parity = self._parity[group]
         coded = np.concatenate((rows, np.stack(list(parity.values()))))
         places = np.concatenate((self._place[members], np.array(list(parity), dtype=np.int64)))

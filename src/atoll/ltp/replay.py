@@ -1,18 +1,19 @@
-"""Which numbers of datagrams have come already: a window of bits behind the highest. Source: docs/ltp.md,
-"Keys, seals and replays".
-"""
+"""Replay window: a bit for each recent datagram number. Source: docs/ltp.md, "Keys, seals and replays"."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-WINDOW_BITS = 2**16  # datagrams: 0.7 s at 1 Gbit/s and 1,400 B, where one that is later is lost anyway
+WINDOW_BITS = 2**16  # datagrams: 0.7 s at 1 Gbit/s and 1,400 B; a later one counts as lost anyway
 
 
 class ReplayWindow:
-    """Of one direction and stripe. Before the seal of datagrams is opened, `fresh` tells which are worth it;
-    afterwards `mark` is told which were genuine: so a forgery moves nothing. Numbers lie in 0 .. 2^62."""
+    """The numbers seen on one stripe in one direction.
+
+    `fresh` filters numbers before seals are opened; `mark` takes only those with a good seal, so a forgery
+    changes nothing. Numbers are in 0 .. 2^62.
+    """
 
     def __init__(self, bits: int = WINDOW_BITS) -> None:
         self._seen = np.zeros(bits, dtype=bool)  # number n at n % bits
@@ -20,12 +21,14 @@ class ReplayWindow:
 
     @property
     def highest(self) -> int:
-        """That was marked; -1: none yet."""
+        """Highest marked number; -1: none yet."""
         return self._highest
 
     def fresh(self, numbers: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Which of the numbers, (n,), are neither marked nor below the window. One that stands here twice is
-        fresh twice: which of the two is genuine only their seals tell."""
+        """Return which of the numbers, (n,), are neither marked nor below the window.
+
+        A number that is given twice is fresh twice: only the seals show which datagram is genuine.
+        """
         numbers = numbers.astype(np.int64)
         bits = len(self._seen)
         known = self._seen[numbers % bits] & (numbers <= self._highest)
@@ -33,13 +36,15 @@ class ReplayWindow:
         return fresh
 
     def mark(self, numbers: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Marks the numbers, (n,), of datagrams whose seals were good, and tells which are to be taken: those
-        that were fresh, and of those that stand here twice the first."""
+        """Mark the numbers, (n,), of datagrams with good seals; return which of them to accept.
+
+        Fresh ones are accepted, the first of each number.
+        """
         numbers = numbers.astype(np.int64)
         if not len(numbers):
             return np.zeros(0, dtype=bool)
         rising = bool((numbers[1:] > numbers[:-1]).all())
-        if rising and numbers[0] > self._highest:  # as nearly always
+        if rising and numbers[0] > self._highest:  # the usual case
             taken: npt.NDArray[np.bool_] = np.ones(len(numbers), dtype=bool)
         else:
             taken = self.fresh(numbers)
@@ -55,7 +60,7 @@ class ReplayWindow:
         return taken
 
     def _move(self, highest: int) -> None:
-        """What the window comes to cover is unmarked."""
+        """Move the window up, and unmark the numbers that it newly covers."""
         if highest <= self._highest:
             return
         bits = len(self._seen)

@@ -1,4 +1,4 @@
-"""A transfer that this end sends: what of it goes next, what goes again, and what the receiver says of it.
+"""A transfer at its sender: what goes next, what is resent, and the receiver's answers.
 
 Items are the transfer's datagrams: data by index (atoll.ltp.order), then parity. Source: docs/ltp.md, "The
 sender".
@@ -29,15 +29,25 @@ from atoll.wire.datagrams import (
 )
 from atoll.wire.linkcontrol import Closed, mark_missing
 
-UNSENT, FLYING, THERE, GONE, WANTED = 0, 1, 2, 3, 4  # GONE: lost, or left out, and not to be sent (again)
-REMIND_SECONDS, MOST_REMIND_SECONDS = 1.0, 8.0  # without the receiver's word, once all was sent; doubled
-LATE_LOST = 1e-4  # the chance that all copies of a repair are lost that goes within the last round trip
+# WANTED: to be resent. GONE: lost or left out, and not to be resent.
+UNSENT, FLYING, THERE, GONE, WANTED = 0, 1, 2, 3, 4
+# From the last datagram to a reminder, while the receiver has not closed the transfer; doubled each time.
+REMIND_SECONDS, MOST_REMIND_SECONDS = 1.0, 8.0
+LATE_LOST = 1e-4  # accepted probability that all copies of a repair within the last round trip are lost
 MOST_COPIES = 4
 
 
 class Outgoing:
-    """One transfer. `high` is by block, in the order of place; the last block is made high, for it alone
-    tells where the chunk ends. Raises UserError for what cannot be sent."""
+    """One transfer of this end.
+
+    Args:
+            high: mask of high blocks, (blocks,), by place. The last block is made high, since it alone shows
+            where the chunk ends.
+        reliable: all blocks are high.
+
+    Raises:
+        UserError: the values or numbers cannot be sent.
+    """
 
     def __init__(
         self,
@@ -70,8 +80,8 @@ class Outgoing:
         self.highs = int(np.count_nonzero(self.high))
         self.size = HEADER.itemsize + SLICE.itemsize + payload + SEAL_BYTES
         self.begun = False
-        self.stopped = ""  # why no low block is sent any more
-        self.repaired = 0  # datagrams that were sent again
+        self.stopped = ""  # why no more low blocks are sent
+        self.repaired = 0  # datagrams sent again
         self.closed: Closed | None = None
         numbers = {"transfer": transfer, "chunk": chunk, "iteration": iteration}
         self.bodies = Bodies(numbers, values, self.block, self.high, int(element), reliable)
@@ -82,30 +92,37 @@ class Outgoing:
         self._protection: Protection | None = None
         self._group: Items = np.full(self.blocks, -1, dtype=np.int64)  # by item
         self._state: Bytes = np.zeros(self.blocks, dtype=np.uint8)
-        self._copies: Items = np.zeros(self.blocks, dtype=np.int64)  # datagrams on their way, by item
+        self._copies: Items = np.zeros(self.blocks, dtype=np.int64)  # copies in flight, by item
         self._sent_at: npt.NDArray[np.float64] = np.zeros(self.blocks, dtype=np.float64)
         self.remind_at = math.inf
         self._reminders = 0
-        self._asked = np.zeros(self.blocks, dtype=np.bool_)  # goes again though it seems to be restorable
+        self._asked = np.zeros(self.blocks, dtype=np.bool_)  # requested: resend though it seems restorable
         self._next = 0
         self._wanted = 0
         self._lows_gone = 0
         self._lows_borne = (self.blocks - self.highs) - least(settings.usable, self.blocks - self.highs)
-        self._low_reserve = 0  # of those: what the last round trip, from this block on, may lose
-        self._tail = 0  # datagrams that a round trip carries
-        self._tail_from = self.blocks
-        self._late_copies, self._apart = 1, 0.0  # of a repair within the last round trip, and seconds between
-        self._later: deque[tuple[float, Items]] = deque()  # when these go once more
+        self._low_reserve = 0  # part of `_lows_borne` that the last round trip may lose
+        self._tail = 0  # datagrams of a round trip
+        self._tail_from = self.blocks  # first block of the last round trip
+        self._late_copies, self._apart = 1, 0.0  # copies of a repair in the last round trip; seconds between
+        self._later: deque[tuple[float, Items]] = deque()  # times of the next copies
         self._repeated: Items = np.zeros(self.blocks, dtype=np.int64)  # copies beyond the first
         self._missing = np.zeros(self.blocks, dtype=np.bool_)  # by index
         self._parts: set[int] = set()
 
-    # -- what goes ------------------------------------------------------------------------------------------
+    # -- sending --------------------------------------------------------------------------------------------
 
     def begin(self, loss: float, burst: float, tail: int, apart: float = 0.0) -> str:
-        """Its window begins. `loss` and `burst` are the path's; `tail` is datagrams that a round trip
-        carries: the last so many get parity, for a repair of those would come after the end, and what is
-        repaired by then goes in several copies, `apart` seconds from each other."""
+        """Begin the window; plan parity, and return its reason.
+
+        A repair sent within the last round trip arrives after the transfer's end. The blocks sent then
+        therefore get parity, and repairs sent then go in several copies.
+
+        Args:
+            loss, burst: the path's loss rate, and mean datagrams lost in a row.
+            tail: datagrams of a round trip.
+            apart: seconds between copies of a repair.
+        """
         self.begun = True
         if not self.settings.redundancy:
             return "no forward error correction"
@@ -130,19 +147,19 @@ class Outgoing:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it was sent once, or left out."""
+        """True if every item was sent once, or left out."""
         return self._next >= self.items
 
     @property
     def bytes_left(self) -> int:
-        """That are still to be sent."""
+        """Bytes still to be sent."""
         if self.closed is not None:
             return 0
         return (self.items - self._next + self._wanted) * self.size
 
     @property
     def ready(self) -> bool:
-        """Whether something is to be sent."""
+        """True if an item waits to be sent."""
         return self.closed is None and (self._wanted > 0 or self._next < self.items)
 
     @property
@@ -150,13 +167,13 @@ class Outgoing:
         return self.closed is None and self._wanted > 0
 
     def take(self, now: float, most: int) -> tuple[Kind, Items] | None:
-        """The next items, repairs first, at most so many; they count as on their way."""
+        """Return the next items, at most `most`, repairs first, and count them as in flight."""
         if self._wanted:
             items = self._take_repairs(most)
             if len(items):
                 more = min(most - len(items), self.blocks - self._next)
                 self._repeat(now, items)
-                if more > 0 and not self.stopped:  # a burst costs the same with few as with many
+                if more > 0 and not self.stopped:  # fill up the burst, whose cost is fixed
                     items = np.concatenate((items, np.arange(self._next, self._next + more)))
                     self._next += more
                 return self._gone_out(now, Kind.DATA, items)
@@ -189,7 +206,7 @@ class Outgoing:
         return wanted[:most]
 
     def _repeat(self, now: float, repairs: Items) -> None:
-        """What is lost of repairs within the last round trip could not be repaired in time."""
+        """Queue further copies of repairs within the last round trip: no later repair would be in time."""
         if self._late_copies < 2 or self.items - self._next > self._tail:
             return
         again = repairs[self._high_at[repairs] & (self._repeated[repairs] + 1 < self._late_copies)]
@@ -199,13 +216,13 @@ class Outgoing:
 
     @property
     def due(self) -> float:
-        """When `poll` has something to do."""
+        """Time at which `poll` has something to do."""
         if self.closed is not None:
             return math.inf
         return min(self.remind_at, self._later[0][0] if self._later else math.inf)
 
     def poll(self, now: float) -> None:
-        """Has go again what is due."""
+        """Queue copies that are due, and a reminder."""
         while self._later and now >= self._later[0][0]:
             items = self._later.popleft()[1]
             if not self.stopped or self.settings.close_high < 1.0:
@@ -221,13 +238,13 @@ class Outgoing:
             self.remind_at = now + min(REMIND_SECONDS * 2.0**self._reminders, MOST_REMIND_SECONDS)
         return kind, items
 
-    # -- what is said of it ---------------------------------------------------------------------------------
+    # -- the receiver's answers -----------------------------------------------------------------------------
 
     def handle_acked(self, items: Items) -> None:
-        """These came."""
+        """Record that these items arrived."""
         np.subtract.at(self._copies, items, 1)
         if self.repaired:
-            items = np.unique(items)  # two copies of one may be acknowledged together
+            items = np.unique(items)  # two copies of an item may be acknowledged together
         self._wanted -= int(np.count_nonzero(self._state[items] == WANTED))
         gone = items[self._state[items] == GONE]
         if len(gone):
@@ -235,8 +252,11 @@ class Outgoing:
         self._state[items] = THERE
 
     def handle_lost(self, items: Items) -> int:
-        """These were lost: high ones go again unless the receiver may restore them, low ones only where the
-        transfer would not be usable. Returns how many it can restore for sure."""
+        """Record lost items; return how many of them the receiver can surely restore.
+
+        High blocks are resent unless the receiver may restore them, low ones only if the transfer would not
+        be usable.
+        """
         np.subtract.at(self._copies, items, 1)
         items = np.unique(items)
         lost = items[(self._state[items] == FLYING) & (self._copies[items] <= 0)]
@@ -244,13 +264,14 @@ class Outgoing:
         data = lost[lost < self.blocks]
         self._repeated[data] = 0
         self._lows_gone += int(np.count_nonzero(~self._high_at[data]))
-        # Of a group that has lost one more, others that were lost may not be restorable any more.
+        # Another loss in a group may make its earlier losses unrestorable.
         self._repair_high(np.flatnonzero(self._gone) if (self._group[lost] >= 0).any() else data)
         self._repair_low()
         return int(np.count_nonzero(self._restorable(data)))
 
     def handle_early(self, reason: str) -> None:
-        """The receiver has enough: no low block goes any more, and high ones only where it has not all."""
+        """Stop: the receiver has enough. No low block is sent any more, and high ones only if it lacks
+        some."""
         self.stopped = reason
         data = self._state[: self.blocks]
         left = (data == WANTED) if self.settings.close_high >= 1.0 else (data == WANTED) & ~self._high_at
@@ -258,7 +279,7 @@ class Outgoing:
         self._wanted = int(np.count_nonzero(data == WANTED))
 
     def handle_need(self, now: float, ranges: list[tuple[int, int]], rtt: float) -> None:
-        """The receiver asks for these. What went out within the last round trip may be there by now."""
+        """Resend requested blocks, but those sent within the last round trip, which may still arrive."""
         asked = np.zeros(self.blocks, dtype=np.bool_)
         for start, stop in ranges:
             asked[start:stop] = True
@@ -272,8 +293,10 @@ class Outgoing:
         self._want(np.flatnonzero(asked & late))
 
     def handle_closed(self, part: Closed) -> Delivered | None:
-        """A part of the receiver's last word; with the last part the word is out. Raises WireError for blocks
-        that the transfer has not."""
+        """Take one part of a Closed; return the event after the last part.
+
+        Raises WireError for blocks that the transfer does not have.
+        """
         if part.how in ("refused", "dropped"):
             self._missing[:] = True
         else:
@@ -288,21 +311,21 @@ class Outgoing:
         return Delivered(self.transfer, self.chunk, self.iteration, missing, part.fill, reason)
 
     def remind(self) -> None:
-        """All of it came or is given up, and the receiver's word is overdue: a block that comes once more has
-        it say it again."""
+        """Resend the last high block, so that the receiver repeats its overdue Closed."""
         self._reminders += 1
         self.remind_at = math.inf
         self._asked[self._high_indices[-1:]] = True
         self._want(self._high_indices[-1:])
 
     def probe(self, item: int) -> bool:
-        """Sends a high block again though nothing says that it is lost; False: it is none, or came."""
+        """Resend a high block that is not known to be lost. Returns False if the item is low, parity or not
+        in flight."""
         if item >= self.blocks or not self._high_at[item] or self._state[item] != FLYING:
             return False
         self._want(np.array([item]))
         return True
 
-    # -- inside ---------------------------------------------------------------------------------------------
+    # -- repairs --------------------------------------------------------------------------------------------
 
     def _want(self, items: Items) -> None:
         items = items[self._state[items] != WANTED]
@@ -316,15 +339,18 @@ class Outgoing:
         return np.asarray(self._state[: self.blocks] == GONE)
 
     def _repair_high(self, lost: Items) -> None:
-        """High ones of these go again that the receiver cannot restore any more, whatever comes."""
+        """Resend the high blocks among `lost` that the receiver cannot restore, whatever else arrives."""
         if self.stopped and self.settings.close_high >= 1.0:
-            return  # the receiver has said that it can restore them
+            return  # Early means that the receiver has or can restore all high blocks
         high = lost[self._high_at[lost]]
         self._want(high[~self._in_groups(high, self._state != GONE)])
 
     def _repair_low(self) -> None:
-        """As many low blocks go again as are too many to be borne, with those that the last round trip may
-        lose, which cannot be repaired in time. Those that the receiver may yet restore are not lost."""
+        """Resend low blocks in excess of those that may be missing.
+
+        A reserve is kept for losses of the last round trip, which cannot be repaired in time. Blocks that the
+        receiver may still restore do not count as lost.
+        """
         if (
             self._lows_gone + self._low_reserve <= self._lows_borne
             or self.stopped
@@ -338,11 +364,11 @@ class Outgoing:
         self._want(gone[: max(excess, 0)])
 
     def _restorable(self, items: Items) -> npt.NDArray[np.bool_]:
-        """Which of these blocks the receiver can restore from what was acknowledged of their group."""
+        """Return which of these blocks the receiver can restore from acknowledged datagrams."""
         return self._in_groups(items, self._state == THERE)
 
     def _in_groups(self, items: Items, there: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Which of these blocks could be restored if just the items `there` came."""
+        """Return which of these blocks could be restored if only the items `there` arrived."""
         if self._protection is None or not len(items):
             return np.zeros(len(items), dtype=np.bool_)
         return self._protection.could_restore(self._group[items], self._group[there & (self._group >= 0)])

@@ -1,7 +1,7 @@
-"""What of a stripe's datagrams is on its way: which were acknowledged, and which are lost.
+"""Records of a stripe's sent datagrams: in flight, acknowledged or lost.
 
-The records are arrays, a place for each number from `first` on; they move down when they are used up. Source:
-docs/ltp.md, "What is on its way"; the rules of loss follow RFC 9002, section 6.
+Arrays with a row for each number from `_first` on; rows move down when the arrays are full. Source:
+docs/ltp.md, "What is on its way"; loss detection follows RFC 9002, section 6.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from atoll.wire.datagrams import Acknowledgement
 
 Items = npt.NDArray[np.int64]
 
-CONTROL, ACK = -1, -2  # in place of a transfer's id: the item is a control message's sequence, or nothing
+CONTROL, ACK = -1, -2  # in place of a transfer's id; a CONTROL item is the message's sequence
 
-# SILENT: asks for no acknowledgement; GIVEN_UP: lost with its stripe, and nothing is learnt of it any more
+# SILENT: asks for no acknowledgement. GIVEN_UP: lost with its stripe, and ignored from then on.
 IN_FLIGHT, ACKED, LOST, SILENT, GIVEN_UP = 1, 2, 3, 4, 5
 
-REORDER_BURSTS = 3  # bursts that must have passed a datagram before it is taken for lost
-RTT_SHARE = 9 / 8  # of the round trip, after which it is taken for lost once a later one came (RFC 9002)
-MOST_LATENESS = 0.25  # seconds that are added for reordering, at most
-GRANULARITY = 0.001  # seconds that a user's timer is good to
-_KEPT = 2**12  # numbers, acknowledged or lost, that are kept to see what was taken for lost wrongly
-_ROOM = 2**14  # numbers; doubled when more are on their way
+REORDER_BURSTS = 3  # later bursts that must arrive before a datagram counts as lost
+RTT_SHARE = 9 / 8  # of the round trip, after which a datagram that a later one passed is lost (RFC 9002)
+MOST_LATENESS = 0.25  # seconds, most allowance for reordering
+GRANULARITY = 0.001  # seconds, resolution of a timer
+_KEPT = 2**12  # settled numbers kept to detect wrongly declared losses
+_ROOM = 2**14  # numbers; doubled when more are in flight
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What a burst is sent with, to measure by: what the receiver had last said by then (its own clock and
-    count; `arrived` < 0: nothing since the sender was idle), when what that Ack named was sent, and this
-    end's own count of acknowledged bytes."""
+    """State at the sending of a burst, to measure rates by.
+
+    `delivered` and `arrived` are the receiver's count and clock in its latest Ack (`arrived` < 0: none since
+    the sender was idle). `sent` is when that Ack's largest datagram was sent. `acked` is this end's count of
+    acknowledged bytes.
+    """
 
     delivered: int
     arrived: float
@@ -44,31 +47,31 @@ class Mark:
 
 @dataclass
 class Told:
-    """What one Ack, or the passing of time, says of a stripe's datagrams. Items by transfer."""
+    """Datagrams of a stripe that one Ack, or passing time, settles. Items by transfer."""
 
     acked: dict[int, Items] = field(default_factory=dict)
     lost: dict[int, Items] = field(default_factory=dict)
     acked_bytes: int = 0
     acked_count: int = 0
     lost_count: int = 0
-    runs: int = 0  # of lost numbers that follow one another
+    runs: int = 0  # runs of consecutive lost numbers
     rtt: float | None = None
-    exact: bool = False  # the largest that the Ack names is the newest of `acked`
-    newest: tuple[float, Mark] | None = None  # when the largest newly acknowledged was sent, and with what
+    exact: bool = False  # the Ack's largest number is the newest of `acked`
+    newest: tuple[float, Mark] | None = None  # send time and mark of the largest newly acknowledged one
 
 
 class SentRecords:
-    """Of one stripe."""
+    """Sent datagrams of one stripe."""
 
     def __init__(self) -> None:
         self.next = 0  # the next datagram's number
         self.in_flight = 0  # bytes
-        self.waits_since = math.inf  # when one was last acknowledged, while others are in flight
+        self.waits_since = math.inf  # since when datagrams in flight have had no acknowledgement
         self.largest_acked = -1
-        self.last_sent = -math.inf  # of those that ask for an acknowledgement
+        self.last_sent = -math.inf  # time of the last datagram that asks for an acknowledgement
         self.reorder = 0.0  # numbers; at least REORDER_BURSTS bursts
-        self.lateness = 0.0  # seconds by which one came that had been taken for lost by time
-        self.loss_at = math.inf  # when time will say that one is lost
+        self.lateness = 0.0  # seconds by which a datagram declared lost still arrived
+        self.loss_at = math.inf  # time at which the next datagram counts as lost
         self._patience = 0.0
         self._first = 0
         self._oldest = 0  # no number below it is in flight
@@ -82,7 +85,7 @@ class SentRecords:
         self._marks_from = 0
 
     def add(self, now: float, transfer: int, items: Items, size: int, mark: Mark) -> int:
-        """Notes a burst, and returns its first number. `size` of a datagram, seal included."""
+        """Record a burst; return its first number. `size` is bytes of a datagram, seal included."""
         count = len(items)
         self._make_room(count)
         at = self.next - self._first
@@ -105,7 +108,7 @@ class SentRecords:
         return number
 
     def handle_ack(self, now: float, ack: Acknowledgement) -> Told:
-        """Takes in an Ack of numbers that were sent; one that names others says nothing at all."""
+        """Take in an Ack. An Ack of numbers that were never sent has no effect."""
         told = Told()
         if ack.largest >= self.next:
             return told
@@ -136,14 +139,14 @@ class SentRecords:
         return told
 
     def _measure(self, now: float, largest: int, told: Told) -> None:
-        """The round trip of the largest, by its first Ack; one that asked for none will do."""
+        """Measure the round trip of the largest number by its first Ack, even if it asked for none."""
         if largest >= 0 and self._state[largest] in (IN_FLIGHT, SILENT):
             told.rtt = max(now - float(self._time[largest]), 0.0)
             if self._state[largest] == SILENT:
                 self._state[largest] = ACKED
 
     def detect(self, now: float, rtt: float, jitter: float, burst: int, told: Told) -> None:
-        """Finds what is lost by now. `rtt` and `jitter` in seconds; `burst` is datagrams of one."""
+        """Find datagrams lost by now. `rtt` and `jitter` are in seconds, `burst` in datagrams."""
         self.loss_at = math.inf
         low, high = self._oldest - self._first, self.largest_acked - self._first
         if high > low:
@@ -163,7 +166,7 @@ class SentRecords:
                 self.loss_at = float(self._time[waiting[0]]) + patience
 
     def give_up(self) -> Told:
-        """All that is on its way is lost, for the stripe is silent."""
+        """Declare all datagrams in flight lost: the stripe is silent."""
         told, waiting = Told(), self._waiting()
         if len(waiting):
             self._lose(waiting, told)
@@ -173,7 +176,7 @@ class SentRecords:
         return told
 
     def oldest_in_flight(self) -> tuple[int, int] | None:
-        """The transfer (or CONTROL) and the item of the oldest datagram on its way."""
+        """Return the transfer (or CONTROL) and item of the oldest datagram in flight."""
         waiting = self._waiting()
         if not len(waiting):
             return None
@@ -212,7 +215,7 @@ class SentRecords:
         at = self.next - self._first
         if at + count <= len(self._state):
             return
-        waiting = self._waiting()  # where all is silent, no Ack ever moves the oldest
+        waiting = self._waiting()  # on a stripe with nothing but SILENT, no Ack moves `_oldest`
         self._oldest = self._first + int(waiting[0]) if len(waiting) else self.next
         keep_from = max(min(self._oldest, self.next - _KEPT) - self._first, 0)
         kept = at - keep_from

@@ -1,8 +1,8 @@
-"""One end of a session: what came goes in, what is to be sent comes out, with the time of the next step.
+"""One end of a session: datagrams in, datagrams out, and the time of the next step.
 
-No socket, no clock: whoever drives a session opens and seals (atoll.net.ltplink). A session joins the parts
-that decide: the transfers that leave (Sender) and that come (Receiver), SentRecords, Arrivals and Paths of
-each stripe, RateControl. Source: docs/ltp.md, which has the states and timers.
+No socket and no clock: the driver opens and seals datagrams (atoll.net.ltplink). A session joins the parts
+that decide: Sender, Receiver, RateControl, and each stripe's SentRecords, Arrivals and Paths. Source:
+docs/ltp.md, which has the states and timers.
 """
 
 from __future__ import annotations
@@ -74,14 +74,21 @@ from atoll.wire.linkcontrol import (
 __all__ = ["Arrived", "Asked", "Burst", "Delivered", "Event", "Lost", "Migrated", "Opened", "Refused"]
 __all__ += ["Session", "Status", "StripeChanged"]
 
-KEEP_ALIVE_SHARE = 1 / 3  # of the idle time: a Ping or two may be lost
-BYE_COPIES = 3  # sent at once: it is not asked for again
+KEEP_ALIVE_SHARE = 1 / 3  # of the idle time, between Pings: one or two may be lost
+BYE_COPIES = 3  # sent together, since a Bye is never resent
 
 
 class Session:
-    """One end. `extents` are the chunks that may come; None: any, up to a bound. `paths`: where the client
-    first sends, one for each stripe. `most_bytes`: that all open transfers that come may take. Raises
-    UserError for stripes and paths that do not fit."""
+    """One end of a session.
+
+    Args:
+        extents: chunks that may arrive; None: any, up to a bound.
+        paths: the client's first address for each stripe; empty for a server.
+        most_bytes: memory for all open arriving transfers.
+
+    Raises:
+        UserError: `stripes` or `paths` do not fit.
+    """
 
     def __init__(
         self,
@@ -103,7 +110,7 @@ class Session:
                 f"{len(paths)} paths: a client gives one for each of its {stripes} stripes, a server none"
             )
         self.settings, self.session = settings, session
-        self.drops: Counter[str] = Counter()  # datagrams and messages that were not used, by reason
+        self.drops: Counter[str] = Counter()  # ignored datagrams and messages, by reason
         self._flights = Flights(settings, stripes, rng, now)
         self.control = self._flights.control
         known: Sequence[Hashable | None] = paths if client else [None] * stripes
@@ -116,22 +123,20 @@ class Session:
         self._opened = self._ended = False
         self._bye: list[Burst] = []
         self._asking = Asking(settings, self._sender, self._flights)
-        self._delivered = 0  # bytes that came
+        self._delivered = 0  # bytes received
         self._heard = self._spoke = now
         self._next_send = now
-        self._timed = (
-            False  # there was more to send at the last burst, and but for the pace it would have gone
-        )
+        self._timed = False  # at the last burst only the pace held back more data
         if client:
             for stripe in range(stripes):
                 hello = Hello(sequence=self._outbox.sequence)
                 self._outbox.put(padded(hello, settings.datagram_bytes), stripe=stripe)
 
-    # -- what the application does --------------------------------------------------------------------------
+    # -- application ----------------------------------------------------------------------------------------
 
     def send(
         self,
-        now: float,  # noqa: ARG002  # like all input
+        now: float,  # noqa: ARG002  # every input has the time
         chunk: int,
         iteration: int,
         values: Values,
@@ -139,33 +144,37 @@ class Session:
         high: Mask | None = None,
         reliable: bool = False,
     ) -> int:
-        """Sends `values`, (elements,), as a transfer, whose id it returns; they are not to be written to
-        until Delivered. `high`, by block, (blocks,): None is none of them; the last one always is. Raises
-        UserError."""
+        """Queue `values`, (elements,), as a transfer; return its id.
+
+        The caller must not change them before Delivered. `high` is a mask by block, (blocks,); None: no block
+        but the last, which is always high. Raises UserError.
+        """
         if self._ended:
             raise UserError("the session has ended")
         return self._sender.add(chunk, iteration, values, high, reliable)
 
     def block(self, itemsize: int) -> int:
-        """Elements in a block of values whose elements have so many bytes."""
+        """Return the elements in a block, for elements of `itemsize` bytes."""
         return self._sender.block(itemsize)
 
     def change_keys(self) -> None:
-        """Seals with the next keys as soon as the other end has seen the present ones."""
+        """Change to the next keys as soon as the other end has acknowledged the present ones."""
         for phase in self._flights.phases:
             phase.wanted = True
 
     def ask(self, size: int) -> None:
-        """Asks for a share of the receiver's link, for so many bytes."""
+        """Ask for a share of the receiver's link for `size` bytes."""
         self._outbox.put(Ask(sequence=self._outbox.sequence, size=size))
 
     def grant(self, rate: float, seconds: float, *, kept: bool = True) -> None:
-        """Gives the other end so many bytes per second of this end's link, for so long. One that is not
-        `kept` does not go again when it is lost, for by then another has gone."""
+        """Grant the other end `rate` bytes per second of this end's link for `seconds`.
+
+        Without `kept` a lost grant is not resent: a newer one has followed by then.
+        """
         self._outbox.put(Grant(sequence=self._outbox.sequence, rate=rate, seconds=seconds), kept=kept)
 
     def close(self, now: float, reason: str) -> None:
-        """Ends the session, and tells the other end why."""
+        """End the session, and send the other end the reason."""
         if self._ended:
             return
         message = Bye(sequence=self._outbox.sequence, reason=reason[:128])
@@ -180,17 +189,17 @@ class Session:
         self._end(f"closed here: {reason}")
 
     def fail(self, reason: str) -> None:
-        """Ends the session, unsaid: who drives it cannot go on."""
+        """End the session without a word to the other end, because the driver cannot go on."""
         if not self._ended:
             self._end(reason)
 
     def poll_events(self) -> list[Event]:
-        """What has happened since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
     def status(self) -> Status:
-        """The session in figures."""
+        """Return the session's figures."""
         control, receiver = self.control, self._receiver
         return Status(
             rate=control.rate,
@@ -212,13 +221,13 @@ class Session:
 
     @property
     def ended(self) -> bool:
-        """Whether the session is over."""
+        """True if the session is over."""
         return self._ended
 
-    # -- what comes -----------------------------------------------------------------------------------------
+    # -- input ----------------------------------------------------------------------------------------------
 
     def handle_datagrams(self, now: float, path: Hashable, stripe: int, batch: Datagrams) -> None:
-        """Takes opened, fresh datagrams of one kind, size and stripe, in the order in which they came."""
+        """Take opened, fresh datagrams of one kind, size and stripe, in the order of arrival."""
         if self._ended or not len(batch) or not 0 <= stripe < len(self._ways):
             return
         numbers = batch.headers["number"].astype(np.int64)
@@ -246,7 +255,7 @@ class Session:
     def _handle_ack(self, now: float, frame: Bytes) -> None:
         ack = read_ack(frame)
         if ack.of >= len(self._ways):
-            self.drops["an Ack of a stripe that is not"] += 1
+            self.drops["an Ack of an unknown stripe"] += 1
             return
         heard = self._flights.handle_ack(now, ack)
         self._ways.paths[ack.of].round_trip = self.control.trip.smoothed
@@ -256,11 +265,11 @@ class Session:
             self._events.append(StripeChanged(ack.of, True, reason))
 
     def _tell(self, now: float, heard: Heard) -> None:
-        """Tells those whom it concerns what was acknowledged and what is lost, the rate too."""
+        """Pass on acknowledged and lost datagrams to the parts that sent them, and to the rate control."""
         self._flights.settle(now, heard, self._pass_on(heard.told))
 
     def _pass_on(self, told: Told) -> int:
-        """Returns how many of the lost datagrams can be restored."""
+        """Pass on acknowledged and lost datagrams; return how many of the lost can be restored."""
         for transfer, items in told.acked.items():
             if transfer == CONTROL:
                 self._outbox.handle_acked(items.tolist())
@@ -286,7 +295,7 @@ class Session:
             elif isinstance(message, Need):
                 self._sender.handle_need(now, message, self.control.trip.smoothed)
         except WireError:
-            self.drops["no control message"] += 1  # its own words would be a key each
+            self.drops["no control message"] += 1  # the error's own words would each be a new key
             return
         if isinstance(message, Challenge):
             answer = Answer(sequence=self._outbox.sequence, token=message.token)
@@ -299,10 +308,10 @@ class Session:
         elif isinstance(message, Ask):
             self._events.append(Asked(message.size, f"the other end has {message.size} B to send"))
         elif isinstance(message, Bye):
-            self._end(f"the other end has closed it: {message.reason}")
+            self._end(f"the other end closed the session: {message.reason}")
 
     def _settle(self, now: float, touched: list[int]) -> None:
-        """Does what the rules say of these transfers that come."""
+        """Apply the receiver's rules to these arriving transfers."""
         for transfer in touched:
             reorder = max(each.reorder for each in self._arrivals)
             trip = self.control.trip
@@ -338,10 +347,10 @@ class Session:
                 if moved.before is not None:
                     self.control.handle_path_change("the other end has another address")
 
-    # -- what goes out --------------------------------------------------------------------------------------
+    # -- output ---------------------------------------------------------------------------------------------
 
     def poll_datagrams(self, now: float) -> Burst | None:
-        """The next burst, if one is to go now. To be called until there is none."""
+        """Return the next burst if one is to go now. Call it until it returns None."""
         if self._ended:
             return self._bye.pop(0) if self._bye else None
         self._poll_timers(now)
@@ -350,7 +359,7 @@ class Session:
         return self._poll_ack(now) or self._poll_control(now) or self._poll_data(now)
 
     def poll_deadline(self) -> float:
-        """When poll_datagrams may have something; inf: only after input."""
+        """Return the time at which poll_datagrams may have something; inf: only after input."""
         if self._ended:
             return -math.inf if self._bye else math.inf
         if self._outbox and any(self._ways.takes(message) for message in self._outbox.queued):
@@ -416,7 +425,7 @@ class Session:
         return max(self._spoke, self._heard) + self.settings.idle_seconds * KEEP_ALIVE_SHARE
 
     def _probe(self, now: float) -> None:
-        """Has the oldest of what is on its way sent again, past rate and window."""
+        """Resend the oldest datagrams in flight, beyond rate and window."""
         for stripe, transfer, item in self._flights.handle_timeout(now):
             if transfer == CONTROL and self._outbox.resend(item):
                 continue
@@ -424,10 +433,10 @@ class Session:
                 self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False, stripe=stripe)
 
     def _poll_stripes(self, now: float) -> None:
-        """Asks stripes that are silent, and has what was lost with one go over the others."""
+        """Send questions on silent stripes, and resend their lost datagrams on the others."""
         due, gone = self._flights.poll_stripes(now)
         for stripe in due.silent:
-            reason = f"stripe {stripe}: nothing is acknowledged, while others are; it is not used until it is"
+            reason = f"stripe {stripe} is silent while others are acknowledged: unused until it answers"
             self._events.append(StripeChanged(stripe, False, reason))
         for told in gone:
             self._pass_on(told)
@@ -437,10 +446,10 @@ class Session:
     def _poll_ack(self, now: float) -> Burst | None:
         for stripe, arrivals in enumerate(self._arrivals):
             path = self._ways.active(stripe, ack_bytes(arrivals.bits)) if now >= arrivals.due else None
-            told = arrivals.poll_ack(now, stripe, self._delivered) if path is not None else None
-            if told is not None and path is not None:
+            ack = arrivals.poll_ack(now, stripe, self._delivered) if path is not None else None
+            if ack is not None and path is not None:
                 items = np.zeros(1, dtype=np.int64)
-                return self._burst(now, stripe, path, Kind.ACK, ACK, items, ack_datagram(told))
+                return self._burst(now, stripe, path, Kind.ACK, ACK, items, ack_datagram(ack))
         return None
 
     def _poll_control(self, now: float) -> Burst | None:
@@ -459,7 +468,7 @@ class Session:
         if count <= 0:
             return None
         way = self._ways.of_data(self.settings.datagram_bytes)
-        if way is None and self._sender.ready:  # no address takes it: a window does not begin before one does
+        if way is None and self._sender.ready:  # no window begins before some address takes data
             return None
         outgoing = self._sender.next(now, self.control, self._flights.likely_loss, self._flights.burst_length)
         if outgoing is None or way is None:
@@ -476,7 +485,7 @@ class Session:
         outgoing.bodies.write(kind, items, frames)
         self._ways.had_turn(stripe)
         self._flights.probes = max(self._flights.probes - len(items), 0)
-        # A timer that comes late is caught up with, or a loaded machine would never reach its rate.
+        # Catch up after a late timer, or a loaded machine would never reach its rate.
         late = MOST_LATE if timed else BURST_SECONDS
         self._next_send = max(self._next_send, now - late) + frames.size / self.control.rate
         burst = self._burst(now, stripe, path, kind, outgoing.transfer, items, frames)
@@ -495,7 +504,7 @@ class Session:
         items: Items,
         frames: Bytes,
     ) -> Burst:
-        """Gives the datagrams their numbers and headers, and notes them."""
+        """Number the datagrams, write their headers, and record them as sent."""
         phase = self._flights.phase(stripe)
         first = self._flights.add(now, stripe, transfer, items, frames.shape[1])
         write_headers(frames, kind, phase, stripe, self.session, first)

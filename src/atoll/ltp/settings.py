@@ -1,4 +1,4 @@
-"""What both ends of a session are set to. Every constant's reason stands in docs/ltp.md."""
+"""Settings of a session, on both ends. docs/ltp.md has the reason of each constant."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ Fill: TypeAlias = Literal["zero", "last", "rescale"]
 
 @dataclass(frozen=True)
 class Settings:
-    """A session's. Raises UserError for what is out of its range.
+    """Settings of a session. Raises UserError for a value out of range.
 
-    `usable` is the share of the low-priority blocks with which a transfer is of use; `close_high` that of the
-    high-priority ones, restored ones too, at which the receiver says Early; `fill_above` the loss of low ones
-    up to which it is borne, and above which it is filled; `target_loss` the safe value, where none can be
-    fitted; `repair_low`: ask again for low ones while a transfer is not usable.
+    Args:
+        usable: share of the low-priority blocks with which a transfer is usable.
+            close_high: share of the high-priority blocks, restorable ones included, at which the receiver
+            says Early.
+        fill_above: loss of low-priority blocks up to which it is borne, and above which it is filled.
+        target_loss: loss to aim at where none can be fitted.
+        repair_low: request low-priority blocks again while a transfer is not usable.
     """
 
     datagram_bytes: int = DATAGRAM_BYTES
@@ -31,7 +34,7 @@ class Settings:
     redundancy: bool = True  # forward error correction of high-priority blocks
     repair_low: bool = True
     initial_rate: float = 1.25e6  # bytes per second, until something was measured
-    idle_seconds: float = 30.0  # of silence, after which the other end is lost
+    idle_seconds: float = 30.0  # of silence, after which the session ends
 
     def __post_init__(self) -> None:
         for name in ("usable", "close_high", "fill_above", "target_loss"):

@@ -1,7 +1,7 @@
-"""Which stripes of a session are used: one that is silent while others are heard is left alone until it
-answers. A way through the network may be cut for one port, or never have been open.
+"""Silent stripes: a stripe without acknowledgements while others have some is not used until it answers.
 
-Source: docs/ltp.md, "Bursts, stripes, and a link's thread".
+A network may block one port from the start, or lose its route later. Source: docs/ltp.md, "Bursts, stripes,
+and a link's thread".
 """
 
 from __future__ import annotations
@@ -10,32 +10,33 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-SILENCE_SECONDS = (
-    1.0  # without an acknowledgement, after which a stripe is not used; then it is asked so often
-)
-SILENT_TIMEOUTS = 4  # probe timeouts that it has at least: each may be a loss
-QUESTIONS = 3  # in that time, each while another stripe answers: where all are silent, none is to blame
+SILENCE_SECONDS = 1.0  # without acknowledgement until a stripe is not used; then between questions
+SILENT_TIMEOUTS = 4  # probe timeouts before that, at least: each may be a loss
+QUESTIONS = 3  # unanswered ones while another stripe answers: if all are silent, none is at fault
 
 
 @dataclass
 class _Stripe:
     used: bool = True
-    acked_at: float = -math.inf  # when something that it carried was last acknowledged
-    asked_at: float | None = None  # since it is silent
-    unanswered: int = 0  # questions, though another stripe has answered since
+    acked_at: float = -math.inf  # time of its last acknowledgement
+    asked_at: float | None = None  # time of the last question, while it is silent
+    unanswered: int = 0  # questions after which only other stripes answered
 
 
 @dataclass
 class Poll:
-    """What is to be done: a question is a Ping on that very stripe."""
+    """Actions that are due. A question is a Ping on that very stripe."""
 
     questions: list[int] = field(default_factory=list)
-    silent: list[int] = field(default_factory=list)  # from now on not used
+    silent: list[int] = field(default_factory=list)  # not used from now on
 
 
 class Stripes:
-    """Of one end: what it sends. `waits` of the polls is since when each stripe has something on its way of
-    which nothing was acknowledged, else inf; `timeout` the probe timeout, in seconds."""
+    """The stripes of one end, in the sending direction.
+
+    In the polls `waits` has the time since which each stripe has unacknowledged datagrams in flight, or inf;
+    `timeout` is the probe timeout in seconds.
+    """
 
     def __init__(self, count: int) -> None:
         self._stripes = [_Stripe() for _ in range(count)]
@@ -44,14 +45,14 @@ class Stripes:
         return self._stripes[stripe].used
 
     def handle_acked(self, now: float, stripe: int) -> bool:
-        """Something that it carried was acknowledged; whether it is used again from now on."""
+        """Record an acknowledgement for a stripe; return True if that brings it back into use."""
         known = self._stripes[stripe]
         back = not known.used
         self._stripes[stripe] = _Stripe(acked_at=now)
         return back
 
     def poll(self, now: float, waits: Sequence[float], timeout: float) -> Poll:
-        """What is due."""
+        """Return the actions that are due."""
         due = Poll()
         for stripe, known in enumerate(self._stripes):
             if known.used and waits[stripe] == math.inf:
@@ -69,13 +70,13 @@ class Stripes:
                 known.used = False
                 due.silent.append(stripe)
         asked = [stripe]
-        if known.used:  # those who have nothing to acknowledge are asked too, to know whether they live
+        if known.used:  # idle stripes are asked too: their answers show that the other end lives
             asked += [at for at, each in enumerate(self._stripes) if each.used and waits[at] == math.inf]
         due.questions += [each for each in asked if each not in due.questions]
         known.asked_at = now
 
     def deadline(self, waits: Sequence[float], timeout: float) -> float:
-        """When poll may have something; inf: only after input."""
+        """Return the time at which `poll` may have something; inf: only after input."""
         return min(self._due(stripe, waits, timeout) for stripe in range(len(self._stripes)))
 
     def _due(self, stripe: int, waits: Sequence[float], timeout: float) -> float:

@@ -1,9 +1,8 @@
-"""The target loss rate: how much loss serves best, fitted to what was seen.
+"""The target loss rate, at which throughput over delay is greatest, fitted to observations.
 
-Source: docs/ltp-rates.md, "The target loss". Throughput and delay are fitted as functions of the loss rate by
-least squares, a straight line or, where it explains clearly more, a parabola; the target is where throughput
-over delay is greatest. Where the history cannot tell, the target stays at its safe value, and the reason says
-why.
+Throughput and delay are fitted as functions of the loss rate by least squares: a straight line, or a parabola
+where it explains clearly more. Where the history cannot decide, the target stays at its safe value, and the
+reason says why. Source: docs/ltp-rates.md, "The target loss".
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ import numpy.typing as npt
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
-HISTORY = 256  # observations: some minutes of them; older ones are of another hour
+HISTORY = 256  # observations, some minutes of them
 LEAST_HISTORY = 16  # observations for a fit: four for each of the parabola's coefficients, and some
 LEAST_RANGE = 0.005  # of loss, between the tenth and the ninetieth hundredth, for a fit
-OUTLYING = 5.0  # robust standard deviations from the fit, at which an observation does not belong to it
+OUTLYING = 5.0  # robust standard deviations from the fit beyond which an observation is an outlier
 MOST_OUTLYING = 0.1  # share of outliers above which the history is not of one path
-BETTER = 2.0  # the greatest score must beat the safe value's by so many standard errors of it
-ILL_CONDITIONED = 1e3  # of the scaled design: then a ridge keeps the coefficients small
+BETTER = 2.0  # standard errors by which the best score must beat the safe value's
+ILL_CONDITIONED = 1e3  # condition number of the scaled design above which a ridge is added
 RIDGE = 1e-3  # of the observations' number
-EXACT = 1e-6  # of the value at the range's begin: smaller residuals are rounding
-CHOICES = 201  # loss rates that are compared
-PATH_CHANGE = 0.25  # of the least round trip: a change by more is another path
+EXACT = 1e-6  # of the fit's first value: smaller residuals are rounding
+CHOICES = 201  # loss rates compared
+PATH_CHANGE = 0.25  # of the least round trip: a larger change means another path
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A target loss rate, whether it was fitted, and why it is what it is."""
+    """A target loss rate, and why."""
 
     value: float
     fitted: bool
@@ -50,14 +49,14 @@ class _Fit:
         return _design(x, len(self.coefficients)) @ self.coefficients
 
     def error(self, x: Floats) -> Floats:
-        """Standard error of the fitted value."""
+        """Return the standard error of the fitted values."""
         design = _design(x, len(self.coefficients))
         error: Floats = np.sqrt(self.variance * np.einsum("ij,jk,ik->i", design, self.inverse, design))
         return error
 
 
 class Target:
-    """The history of one path. `safe` and `most` are shares of packets; nothing above `most` is chosen."""
+    """The target loss of one path. `safe` and `most` are shares of packets; `most` bounds every choice."""
 
     def __init__(self, safe: float, most: float) -> None:
         self._safe, self._most = min(safe, most), most
@@ -67,8 +66,14 @@ class Target:
         self.choice = Choice(self._safe, False, "the safe value: nothing was seen yet")
 
     def handle_observation(self, loss: float, throughput: float, delay: float, min_rtt: float) -> None:
-        """A span of some round trips: the share of packets lost, bytes per second that came, mean round trip
-        and the least one (seconds). A changed least round trip means another path, and a new history."""
+        """Add an observation over some round trips.
+
+        Args:
+            loss: share of packets lost.
+            throughput: bytes per second that arrived.
+            delay: mean round trip in seconds.
+            min_rtt: least round trip in seconds; a clear change means another path, and clears the history.
+        """
         known = self._min_rtt
         if known is not None and abs(min_rtt - known) > PATH_CHANGE * known:
             self.handle_path_change("the least round trip changed")
@@ -81,7 +86,7 @@ class Target:
             self.choice = self._choose()
 
     def handle_path_change(self, reason: str) -> None:
-        """What was seen is of a path that is no more."""
+        """Clear the history: it describes a path that is no longer used."""
         self._history.clear()
         self._added, self._min_rtt = 0, None
         self.choice = Choice(self._safe, False, f"the safe value: the path has changed: {reason}")
@@ -106,7 +111,7 @@ class Target:
         if values.min() <= 0.0 or delays.min() <= 0.0:
             return self._stay("the fit is not positive where loss was seen")
         score = values / delays
-        # Of a quotient the relative errors add, squared.
+        # The squared relative errors of a quotient's parts add up.
         error = score * np.sqrt((throughput.error(x) / values) ** 2 + (delay.error(x) / delays) ** 2)
         best = int(np.argmax(score))
         safe = int(np.argmin(np.abs(choices - self._safe)))
@@ -124,7 +129,7 @@ def _design(x: Floats, columns: int) -> Floats:
 
 
 def _fit(x: Floats, y: Floats) -> _Fit:
-    """The parabola where it leaves clearly less than the line (Akaike's criterion, corrected)."""
+    """Return the parabola if it leaves clearly less than the line (Akaike's criterion, corrected)."""
     line, parabola = _least_squares(x, y, 2), _least_squares(x, y, 3)
     return parabola if _criterion(parabola) < _criterion(line) else line
 
@@ -150,7 +155,7 @@ def _criterion(fit: _Fit) -> float:
 
 
 def _outliers(fit: _Fit) -> float:
-    """Share of residuals that lie far out, by the median's measure (1.4826 makes it a standard deviation)."""
+    """Return the share of residuals far from the median (1.4826 scales the deviation to a standard one)."""
     away = np.abs(fit.residuals - np.median(fit.residuals))
     spread = max(1.4826 * float(np.median(away)), EXACT * abs(float(fit.coefficients[0])))
     return float(np.mean(away > OUTLYING * spread))

@@ -1,4 +1,4 @@
-"""Which stripe and address of a session a datagram takes: of those in use, one that may take its bytes.
+"""The stripe and address for each datagram: one in use that may take its bytes.
 
 Source: docs/ltp.md, "Addresses" and "Bursts, stripes, and a link's thread".
 """
@@ -16,11 +16,11 @@ from atoll.wire.datagrams import control_datagram
 
 
 class Ways:
-    """The addresses of each stripe of a session, and whose turn it is.
+    """The addresses of each stripe of a session, used in turn.
 
     Args:
-        known: where each stripe first sends; None: wherever the other end is heard from.
-        flights: says which stripes are in use.
+        known: first address of each stripe; None: wherever the other end is heard from.
+        flights: knows which stripes are in use.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class Ways:
         return len(self.paths)
 
     def active(self, stripe: int, size: int) -> Hashable | None:
-        """The stripe's address, where it may take `size` bytes."""
+        """Return the stripe's address if it may take `size` bytes."""
         paths = self.paths[stripe]
         return None if paths.active is None or paths.allowance(paths.active) < size else paths.active
 
     def of_control(self, message: Message) -> tuple[int, Hashable] | None:
-        """Stripe and address for a control message; None: no address may take it now."""
+        """Return stripe and address for a control message; None if no address may take it now."""
         size = len(control_datagram(message.body)[0])
         used = [stripe for stripe in range(len(self)) if self._flights.used(stripe)]
         for stripe in used if message.stripe is None else (message.stripe,):
@@ -50,7 +50,7 @@ class Ways:
         return None
 
     def takes(self, message: Message) -> bool:
-        """True where some address may take the control message now."""
+        """Return True if some address may take the control message now."""
         return self.of_control(message) is not None
 
     def poll_challenges(self, now: float) -> Iterator[tuple[int, Hashable, bytes]]:
@@ -61,7 +61,7 @@ class Ways:
                     yield stripe, path, token
 
     def of_data(self, size: int) -> tuple[int, Hashable, int] | None:
-        """The next stripe, in turn, that may take datagrams of `size` bytes, its address, and how many."""
+        """Return the next stripe that may take datagrams of `size` bytes, its address, and their number."""
         for each in range(len(self)):
             stripe = (self._turn + each) % len(self)
             path = self.paths[stripe].active
@@ -72,5 +72,5 @@ class Ways:
         return None
 
     def had_turn(self, stripe: int) -> None:
-        """Data has gone over this stripe."""
+        """Note that data went over this stripe."""
         self._turn = stripe + 1
