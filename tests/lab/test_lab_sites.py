@@ -119,7 +119,7 @@ def test_only_direct_links_carry_packets(labs: Labs) -> None:
     record = labs.record()
     assert record["emulator"]["unrouted"] == 5
     assert [link["offered"]["packets"] for link in record["links"]] == [0, 0]
-    assert "nowhere to go: 5 packets" in out
+    assert "dropped: 5 packets" in out
 
 
 # Both ends of a connection say what its congestion control is.

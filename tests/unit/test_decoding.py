@@ -42,5 +42,5 @@ def test_a_summary_and_a_labs_record_that_are_none_are_refused_in_a_line(tmp_pat
     with pytest.raises(UserError, match="not the summary of a run"):
         read_summary(tmp_path / "summary.json")
     (tmp_path / report.RECORD).write_bytes(raw)
-    with pytest.raises(UserError, match="is no lab's record"):
+    with pytest.raises(UserError, match="is not a lab's record"):
         report.read(tmp_path)

@@ -160,9 +160,9 @@ def test_the_folder_of_labs_must_be_this_users_own(monkeypatch: pytest.MonkeyPat
     assert folder == tmp_path / "atoll-lab"
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    with pytest.raises(UserError, match="others than this user may write there"):
+    with pytest.raises(UserError, match="other users may write there"):
         runner.labs_folder()
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    with pytest.raises(UserError, match="others than this user"):
+    with pytest.raises(UserError, match="other users may write"):
         runner.labs_folder()

@@ -69,7 +69,7 @@ def test_a_folder_without_a_lab(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"lab.json: cannot be read: No such file or directory$"):
         report.read(tmp_path)
     (tmp_path / "lab.json").write_text('{"command": []}')
-    with pytest.raises(UserError, match="is no lab's record: "):
+    with pytest.raises(UserError, match="is not a lab's record: "):
         report.read(tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_what_it_was_not_allowed_is_told(tmp_path: Path) -> None:
 
 
 def test_packets_to_nowhere_are_told(tmp_path: Path) -> None:
-    assert "nowhere to go: 4 packets" in report.shown(make(tmp_path, unrouted=4))
+    assert "dropped: 4 packets" in report.shown(make(tmp_path, unrouted=4))
 
 
 def test_an_emulator_that_was_killed_is_told(tmp_path: Path) -> None:

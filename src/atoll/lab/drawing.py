@@ -1,4 +1,4 @@
-"""A topology in the terminal: its sites, its links with their numbers, and how those change over time."""
+"""A topology in the terminal: sites, links with their numbers, and changes over time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIRST, _CHANGED, _DOWN = ("━", "green"), ("▒", "yellow"), ("╳", "bold red
 
 
 def show(topology: Topology, name: str, console: Console) -> None:
-    """Print the whole of a topology; `name` stands above it."""
+    """Print a topology under the heading `name`."""
     parts: list[RenderableType] = [
         Text.assemble((name, "bold"), f": {words.title(topology)}"),
         Padding(_sites(topology), (1, 0, 0, 2), expand=False),
@@ -49,7 +49,7 @@ def _sites(topology: Topology) -> Table:
 
 
 def _links(ways: list[Way]) -> Table:
-    """Each link a row, and a row below it for each of its changes."""
+    """Return a table with a row for each link, and below it a row for each of its changes."""
     table = _plain()
     for way in ways:
         table.add_row(
@@ -66,7 +66,7 @@ def _links(ways: list[Way]) -> Table:
 
 
 def _timeline(ways: list[Way], end: float) -> Group:
-    """A bar for each link that changes, over the same span of time."""
+    """Return a bar for each link that changes, all over one span of time."""
     table = _plain()
     for way in ways:
         table.add_row(Text(way.name), _bar(way.phases, end))
@@ -79,7 +79,7 @@ def _timeline(ways: list[Way], end: float) -> Group:
 
 
 def _bar(phases: tuple[Phase, ...], end: float) -> Text:
-    """Cells of equal time; each shows the worst that happens in it, so that a short outage is seen."""
+    """Return cells of equal time. Each shows the worst state within it, so a short outage stays visible."""
     bar, starts = Text(), [phase.at for phase in phases]
     for cell in range(_CELLS):
         first = bisect_right(starts, cell * end / _CELLS) - 1
@@ -99,7 +99,7 @@ def _badness(mark: tuple[str, str]) -> int:
 
 
 def _remarks(topology: Topology) -> list[str]:
-    """What is allowed, and yet easily a mistake."""
+    """Return warnings about settings that are allowed but often mistakes."""
     directions = {(link.source, link.target) for link in topology.links}
     ends = {end for way in directions for end in way}
     remarks = []

@@ -1,6 +1,6 @@
-"""The emulator's process: it alone may run at a priority above all else, and have a core to itself.
+"""The emulator's process, which runs at a priority above all others where permitted, and may own a core.
 
-Run as a module by `inside`, with the lab's spec and file descriptors.
+`inside` starts this module with the lab's spec and file descriptors.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from atoll.lab.topology import Topology
 from atoll.lab.traffic import TRAFFIC, TrafficLog
 
 START_SECONDS = 30.0
-_SAMPLER_SECONDS = 5.0  # for its last look
-_BEGIN_SECONDS = 0.01  # between looks whether the emulator has begun
+_SAMPLER_SECONDS = 5.0  # for the sampler's last sample
+_BEGIN_SECONDS = 0.01  # between checks whether the emulator has begun
 _COUNTERS = "counters.json"
 
 
 class Carried(msgspec.Struct, frozen=True):
-    """What the emulator counted: each direction of a link, in the topology's order, and itself."""
+    """Counters of each direction of a link, in the topology's order, and of the emulator itself."""
 
     links: list[LinkCounters]
     emulator: EmulatorCounters
 
 
 class Emulation:
-    """The emulator's process, seen from `inside`; `tuns` are the sites' devices, in their order."""
+    """Handle on the emulator's process, for `inside`. `tuns` are the sites' devices, in order."""
 
     def __init__(self, spec: Path, folder: Path, tuns: Sequence[int]) -> None:
         self._counters, self._log = folder / _COUNTERS, folder / "emulator.log"
@@ -54,11 +54,11 @@ class Emulation:
                 pass_fds=given,
                 start_new_session=True,
             )
-        for handle in (ready, stop, *tuns):  # theirs alone: what is read twice is read by nobody
+        for handle in (ready, stop, *tuns):  # only the emulator may read the devices
             os.close(handle)
 
     def carries(self) -> bool:
-        """Whether it has begun. Raises RunError if it has ended."""
+        """Return True once the emulator has begun. Raises RunError if it has ended."""
         self.check()
         try:
             return bool(os.read(self._ready, 1))
@@ -66,14 +66,14 @@ class Emulation:
             return False
 
     def check(self) -> None:
-        """Raise RunError if it has ended: nothing reaches any site any more."""
+        """Raise RunError if the emulator has ended, or UserError if the topology was at fault."""
         code = self._process.poll()
         if code is not None:
             if code == UserError.exit_status:
                 raise UserError(self._last_line())
             how = f"ended with status {code}" if code >= 0 else f"was killed by signal {-code}"
             why = f": {said}" if (said := self._last_line()) else ""
-            raise RunError(f"the emulator {how}, and no link carries anything any more{why}")
+            raise RunError(f"the emulator {how}, and the links carry nothing any more{why}")
 
     def _last_line(self) -> str:
         return (self._log.read_text(errors="replace").strip().splitlines() or [""])[-1]
@@ -82,7 +82,7 @@ class Emulation:
         return pid == self._process.pid
 
     def stop(self) -> None:
-        """Tell it to end and to write what it counted."""
+        """Tell the emulator to end and to write its counters."""
         if self._stop >= 0:
             os.close(self._stop)
             self._stop = -1
@@ -95,7 +95,7 @@ class Emulation:
         return self._process.poll() is not None
 
     def carried(self) -> Carried | None:
-        """What it counted; None if it was killed before it could write that."""
+        """Return the emulator's counters; None if it was killed before it wrote them."""
         try:
             return msgspec.json.decode(self._counters.read_bytes(), type=Carried)
         except (OSError, msgspec.DecodeError):
@@ -103,9 +103,9 @@ class Emulation:
 
 
 class _Sampler:
-    """Notes now and then what the links have done, in a thread of ordinary priority.
+    """Sample the links' counters in a thread of ordinary priority.
 
-    It reads counters that the emulator's thread writes, and takes nothing that this one waits for.
+    It takes no lock that the emulator's thread could wait for.
     """
 
     def __init__(self, emulator: Emulator, topology: Topology) -> None:
@@ -115,7 +115,7 @@ class _Sampler:
         self._thread.start()
 
     def finish(self, path: Path) -> None:
-        """Note a last time, and write all of it to `path`."""
+        """Take a last sample, and write all samples to `path`."""
         self._over.set()
         self._thread.join(_SAMPLER_SECONDS)
         with contextlib.suppress(OSError):  # a full disk is no reason to lose a lab's counters
@@ -125,16 +125,16 @@ class _Sampler:
         while not (began := self._emulator.totals().started):
             if self._over.wait(_BEGIN_SECONDS):
                 return
-        over = False
-        while not over:
+        finished = False
+        while not finished:
             at = time.monotonic() - began
             self._log.add(at, self._emulator.counters())
-            over = self._over.wait(self._log.interval - at % self._log.interval)
+            finished = self._over.wait(self._log.interval - at % self._log.interval)
         self._log.add(time.monotonic() - began, self._emulator.counters())
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Carry packets until the file descriptor `stop` can be read; then write what was counted."""
+    """Carry packets until the file descriptor `stop` becomes readable; then write the counters."""
     spec, counters = Spec.read(Path(arguments[0])), Path(arguments[1])
     ready, stop, *tuns = map(int, arguments[2:])
     try:

@@ -1,7 +1,7 @@
-"""The emulator: what the links of a topology do to the packets between its sites.
+"""The emulator: applies a topology's links to the packets between its sites.
 
-The work on each packet is done in C (`csrc/`), by one thread. This module packs a topology for it, and gives
-names to what it counts. docs/notes/emulator.md tells how links are modelled, and why so.
+C code (`csrc/`) handles the packets in one thread. This module packs the topology for it and unpacks its
+counters. docs/notes/emulator.md explains the model.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ try:
 except ImportError as error:
     _missing = str(error)
 
-# As csrc/fates.h has them.
+# Equal to the constants of csrc/fates.h.
 _KNOTS, _QUARTER, _CELLS, _ONE = 4096, 1024, 768, 2**16
 _SHAPES = ("normal", "uniform", "pareto")
-_PERIODS = 8  # standard deviations between two knots of the jitter's course: so it hardly ever falls by 1 s/s
-_PARETO_SHAPE = 3.0  # the smallest whole number with a variance
-_PARETO_MOST = 3.29  # of the normal value that it is made from: cut where one in 2000 lies beyond
+_PERIODS = 8  # standard deviations between two knots of the jitter: it hardly ever falls by 1 s/s
+_PARETO_SHAPE = 3.0  # smallest whole number with a variance
+_PARETO_MOST = 3.29  # bound of the underlying normal value: one in 2000 lies beyond
 _LONGEST_TIME = 30 * 86400.0  # seconds: picoseconds of a whole lab must fit into 63 bits
-_LONGEST_WAIT = 1e6  # seconds in a queue, likewise
-_LARGEST_PACKET = 65575  # bytes: what IPv6 can state
+_LONGEST_WAIT = 1e6  # seconds in a queue, for the same reason
+_LARGEST_PACKET = 65575  # bytes, the largest length in an IPv6 header
 
-# Memory: beside the bytes themselves, each run of packets has a header of its own.
-_SPARE_SECONDS = 0.05  # of packets that are due, while the thread does not run
+# Memory: beside the packets' bytes, each run of packets has a header.
+_SPARE_SECONDS = 0.05  # of the rate: packets that are due while the thread does not run
 _SPARE_BYTES = 2**18
 _RECORD_BYTES, _BLOCK_BYTES = 24, 96
 
 _VERDICTS = ("", "queue", "loss", "outage")
 
 
-# -- whether it is there -----------------------------------------------------------------------------------
+# -- availability ------------------------------------------------------------------------------------------
 
 
 def available() -> str:
-    """Empty, or one line: what is missing for the emulator, and what to install."""
+    """Return an empty string, or one line that says why the emulator is missing and what to install."""
     if _emulator is not None:
         return ""
     if not sys.platform.startswith("linux"):
@@ -74,12 +74,15 @@ def _native() -> ModuleType:
     return _emulator
 
 
-# -- what C is given ---------------------------------------------------------------------------------------
+# -- input of the C code -----------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
 def _tables() -> bytes:
-    """csrc/fates.h: `struct tables`. Rounded to 1/65536, so that libraries' last bits make no difference."""
+    """Pack `struct tables` of csrc/fates.h.
+
+    Values are rounded to 1/65536, so the last bits of a math library do not matter.
+    """
     normal = NormalDist()
     knots = [normal.inv_cdf(i / _KNOTS) for i in range(1, _KNOTS)]
     cosines = [math.cos(math.pi / 2 * i / _QUARTER) for i in range(_QUARTER + 1)]
@@ -90,7 +93,7 @@ def _tables() -> bytes:
 
 @lru_cache(maxsize=1)
 def _shapes() -> tuple[list[float], ...]:
-    """For each distribution its value in standard deviations, where a standard normal one is -6 to 6."""
+    """Return each distribution's values in standard deviations, for a standard normal one from -6 to 6."""
     normal = NormalDist()
     at = [-6 + 12 * i / _CELLS for i in range(_CELLS + 1)]
     uniform = [math.sqrt(3) * (2 * normal.cdf(g) - 1) for g in at]
@@ -98,7 +101,7 @@ def _shapes() -> tuple[list[float], ...]:
 
 
 def _pareto(at: Sequence[float], normal: NormalDist) -> list[float]:
-    """Mean 0 and standard deviation 1; its tail is cut."""
+    """Return values with mean 0 and standard deviation 1, and a cut tail."""
     raw = [normal.cdf(-min(g, _PARETO_MOST)) ** (-1 / _PARETO_SHAPE) for g in at]
     weights = [normal.cdf(b) - normal.cdf(a) for a, b in pairwise(at)]
     middles = [(a + b) / 2 for a, b in pairwise(raw)]
@@ -108,7 +111,7 @@ def _pareto(at: Sequence[float], normal: NormalDist) -> list[float]:
 
 
 def _chance(probability: float) -> int:
-    """In units of 2^-63."""
+    """Return the probability in units of 2^-63."""
     return max(-(2**63) + 1, min(round(probability * 2**63), 2**63 - 1))
 
 
@@ -117,7 +120,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _memory(phase: Phase) -> float:
-    """The burst chain's second eigenvalue: of two states, what is left after a slot of where it was."""
+    """Return the second eigenvalue of the burst chain: the correlation of one slot with the next."""
     if phase.burst <= 1 or not 0 < phase.loss < 1:
         return 0.0
     leave = 1 / phase.burst
@@ -125,7 +128,7 @@ def _memory(phase: Phase) -> float:
 
 
 def _pack_phase(phase: Phase) -> bytes:
-    """csrc/fates.h: `struct phase`."""
+    """Pack `struct phase` of csrc/fates.h."""
     rate = max(round(phase.rate), 1)
     jitter = _nanoseconds(phase.jitter)
     return struct.pack(
@@ -156,21 +159,20 @@ def _pack_phases(link: Link) -> bytes:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one packet."""
+    """The fate of one packet."""
 
     lost_by: str  # "", "queue", "loss" or "outage"
-    delivered: float  # seconds since the lab's start; 0 if it is lost
-    copies: int  # that arrive: 0 if it is lost
+    delivered: float  # seconds since the lab's start; 0 if lost
+    copies: int  # arriving copies; 0 if lost
     corrupted: bool
-    overtook: bool  # it arrives before one that left before it
+    overtook: bool  # arrives before an earlier packet
 
 
 def fates(link: Link, seed: int, link_index: int, packets: Sequence[tuple[float, int]]) -> list[Fate]:
-    """What a link does to a recorded sequence: each packet's arrival (seconds, rising) and bytes.
+    """Return the fates of a recorded sequence of packets: (arrival in seconds, ascending; bytes).
 
-    The function that decides is the live emulator's own; the same seed, place of the link in the topology
-    and packets give the same fates, on every machine. Raises UserError without the emulator, ValueError for
-    packets that are out of order or no packets.
+    The live emulator uses the same C function: one seed, link index and sequence give the same fates on every
+    machine. Raises UserError without the emulator, ValueError for arrivals out of order or impossible sizes.
     """
     decided = fates_array(
         link,
@@ -198,10 +200,10 @@ def fates_array(
     arrivals: npt.NDArray[np.float64],
     sizes: npt.NDArray[np.int64],
 ) -> npt.NDArray[Any]:
-    """`fates` for many packets: arrays in, and a structured array of 64-bit integers out.
+    """Return `fates` as a structured array of 64-bit integers.
 
     Fields: `verdict` (0 delivered, 1 lost by the queue, 2 by loss, 3 by an outage), `delivered` (ns),
-    `copies`, `corrupted`, `overtook`; only the first means anything for a packet that is lost.
+    `copies`, `corrupted`, `overtook`. For a lost packet only `verdict` is meaningful.
     """
     if arrivals.shape != sizes.shape or arrivals.ndim != 1:
         raise ValueError("arrivals and sizes must be two arrays of one length")
@@ -221,7 +223,7 @@ def fates_array(
 
 @dataclass(frozen=True)
 class LinkCounters:
-    """What one direction of a link has done so far. Bytes are those of IP packets, as on the wire."""
+    """Counters of one direction of a link. Bytes are those of IP packets on the wire."""
 
     source: int  # sites, from 0
     target: int
@@ -235,42 +237,42 @@ class LinkCounters:
     lost_loss_bytes: int
     lost_outage_packets: int
     lost_outage_bytes: int
-    duplicated: int  # packets that arrive twice
+    duplicated: int  # packets that arrived twice
     corrupted: int
-    reordered: int  # packets that overtake another
-    busy_seconds: float  # that the wire was sending
+    reordered: int  # packets that overtook another
+    busy_seconds: float  # in which the wire was sending
     mean_queue_delay: float  # seconds
     max_queue_delay: float
-    dropped: int  # packets that the emulator itself lost: no room for them, or a write that failed
+    dropped: int  # packets lost by the emulator itself: no room, or a failed write
 
 
 @dataclass(frozen=True)
 class EmulatorCounters:
-    """How well the emulator itself did so far. Lateness is when a packet was written after it was due."""
+    """Performance of the emulator itself. Lateness is the time from a packet's due time to its write."""
 
-    seconds: float  # that it has run
+    seconds: float  # of running
     cpu_seconds: float
-    packets: int  # written, as the wire carries them
+    packets: int  # written to the wire
     reads: int  # system calls
     writes: int
     lateness_mean: float  # seconds
     lateness_p99: float
     lateness_worst: float
-    late_packets: int  # by more than 1 ms
-    dropped: int  # packets lost by the emulator itself, all links together
-    malformed: int  # packets that it could not read
+    late_packets: int  # late by more than 1 ms
+    dropped: int  # packets lost by the emulator itself, on all links
+    malformed: int  # unreadable packets
     unrouted: int  # packets for an address that no link leads to
     behind_seconds: int  # in which it dropped packets, or more than 1 % were late by more than 1 ms
-    realtime: bool  # whether it runs before all ordinary processes (SCHED_FIFO)
-    locked: bool  # whether its memory is locked
-    started: float = 0.0  # seconds of CLOCK_MONOTONIC: when it began, from where phases count; 0 before
+    realtime: bool  # runs before all ordinary processes (SCHED_FIFO)
+    locked: bool  # its memory is locked
+    started: float = 0.0  # seconds of CLOCK_MONOTONIC at its start, from which phases count; 0 before
 
     @property
     def kept_up(self) -> bool:
         return self.behind_seconds == 0 and self.dropped == 0
 
     def notes(self) -> list[str]:
-        """What it was not allowed, one line each."""
+        """Return a line for each privilege that the emulator lacks."""
         lines = []
         if not self.realtime:
             lines.append(
@@ -292,7 +294,7 @@ _PER_LINK = 18
 
 
 def _lateness_at(histogram: Sequence[int], share: float) -> float:
-    """Seconds that `share` of the packets are not above; to an eighth, the width of a bucket."""
+    """Return the seconds that `share` of the packets do not exceed, to one eighth (a bucket's width)."""
     wanted, seen = share * sum(histogram), 0
     for bucket, count in enumerate(histogram):
         seen += count
@@ -306,11 +308,16 @@ def _lateness_at(histogram: Sequence[int], share: float) -> float:
 
 
 class Emulator:
-    """The links of a topology, alive between the TUN devices of its sites.
+    """The links of a topology, live between the TUN devices of its sites.
 
-    `tuns` holds each site's TUN, in order: non-blocking, without packet information, with a virtio header of
-    10 bytes. Offloads may be on. Raises UserError where the emulator is missing, ConfigError where the
-    packets on their way would need more than `memory` bytes (by default half of what is free).
+    Args:
+            tuns: each site's TUN, in order: non-blocking, without packet information, with a virtio header of
+            10 bytes. Offloads may be on.
+        memory: bytes for packets in queues and in flight; by default half of the free memory.
+
+    Raises:
+        UserError: the emulator is missing.
+        ConfigError: the links need more memory.
     """
 
     def __init__(self, topology: Topology, tuns: Sequence[int], memory: int | None = None) -> None:
@@ -332,15 +339,15 @@ class Emulator:
         self._running = native.create(topology.seed, _tables(), sites, links, phases)
 
     def run(self, stop: int) -> None:
-        """Carry packets until the file descriptor `stop` is readable. Once; phases count from here.
+        """Carry packets until the file descriptor `stop` is readable. Call it once; phases count from here.
 
-        Other Python threads go on meanwhile. Asks for real-time priority for the calling thread, and for
-        locked memory of the process, and gives both back at the end.
+        Releases the GIL. Asks for real-time priority of the calling thread and for locked memory of the
+        process, and gives both back at the end.
         """
         _native().run(self._running, stop)
 
     def counters(self) -> list[LinkCounters]:
-        """Each link's, in the topology's order; from any thread, also while it runs."""
+        """Return each link's counters, in the topology's order; callable from any thread while it runs."""
         values = self._values()[len(_TOTALS) + _HISTOGRAM :]
         return [
             _link_counters(link, values[i * _PER_LINK : (i + 1) * _PER_LINK])
@@ -348,7 +355,7 @@ class Emulator:
         ]
 
     def totals(self) -> EmulatorCounters:
-        """The emulator's own; from any thread, also while it runs."""
+        """Return the emulator's own counters; callable from any thread while it runs."""
         values = self._values()
         total = dict(zip(_TOTALS, values, strict=False))
         histogram = values[len(_TOTALS) : len(_TOTALS) + _HISTOGRAM]
@@ -378,14 +385,14 @@ class Emulator:
 
 def _link_counters(link: Link, values: Sequence[int]) -> LinkCounters:
     *counts, busy, delay, most, overflowed, unwritten = values
-    crossed = counts[0] - counts[4]  # all but those that found the queue full
+    crossed = counts[0] - counts[4]  # packets that did not find the queue full
     seconds = [busy / 1e12, delay / max(crossed, 1) / 1e9, most / 1e9]
     fields: list[Any] = [link.source, link.target, *counts, *seconds, overflowed + unwritten]
     return LinkCounters(*fields)
 
 
 def _address(text: str) -> bytes:
-    """IPv4 as IPv6 has it, ::ffff:a.b.c.d."""
+    """Pack an address as IPv6; an IPv4 address becomes ::ffff:a.b.c.d."""
     address = ipaddress.ip_address(text)
     return address.packed if address.version == 6 else b"\0" * 10 + b"\xff\xff" + address.packed
 
@@ -395,7 +402,7 @@ def _address(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class _Room:
-    """What a link may hold of packets in its queue and on their way."""
+    """Room for a link's packets, queued and in flight."""
 
     records: int  # packets
     ring: int  # bytes
@@ -410,10 +417,10 @@ def _room(link: Link) -> _Room:
     rate = max(phase.rate for phase in link.phases)
     delay = max(phase.delay + tops[phase.distribution] * phase.jitter for phase in link.phases)
     queue = max(min(phase.queue, phase.rate * _LONGEST_WAIT) for phase in link.phases)
-    held = math.ceil(queue + rate * (delay + _SPARE_SECONDS)) + _SPARE_BYTES
-    # Slow links may be full of the smallest packets; fast ones cannot, by the work that each makes.
-    records = min(held // 20, held // 256 + 2**16)
-    return _Room(records, held + records * _BLOCK_BYTES)
+    bytes_held = math.ceil(queue + rate * (delay + _SPARE_SECONDS)) + _SPARE_BYTES
+    # Slow links may be full of the smallest packets; on fast ones the work for each packet prevents that.
+    records = min(bytes_held // 20, bytes_held // 256 + 2**16)
+    return _Room(records, bytes_held + records * _BLOCK_BYTES)
 
 
 def _check_memory(topology: Topology, rooms: Sequence[_Room], limit: int) -> None:

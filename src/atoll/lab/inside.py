@@ -1,8 +1,8 @@
 """The first process inside a lab: makes the sites, starts everything in them, and ends it again.
 
-It is process 1 of the lab's pid namespace: when it ends, the kernel kills all that is left inside. It ends
-when its workers have, when it is told to, and when its runner's end of the control pipe closes, as it does
-when the runner is killed. Run as a module by `runner`, with the lab's spec and file descriptors.
+It is process 1 of the lab's pid namespace: when it ends, the kernel kills all processes inside. It ends after
+its workers, on request, and when the runner's end of the control pipe closes, even by a kill. `runner` starts
+this module with the lab's spec and file descriptors.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from atoll.lab.services import Services
 from atoll.lab.spec import Result, Spec, Worker, command_of, workers_of
 from atoll.lab.topology import HubPlace
 
-STOP_SECONDS = 5.0  # from the signal to the end of every worker, by force if need be
-GRACE_SECONDS = 30.0  # the same from SIGTERM, which a script may handle; `run.grace` has the same default
-_SERVICE_SECONDS = 5.0  # for hub, shards and emulator to end in good order
-_KILLED_SECONDS = 5.0  # for what was killed to be gone
+STOP_SECONDS = 5.0  # from a signal to the forced end of the workers
+GRACE_SECONDS = 30.0  # from SIGTERM, which a script may handle, to the forced end; the default of `run.grace`
+_SERVICE_SECONDS = 5.0  # for hub, shards and emulator to end by themselves
+_KILLED_SECONDS = 5.0  # for killed processes to be gone
 _DRAIN_SECONDS = 5.0  # for the workers' last lines
-_LOOK_SECONDS = 0.05  # between looks at a condition that no signal announces
-_IDLE_SECONDS = 0.5  # between looks at hub, shards and emulator while workers work
+_LOOK_SECONDS = 0.05  # between checks of a condition that no signal announces
+_IDLE_SECONDS = 0.5  # between checks of hub, shards and emulator while workers work
 
 _NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
@@ -55,8 +55,11 @@ class Stopped(Exception):  # noqa: N818 (it is no error)
 
 
 class Inside:
-    """One lab, from its first process's start to its end. `control` is where the runner's words come from:
-    a signal's number as one byte, or the end of the file when the runner is gone."""
+    """One lab, from its first process's start to its end.
+
+    `control` is the pipe from the runner: each byte is a signal's number, and end of file means that the
+    runner is gone.
+    """
 
     def __init__(self, spec: Spec, control: int) -> None:
         self._spec, self._control = spec, control
@@ -66,13 +69,13 @@ class Inside:
         self._emulation: Emulation | None = None
         self._output = Output()
         self._sites: list[namespaces.SiteSpace] = []
-        self._signals: list[int] = []  # that asked for the end
-        self._ends: dict[int, int] = {}  # how workers ended, in that order: status, or minus the signal
-        self._began = self._over = time.monotonic()  # when the first worker started and the last ended
+        self._signals: list[int] = []  # requests to end
+        self._ends: dict[int, int] = {}  # workers' statuses, or minus the signal, in the order of their ends
+        self._began = self._over = time.monotonic()  # start of the first worker, end of the last
         self._listen()
 
     def run(self) -> Result:
-        """Everything; returns how it ended. Raises AtollError for what could not be made."""
+        """Run the lab to its end; return its result. Raises AtollError for a part that cannot be set up."""
         line = ""
         try:
             self._make()
@@ -88,12 +91,12 @@ class Inside:
         finally:
             self._over = time.monotonic()
             self._end()
-        status, said = self._outcome()
-        line = line or said
+        status, reason = self._outcome()
+        line = line or reason
         status = status or (1 if line else 0)
         return Result(status, line, report=self._report(status))
 
-    # Making it
+    # Setting up
 
     def _make(self) -> None:
         topology = self._spec.topology
@@ -112,7 +115,7 @@ class Inside:
             raise RunError(f"the emulator did not begin within {START_SECONDS:g} s")
 
     def _name_sites(self) -> None:
-        """Let sites be found by their names, whatever this machine's own name leads to."""
+        """Make sites known by name inside the lab, whatever names the machine has."""
         sites = "".join(f"{site.address} {site.name}\n" for site in self._spec.topology.sites)
         hosts = Path("/etc/hosts")
         if hosts.exists():
@@ -149,7 +152,7 @@ class Inside:
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.PIPE,
                         stderr=subprocess.PIPE,
-                        start_new_session=True,  # a signal for it reaches what it has started too
+                        start_new_session=True,  # a signal to the worker also reaches its children
                     )
                 except OSError as error:
                     raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from None
@@ -163,16 +166,16 @@ class Inside:
                 pipe.close()
 
     def _environment(self) -> dict[str, str]:
-        """What all workers have."""
+        """Return the environment common to all workers."""
         foreign = (HUB_VARIABLE, KEYS_VARIABLE, RUN_VARIABLE, RANK_VARIABLE, SITE_VARIABLE, SPEED_VARIABLE)
         environment = {name: value for name, value in os.environ.items() if name not in foreign}
-        # c10d would take the address that the host's name leads to, or the loopback's.
+        # c10d would else use the host name's address, or the loopback.
         for library in ("GLOO", "NCCL", "TP"):
             environment[f"{library}_SOCKET_IFNAME"] = namespaces.DEVICE
         workers = len(workers_of(self._spec.topology))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
         environment.setdefault("PYTHONUNBUFFERED", "1")
-        environment["TMPDIR"] = str(self._folder / "tmp")  # goes with the lab
+        environment["TMPDIR"] = str(self._folder / "tmp")  # removed with the lab
         environment[LAB_JOURNALS_VARIABLE] = str(self._records / "journals")
         return environment
 
@@ -188,15 +191,16 @@ class Inside:
             self._services.environment(worker.number, worker.site.name) if self._services else {}
         )
 
-    # Watching it
+    # Watching
 
     def _is_over(self) -> bool:
-        """Whether there is nothing to wait for. Raises RunError when a part that all need is gone."""
+        """Return True if there is nothing left to wait for. Raises RunError if hub, shard or emulator has
+        ended."""
         for worker, process in self._workers:
             code = process.poll()
             if code is not None and worker.number not in self._ends:
                 self._take_end(worker, code)
-        if self._signals or self._failures_of_their_own() or len(self._ends) == len(self._workers):
+        if self._signals or self._any_failed() or len(self._ends) == len(self._workers):
             return True
         for part in (self._emulation, self._services):
             if part is not None:
@@ -204,31 +208,30 @@ class Inside:
         return False
 
     def _take_end(self, worker: Worker, code: int) -> None:
-        """A worker that was killed is left out, and the others may go on."""
+        """Record a worker's end. After a kill the others may go on."""
         self._ends[worker.number] = code
         if code < 0 and len(self._ends) < len(self._workers):
-            self._output.say(f"atoll: worker {worker.name} {_how(code)}; the others go on")
+            self._output.say(f"atoll: worker {worker.name} {_end_of(code)}; the others go on")
 
-    def _failures_of_their_own(self) -> bool:
-        """Whether a worker has ended with an error, which ends the others: it is likely theirs too."""
+    def _any_failed(self) -> bool:
+        """Return True if a worker ended with an error: the others will likely fail too, and are ended."""
         return any(code > 0 for code in self._ends.values())
 
     def _outcome(self) -> tuple[int, str]:
-        """The status, and what went wrong: the end that somebody asked for, or else the first worker's that
-        failed."""
+        """Return the exit status and its reason: a request to end, or else the first worker that failed."""
         if self._signals:
             first = self._signals[0]
             return 128 + first, f"stopped by {_NAMES[first]}"
         for number, code in self._ends.items():
             if code:
                 worker, _ = self._workers[number]
-                return code if code > 0 else 128 - code, f"worker {worker.name} {_how(code)}"
+                return code if code > 0 else 128 - code, f"worker {worker.name} {_end_of(code)}"
         return 0, ""
 
-    # Ending it
+    # Ending
 
     def _end(self) -> None:
-        """End workers, then the services, then the emulator; each by force when its time has passed."""
+        """End workers, then the services, then the emulator, each by force after a time."""
         asked = signal.SIGINT if self._signals[:1] == [signal.SIGINT] else signal.SIGTERM
         self._end_workers(asked)
         if self._services is not None:
@@ -242,9 +245,9 @@ class Inside:
         self._output.close(_DRAIN_SECONDS)
 
     def _end_workers(self, signum: int) -> None:
-        """Hand the signal on; after some seconds, or at a second signal, kill.
+        """Pass the signal on; after some seconds, or at a second signal, kill.
 
-        Scripts have time to handle the user's SIGTERM, but not one that follows from another worker's error.
+        Scripts get time to handle a SIGTERM from the user, but not one that follows another worker's error.
         """
         is_asked = self._signals[:1] == [signal.SIGTERM]
         alive = [process for _, process in self._workers if process.poll() is None]
@@ -264,7 +267,7 @@ class Inside:
         )
 
     def _kill_rest(self) -> None:
-        """Kill all but this process, the services and the emulator: workers, and what they have left."""
+        """Kill the workers and their children: all processes but this one, the services and the emulator."""
         for entry in Path("/proc").glob("[0-9]*"):
             pid = int(entry.name)
             if pid != os.getpid() and not self._owned(pid):
@@ -272,7 +275,7 @@ class Inside:
                     os.kill(pid, signal.SIGKILL)
 
     def _report(self, status: int) -> str:
-        """Write lab.json; returns the closing report as lines."""
+        """Write lab.json; return the closing report."""
         carried = self._emulation.carried() if self._emulation is not None else None
         links_began = carried.emulator.started if carried is not None else self._began
         record = report.make(
@@ -304,7 +307,7 @@ class Inside:
     def _wait(
         self, done: Callable[[], bool], seconds: float | None, look: float, patient: bool = False
     ) -> bool:
-        """Wait for `done()`, at most `seconds`, and look every `look` seconds at least; whether it came.
+        """Wait for `done()`, at most `seconds`, checked every `look` seconds; return True if it came true.
 
         Unless `patient`, raises Stopped when the lab is told to end.
         """
@@ -328,7 +331,7 @@ class Inside:
                 self._signals += list(data)
 
     def _reap(self) -> None:
-        """Take the ends of orphans, which are this process's; Popen takes those of what it has started."""
+        """Reap orphans, which are this process's children; Popen reaps its own."""
         known = {process.pid for _, process in self._workers}
         while True:
             try:
@@ -346,15 +349,17 @@ class Inside:
 
 
 def _end_with_runner(control: int) -> None:
-    """End this process, and so the whole lab, when the other end of `control` closes; a thread that waits for
-    nothing else, so that it does not matter what the others wait for."""
+    """End this process, and so the whole lab, when the other end of `control` closes.
+
+    Runs in its own thread, so that no other wait can delay it.
+    """
     poll = select.poll()
-    poll.register(control, 0)  # a hang-up is always told
+    poll.register(control, 0)  # a hang-up is always reported
     poll.poll()
     os._exit(1)
 
 
-def _how(code: int) -> str:
+def _end_of(code: int) -> str:
     return f"ended with status {code}" if code > 0 else f"was killed by signal {-code}"
 
 
@@ -364,7 +369,8 @@ def _signal_group(group: int, signum: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be a lab's first process: `spec control result out err`, a file's path and file descriptors."""
+    """Run as a lab's first process, with arguments `spec control result out err`: a path and file
+    descriptors."""
     control, result, out, err = map(int, arguments[1:])
     for ours, theirs in ((out, 1), (err, 2)):
         os.dup2(ours, theirs)

@@ -1,10 +1,9 @@
-"""Namespaces: what a lab stands on, and a site's own network in it.
+"""Namespaces of a lab, and each site's network in it.
 
 A lab is one pid, mount and network namespace, made by util-linux's `unshare`. When its first process ends,
-whatever the reason, the kernel kills all others, and with the last of them go the interfaces: nothing has a
-name outside that could be left behind. Each site is a network and a hostname of its own inside; its only
-way out is `wan0`, a TUN device whose other end the emulator holds. Sources: namespaces(7), pid_namespaces(7),
-Documentation/networking/tuntap.rst.
+the kernel kills all others, and the interfaces go with the last of them: nothing is left behind outside. Each
+site has its own network and hostname inside. Its only way out is `wan0`, a TUN device whose other end the
+emulator holds. Sources: namespaces(7), pid_namespaces(7), Documentation/networking/tuntap.rst.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from pathlib import Path
 
 from atoll.core.errors import RunError, UserError
 
-DEVICE = "wan0"  # the interface that each site has
+DEVICE = "wan0"  # each site's interface
 MTU = 1500
 NETWORK = "10.77.0.0/16"  # all sites' addresses
 
 _TUN = "/dev/net/tun"
-_COMMAND_SECONDS = 30.0  # for `ip` and `unshare`, which take milliseconds
+_COMMAND_SECONDS = 30.0  # timeout of `ip` and `unshare`, which take milliseconds
 _QUEUED = 10_000  # packets that a TUN device holds for the emulator; the kernel's 500 is a burst of 6 ms
 
 # sched.h, mount.h, if_tun.h and prctl.h of Linux
@@ -61,14 +60,14 @@ class SiteSpace:
     tun: int
 
 
-# Before anything is made
+# Before setting up
 
 
 def find_way() -> list[str]:
-    """The command that starts another one as the first process of a lab's namespaces, tried once.
+    """Return the command prefix that starts a lab's first process; it is tried once.
 
-    Root makes them itself, others (and root in a container) in a user namespace. Raises UserError, one line,
-    where this machine or this user cannot have a lab.
+    Root makes the namespaces directly, other users (and root in a container) in a user namespace. Raises
+    UserError if this machine or user cannot have a lab.
     """
     if not sys.platform.startswith("linux"):
         raise UserError("a lab needs Linux: it is made of network namespaces")
@@ -79,13 +78,13 @@ def find_way() -> list[str]:
     kinds = ["--pid", "--mount", "--mount-proc", "--net", "--uts"]  # of hostnames too, to come back to
     plain = ["unshare", "--fork", *kinds, "--kill-child=KILL"]
     as_user = [*plain, "--user", "--map-root-user"]
-    said = ""
+    refusal = ""
     for way in [plain, as_user] if os.geteuid() == 0 else [as_user]:
         done = _run([*way, "true"], "unshare")
         if done.returncode == 0:
             return way
-        said = _last_line(done.stderr) or f"unshare: status {done.returncode}"
-    raise UserError(f"{_FORBIDDEN} ({said})")
+        refusal = _last_line(done.stderr) or f"unshare: status {done.returncode}"
+    raise UserError(f"{_FORBIDDEN} ({refusal})")
 
 
 def _check_tun() -> None:
@@ -102,7 +101,7 @@ def _check_tun() -> None:
 
 
 def _search_path() -> str:
-    """PATH, and where administrators' commands lie: an ordinary user's often lacks them."""
+    """Return PATH and the directories of administrators' commands, which ordinary users often lack."""
     return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 
@@ -131,25 +130,25 @@ def adopt_orphans() -> None:
 
 
 def bring_up_loopback() -> None:
-    """Let the network namespace of this thread reach itself."""
+    """Bring up the loopback of this thread's network namespace."""
     _ip("link set lo up", "the lab's loopback")
 
 
 def cover_file(path: Path, target: str) -> None:
-    """Let `target` read as the file `path`, in this mount namespace alone."""
+    """Mount the file `path` over `target` in this mount namespace."""
     _mount(str(path), target, None, _MS_BIND)
 
 
 def fresh_shared_memory() -> None:
-    """An empty /dev/shm of the lab's own: what is killed leaves no segment in the machine's."""
+    """Mount an empty /dev/shm, so that killed processes leave no segments on the machine."""
     if Path("/dev/shm").is_dir():
         _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV)
 
 
 def make_site(name: str, address: str, congestion_control: str = "") -> SiteSpace:
-    """Move this thread into new network and hostname namespaces, a site's, and set them up.
+    """Move this thread into a site's new network and hostname namespaces, and set them up.
 
-    Raises UserError, one line that says what was refused.
+    Raises UserError, one line with the refused operation.
     """
     _call(f"site {name}: unshare", "unshare", _CLONE_NEWNET | _CLONE_NEWUTS)
     socket.sethostname(name)
@@ -163,7 +162,7 @@ def make_site(name: str, address: str, congestion_control: str = "") -> SiteSpac
         "link set lo up",
         f"link set {DEVICE} mtu {MTU} txqueuelen {_QUEUED} up",
         f"address add {address}/32 dev {DEVICE}",
-        # As the route's, not the namespace's: there the kernel allows only what all its users may take.
+        # Set on the route: for the namespace the kernel allows only algorithms open to all users.
         f"route add {NETWORK} dev {DEVICE} src {address}"
         + (f" congctl {congestion_control}" if congestion_control else ""),
     ]
@@ -175,7 +174,7 @@ def make_site(name: str, address: str, congestion_control: str = "") -> SiteSpac
 
 
 def _check_congestion_control(name: str) -> None:
-    """Raises UserError for one that the kernel has not."""
+    """Raise UserError if the kernel lacks this algorithm."""
     there = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     if name not in there:
         raise UserError(f"congestion_control: this kernel has no {name!r}; it has {', '.join(there)}")
@@ -183,7 +182,7 @@ def _check_congestion_control(name: str) -> None:
 
 @contextlib.contextmanager
 def returning() -> Iterator[None]:
-    """Whatever network and hostname namespaces this thread moves to while this is entered, it comes back."""
+    """Return this thread to its present network and hostname namespaces at the end of the context."""
     homes = [os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in ("net", "uts")]
     try:
         yield
@@ -195,14 +194,14 @@ def returning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def within(site: SiteSpace) -> Iterator[None]:
-    """This thread, and what it starts, is in `site` while this is entered."""
+    """Move this thread, and processes that it starts, into `site` for the context."""
     with returning():
         _enter(site.network, site.hostname)
         yield
 
 
 def dropped_before_emulator(site: SiteSpace) -> int:
-    """The packets that the site's TUN device dropped since nobody read them in time."""
+    """Return the packets that the site's TUN device dropped because they were not read in time."""
     with within(site):
         for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
             device, _, counts = line.partition(":")
@@ -217,8 +216,7 @@ def _enter(network: int, hostname: int) -> None:
 
 
 def _open_tun(site: str) -> int:
-    """A TUN device whose reads and writes carry a virtio header, with offloads: the kernel hands over and
-    takes runs of segments as one packet."""
+    """Open a TUN device with virtio headers and offloads: runs of segments pass as one packet."""
     tun = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
@@ -226,7 +224,7 @@ def _open_tun(site: str) -> int:
         fcntl.ioctl(tun, _TUNSETVNETHDRSZ, struct.pack("i", _VNET_HEADER))
         try:
             fcntl.ioctl(tun, _TUNSETOFFLOAD, _OFFLOADS | _TUN_F_USO4 | _TUN_F_USO6)
-        except OSError:  # Linux before 6.2 has no segmentation offload for UDP on TUN, and takes both or none
+        except OSError:  # Linux before 6.2 has no segmentation offload for UDP on TUN
             fcntl.ioctl(tun, _TUNSETOFFLOAD, _OFFLOADS)
     except OSError as error:
         os.close(tun)
@@ -237,8 +235,8 @@ def _open_tun(site: str) -> int:
 def _ip(batch: str, what: str) -> None:
     done = _run(["ip", "-batch", "-"], "ip", batch + "\n")
     if done.returncode:
-        said = _last_line(done.stderr) or f"status {done.returncode}"
-        raise UserError(f"{what}: ip: {said}")
+        reason = _last_line(done.stderr) or f"status {done.returncode}"
+        raise UserError(f"{what}: ip: {reason}")
 
 
 def _last_line(said: bytes) -> str:
@@ -251,7 +249,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
 
 
 def _call(what: str, function: str, *arguments: object) -> None:
-    """Call the C library's `function`; raises UserError where the kernel refuses."""
+    """Call the C library's `function`; raise UserError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc[function](*arguments) != 0:
         number = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""What a lab's workers print: whole lines, each with its worker's name before it."""
+"""Output of a lab's workers: whole lines, each with its worker's name in front."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from atoll.core.characters import encoded
 from atoll.core.outlet import Outlet
 from atoll.core.units import format_bytes
 
-_LONGEST = 2**16  # bytes of a line; a longer one is cut
+_LONGEST = 2**16  # bytes, longest line; a longer one is cut
 _READ = 2**16
-_DRAIN_SECONDS = 0.2  # of silence, after which a pipe that a worker's child still holds is given up
+_DRAIN_SECONDS = 0.2  # of silence, until a pipe kept open by a worker's child is given up
 
 
 class Output:
-    """Passes on what comes from the workers' pipes, on a thread of its own.
+    """Pass on the workers' output, on a thread of its own.
 
-    Whoever reads our output slowly, or not at all, holds up neither the process that ends the lab nor the
-    workers: what cannot be shown is left out, with a line that says so. The logs have all.
+    A slow reader of this output delays neither the workers nor the process that ends the lab: lines that
+    cannot be shown are left out, with a note. The logs have everything.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Output:
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
-        self._lock = threading.Lock()  # of what is added, and of whole lines
+        self._lock = threading.Lock()  # guards `_added`
         self._added: list[_Stream] = []
         self._ending = False
         self._thread = threading.Thread(target=self._serve, name="atoll-lab-output", daemon=True)
@@ -40,8 +40,10 @@ class Output:
         self._thread.start()
 
     def add(self, name: str, pipes: Sequence[int], log: Path, targets: Sequence[int] = (1, 2)) -> None:
-        """Pass on the lines of a worker's stdout and stderr to ours, as `[name] line`, and to the file `log`
-        as they are; closes the pipes."""
+        """Pass on a worker's stdout and stderr as `[name] line`, and unchanged to the file `log`.
+
+        Closes the pipes at their end.
+        """
         with self._lock:
             for pipe, target in zip(pipes, targets, strict=True):
                 self._added.append(_Stream(name, pipe, self._way(target), log))
@@ -52,7 +54,7 @@ class Output:
         self._way(2).write_bytes(encoded(line + "\n"))
 
     def close(self, deadline: float) -> None:
-        """Pass on what is there, and end; at the latest after `deadline` seconds."""
+        """Pass on the remaining output and end, within `deadline` seconds."""
         if not self._thread.is_alive():
             return
         self._ending = True
@@ -107,7 +109,7 @@ class _Stream:
         self._rest = b""
 
     def read(self) -> bool:
-        """Pass on the lines that are complete; whether there may be more."""
+        """Pass on complete lines; return False at the end of the pipe."""
         data = os.read(self.pipe, _READ)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LONGEST:
@@ -117,7 +119,7 @@ class _Stream:
         return bool(data)
 
     def close(self) -> None:
-        """Pass on a last line without its end."""
+        """Pass on an incomplete last line, and close pipe and log."""
         if self._rest:
             self._write([self._rest])
         if self._left_out:
@@ -139,12 +141,12 @@ class _Stream:
 
 
 def shown(line: bytes) -> bytes:
-    """Of a progress bar that rewrote its line, the last state."""
+    """Return the last state of a line that a progress bar rewrote."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def write_all(target: int, data: bytes) -> None:
-    """Write to a file descriptor; where no room is left, the data is dropped."""
+    """Write to a file descriptor; on an error, such as a full disk, drop the data."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(target, data) :]

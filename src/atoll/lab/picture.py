@@ -1,4 +1,4 @@
-"""A topology as a picture: sites on a line or a circle, links with their numbers, a timeline of changes."""
+"""A topology as a picture: sites on a line or circle, links with their numbers, a timeline of changes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 KINDS = (".png", ".svg", ".pdf")
-_MOST_LABELS = 30  # links; more of them would cover one another
+_MOST_LABELS = 30  # links: more labels would overlap
 _SITE = "#14506b"
-_LOSSES = (  # up to which share of packets lost, in which colour
+_LOSSES = (  # largest share of packets lost, colour, meaning
     (0.0, "#2a9d8f", "no loss"),
     (0.01, "#e9c46a", "up to 1 % lost"),
     (0.05, "#f4a261", "up to 5 % lost"),
     (1.0, "#e76f51", "more lost"),
 )
 _DOWN = "#5c1a1b"
-_CHARACTERS, _LINES = 130, 3  # of the small type: in the timeline's width, and in the height of a bar
+_CHARACTERS, _LINES = 130, 3  # small type: characters across the timeline, lines in a bar
 
 _Point = tuple[float, float]
 
 
 def draw(topology: Topology, name: str, path: Path) -> None:
-    """Draw `topology` into `path`, whose ending says how: .png, .svg or .pdf.
+    """Draw `topology` into `path`; the suffix selects the format: .png, .svg or .pdf.
 
-    Raises UserError for another ending, where the file cannot be written, and where matplotlib is missing.
+    Raises UserError for another suffix, a file that cannot be written, or missing matplotlib.
     """
     if path.suffix.lower() not in KINDS:
         raise UserError(f"{path}: a picture's name ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
@@ -63,12 +63,12 @@ def draw(topology: Topology, name: str, path: Path) -> None:
 
 
 def _height(sites: int) -> float:
-    """Inches of the map: a line of sites is flat, a circle is not."""
+    """Return the map's height in inches: a line of sites is flat, a circle is not."""
     return 2.4 if sites <= 2 else min(12.0, 5.6 + 0.25 * max(0, sites - 6))
 
 
 def _points(sites: int) -> list[_Point]:
-    """Where the sites stand: one or two on a line, more on a circle, the first at its top."""
+    """Return the sites' positions: one or two on a line, more on a circle, the first at its top."""
     if sites <= 2:
         return [(-1.3, 0.0), (1.3, 0.0)][:sites]
     turns = [math.pi / 2 - 2 * math.pi * site / sites for site in range(sites)]
@@ -103,7 +103,7 @@ def _draw_map(panel: Axes, topology: Topology, ways: list[Way]) -> None:
 
 
 def _draw_legend(panel: Axes, ways: list[Way]) -> None:
-    """What the colours mean, of those that occur."""
+    """Explain the colours that occur."""
     from matplotlib.patches import Patch
 
     phases = [phase for way in ways for phase in way.phases]
@@ -115,7 +115,7 @@ def _draw_legend(panel: Axes, ways: list[Way]) -> None:
 
 
 def _draw_way(panel: Axes, way: Way, points: list[_Point], labelled: bool) -> None:
-    """One link: straight where both directions are alike, else bent to its left, so that both are seen."""
+    """Draw a link: straight if both directions are equal, else bent to its left, so that both are visible."""
     first = way.phases[0]
     (x1, y1), (x2, y2) = points[way.source.index - 1], points[way.target.index - 1]
     bend = 0.0 if way.both else 0.18
@@ -135,7 +135,7 @@ def _draw_way(panel: Axes, way: Way, points: list[_Point], labelled: bool) -> No
     )
     if not labelled:
         return
-    # The middle of the bent line; on a circle with lines through its centre, a little off the half.
+    # The middle of the bent line; off the half where lines may cross at the circle's centre.
     along = 0.5 if way.both and len(points) <= 3 else 0.42
     x, y = x1 + along * (x2 - x1) - bend / 2 * (y2 - y1), y1 + along * (y2 - y1) + bend / 2 * (x2 - x1)
     texts = [text for text in words.qualities(first).values() if text]
@@ -146,7 +146,7 @@ def _draw_way(panel: Axes, way: Way, points: list[_Point], labelled: bool) -> No
 
 
 def _draw_timeline(panel: Axes, ways: list[Way], end: float) -> None:
-    """A bar for each link that changes; what a change brings stands in it where there is room."""
+    """Draw a bar for each link that changes, with the changes as text where it fits."""
     for row, way in enumerate(ways):
         ends = [*(phase.at for phase in way.phases[1:]), end]
         texts = [words.describe(way.phases[0]), *(text for _, text in words.changes(way))]
@@ -172,7 +172,7 @@ def _draw_timeline(panel: Axes, ways: list[Way], end: float) -> None:
 
 
 def fitting(text: str, room: int) -> str:
-    """The text's first parts, a line each, as far as lines of `room` characters hold them."""
+    """Return the text's first parts, one a line, that fit lines of `room` characters."""
     parts = itertools.takewhile(lambda part: len(part) <= room, text.split(" · "))
     return "\n".join(itertools.islice(parts, _LINES))
 
@@ -184,5 +184,5 @@ def _colour(phase: Phase) -> str:
 
 
 def _width(phase: Phase) -> float:
-    """Points: from 1 at 1 Mbit/s, by 0.8 for each factor of ten in the rate."""
+    """Return the line width in points: 1 at 1 Mbit/s, and 0.8 more for each factor of ten."""
     return 1.0 + 0.8 * min(5.0, max(0.0, math.log10(8 * phase.rate / 1e6)))

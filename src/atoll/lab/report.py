@@ -1,4 +1,4 @@
-"""What the links did to a run, and what that cost it: lab.json, and the closing lines."""
+"""Report of a lab: what the links did, and what that cost the run; lab.json and the closing lines."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ RECORD = "lab.json"  # in the folder of records
 
 
 class Count(msgspec.Struct, frozen=True):
-    """Packets as the wire carries them, and their bytes from the IP header on."""
+    """Packets on the wire, and their bytes from the IP header on."""
 
     packets: int
     bytes: int
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
-    """What one direction of a link did. Times are in seconds.
+    """Totals of one direction of a link. Times are in seconds.
 
-    `offered` came to it; `delivered` left it, copies included; `lost` says by what: `queue` (it was full),
-    `loss` and `outage` (as the topology has it), `lab` (the emulator itself). `rate` is bytes delivered per
-    second of the workers' time, `share` the part of that time in which the wire was sending.
+    `offered` packets came to the link, `delivered` ones left it, copies included. `lost` counts by cause:
+    `queue` (full), `loss` and `outage` (of the topology), `lab` (the emulator itself). `rate` is delivered
+    bytes per second of the workers' time, `share` the part of that time in which the wire was sending.
     """
 
     source: str
@@ -51,16 +51,15 @@ class LinkRecord(msgspec.Struct, frozen=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
-    """What one process that trained with Atoll did: `seconds` of its steps, and the part of them that it
-    spent `waiting` for whatever reason.
+    """Totals of one training process: `seconds` of its steps, and the part of them spent `waiting`.
 
-    `waiting_for_slower` is the part of `waiting` that it would have waited over perfect links too: in each
-    iteration, as long as the slowest worker computed after it. None where workers do not wait for one another
-    in each iteration (ssp, asp) and that cannot be told.
+    `waiting_for_slower` is the part of `waiting` that perfect links would not save: in each iteration, the
+    time by which the slowest worker computed longer. None if workers do not meet in each iteration (ssp,
+    asp).
     """
 
     worker: int
-    name: str  # its site, and its number
+    name: str  # site and number
     speed: float
     steps: int
     seconds: float
@@ -70,14 +69,14 @@ class WorkerRecord(msgspec.Struct, frozen=True):
 
 
 class LabRecord(msgspec.Struct, frozen=True):
-    """lab.json. `emulator` is None where it was killed, and `links` is then empty."""
+    """Contents of lab.json. If the emulator was killed, `emulator` is None and `links` is empty."""
 
     command: list[str]
     status: int
     seed: int
-    began: float  # seconds since the epoch: from when the file's times count, just before the workers' start
+    began: float  # seconds since the epoch: zero of the topology's times, just before the workers' start
     seconds: float  # from the workers' start to their end
-    kept_up: bool  # the emulator; where it did not, links were worse than the topology says
+    kept_up: bool  # False: the emulator was too slow, and links were worse than the topology says
     links: list[LinkRecord]
     emulator: EmulatorCounters | None
     dropped_before: dict[str, int]  # by site: packets that the kernel dropped before the emulator read them
@@ -97,7 +96,7 @@ def make(
     dropped_before: Mapping[str, int],
     journals: Path,
 ) -> LabRecord:
-    """The record of a lab: `links` as the emulator counted them, `journals` with the workers' events."""
+    """Return the record of a lab, from the emulator's counters and the workers' journals."""
     names = [site.name for site in topology.sites]
     return LabRecord(
         command=list(command),
@@ -139,7 +138,7 @@ def _link(counted: LinkCounters, names: Sequence[str], seconds: float) -> LinkRe
 
 @dataclass(frozen=True)
 class Told:
-    """What one process told in its journal; `worker` is the lab's number of it."""
+    """Events from one process's journal. `worker` is its number in the lab."""
 
     worker: int
     events: list[AnyEvent]
@@ -150,53 +149,55 @@ class Told:
 
 
 def read_journals(journals: Path, workers: int) -> list[Told]:
-    """Those of processes that made steps, by worker; a file is named `worker-pid.jsonl`."""
+    """Return the journals of processes that made steps, by worker; files are named `worker-pid.jsonl`."""
     found = []
     for path in sorted(journals.glob("*.jsonl")):
         number = path.stem.partition("-")[0]
         if number.isdecimal() and int(number) < workers:
-            told = Told(int(number), list(_events(path)))
-            found += [told] if told.steps else []
-    return sorted(found, key=lambda told: told.worker)
+            journal = Told(int(number), list(_events(path)))
+            found += [journal] if journal.steps else []
+    return sorted(found, key=lambda journal: journal.worker)
 
 
 def _events(journal: Path) -> Iterator[AnyEvent]:
-    """The events in a journal; a line that was cut off tells of none."""
+    """Yield the events of a journal, without a line that was cut off."""
     for line in journal.read_bytes().splitlines():
         with contextlib.suppress(msgspec.DecodeError):
             yield decode(line)
 
 
-def slowest(told: Sequence[Told]) -> dict[int, float]:
-    """By iteration, the seconds that the slowest worker computed; empty unless all meet in each."""
+def slowest(journals: Sequence[Told]) -> dict[int, float]:
+    """Return the slowest worker's seconds of computing by iteration; empty unless all meet in each."""
     most: dict[int, float] = {}
-    if _in_step(told):
-        for step in itertools.chain.from_iterable(each.steps for each in told):
+    if _in_step(journals):
+        for step in itertools.chain.from_iterable(each.steps for each in journals):
             most[step.iteration] = max(most.get(step.iteration, 0.0), step.seconds - step.waiting)
     return most
 
 
-def _in_step(told: Sequence[Told]) -> bool:
-    """Whether all are workers of one run that meets in each iteration: a ring's, or bsp's, as one says for
-    all."""
-    events = [event for each in told for event in each.events]
+def _in_step(journals: Sequence[Told]) -> bool:
+    """Return True if all are workers of one run that meets in each iteration: a ring, or bsp.
+
+    One worker's journal speaks for all.
+    """
+    events = [event for each in journals for event in each.events]
     choices = {event.what: event.choice for event in events if isinstance(event, Decided)}
     workers = min((event.workers for event in events if isinstance(event, Started)), default=0)
     meets = choices["server"].startswith("bsp") if "server" in choices else "ring" in choices
-    return meets and workers >= max(2, len(told))
+    return meets and workers >= max(2, len(journals))
 
 
 def for_slower(step: StepDone, most: Mapping[int, float]) -> float:
-    """The part of its waiting that a step would have waited over perfect links too; see `slowest`."""
+    """Return the part of a step's waiting that perfect links would not save; see `slowest`."""
     longer = most.get(step.iteration, 0.0) - (step.seconds - step.waiting)
     return min(step.waiting, max(0.0, longer))
 
 
 def _workers(topology: Topology, journals: Path) -> list[WorkerRecord]:
-    """One record for each process that made steps."""
+    """Return one record for each process that made steps."""
     placed = workers_of(topology)
-    told = read_journals(journals, len(placed))
-    most = slowest(told)
+    found = read_journals(journals, len(placed))
+    most = slowest(found)
     return [
         WorkerRecord(
             worker=each.worker,
@@ -208,7 +209,7 @@ def _workers(topology: Topology, journals: Path) -> list[WorkerRecord]:
             bytes_sent=sum(step.bytes_sent for step in each.steps),
             waiting_for_slower=sum(for_slower(step, most) for step in each.steps) if most else None,
         )
-        for each in told
+        for each in found
     ]
 
 
@@ -217,20 +218,20 @@ def write(record: LabRecord, folder: Path) -> None:
 
 
 def read(folder: Path) -> LabRecord:
-    """The record that `write` left in `folder`; raises UserError where there is none."""
+    """Return the record that `write` left in `folder`. Raises UserError if there is none."""
     path = folder / RECORD
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    return decoded(msgspec.json.Decoder(LabRecord), raw, UserError, f"{path}: is no lab's record")
+    return decoded(msgspec.json.Decoder(LabRecord), raw, UserError, f"{path}: is not a lab's record")
 
 
-# What people read
+# The closing report
 
 
 def shown(record: LabRecord) -> str:
-    """The closing report, several lines."""
+    """Return the closing report, several lines."""
     lines = [f"the lab ran for {_span(record.seconds)}"]
     lines += [_link_line(link) for link in record.links]
     lines += [_worker_line(worker) for worker in record.workers]
@@ -239,12 +240,12 @@ def shown(record: LabRecord) -> str:
 
 
 def _span(seconds: float) -> str:
-    """As format_seconds; what is below a millisecond in microseconds."""
+    """Format seconds; below a millisecond in microseconds."""
     return f"{seconds * 1e6:.0f} us" if 0 < seconds < 1e-3 else format_seconds(seconds)
 
 
 def _link_line(link: LinkRecord) -> str:
-    """A sentence: `link a -> b carried 3.0 MiB, and lost 12 of 2100 packets (0.57%): ...`"""
+    """Return a sentence such as `link a -> b carried 3.0 MiB, and lost 12 of 2100 packets (0.57%): ...`"""
     lost = sum(link.lost.values())
     causes = [f"{count} by {cause}" for cause, count in link.lost.items() if count]
     other = {"twice": link.duplicated, "corrupted": link.corrupted, "out of order": link.reordered}
@@ -267,7 +268,7 @@ def _link_line(link: LinkRecord) -> str:
 
 
 def _worker_line(worker: WorkerRecord) -> str:
-    """A sentence: what an iteration took, and what of it was computing, and what waiting, and for whom."""
+    """Return a sentence with a worker's time for an iteration, split into computing and waiting."""
     each = worker.seconds / worker.steps
 
     def part(seconds: float) -> str:
@@ -296,8 +297,8 @@ def _emulator_lines(record: LabRecord) -> list[str]:
     ]
     if emulator.unrouted or emulator.malformed:
         lines.append(
-            f"nowhere to go: {emulator.unrouted} packets to a site that no link leads to, and "
-            f"{emulator.malformed} that could not be read"
+            f"dropped: {emulator.unrouted} packets to a site that no link leads to, and "
+            f"{emulator.malformed} unreadable ones"
         )
     lines += emulator.notes()
     lines += _complaints(record, emulator)
@@ -305,19 +306,19 @@ def _emulator_lines(record: LabRecord) -> list[str]:
 
 
 def _complaints(record: LabRecord, emulator: EmulatorCounters) -> list[str]:
-    """What makes the links worse than the topology says: said loudly, for it is no result."""
+    """Return warnings, in capitals, if the links were worse than the topology says."""
     early = {site: count for site, count in record.dropped_before.items() if count}
-    said = []
+    faults = []
     if emulator.dropped:
-        said.append(f"it dropped {emulator.dropped} packets itself")
+        faults.append(f"it dropped {emulator.dropped} packets itself")
     if early:
         sites = ", ".join(f"{count} in {site}" for site, count in early.items())
-        said.append(f"packets were dropped before it could read them ({sites})")
+        faults.append(f"packets were dropped before it could read them ({sites})")
     if emulator.behind_seconds:
-        said.append(f"in {emulator.behind_seconds} seconds it was behind")
-    if not said:
+        faults.append(f"in {emulator.behind_seconds} seconds it was behind")
+    if not faults:
         return []
     return [
-        f"*** THE EMULATOR COULD NOT KEEP UP: {'; '.join(said)} ***",
+        f"*** THE EMULATOR COULD NOT KEEP UP: {'; '.join(faults)} ***",
         "*** the links were worse than the topology says; give the machine more cores or the links less ***",
     ]

@@ -1,8 +1,8 @@
-"""`atoll lab run`, seen from outside: the lab's folder, its first process, the signals that end it.
+"""`atoll lab run` from outside: the lab's folder, its first process, and the signals that end it.
 
-A lab's folder holds what its processes share. The runner holds a lock on it, and what it has started one on
-the file `inside.lock` there, down to the end of the lab's last process. The next start removes the folders
-whose runner is gone; where it was killed a moment ago, it waits for the second lock first.
+A lab's folder holds files that its processes share. The runner locks the folder. The processes inside lock
+its file `inside.lock` until the last one ends. The next start removes folders whose runner is gone; after a
+recent kill it waits for the second lock first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from atoll.lab.report import RECORD
 from atoll.lab.spec import Result, Spec, check_command
 from atoll.lab.topology import Topology
 
-START_SECONDS = 30.0  # for the first process to speak
+START_SECONDS = 30.0  # for the first process to report
 CLEAR_SECONDS = 20.0  # for a killed lab's processes to be gone
 _CLOSING_SECONDS = 30.0  # from the first signal to the end of workers, services and emulator
-_GONE_SECONDS = 10.0  # for processes that have been killed
+_GONE_SECONDS = 10.0  # for killed processes to be gone
 _LOOK_SECONDS = 0.5
-_TRY_SECONDS = 0.02  # between two tries to get a lock
-_TURN_SECONDS = 60.0  # for another start that clears
+_TRY_SECONDS = 0.02  # between two attempts to get a lock
+_TURN_SECONDS = 60.0  # for another start to finish clearing
 
 _INSIDE_LOCK = "inside.lock"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -50,12 +50,17 @@ def run_lab(
     folder: str | os.PathLike[str] | None = None,
     kept: Callable[[Path], str] = lambda _records: "",
 ) -> int:
-    """Run `command` for each worker of `topology`, in its site; returns the first failing worker's status.
+    """Run `command` for each worker of `topology`, in its site; return the first failing worker's status.
 
-    That of one killed by a signal is 128 and the signal; 130 after Ctrl-C, 143 after SIGTERM. `lab.json`, the
-    services' logs and the workers' journals stay in `folder` (None: a new one below runs/); `kept` is called
-    with it when they are whole, and returns what to say of it. Raises UserError for what was given wrong or
-    is not possible here, before anything is made, and RunError where a part of the lab fails.
+    The status of a worker killed by a signal is 128 plus the signal; 130 after Ctrl-C, 143 after SIGTERM.
+
+    Args:
+        folder: for `lab.json`, the services' logs and the workers' journals; None: a new one below runs/.
+        kept: called with the complete folder; returns text to print after its path.
+
+    Raises:
+        UserError: an argument is wrong, or this machine cannot have a lab; nothing was started.
+        RunError: a part of the lab failed.
     """
     if missing := available():
         raise UserError(missing)
@@ -76,7 +81,7 @@ def run_lab(
 
 
 def _make_records(folder: str | os.PathLike[str] | None) -> Path:
-    """The folder for what stays of this lab, with those in it."""
+    """Make the folder of records, with its subfolders."""
     try:
         path = _new_folder(Path("runs")) if folder is None else Path(folder)
         if (path / RECORD).exists():
@@ -89,7 +94,7 @@ def _make_records(folder: str | os.PathLike[str] | None) -> Path:
 
 
 def _new_folder(parent: Path) -> Path:
-    """A new folder in `parent`, named after the time."""
+    """Make a new folder in `parent`, named after the time."""
     parent.mkdir(parents=True, exist_ok=True)
     name, count = f"lab-{time.strftime('%Y%m%d-%H%M%S')}", 1
     while True:
@@ -104,8 +109,7 @@ def _new_folder(parent: Path) -> Path:
 
 
 def labs_folder() -> Path:
-    """Where this user's labs have their folders, made where it is missing. Raises UserError when it is not
-    this user's alone."""
+    """Return the folder of this user's labs, made if missing. Raises UserError if others may write there."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     user = os.geteuid()
     parent = Path(runtime) / "atoll-lab" if runtime else Path("/tmp") / f"atoll-lab-{user}"
@@ -115,14 +119,14 @@ def labs_folder() -> Path:
     except OSError as error:
         raise UserError(f"{parent}: cannot make the folder of labs: {error.strerror}") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o022:
-        raise UserError(f"{parent}: others than this user may write there; remove it, or set XDG_RUNTIME_DIR")
+        raise UserError(f"{parent}: other users may write there; remove it, or set XDG_RUNTIME_DIR")
     return parent
 
 
 @contextlib.contextmanager
 def _own_folder() -> Iterator[Path]:
-    """A new folder for one lab, locked while this is entered and removed afterwards; what killed labs have
-    left is removed before."""
+    """Make a locked folder for one lab, and remove it afterwards. Leftovers of killed labs are removed
+    first."""
     with _turn() as parent:
         for left in sorted(path for path in parent.iterdir() if path.is_dir()):
             _clear(left)
@@ -130,42 +134,42 @@ def _own_folder() -> Iterator[Path]:
         while (path := parent / f"{os.getpid()}-{number}").exists():
             number += 1
         (path / "tmp").mkdir(mode=0o700, parents=True)
-        held = _lock(path)
-        assert held is not None, "nobody else makes folders now"
+        lock = _lock(path)
+        assert lock is not None, "nobody else makes folders now"
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-        os.close(held)
+        os.close(lock)
         with contextlib.suppress(OSError), _turn() as parent:
             parent.rmdir()  # unless others are in it
 
 
 @contextlib.contextmanager
 def _turn() -> Iterator[Path]:
-    """The folder of labs, for whoever makes or removes one in it; one at a time."""
+    """Lock the folder of labs, for one process at a time to add or remove a lab."""
     until = time.monotonic() + _TURN_SECONDS
     while True:
         parent = labs_folder()
-        with _locked(parent, until, "another lab to clear what a killed one left") as held:
-            if _is(parent, held):  # else the last one there has removed it meanwhile
+        with _locked(parent, until, "another lab to clear what a killed one left") as handle:
+            if _is_same(parent, handle):  # else the last lab's process removed the folder meanwhile
                 yield parent
                 return
 
 
-def _is(path: Path, handle: int) -> bool:
+def _is_same(path: Path, handle: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(handle))
     return False
 
 
 def _clear(left: Path) -> None:
-    """Remove a lab's folder, unless its runner lives."""
+    """Remove a lab's folder unless its runner lives."""
     try:
-        held = _lock(left)
-    except FileNotFoundError:  # its runner is ending it now
+        lock = _lock(left)
+    except FileNotFoundError:  # its runner is removing it now
         return
-    if held is None:
+    if lock is None:
         return
     try:
         inside, until = left / _INSIDE_LOCK, time.monotonic() + CLEAR_SECONDS
@@ -175,25 +179,25 @@ def _clear(left: Path) -> None:
                 pass
         shutil.rmtree(left, ignore_errors=True)
     finally:
-        os.close(held)
+        os.close(lock)
 
 
 @contextlib.contextmanager
 def _locked(path: Path, until: float, what: str) -> Iterator[int]:
-    """The file or folder, open and locked while this is entered; `until` is by time.monotonic()."""
+    """Open and lock a file or folder for the context. `until` is by time.monotonic()."""
     start = time.monotonic()
-    while (held := _lock(path)) is None:
+    while (handle := _lock(path)) is None:
         if time.monotonic() > until:
             raise RunError(f"waited {time.monotonic() - start:.0f} s for {what}")
         time.sleep(_TRY_SECONDS)
     try:
-        yield held
+        yield handle
     finally:
-        os.close(held)
+        os.close(handle)
 
 
 def _lock(path: Path) -> int | None:
-    """A file or a folder, open and locked; None if another process has it."""
+    """Open and lock a file or folder; None if another process holds the lock."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,11 +207,11 @@ def _lock(path: Path) -> int | None:
     return handle
 
 
-# Its first process
+# The lab's first process
 
 
 class _Signals:
-    """The signals that came for this process, to be handed on: nobody else in the lab gets the terminal's."""
+    """Signals to this process, passed on to the lab, which does not get the terminal's own."""
 
     def __init__(self) -> None:
         self.came: list[int] = []
@@ -215,7 +219,7 @@ class _Signals:
         self._control = -1  # the pipe to the lab's first process, once there is one
 
     def hand_to(self, control: int) -> None:
-        """Write them to `control` from now on, and those that came before; -1: to nobody."""
+        """Write signals to `control` from now on, earlier ones included; -1: to nobody."""
         self._control = control
         self._write(self.came)
 
@@ -226,7 +230,7 @@ class _Signals:
 
     def _write(self, signums: Sequence[int]) -> None:
         if self._control >= 0 and signums:
-            with contextlib.suppress(OSError):  # it has ended: there is nobody to tell
+            with contextlib.suppress(OSError):  # the first process has ended
                 os.write(self._control, bytes(signums))
 
 
@@ -250,9 +254,9 @@ class _Start:
 
     def __init__(self, way: Sequence[str], place: Path, signals: _Signals) -> None:
         self._signals = signals
-        self._said = b""
-        self._children = _children()  # others than this lab's
-        namespaces.adopt_orphans()  # if `unshare` is killed, the lab's first process is ours to wait for
+        self._replies = b""
+        self._children = _children()  # not of this lab
+        namespaces.adopt_orphans()  # if `unshare` is killed, this process reaps the lab's first one
         control, self._control = os.pipe2(os.O_CLOEXEC)
         self._result, result = os.pipe2(os.O_CLOEXEC)
         given = [control, result, os.dup(1), os.dup(2)]
@@ -269,34 +273,34 @@ class _Start:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[*given, lock],
-                start_new_session=True,  # the terminal's Ctrl-C comes to this process alone
+                start_new_session=True,  # the terminal's Ctrl-C reaches only this process
             )
         for handle in (*given, lock):
             os.close(handle)
         signals.hand_to(self._control)
 
     def follow(self) -> Result:
-        """Wait for the end of all of it; returns what the first process said."""
+        """Wait for the end of the whole lab; return the first process's result."""
         try:
             until = time.monotonic() + START_SECONDS
-            self._read(lambda: until if b"\n" not in self._said else 0.0)
-            if b"\n" not in self._said and self._process.poll() is None:
+            self._read(lambda: until if b"\n" not in self._replies else 0.0)
+            if b"\n" not in self._replies and self._process.poll() is None:
                 raise RunError(f"the lab's first process did not begin within {START_SECONDS:g} s")
             self._read(self._deadline)
         finally:
             self._signals.hand_to(-1)
             os.close(self._control)
             os.close(self._result)
-            self._see_it_gone()
+            self._wait_for_the_last()
         try:
-            return msgspec.json.decode(self._said.partition(b"\n")[2], type=Result)
+            return msgspec.json.decode(self._replies.partition(b"\n")[2], type=Result)
         except msgspec.DecodeError:
             said = self._log.read_text(errors="replace").strip().splitlines()
             why = f": {said[-1]}" if said else ""
-            return Result(1, f"the lab's first process was killed or failed, and all inside with it{why}")
+            return Result(1, f"the lab's first process was killed or failed, and the lab ended with it{why}")
 
     def _read(self, deadline: Callable[[], float]) -> None:
-        """Take what the first process says, until it ends or `deadline()` has passed (time.monotonic())."""
+        """Read the first process's output until it ends or `deadline()` has passed (time.monotonic())."""
         poll = select.poll()
         poll.register(self._result, select.POLLIN)
         while (left := deadline() - time.monotonic()) > 0:
@@ -304,35 +308,36 @@ class _Start:
                 data = os.read(self._result, 65536)
                 if not data:
                     return
-                self._said += data
+                self._replies += data
             elif self._process.poll() is not None:
                 return  # `unshare` was killed before it had bound the first process to itself
 
     def _deadline(self) -> float:
-        """Never, as long as nobody asks for the end; now, when it is asked for a third time."""
+        """Return the time to give up: inf before a request to end, 0 at the third request."""
         if not self._signals.came:
             return math.inf
         return self._signals.first_at + _CLOSING_SECONDS if len(self._signals.came) < 3 else 0.0
 
-    def _see_it_gone(self) -> None:
-        """Wait until no process of the lab is left: its first one, by force if need be, is the last to go."""
+    def _wait_for_the_last(self) -> None:
+        """Wait until no process of the lab is left. Its first process is the last to go, by force if need
+        be."""
         try:
             self._process.wait(_GONE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # and with it the first process, and with that all others
+            self._process.kill()  # which ends the first process, and so all others
             self._process.wait(_GONE_SECONDS)
         if self._process.returncode >= 0:
             return
         until = time.monotonic() + _GONE_SECONDS
         while time.monotonic() < until and (orphans := _children() - self._children):
-            for pid in orphans:  # `unshare` was killed, and has left the first process to us
+            for pid in orphans:  # `unshare` was killed, and the first process is ours to reap
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
             time.sleep(_TRY_SECONDS)
 
 
 def _children() -> set[int]:
-    """This process's children, zombies included; those of this thread, which has started them all."""
+    """Return the pids of this thread's children, zombies included; this thread starts all of the process."""
     with contextlib.suppress(OSError):
         return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
     return set()

@@ -1,4 +1,4 @@
-"""The hub and the shards of a run, started in their site by the commands that anybody would use."""
+"""Hub and shards of a lab, started in their site by Atoll's ordinary commands."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from atoll.core.errors import RunError
 from atoll.lab.topology import HubPlace
 
 START_SECONDS = 120.0  # for all of them to serve; a shard imports torch
-_PORT = 47700  # of the hub; shards follow
+_PORT = 47700  # of the hub; shards take the next ones
 _ATOLL = [sys.executable, "-c", "from atoll.cli.app import main; main()"]
 _KEY_SECONDS = 60.0
 
 
 class Services:
-    """Started within the site's namespaces, which the caller has entered; all of them end with `stop`."""
+    """Hub and shards of a lab. The caller has entered the site's namespaces."""
 
     def __init__(
         self, address: str, place: HubPlace, *, workers: int, run: str, folder: Path, logs: Path
@@ -45,7 +45,7 @@ class Services:
             self._start(f"shard {shard}", ["server", "--shard", str(shard), *options])
 
     def environment(self, worker: int, site: str) -> dict[str, str]:
-        """What a worker must know to take part. Where workers are grouped, its site is told to the hub."""
+        """Return the variables by which a worker joins. With groups, the hub learns the worker's site."""
         return {
             **({SITE_VARIABLE: site} if self._grouped else {}),
             HUB_VARIABLE: self._hub,
@@ -55,17 +55,17 @@ class Services:
         }
 
     def are_up(self) -> bool:
-        """Whether all of them say that they listen. Raises RunError for one that has ended."""
+        """Return True once all processes listen. Raises RunError if one has ended."""
         self.check()
         return all(b" listens at " in self._log(name).read_bytes() for name in self._processes)
 
     def missing(self) -> str:
-        """Those that do not serve yet, with their logs."""
+        """Name the processes that do not serve yet, with their logs."""
         late = [name for name in self._processes if b" listens at " not in self._log(name).read_bytes()]
         return ", ".join(f"the {name} (its log is {self._log(name)})" for name in late)
 
     def check(self) -> None:
-        """Raise RunError for one that has ended: the run cannot go on without it."""
+        """Raise RunError if a process has ended: the run cannot go on without it."""
         for name, process in self._processes.items():
             code = process.poll()
             if code is not None:
@@ -76,7 +76,7 @@ class Services:
         return any(process.pid == pid for process in self._processes.values())
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
-        """Tell them to end."""
+        """Send a signal to all processes."""
         for process in self._processes.values():
             if process.poll() is None:
                 process.send_signal(signum)

@@ -1,4 +1,4 @@
-"""What the runner hands to the first process of a lab, and what that hands back: files and one line."""
+"""Files between the runner and a lab's first process: the spec, and the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLACEHOLDER = re.compile(r"\{(site|index|worker|workers|sites|address|first)\}"
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """A lab: its topology, the command of each worker, its own folder, and the one where records stay."""
+    """A lab: topology, command of each worker, the lab's own folder, and the folder of records."""
 
     topology: Topology
     command: list[str]
@@ -35,8 +35,11 @@ class Spec(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """How a lab ended: `status` is the command's, `line` says what went wrong, `user` that it was what the
-    user gave; `report` is the closing report."""
+    """Result of a lab.
+
+    `status` is the command's; `line` is the error, and `user` is True if the user's input caused it; `report`
+    is the closing report.
+    """
 
     status: int
     line: str = ""
@@ -58,14 +61,17 @@ class Worker:
 
 
 def workers_of(topology: Topology) -> list[Worker]:
-    """All workers, in the order of sites."""
+    """Return all workers, in the order of sites."""
     placed = [(site, speed) for site in topology.sites for speed in site.speeds]
     return [Worker(number, site, speed) for number, (site, speed) in enumerate(placed)]
 
 
 def command_of(worker: Worker, command: Sequence[str], topology: Topology) -> list[str]:
-    """The worker's own command: `{site}`, `{index}` (of the site, from 0), `{worker}`, `{workers}`,
-    `{sites}`, `{address}` and `{first}` (the first site's address) filled in; other braces stay."""
+    """Return the worker's command, with placeholders filled in.
+
+    Placeholders are `{site}`, `{index}` (of the site, from 0), `{worker}`, `{workers}`, `{sites}`,
+    `{address}` and `{first}` (the first site's address); other braces stay.
+    """
     values = {
         "site": worker.site.name,
         "index": worker.site.index - 1,
@@ -79,16 +85,16 @@ def command_of(worker: Worker, command: Sequence[str], topology: Topology) -> li
 
 
 def check_command(command: Sequence[str], topology: Topology, environment: Mapping[str, str]) -> None:
-    """Raise UserError if the command of any worker is none."""
+    """Raise UserError if a worker's command does not exist or cannot be executed."""
     if not command:
         raise UserError("a lab runs a command: give one after --, such as -- python train.py")
     for worker in workers_of(topology):
         program = command_of(worker, command, topology)[0]
         if shutil.which(program, path=environment.get("PATH", os.defpath)) is None:
-            raise UserError(f"{program}: {_what_is_wrong(program)}")
+            raise UserError(f"{program}: {_problem_with(program)}")
 
 
-def _what_is_wrong(program: str) -> str:
+def _problem_with(program: str) -> str:
     if "/" not in program:
         return "no such command; it is looked for in the directories of PATH"
     path = Path(program)

@@ -1,7 +1,7 @@
-"""What a lab is made of: its sites, the links between them, and how those change; read from a TOML file.
+"""A lab's topology: sites, links between them, and changes over time; read from a TOML file.
 
-docs/lab.md explains the file. Every error is one line: the file, the place in it, what is wrong there and
-what would be right. Pure: but for `load_topology`, which reads the file, nothing here touches the machine.
+docs/lab.md explains the file. Every error is one line: file, place, what is wrong, and what would be right.
+Only `load_topology` touches the machine: it reads the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atoll.core.texts import nearest
 from atoll.core.toml import parse_toml, read_toml
 from atoll.core.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_rate, parse_seconds
 
-PACKET = 1500  # bytes: the MTU of every link, and what a slot of the burst model carries
+PACKET = 1500  # bytes: the MTU of every link, and the slot of the burst model
 DISTRIBUTIONS = ("normal", "uniform", "pareto")
 
 _MOST_SITES = 64
@@ -33,11 +33,10 @@ _LONGEST_DELAY = 60.0  # seconds
 _LONGEST_PATIENCE = 3600.0  # seconds
 _LATEST = 7 * 86400.0  # seconds: of a change, or of an outage's end
 _LONGEST_BURST = 1e6  # packets
-_LEAST_QUEUE = 2**16  # bytes, where the file names none
+_LEAST_QUEUE = 2**16  # bytes, least default
 _LONGEST_WAIT = 86400.0  # seconds in a full queue
-# What waits in a queue, and what is on its way at once, lies in this machine's memory.
-_MOST_HELD = 2**30  # bytes
-_LEAST_OVERTAKEN = 1e-3  # seconds, where the file names none
+_MOST_HELD = 2**30  # bytes queued, or in flight: they lie in this machine's memory
+_LEAST_OVERTAKEN = 1e-3  # seconds, least default
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -55,7 +54,7 @@ _OUTAGE = ("at", "for")
 
 @dataclass(frozen=True)
 class Site:
-    """A place with workers of its own, reached only over links."""
+    """A place with its own workers, reached only over links."""
 
     name: str
     index: int  # from 1, in the file's order
@@ -66,20 +65,20 @@ class Site:
 
 @dataclass(frozen=True)
 class Phase:
-    """How one direction of a link behaves from `at` on, until its next phase."""
+    """Behaviour of one direction of a link from `at` to its next phase."""
 
     at: float  # seconds since the lab's start
     rate: float  # bytes of IP packets per second
     delay: float  # seconds, one way
     jitter: float  # seconds: the standard deviation of the delay
     distribution: str  # of the delay: one of DISTRIBUTIONS
-    queue: int  # bytes that may wait; what comes beyond them is dropped
-    loss: float  # the share of packets that get lost on the wire
+    queue: int  # bytes that may wait; packets beyond them are dropped
+    loss: float  # share of packets lost on the wire
     burst: float  # mean length of a run of lost packets, in slots; 1: each packet by itself
-    reorder: float  # the share of packets that overtake
+    reorder: float  # share of packets that overtake
     reorder_by: float  # seconds by which these arrive earlier
-    duplicate: float  # the share of packets that arrive twice
-    corrupt: float  # the share of packets in which a bit is flipped
+    duplicate: float  # share of packets that arrive twice
+    corrupt: float  # share of packets with a flipped bit
     down: bool  # an outage: nothing gets through
 
 
@@ -94,15 +93,21 @@ class Link:
 
 @dataclass(frozen=True)
 class HubPlace:
-    """Where the lab starts a hub, and how many shards beside it. `groups`, "auto" or a number, puts workers
-    into groups, by `group_by`; measuring their links takes up to `group_links` seconds."""
+    """The site of the lab's hub, with its shards.
+
+    Args:
+        groups: "auto" or a number of groups of workers; empty: no groups.
+        group_by: how groups are formed.
+        group_links: most seconds to measure the workers' links.
+            patience: seconds of silence after which a worker or shard counts as lost, however regular it was
+            before; None: the hub's default.
+    """
 
     site: int  # from 0
     shards: int
     groups: str = ""  # empty: workers are not grouped
     group_by: str = "auto"
     group_links: float = 5.0
-    # Seconds of silence that are borne, however regularly a worker or a shard was heard; None: the hub's own
     patience: float | None = None
 
 
@@ -118,7 +123,7 @@ class Topology:
 
 
 def load_topology(path: str | os.PathLike[str]) -> Topology:
-    """The topology that the file at `path` describes; raises ConfigError, one line, for the first mistake."""
+    """Read the topology from the file at `path`. Raises ConfigError, one line, for the first mistake."""
     values = read_toml(path, "the topology")
     try:
         return _topology(values)
@@ -127,7 +132,7 @@ def load_topology(path: str | os.PathLike[str]) -> Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """The topology that a file's text describes. Raises ConfigError as `load_topology`, without the path."""
+    """Read a topology from a file's text. Raises ConfigError, without a path, for the first mistake."""
     return _topology(parse_toml(text))
 
 
@@ -241,7 +246,7 @@ def _group_by(hub: Table) -> str:
 
 
 def _find(table: Table, key: str, name: Any, names: Sequence[str]) -> int:
-    """The place of the site `name` among `names`, from 0."""
+    """Return the index of the site `name` in `names`."""
     if name not in names:
         hint = nearest(str(name), names) or f"; the sites are {_shown_names(names)}"
         raise table.error(key, f"no site is named {shown(name)}{hint}")
@@ -255,7 +260,7 @@ def _shown_names(names: Sequence[str]) -> str:
 def _link(
     values: dict[str, Any], number: int, names: Sequence[str], owners: dict[tuple[int, int], int]
 ) -> list[Link]:
-    """The directions of one `[[link]]`; `owners` holds which link gave each direction so far."""
+    """Return the directions of one `[[link]]`. `owners` maps earlier directions to their link's number."""
     table = Table(values, f"link {number}", _LINK)
     ways = _ways(table, names)
     first, second = (names[end] for end in ways[0])
@@ -272,7 +277,7 @@ def _link(
 
 
 def _ways(table: Table, names: Sequence[str]) -> list[tuple[int, int]]:
-    """The directions that a link has, as pairs of sites: both for `between`, one for `from` and `to`."""
+    """Return a link's directions as pairs of sites: two for `between`, one for `from` and `to`."""
     values = table.values
     both, one = "between" in values, [key for key in ("from", "to") if key in values]
     hint = f'write between = ["{names[0]}", "{names[-1]}"], or from and to for one direction alone'
@@ -297,7 +302,7 @@ class _Outage:
 
 
 def _phases(table: Table) -> tuple[Phase, ...]:
-    """What a link's own keys, its changes and its outages come to, over time."""
+    """Return a link's phases, from its own keys, its changes and its outages."""
     own = {key: table.values[key] for key in _QUALITIES if key in table.values}
     table.need("rate", 'has no rate; write rate = "1Gbit/s"')
     outages = _outages(table)
@@ -323,7 +328,7 @@ def _phases(table: Table) -> tuple[Phase, ...]:
 
 def _at(table: Table) -> float:
     table.need("at", 'does not say when; write at = "10s", counted from the start')
-    # To the nanosecond: so an outage that ends where a change begins does so to the bit.
+    # Rounded to the nanosecond, so that an outage that ends at a change ends exactly there.
     return round(table.span("at", _LATEST), 9)
 
 
@@ -351,7 +356,7 @@ def _outages(table: Table) -> list[_Outage]:
 
 
 def _flatten(qualities: dict[float, Phase], outages: list[_Outage]) -> tuple[Phase, ...]:
-    """The phases over time; a moment at which nothing becomes different begins none."""
+    """Return the phases over time; a moment without a difference begins none."""
     changes, starts = list(qualities), [outage.start for outage in outages]
     moments = {*changes, *starts, *(outage.end for outage in outages)}
     phases: list[Phase] = []
@@ -365,7 +370,7 @@ def _flatten(qualities: dict[float, Phase], outages: list[_Outage]) -> tuple[Pha
 
 
 def _phase(table: Table) -> Phase:
-    """A link's qualities at one time, defaults filled in, each checked alone and against the others."""
+    """Return a link's qualities at one time, with defaults, each checked alone and against the others."""
     rate = _rate(table)
     delay = table.span("delay", _LONGEST_DELAY)
     if rate * delay > _MOST_HELD:
@@ -405,7 +410,7 @@ def _phase(table: Table) -> Phase:
 
 
 def _rate(table: Table) -> float:
-    """Bytes per second."""
+    """Return bytes per second."""
     bits: float = table.quantity("rate", parse_rate)
     low, high = _RATES
     if not low <= bits <= high:
@@ -418,7 +423,7 @@ def _rate(table: Table) -> float:
 
 
 def _queue(table: Table, rate: float, delay: float) -> int:
-    """Bytes: as given, or the time that is given at the rate; else one bandwidth-delay product."""
+    """Return the queue in bytes: as given, or a given time at the rate, or one bandwidth-delay product."""
     given = table.values.get("queue")
     if given is None:
         return max(round(rate * delay), _LEAST_QUEUE)
@@ -439,7 +444,7 @@ def _queue(table: Table, rate: float, delay: float) -> int:
 
 
 def _size_or_span(given: str | float, rate: float) -> int:
-    if not str(given).strip().upper().endswith("M"):  # 5M: five minutes to one parser, megabytes to a reader
+    if not str(given).strip().upper().endswith("M"):  # 5M is ambiguous: minutes, or megabytes
         for parse, scale in ((parse_bytes, 1.0), (parse_seconds, rate)):
             try:
                 return round(parse(given) * scale)
@@ -449,7 +454,7 @@ def _size_or_span(given: str | float, rate: float) -> int:
 
 
 def _loss(table: Table) -> tuple[float, float]:
-    """The share lost, and the mean burst.
+    """Return the lost share and the mean burst.
 
     A chain that leaves its bad state with probability 1 / burst enters it with loss / (1 - loss) / burst,
     which must be a probability too.
@@ -467,7 +472,7 @@ def _loss(table: Table) -> tuple[float, float]:
 
 
 def _reorder(table: Table, delay: float) -> tuple[float, float]:
-    """The share that overtakes, and by how many seconds: by default a tenth of the delay, at least 1 ms."""
+    """Return the share that overtakes, and the seconds: by default a tenth of the delay, at least 1 ms."""
     share = table.probability("reorder")
     by = table.span("reorder_by", _LONGEST_DELAY, min(delay, max(delay / 10, _LEAST_OVERTAKEN)))
     if share and not delay:

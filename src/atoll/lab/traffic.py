@@ -1,8 +1,8 @@
-"""What the links did over time: links.jsonl in a lab's records.
+"""Traffic of the links over time: links.jsonl in a lab's records.
 
-The first line names the links and the columns; each other one is a moment: seconds since the links' times
-began, and for each link its row. Rows count from the beginning, so a moment that is left out, or a last line
-that was cut off, takes nothing from the others. Pure but for the file.
+The first line names the links and the columns. Each other line is a moment: seconds since the links' times
+began, and a row for each link. Rows count from the beginning, so a missing moment or a cut last line does not
+affect the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_ROWS = 500_000  # of all links together: some 20 MB
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """What one direction of a link did so far: bytes and packets as the wire carries them."""
+    """Counters of one direction of a link since the beginning, as the wire carries packets."""
 
     delivered_bytes: int
     offered: int  # packets
@@ -31,7 +31,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     lost_loss: int
     lost_outage: int
     lost_lab: int
-    queue_seconds: float  # that its packets waited, all together
+    queue_seconds: float  # total waiting time of its packets
 
     @staticmethod
     def of(counted: LinkCounters) -> Row:
@@ -59,18 +59,17 @@ class Moment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The first line."""
+    """The file's first line."""
 
-    links: list[tuple[str, str]]  # from which site to which
+    links: list[tuple[str, str]]  # source site, target site
     columns: tuple[str, ...] = Row.__struct_fields__
 
 
 class TrafficLog:
-    """Keeps what the links had done at each moment, for links.jsonl, which `write` makes at the end.
+    """Collect the links' counters at each moment; `write` makes links.jsonl at the end.
 
-    Until then nothing touches the disk: the emulator's own memory is mapped in the same process, and a page
-    of it that comes late makes packets late. When there are too many moments, every second one is left out
-    and `interval` doubles.
+    Nothing touches the disk before: the emulator's memory is in the same process, and a page fault makes
+    packets late. When moments become too many, every second one is dropped and `interval` doubles.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -88,12 +87,12 @@ class TrafficLog:
         self._moments.append(msgspec.json.encode(Moment(round(at, 4), [Row.of(each) for each in links])))
 
     def write(self, path: Path) -> None:
-        """Raises OSError where the file cannot be written."""
+        """Write the file. Raises OSError if that fails."""
         path.write_bytes(b"".join(line + b"\n" for line in (msgspec.json.encode(self._head), *self._moments)))
 
 
 def read(path: Path) -> list[Moment]:
-    """The moments of a links.jsonl; none where there is no such file. A line that was cut off is left out."""
+    """Return the moments of a links.jsonl, without a cut last line; none if the file is missing."""
     moments = []
     try:
         lines = path.read_bytes().splitlines()[1:]
@@ -114,11 +113,11 @@ class Span(msgspec.Struct, frozen=True):
     end: float
     rate: float  # bit/s delivered
     lost: dict[str, int]  # packets, by cause
-    queue_delay: float  # seconds, the mean of the packets that came
+    queue_delay: float  # seconds, mean of the packets that passed
 
 
 def spans(moments: Sequence[Moment], link: int) -> Iterator[Span]:
-    """What the link of that number did between each two moments."""
+    """Yield the traffic of link number `link` between each two moments."""
     for first, second in pairwise(moments):
         before, after = first.rows[link], second.rows[link]
         took = second.at - first.at
@@ -137,7 +136,7 @@ def spans(moments: Sequence[Moment], link: int) -> Iterator[Span]:
 
 
 def together(spans: Sequence[Span]) -> Span:
-    """One span of several that follow one another; its queue delay is their mean."""
+    """Merge consecutive spans into one; its queue delay is their mean."""
     seconds = [span.end - span.start for span in spans]
     return Span(
         start=spans[0].start,

@@ -1,4 +1,4 @@
-"""A lab's links in words, for the terminal, the picture and reports: "20 ms ± 2 ms (normal)"."""
+"""Links of a lab in words, for terminal, picture and reports: "20 ms ± 2 ms (normal)"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.lab.topology import Phase, Site, Topology
 
 @dataclass(frozen=True)
 class Way:
-    """A link as people see it: both directions at once where they are alike, else one."""
+    """A link as users see it: both directions together if they are equal, else one."""
 
     source: Site
     target: Site
@@ -25,7 +25,7 @@ class Way:
 
 
 def ways(topology: Topology) -> list[Way]:
-    """The links of a topology, in its order, two directions that are alike put together."""
+    """Return a topology's links in order, with equal directions merged."""
     phases = {(link.source, link.target): link.phases for link in topology.links}
     found: dict[tuple[int, int], Way] = {}
     for source, target in phases:
@@ -37,19 +37,19 @@ def ways(topology: Topology) -> list[Way]:
 
 
 def span(seconds: float) -> str:
-    """`0.02` as `20 ms`, `90` as `1 min 30 s`."""
+    """Format `0.02` as `20 ms`, `90` as `1 min 30 s`."""
     if seconds < 1:
         return f"{seconds * 1000:.4g} ms" if seconds else "0 s"
     return f"{seconds:.4g} s" if seconds < 60 else format_seconds(seconds)
 
 
 def share(probability: float) -> str:
-    """`0.03` as `3 %`."""
+    """Format `0.03` as `3 %`."""
     return f"{probability * 100:.4g} %"
 
 
 def qualities(phase: Phase) -> dict[str, str]:
-    """What a phase does to packets, as texts by the names of its keys; what it does not do is empty."""
+    """Describe a phase by the names of its keys; absent effects are empty texts."""
     jitter = f" ± {span(phase.jitter)} ({phase.distribution})" if phase.jitter else ""
     bursts = f" in bursts of {phase.burst:.4g}" if phase.burst > 1 else ""
     return {
@@ -64,13 +64,13 @@ def qualities(phase: Phase) -> dict[str, str]:
 
 
 def describe(phase: Phase) -> str:
-    """A phase on one line: `1 Gbit/s · 20 ms ± 2 ms (normal) · queue 4.8 MiB (40 ms) · 3 % lost`."""
+    """Describe a phase on one line: `1 Gbit/s · 20 ms ± 2 ms (normal) · queue 4.8 MiB (40 ms) · 3 % lost`."""
     texts = [*qualities(phase).values(), "nothing gets through" if phase.down else ""]
     return " · ".join(text for text in texts if text)
 
 
 def changes(way: Way) -> Iterator[tuple[float, str]]:
-    """When a link changes, in seconds, and what is different from then on."""
+    """Yield the times at which a link changes, in seconds, with the differences from then on."""
     nothing = {
         "loss": "no loss",
         "reorder": "none overtakes",
@@ -83,14 +83,14 @@ def changes(way: Way) -> Iterator[tuple[float, str]]:
             texts.append("nothing gets through" if after.down else "open again")
         old, new = qualities(before), qualities(after)
         if before.queue == after.queue or span(before.queue / before.rate) == span(after.queue / after.rate):
-            old["queue"] = new["queue"]  # as many bytes, or as long a wait: the rate's change says the rest
+            old["queue"] = new["queue"]  # equal bytes, or an equal wait: the new rate explains the rest
         texts += [new[key] or nothing[key] for key in new if new[key] != old[key]]
-        # Two numbers may be so near that they read alike.
+        # Two close numbers may print alike.
         yield after.at, " · ".join(texts) or "a little different"
 
 
 def workers(site: Site) -> str:
-    """`2 workers at 1 and 0.25`."""
+    """Describe a site's workers: `2 workers at speeds 1, 0.25`."""
     if not site.workers:
         return "no workers"
     count = "1 worker" if site.workers == 1 else f"{site.workers} workers"
@@ -103,7 +103,7 @@ def workers(site: Site) -> str:
 
 
 def services(topology: Topology, site: Site) -> str:
-    """`hub, 2 shards` where the lab starts them in this site, else nothing."""
+    """Describe the services that the lab starts in this site: `hub, 2 shards`, or nothing."""
     hub = topology.hub
     if hub is None or hub.site != site.index - 1:
         return ""
@@ -111,7 +111,7 @@ def services(topology: Topology, site: Site) -> str:
 
 
 def title(topology: Topology) -> str:
-    """`2 sites, 3 workers, 1 link, seed 1`."""
+    """Summarize a topology: `2 sites, 3 workers, 1 link, seed 1`."""
     counts = {
         "site": len(topology.sites),
         "worker": sum(site.workers for site in topology.sites),
@@ -122,5 +122,5 @@ def title(topology: Topology) -> str:
 
 
 def horizon(topology: Topology) -> float:
-    """Seconds that a timeline shows: a little more than the last change; 0 where nothing changes."""
+    """Return the seconds that a timeline shows: a little more than the last change; 0 without changes."""
     return 1.15 * max((link.phases[-1].at for link in topology.links), default=0.0)
