@@ -168,13 +168,13 @@ def test_the_plan_of_one_of_several_workers(plan: Plan) -> None:
     said = plan(SCRIPT, "48KiB", "100", options=("--workers", "3", "--link", "1Mbit/s"))
     assert "from other members" in said
     assert "  sharding    symmetric: one of 3 workers" in said
-    assert "what comes from other members is not in it" in plan(
+    assert "traffic from other members is not counted" in plan(
         SCRIPT, "48KiB", "100", options=("--workers", "3")
     )
     in_groups = ("--workers", "4", "--groups", "2", "--link", "100Gbit/s", "--between", "1Mbit/s")
     said = plan(SCRIPT, "48KiB", "100", options=in_groups)
     assert "  sharding    symmetric: one of 4 workers, in 2 groups" in said
-    assert "the longest part of a step is what comes from other groups" in said
+    assert "the longest part of a step is traffic from other groups" in said
     assert said.count(" from other groups") == 2  # and how much it is
     for options, wrong in (
         (("--workers", "2", "--between", "1Gbit/s"), "--between is the rate between several groups"),

@@ -318,10 +318,7 @@ def test_a_use_that_cannot_be_served_changes_nothing_and_says_what_would_do() ->
     with pytest.raises(Full) as full:
         made.handle_use("L", held=among("ab"))
     assert full.value.least_blocks == 5
-    assert (
-        str(full.value)
-        == "'L' takes 3 blocks in a row, and of 4 blocks 2 hold what is in use: 5 blocks would do"
-    )
+    assert str(full.value) == "'L' needs 3 contiguous blocks, and 2 of 4 blocks are in use: 5 blocks would do"
     assert sorted(made.resident) == list("abcd")
     assert made.handle_use("L").hit is False
     ended = made.handle_step_ended()
@@ -372,7 +369,7 @@ def test_when_what_a_key_holds_is_needed() -> None:
 def test_the_optimum_of_what_cannot_be() -> None:
     with pytest.raises(ValueError, match="'L' takes 3 blocks, and the cache has 2"):
         optimum(Order("aL"), 2, {"L": 3})
-    with pytest.raises(ValueError, match="3 blocks are said to be in a cache of 2"):
+    with pytest.raises(ValueError, match="3 resident blocks exceed a cache of 2"):
         optimum(Order("abc"), 2, resident="abc")
 
 

@@ -1,4 +1,4 @@
-"""Which chunk moves when: pure decisions for the memory of a device."""
+"""Pure decisions about chunks in a device's memory: which moves, when, and what leaves for it."""
 
 from atoll.moves.cache import Cache, Decision, Eviction, Full, Policy, StepStatistics
 from atoll.moves.optimum import optimum

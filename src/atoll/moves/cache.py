@@ -1,8 +1,8 @@
-"""A cache of equal blocks: which chunk is brought, where to, and which leaves for it.
+"""A cache of equal blocks: which chunk comes in, where, and which chunk leaves for it.
 
-The same decisions serve the device's arena (its keys are chunks) and the host's (payloads, the rest lies on
-disk). docs/memory.md, "Moves", has the rules and what they promise; the rule for one size and one cost is L.
-A. Belady's (IBM Systems Journal 5, 1966).
+The device's arena (keys are chunks) and the host's (keys are payloads; the others lie on disk) use the same
+decisions. docs/memory.md, "Moves", has the rules and guarantees; the rule for one size and one cost is L. A.
+Belady's (IBM Systems Journal 5, 1966).
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ K = TypeVar("K", bound=Hashable)
 
 Policy = Literal["belady", "lru", "fifo"]
 
-LONGEST = 1_000_000  # uses of one step that are recorded at most; a longer step leaves the order as it was
-REACH = 8  # a use that comes before its turn is looked for in the next 1/REACH of the order
-TRUST = 16  # uses in a row that must be as foreseen, after one that was not, before anything is brought ahead
+LONGEST = 1_000_000  # uses recorded of one step; a longer step does not change the order
+REACH = 8  # an early use is looked for in the next 1/REACH of the order
+TRUST = 16  # foreseen uses in a row, after an unforeseen one, before prefetching goes on
 
 
 def nobody(_: object) -> bool:
-    """Whether it is held, where none is."""
+    """Return False: no key is held."""
     return False
 
 
 class Full(UserError):  # noqa: N818 (as queue.Full)
-    """Nothing can leave for a use; the use changed nothing and may be tried again.
+    """No key can leave for a use. The use changed nothing and may be tried again.
 
-    `least_blocks`: a cache of this size would have served it.
+    `least_blocks`: a cache of this size would have served the use.
     """
 
     def __init__(self, key: Hashable, count: int, blocks: int, held: int, least_blocks: int) -> None:
         super().__init__(
-            f"{key!r} takes {count} blocks in a row, and of {blocks} blocks {held} hold what is in use: "
+            f"{key!r} needs {count} contiguous blocks, and {held} of {blocks} blocks are in use: "
             f"{least_blocks} blocks would do"
         )
         self.least_blocks = least_blocks
@@ -46,7 +46,7 @@ class Full(UserError):  # noqa: N818 (as queue.Full)
 
 @dataclass(frozen=True, slots=True)
 class Eviction(Generic[K]):
-    """`chunk` leaves; where `write_back`, its content was changed and must be saved first."""
+    """`chunk` leaves. With `write_back` its content has changed and must be saved first."""
 
     chunk: K
     write_back: bool
@@ -54,11 +54,11 @@ class Eviction(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[K]):
-    """Evict, in this order, then have `chunk` in its blocks, the first of which is `place`."""
+    """Evict in this order, then have `chunk` in its blocks; the first of these is `place`."""
 
     chunk: K
-    hit: bool  # it is there already
-    bring: bool  # copy its content there: no hit, and the use does not overwrite all of it
+    hit: bool  # in the cache already
+    bring: bool  # copy the content: no hit, and the use does not overwrite all of it
     evict: tuple[Eviction[K], ...]
     place: int
     reason: str
@@ -66,18 +66,18 @@ class Decision(Generic[K]):
 
 @dataclass(slots=True)
 class StepStatistics:
-    """What one step's uses came to. A move made ahead is counted in the step for whose use it was made."""
+    """Counts of one step. A prefetch counts in the step of its use."""
 
-    planned: bool = False  # the order was known
+    planned: bool = False  # an order was known
     uses: int = 0
     hits: int = 0  # found in place, prefetched ones among them
     unforeseen: int = 0  # uses that the order did not have, or not yet
-    skipped: int = 0  # uses that the order had and that did not come
-    moves_in: int = 0  # chunks brought
+    skipped: int = 0  # uses of the order that did not occur
+    moves_in: int = 0  # chunks brought in
     blocks_in: int = 0
     prefetched: int = 0  # of moves_in: before the use
     evictions: int = 0
-    write_backs: int = 0  # of changed content, at an eviction or asked for
+    write_backs: int = 0  # of changed content, at an eviction or on request
     blocks_out: int = 0  # of the write-backs
 
     @property
@@ -85,72 +85,74 @@ class StepStatistics:
         return self.uses - self.hits
 
     def add(self, other: StepStatistics) -> None:
-        """Count what `other` counts, too."""
+        """Add the counts of `other`."""
         for field in fields(self):
             if field.name != "planned":
                 setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 class Cache(Generic[K]):
-    """Who is in a cache of `blocks` blocks, and who leaves for whom.
+    """Contents of a cache of `blocks` blocks, and evictions.
 
-    `sizes` gives the blocks of each key, one where it has none; it is read at each arrival, so it may grow.
-    `policy`: "belady" lets the key leave whose next use lies farthest ahead, by the order recorded in the
-    last step, and in the first step, with no order yet, the least recently used; "lru" and "fifo" are there
-    to compare with.
+    A use costs O(log n). An eviction adds O(log n) for each held key that is passed over. Two cases cost
+    O(blocks log n): an unforeseen miss after a prefetch, and the end of a step whose order differs from the
+    last.
 
-    A use costs O(log n); where something must leave, as much again for each held key that is passed over.
-    Two things cost O(blocks log n): a miss that was not foreseen after something was prefetched, and the end
-    of a step with another order than the one before.
+    Args:
+        sizes: blocks of each key, 1 for a missing one; read at each arrival, so it may grow.
+            policy: "belady" evicts the key whose next use is farthest, by the order recorded in the last
+            step; in the first step the least recently used one. "lru" and "fifo" exist for comparison.
     """
 
     def __init__(
         self, blocks: int, sizes: Mapping[K, int] | None = None, *, policy: Policy = "belady"
     ) -> None:
         self.blocks = blocks
-        self.order: Order[K] | None = None  # what is expected of each step
+        self.order: Order[K] | None = None  # expected in each step
         self._sizes: Mapping[K, int] = {} if sizes is None else sizes
         self._policy = policy
         self._places: Places[K] = Places(blocks)
-        self._ranking: Ranking[K] = Ranking()  # of who is there; the score is the next use from `_seen` on
-        self._changed: set[K] = set()  # who must be written back
+        self._ranking: Ranking[K] = Ranking()  # of cached keys; the score is the next use from `_seen` on
+        self._changed: set[K] = set()  # keys to write back
         self._record: _Record[K] = _Record()
-        # Every use before `_position` has come; those up to `_seen` are of keys that are there. Prefetched is
-        # what the use at `_seen` needs, and who leaves for it is who would leave then: it costs no move.
+        # All uses before `_position` are past; those up to `_seen` are hits. The use at `_seen` is
+        # prefetched; the keys leave that would leave at that use, so prefetching adds no move.
         self._position = 0
         self._seen = 0
-        self._trust = TRUST  # uses in a row that were as foreseen
+        self._trust = TRUST  # foreseen uses in a row
         self._needed: dict[K, int] = {}  # the last use before `_seen` that each key is kept for
-        self._barred = 0  # until this position who would leave for what is at `_seen` is still to be used
+        self._barred = 0  # before this position a victim of the next prefetch is still to be used
         self.statistics = StepStatistics()  # of this step so far
-        self._following = StepStatistics()  # the next step's
+        self._following = StepStatistics()  # of the next step
 
-    # -- what is there -------------------------------------------------------------------------------------
+    # -- contents ------------------------------------------------------------------------------------------
 
     @property
     def resident(self) -> list[K]:
-        """Who is in the cache."""
+        """Keys in the cache."""
         return list(self._places.runs)
 
     @property
     def changed(self) -> list[K]:
-        """Who must be written back before it leaves."""
+        """Keys that must be written back before they leave."""
         return [key for key in self._places.runs if key in self._changed]
 
     def place(self, chunk: K) -> int | None:
-        """The first of its blocks; None where it is not there."""
+        """Return the first block of `chunk`; None if it is not in the cache."""
         run = self._places.runs.get(chunk)
         return None if run is None else run.first
 
-    # -- what happens --------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------
 
     def handle_use(
         self, chunk: K, *, writes: bool = False, fresh: bool = False, held: Callable[[K], bool] = nobody
     ) -> Decision[K]:
-        """`chunk` is used now. `writes`: its content changes, and is written back when it leaves; `fresh`:
-        all of it is overwritten, so nothing is brought. Who is `held` does not leave.
+        """Decide on a use of `chunk` now. Raises Full, with nothing changed, if not enough keys can leave.
 
-        Raises Full, with nothing changed, where not enough can leave.
+        Args:
+            writes: the use changes the content, which is written back when the chunk leaves.
+            fresh: the use overwrites all content, so nothing is brought in.
+            held: True for keys that must not leave.
         """
         before = self._position
         foreseen, skipped = self._follow(chunk)
@@ -161,7 +163,7 @@ class Cache(Generic[K]):
                 self._touch(chunk)
         else:
             if self._seen > self._position:
-                self._look_anew()  # it was thought to be there
+                self._look_anew()  # it was expected to be in the cache
             found = self._room(chunk, held)
             if found is None:
                 self._position = before
@@ -179,11 +181,11 @@ class Cache(Generic[K]):
         return decision
 
     def poll_prefetch(self, held: Callable[[K], bool] = nobody) -> Decision[K] | None:
-        """What may be brought now, ahead of its use, with no more moves in all than without; None: nothing.
+        """Return a chunk to bring in ahead of its use without adding moves; None if there is none.
 
-        It is the next miss of the order, and who leaves is who would leave then; so it must wait while that
-        one is still to be used before, or held. All this holds if the order does: after a use that was not
-        foreseen nothing is brought ahead until `TRUST` in a row were.
+        It is the order's next miss, and the keys leave that would leave at that use. So it waits while one of
+        these is held or still to be used. This presumes the order: after an unforeseen use nothing is
+        prefetched until `TRUST` foreseen ones in a row.
         """
         order = self.order
         if order is None or self._trust < TRUST or self._position < self._barred or not self._see():
@@ -203,17 +205,18 @@ class Cache(Generic[K]):
         return decision
 
     def forget(self, chunk: K) -> None:
-        """The content of `chunk` is void: its blocks are free, and nothing is written back.
+        """Void the content of `chunk`: free its blocks, write nothing back.
 
-        Call it for who is not there too: it is recorded, since what is void by the end of each step is not
-        worth keeping until the next.
+        Call it for keys outside the cache too. It is recorded: content that is void by the end of each step
+        is not worth keeping until the next.
         """
         self._record.void(chunk)
         if chunk in self._places.runs:
             self._leave(chunk)
 
     def resume(self, places: Mapping[K, int]) -> None:
-        """Go on with these keys alone, by their first block, after a decision that was not carried out."""
+        """Continue with only these keys, given by their first blocks, after a decision that was not carried
+        out."""
         self._places, self._ranking = Places(self.blocks), Ranking()
         for key, first in places.items():
             self._places.occupy(key, first, self._sizes.get(key, 1))
@@ -222,19 +225,21 @@ class Cache(Generic[K]):
         self._look_anew()
 
     def handle_written_back(self, chunk: K) -> None:
-        """What was changed in `chunk` has been saved, and it stays."""
+        """Note that the changed content of `chunk` was saved; the chunk stays."""
         if chunk in self._changed:
             self._changed.remove(chunk)
             self._count_write_back(self.statistics, chunk)
 
     def handle_step_ended(self) -> StepStatistics:
-        """The step is over, and its order is what is expected of the next, if it was not already. Says what
-        the step came to. A step without any use leaves the order as it was."""
+        """End the step and return its statistics. Its order is expected of the next step.
+
+        A step without any use does not change the order.
+        """
         ended, self.statistics, self._following = self.statistics, self._following, StepStatistics()
         record, self._record = self._record, _Record()
         if self._policy == "belady" and record.uses and not record.cut and not self._expected(record, ended):
             self.order = Order(record.uses, record.fresh, record.voids)
-            ended.add(self.statistics)  # made for a step that was expected, and is not any more
+            ended.add(self.statistics)  # prefetches for a step that is no longer expected
             self.statistics = StepStatistics()
             self._position, self._trust = 0, TRUST
             self._look_anew()
@@ -245,19 +250,19 @@ class Cache(Generic[K]):
         return ended
 
     def _expected(self, record: _Record[K], ended: StepStatistics) -> bool:
-        """Whether the step that has ended was as its order says."""
+        """Return True if the ended step followed its order."""
         order = self.order
         if order is None or ended.unforeseen or ended.skipped or len(record.uses) != len(order):
             return False
         return record.fresh == order.fresh and record.voids == order.voids
 
-    # -- where in the order it is --------------------------------------------------------------------------
+    # -- position in the order -----------------------------------------------------------------------------
 
     def _follow(self, chunk: K) -> tuple[bool, int]:
-        """Go on in the order by a use of `chunk`: whether it was foreseen, and how many uses were skipped.
+        """Advance in the order by a use of `chunk`; return whether it was foreseen, and the uses skipped.
 
-        A use that comes before its turn means that those between do not come, if they are few (an expert that
-        got no tokens); otherwise it is one more, and what was expected is still expected.
+        An early use means that the few uses before it do not occur (an expert that got no tokens). If they
+        are many, it counts as an additional use, and the expectation stays.
         """
         order = self.order
         if order is None:
@@ -272,35 +277,35 @@ class Cache(Generic[K]):
         return True, skipped
 
     def _pass(self) -> None:
-        """Count the use at `_seen` as one that will come: who is there is kept for it, then for the next."""
+        """Advance `_seen` over a use that will be a hit: keep its key for this use, then for the next."""
         assert self.order is not None
         chunk = self.order.at(self._seen)
         if chunk in self._ranking:
             self._needed[chunk] = self._seen
             need = self.order.need_after(chunk, self._seen)
-            # Of those that are not needed again, who is done with first leaves first, so that what is brought
-            # ahead need not wait for another's last use.
+            # Of keys not needed again, the one used up first leaves first, so that a prefetch need not wait
+            # for another key's last use.
             put = self._ranking.enter if need == NEVER else self._ranking.rescore
             put(chunk, need)
         self._seen += 1
 
     def _see(self) -> bool:
-        """Go through what comes up to the next miss, at `_seen`; whether it may be brought before its use."""
+        """Advance `_seen` to the next miss; return True if it may be brought in before its use."""
         order = self.order
         if order is None or (self._record.uses and self._position % len(order) == 0):
-            return False  # at the end of a step what would be brought may be about to be void
+            return False  # at a step's end its content may be about to become void
         while self._seen < self._position + len(order):
             chunk = order.at(self._seen)
             if chunk not in self._ranking:
                 voided = (chunk, len(self._record.uses)) in self._record.voids
                 return order.need_from(chunk, self._position, voided=voided) == self._seen
             if self._ranking.score(chunk) != self._seen:
-                return False  # it is there, but will not be: it is void before
+                return False  # cached, but void before that use
             self._pass()
         return False
 
     def _look_anew(self) -> None:
-        """What comes next is not what was thought when things were prefetched, or the order is another."""
+        """Restart from `_position`: uses or the order differ from those expected at prefetching."""
         self._barred = 0
         if self.order is not None:
             self._seen = self._position
@@ -308,10 +313,10 @@ class Cache(Generic[K]):
             for chunk in self._places.runs:
                 self._ranking.rescore(chunk, self.order.need_from(chunk, self._position))
 
-    # -- coming and leaving --------------------------------------------------------------------------------
+    # -- arrival and eviction ------------------------------------------------------------------------------
 
     def _room(self, chunk: K, held: Callable[[K], bool]) -> tuple[int, list[K]] | None:
-        """The first of the blocks for `chunk`, and who must leave them; None where not enough can leave."""
+        """Return the first block for `chunk` and the keys that must leave; None if not enough can leave."""
         count = self._sizes.get(chunk, 1)
         free = self._places.free_run(count)
         if free is not None:
@@ -321,7 +326,7 @@ class Cache(Generic[K]):
     def _arrive(
         self, chunk: K, place: int, leaving: list[K], bring: bool, statistics: StepStatistics, ahead: int
     ) -> Decision[K]:
-        """Let `leaving` leave, and have `chunk` at `place` for its use, the `ahead`th from now."""
+        """Evict `leaving` and put `chunk` at `place`, for the use that is `ahead` uses from now."""
         reason = self._reason(leaving, ahead)
         evictions = []
         for key in leaving:
@@ -358,7 +363,7 @@ class Cache(Generic[K]):
         taken = sum(self._places.runs[key].length for key in staying)
         count = self._sizes.get(chunk, 1)
         least = taken + count
-        if least <= self.blocks:  # there is room, but not in a row: more blocks at the end would do
+        if least <= self.blocks:  # enough room, but not contiguous: more blocks at the end would do
             least = self.blocks + count - self._places.tail(staying)
         return Full(chunk, count, self.blocks, taken, least)
 
@@ -377,13 +382,13 @@ class Cache(Generic[K]):
 
 
 class _Record(Generic[K]):
-    """What one step's uses are, as an order wants it."""
+    """Uses of one step, recorded for an order."""
 
     def __init__(self) -> None:
         self.uses: list[K] = []
         self.fresh: set[int] = set()
         self.voids: set[tuple[K, int]] = set()
-        self.cut = False  # it was too long, and is no order
+        self.cut = False  # too long for an order
 
     def add(self, key: K, fresh: bool) -> None:
         if len(self.uses) == LONGEST:

@@ -1,4 +1,4 @@
-"""The least that any schedule can move, for an order of use that is known and repeats."""
+"""A lower bound of moves for a known, repeating order of use."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def optimum(
     steps: int = 1,
     resident: Iterable[K] = (),
 ) -> list[int]:
-    """Blocks brought in each of `steps` steps that use what `order` says, such that no schedule that begins
-    with `resident` in the cache brings fewer in the first k steps together, whatever k is.
+    """Return the blocks brought in for each of `steps` steps of `order`, by the best schedule.
 
-    With keys of one block these are moves, and `Cache` makes no more. With larger ones it is a lower bound:
-    here keys may lie anywhere, in parts. To let the part leave that is needed last is optimal then (Belady):
-    each stay between two uses is an interval, and of too many at one time the one that ends last is given up.
+    No schedule that begins with `resident` in the cache brings fewer in the first k steps together, for any
+    k. With keys of one block these are moves, and `Cache` makes no more. With larger keys it is a lower
+    bound: here keys may lie anywhere, in parts. Evicting the part needed last is then optimal (Belady): each
+    stay between two uses is an interval, and of too many at one time the one that ends last is given up.
 
-    Raises ValueError where a key takes more than `blocks`, or `resident` do together.
+    Raises ValueError if a key needs more than `blocks`, or `resident` do together.
     """
     cache = _Parts(order, blocks, {} if sizes is None else sizes)
     for key in resident:
         cache.keep(key, order.need_from(key, 0))
     if cache.used > blocks:
-        raise ValueError(f"{cache.used} blocks are said to be in a cache of {blocks}")
+        raise ValueError(f"{cache.used} resident blocks exceed a cache of {blocks}")
     moved = [0] * steps
     for position in range(steps * len(order)):
         moved[position // len(order)] += cache.use(position)
@@ -40,17 +40,17 @@ def optimum(
 
 
 class _Parts(Generic[K]):
-    """What the best schedule has in the cache: blocks of each key that will be needed, by when."""
+    """Cache of the best schedule: blocks of each key that will be needed, by time of need."""
 
     def __init__(self, order: Order[K], blocks: int, sizes: Mapping[K, int]) -> None:
         self.order, self.blocks, self.sizes = order, blocks, sizes
         self.there: dict[K, int] = {}
         self.used = 0
         self.need: dict[K, int] = {}
-        self.last: list[int] = []  # a heap of negative needs; what is not in `need` any more is passed over
+        self.last: list[int] = []  # heap of negated needs; stale entries are skipped
 
     def use(self, position: int) -> int:
-        """Blocks brought for the use at this position."""
+        """Return the blocks brought in for the use at this position."""
         key = self.order.at(position)
         count = self.sizes.get(key, 1)
         self.need.pop(key, None)
@@ -63,7 +63,7 @@ class _Parts(Generic[K]):
         return count - here if self.order.brings(position) else 0
 
     def keep(self, key: K, need: int) -> None:
-        """Keep all of `key` until it is needed, if it is."""
+        """Keep all of `key` until position `need`; NEVER: keep nothing."""
         if need != NEVER:
             self.there[key] = self.sizes.get(key, 1)
             self.used += self.there[key]

@@ -1,4 +1,4 @@
-"""The recorded order of use, taken as cyclic over steps."""
+"""The recorded order of use, repeated in each step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-NEVER = sys.maxsize  # the position of a use that does not come
+NEVER = sys.maxsize  # position of a use that never occurs
 
 
 class Order(Generic[K]):
-    """The uses of one step, and when each key is used next if the step is repeated without end.
+    """Uses of one step, and the next use of each key if the step repeats without end.
 
-    A position counts uses from the first of the recorded step: at position p comes use p % len(order).
-    `fresh` are indices of uses that overwrite all of the key's content. `voids` are pairs (key, i): what the
-    key holds is void before use i comes (i = len(uses): before the step ends), because the optimizer has
-    changed it elsewhere, say.
+    A position counts uses from the first of the recorded step: position p has use p % len(order).
+
+    Args:
+        fresh: indices of uses that overwrite all of the key's content.
+            voids: pairs (key, i): the key's content is void before use i (i = len(uses): before the step's
+            end), for example because the optimizer changed it elsewhere.
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class Order(Generic[K]):
         self._uses: dict[K, list[int]] = {}  # ascending indices, by key
         for index, key in enumerate(self.uses):
             self._uses.setdefault(key, []).append(index)
-        # Both kinds in one ascending list for each key: use i as 2 i, what is void before it as 2 i - 1.
+        # One ascending list for each key: use i as 2 i, a void before use i as 2 i - 1.
         self._events = {key: [2 * index for index in found] for key, found in self._uses.items()}
         for key, index in self.voids:
             if key in self._events:
@@ -42,27 +44,32 @@ class Order(Generic[K]):
         return len(self.uses)
 
     def at(self, position: int) -> K:
-        """The key that is used at this position."""
+        """Return the key used at this position."""
         return self.uses[position % len(self.uses)]
 
     def brings(self, position: int) -> bool:
-        """Whether the use at this position needs the content that the key had before."""
+        """Return True if the use at this position needs the key's former content."""
         return position % len(self.uses) not in self.fresh
 
     def next_in_step(self, key: K, position: int) -> int:
-        """The first use of `key` in the same step, from this position on; NEVER if there is none."""
+        """Return the first use of `key` in the same step, from this position on; NEVER if there is none."""
         index = position % len(self.uses)
         found = self._uses.get(key, [])
         at = bisect_left(found, index)
         return NEVER if at == len(found) else position - index + found[at]
 
     def need_after(self, key: K, position: int) -> int:
-        """When what `key` holds after the use at `position` is needed: a position; NEVER if it is void or
-        overwritten before. O(log n)."""
+        """Return the position that needs the content of `key` after the use at `position`.
+
+        NEVER if the content becomes void or is overwritten before. O(log n).
+        """
         return self._need(key, position, 2 * (position % len(self.uses)) + 1)
 
     def need_from(self, key: K, position: int, *, voided: bool = False) -> int:
-        """Of what it holds before the use at `position`. `voided`: what is void there is so by now."""
+        """Return the position that needs the content of `key` before the use at `position`.
+
+        `voided`: a void at this position has already taken effect.
+        """
         return self._need(key, position, 2 * (position % len(self.uses)) - (not voided))
 
     def _need(self, key: K, position: int, event: int) -> int:

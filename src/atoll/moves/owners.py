@@ -1,4 +1,4 @@
-"""Which member of a group holds which part of each chunk. Source: docs/memory.md, "Members"."""
+"""Shares of a group's members in each chunk. Source: docs/memory.md, "Members"."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import TypeAlias
 
 import msgspec
 
-# Elements of which a part begins on a multiple. Vector kernels go by so many or fewer, so that each element
-# of a part is computed as it is within the whole chunk: by vectors, or by what finishes a loop.
+# Elements: parts begin at multiples. Vector kernels advance by so many or fewer, so each element of a part is
+# computed as in the whole chunk: in the vector loop, or in its remainder.
 UNIT = 64
-
-
-Groups: TypeAlias = "tuple[tuple[int, ...], ...]"  # that share like chunks: each member is in one of them
+Groups: TypeAlias = "tuple[tuple[int, ...], ...]"  # groups of members; each member is in one of them
 
 
 class Share(msgspec.Struct, frozen=True):
     """A member of a group that shares a model: `rank` of `count`.
 
-    `apart` says of chunk groups, by their feature, which members share them: those of one name are other
-    chunks in each of these groups. All members share the rest. `replicas` are the groups of members that
-    each hold a replica of the whole model between them; empty: all members hold one.
+    Args:
+            apart: for a chunk group's feature, the groups of members that share its chunks; each group has
+            its own chunks. All members share the other chunks.
+        replicas: groups of members that each hold a replica of the whole model; empty: all members hold one.
     """
 
     rank: int
@@ -30,15 +29,15 @@ class Share(msgspec.Struct, frozen=True):
     replicas: Groups = ()
 
     def groups_of(self, feature: str) -> Groups:
-        """The groups of members that share chunks of this feature, each group chunks of its own."""
+        """Return the groups of members that share chunks of this feature, each its own chunks."""
         return self.apart.get(feature, (tuple(range(self.count)),))
 
     def group_of(self, feature: str, member: int) -> int:
-        """The number of the group among those that this member is in."""
+        """Return the index of this member's group."""
         return next(i for i, group in enumerate(self.groups_of(feature)) if member in group)
 
     def holders_of(self, feature: str) -> tuple[int, ...]:
-        """The members, this one among them, that hold chunks of this feature between them."""
+        """Return the members, this one included, that together hold this member's chunks of the feature."""
         if self.replicas:
             return next(group for group in self.replicas if self.rank in group)
         return self.groups_of(feature)[self.group_of(feature, self.rank)]
@@ -56,19 +55,22 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
         return self.end - self.begin
 
     def overlap(self, begin: int, end: int) -> tuple[int, int]:
-        """What of elements `begin` to `end` lies in it: nothing, where the first is not below the second."""
+        """Return the bounds of the common elements with `begin` to `end`; empty unless the first is below the
+        second."""
         return max(self.begin, begin), min(self.end, end)
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """Who holds what of each chunk: its values, and what the optimizer keeps for them.
+    """Distribution of each chunk's elements over the members: values and optimizer state.
 
-    `groups[i]` are the members that share chunk i, ascending: its gradients are summed over them. `parts[i]`
-    tile its elements (`Chunk.extent`) in their order, and no part is empty; a member of the group may have
-    none. A member has at most one part of a chunk.
+    A member has at most one part of a chunk.
 
-    Where there are `replicas` of the model, they are the holdings of all, in order of their groups, and this
-    is one of them: sums then go on over those who hold the same elements in the other groups.
+    Args:
+        groups: `groups[i]` are the members that share chunk i, ascending; its gradients are summed over them.
+            parts: `parts[i]` tile the elements of chunk i (`Chunk.extent`) in order; none is empty, and a
+            member may have none.
+            replicas: holdings of all replicas of the model, this one included, in the order of their groups.
+            Sums then continue over the holders of the same elements in the other groups.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -77,46 +79,53 @@ class Holding(msgspec.Struct, frozen=True):
 
     @property
     def of_replicas(self) -> tuple[Holding, ...]:
-        """The holdings of all replicas, of which there is one at least."""
+        """Holdings of all replicas, at least one."""
         return self.replicas or (self,)
 
     def members_of(self, chunk: int) -> tuple[int, ...]:
-        """The members that share this chunk."""
+        """Return the members that share this chunk."""
         return self.groups[chunk]
 
     def part(self, chunk: int, member: int) -> tuple[int, int]:
-        """From where to where this member holds the chunk's elements; (0, 0): nothing of it."""
+        """Return the bounds of the member's elements of the chunk; (0, 0) if it has none."""
         for part in self.parts[chunk]:
             if part.member == member:
                 return part.begin, part.end
         return 0, 0
 
     def arriving(self, chunk: int) -> int:
-        """Elements of room that a member needs while the chunk comes to it or its gradients are summed: all
-        of it, or of each gradient that comes to it the part that it holds. The same for all members."""
+        """Return the elements of room for a chunk's values, or its gradients' sum, to arrive at a member.
+
+        Equal on all members.
+        """
         extent = self.parts[chunk][-1].end
-        if any(len(held.parts[chunk]) == 1 for held in self.of_replicas):
+        if any(len(replica.parts[chunk]) == 1 for replica in self.of_replicas):
             return extent  # the gradients come in rounds
         return max(extent, self._summed_at_once(chunk))
 
     def summed_in_rounds_of(self, chunk: int, room: int) -> int:
-        """How many of a chunk's elements are summed at once with `room` for so many: all, where what comes
-        to each member then has room. The same for all members."""
+        """Return the chunk's elements that are summed at once, with `room` elements for arrivals.
+
+        All of the chunk if there is room for the gradients that then come to each member. Equal on all
+        members.
+        """
         if self._summed_at_once(chunk) <= room:
             return self.parts[chunk][-1].end
-        return room // max(self._gradients_to(held, chunk) for held in self.of_replicas)
+        return room // max(self._gradients_to(replica, chunk) for replica in self.of_replicas)
 
     def _summed_at_once(self, chunk: int) -> int:
-        """Elements that come to a member, the most to any, where all of the chunk is summed at once."""
+        """Return the most elements that come to any member if the whole chunk is summed at once."""
         return max(
-            self._gradients_to(held, chunk) * max(part.numel for part in held.parts[chunk])
-            for held in self.of_replicas
+            self._gradients_to(replica, chunk) * max(part.numel for part in replica.parts[chunk])
+            for replica in self.of_replicas
         )
 
-    def _gradients_to(self, held: Holding, chunk: int) -> int:
-        """How many gradients of its part come at once to a member of this replica: one of each member of its
-        group, itself included; then one of each other group."""
-        return max(len(held.groups[chunk]), len(self.of_replicas) - 1)
+    def _gradients_to(self, replica: Holding, chunk: int) -> int:
+        """Return the gradients of its part that come to a member at once.
+
+        One from each member of its group, itself included; then one from each other group.
+        """
+        return max(len(replica.groups[chunk]), len(self.of_replicas) - 1)
 
 
 def split_evenly(extents: Sequence[int], groups: Sequence[Sequence[int]]) -> Holding:
@@ -125,8 +134,8 @@ def split_evenly(extents: Sequence[int], groups: Sequence[Sequence[int]]) -> Hol
     Shares differ by at most one `UNIT`. A chunk without elements belongs to its group's first member.
 
     Args:
-        extents: the number of elements of each chunk.
-        groups: the members among which each chunk is split.
+        extents: number of elements of each chunk.
+        groups: members that share each chunk.
     """
     parts = []
     for extent, group in zip(extents, groups, strict=True):
@@ -139,7 +148,7 @@ def split_evenly(extents: Sequence[int], groups: Sequence[Sequence[int]]) -> Hol
 
 
 def deal_whole(extents: Sequence[int], nbytes: Sequence[int], groups: Sequence[Sequence[int]]) -> Holding:
-    """Asymmetric sharding: each chunk belongs to one member of its group. `nbytes` is what each takes at
+    """Give each chunk to one member of its group (asymmetric sharding). `nbytes` is each chunk's size at
     home."""
     owners = owners_of(nbytes, groups)
     parts = tuple((Part(owner, 0, extent),) for owner, extent in zip(owners, extents, strict=True))
@@ -147,14 +156,13 @@ def deal_whole(extents: Sequence[int], nbytes: Sequence[int], groups: Sequence[S
 
 
 def owners_of(nbytes: Sequence[int], groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """For each chunk the member of its group that owns it: the largest first, each to who has least so far of
-    those of this group, by the bytes that a chunk takes at home. The same sizes give the same owners
-    everywhere.
+    """Return the owner of each chunk, a member of its group.
 
-    Of the chunks of one group no member gets more than the mean and one chunk.
+    The largest chunk comes first; each goes to the member with the fewest bytes so far among this group's
+    chunks. Equal sizes give equal owners everywhere. No member gets more than the mean plus one chunk.
     """
     owners = [0] * len(nbytes)
-    loads: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)  # what others share counts apart
+    loads: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)  # bytes by group and member
     for chunk in sorted(range(len(nbytes)), key=lambda chunk: (-nbytes[chunk], chunk)):
         group = tuple(groups[chunk])
         owner = min(group, key=lambda member: (loads[group, member], member))

@@ -1,4 +1,4 @@
-"""Which blocks of an arena hold which chunk; a chunk takes a contiguous run of them."""
+"""Blocks of an arena: each chunk has a contiguous run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Run(NamedTuple):
 
 
 class Places(Generic[K]):
-    """Who lies where among `blocks` blocks.
+    """Runs of the keys among `blocks` blocks.
 
-    Chunks of one block are put low and larger ones high, so that the small do not cut up the runs that the
-    large need.
+    Chunks of one block are placed low and larger ones high, so that small ones do not fragment the runs that
+    large ones need.
     """
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
-        self.runs: dict[K, Run] = {}  # of each key
+        self.runs: dict[K, Run] = {}  # by key
         self._owner: dict[int, K] = {}  # by block; free ones have none
         self._free = [Run(0, blocks)] if blocks else []  # ascending, no two adjacent
 
@@ -47,7 +47,7 @@ class Places(Generic[K]):
         self._owner.update(dict.fromkeys(range(first, first + count), key))
 
     def remove(self, key: K) -> Run:
-        """Free the blocks of `key`, and say which they were."""
+        """Free the blocks of `key` and return their run."""
         run = self.runs.pop(key)
         for block in range(run.first, run.end):
             del self._owner[block]
@@ -62,8 +62,11 @@ class Places(Generic[K]):
         return run
 
     def free_run(self, count: int) -> int | None:
-        """The first of `count` free blocks in a row, in the shortest run that has them; None if none has.
-        O(free runs)."""
+        """Return the first of `count` contiguous free blocks, in the shortest run that fits; None if none
+        does.
+
+        O(free runs).
+        """
         fits = [run for run in self._free if run.length >= count]
         if not fits:
             return None
@@ -72,11 +75,10 @@ class Places(Generic[K]):
         return max(fits, key=lambda run: (-run.length, run.first)).end - count
 
     def clear_run(self, count: int, leaving: Iterable[K]) -> tuple[int, list[K]] | None:
-        """The first of `count` blocks in a row that are free once some of `leaving` have left, and who does.
+        """Return the first of `count` contiguous blocks that can be cleared, and the keys to evict.
 
-        Keys are let go one by one, in the order given, until such a run is there: of all runs it is the one
-        whose last to go comes earliest in that order. Who turns out to lie outside of it stays. None if not
-        even all of them leave enough.
+        Keys leave one by one in the given order until such a run exists: its last key comes earliest in that
+        order. Keys outside the run stay. None if all of them leave too little.
         """
         gone: set[K] = set()
         for key in leaving:
@@ -92,14 +94,14 @@ class Places(Generic[K]):
         return None
 
     def tail(self, staying: Iterable[K]) -> int:
-        """Blocks above the last one of those who stay."""
+        """Return the number of blocks above the last of the `staying` keys."""
         return self.blocks - max((self.runs[key].end for key in staying), default=0)
 
     def _empty(self, block: int, gone: set[K]) -> bool:
         return block not in self._owner or self._owner[block] in gone
 
     def _cheapest(self, low: int, high: int, count: int) -> tuple[int, list[K]]:
-        """Of the runs between two blocks the one for which the fewest blocks are given up."""
+        """Return the run between two blocks that gives up the fewest blocks, with its keys."""
 
         def leavers(first: int) -> list[K]:
             found, block = [], first

@@ -1,4 +1,4 @@
-"""Who leaves first: what is in the cache, sorted by score."""
+"""Order of eviction: cached keys sorted by score."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Ranking(Generic[K]):
-    """Keys by score, the highest first; of equal scores, who entered first.
+    """Keys by score, the highest first; of equal scores, the one that entered first.
 
-    A sorted list: O(log n) comparisons a change. The shift of its pointers costs nothing beside a use's hook
-    for the thousands of blocks that a cache has.
+    A sorted list: O(log n) comparisons for a change. For the thousands of blocks of a cache, the shift of its
+    pointers is cheap beside a use's hook.
     """
 
     def __init__(self) -> None:
         self._sorted: list[tuple[int, int]] = []  # (score, -tick), ascending
         self._entry: dict[K, tuple[int, int]] = {}
-        self._key: dict[int, K] = {}  # by -tick, which no two entries share: keys need not be comparable
+        self._key: dict[int, K] = {}  # by -tick, which is unique: keys need not be comparable
         self._ticks = 0
 
     def __contains__(self, key: K) -> bool:
@@ -29,21 +29,21 @@ class Ranking(Generic[K]):
         return len(self._entry)
 
     def __iter__(self) -> Iterator[K]:
-        """Whoever leaves first comes first."""
+        """Iterate in the order of eviction."""
         return (self._key[tick] for _, tick in reversed(self._sorted))
 
     def score(self, key: K) -> int:
         return self._entry[key][0]
 
     def enter(self, key: K, score: int) -> None:
-        """Add the key, or give it another score; as the newest of its score."""
+        """Add the key, or give it another score, as the newest of that score."""
         if key in self._entry:
             self.remove(key)
         self._ticks += 1
         self._add(key, (score, -self._ticks))
 
     def rescore(self, key: K, score: int) -> None:
-        """Another score for a key that stays as old as it was."""
+        """Give a key another score, with its old age."""
         tick = self._entry[key][1]
         self.remove(key)
         self._add(key, (score, tick))

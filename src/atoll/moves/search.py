@@ -1,8 +1,7 @@
-"""The search for a plan: from a profile of the model, measured bandwidths and budgets, how memory is used.
+"""Search for a memory plan: from a profile of the model, measured bandwidths and budgets.
 
-Source: docs/memory.md, "The plan"; the idea is Elixir's (Huang et al., arXiv 2212.05339). Each candidate is
-run through an event model of compute, copies each way and the optimizer's steps (`moves/timeline.py`); the
-one with the shortest step wins.
+An event model of compute, copies and optimizer steps (`moves/timeline.py`) runs each candidate; the shortest
+step wins. Source: docs/memory.md, "The plan"; the idea is Elixir's (Huang et al., arXiv 2212.05339).
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from atoll.core.units import format_bytes, format_seconds
 from atoll.moves.owners import UNIT, Holding, Share, deal_whole, split_evenly
 from atoll.moves.timeline import DIRECTIONS, GROUPS, MEMBERS, Bandwidths, Call, ChunkCosts, Outcome, Timeline
 
-PAGE = 4096  # bytes: payloads in host memory begin on one
-SMALLEST_PART = 1024  # of the model: the smallest chunk that is tried; each chunk costs work for each use
+PAGE = 4096  # bytes: alignment of payloads in host memory
+SMALLEST_PART = 1024  # the smallest chunk tried is this part of the model; each chunk costs work for each use
 LARGEST = 2**30  # bytes of a chunk
-SIZES = 10  # chunk sizes that are tried, at most
-NEAR = 0.02  # steps that differ by less are about as short: bandwidths are not measured better
-STAGES = 2  # where what other members hold arrives, of the largest chunk: read ahead, and asked for
-AT_ONCE = (
-    3  # payloads that the group has in use beside a step's: two gradients on their way, one that is read
-)
+SIZES = 10  # most chunk sizes tried
+NEAR = 0.02  # relative difference below which steps count as equal: bandwidths are measured no better
+STAGES = 2  # buffers of the largest chunk for values from other members: one read ahead, one requested
+AT_ONCE = 3  # payloads in use for the group beside a step's: two gradients in flight, one being read
 _WIDEST = 8  # bytes of an element of any payload
-SPLIT = 2  # of them, the best for which it is tried how many chunks should step on the device
-EARLY_SHARE = 0.25  # of the trained chunks' values and state: room for copies, where the host has no budget
-SHARES = 3  # of the trained bytes, how many are tried: these parts of the most that has room there
+SPLIT = 2  # best chunk sizes for which steps on the device are tried
+EARLY_SHARE = 0.25  # of the trained chunks' values and state: room for copies if the host has no budget
+SHARES = 3  # shares of the trained bytes tried for steps on the device, up to the most with room
 
 
 class Use(msgspec.Struct, frozen=True):
-    """One call that needs parameters (indices of `Profile.specs`) at once, and the seconds that it computes
-    and those up to the next. `backward` where it is backward's."""
+    """One call that needs parameters (indices of `Profile.specs`) at once.
+
+    `seconds` is its compute time and the time until the next call; `backward`: the call is part of backward.
+    """
 
     parameters: tuple[int, ...]
     seconds: float = 0.0
@@ -47,11 +46,13 @@ class Use(msgspec.Struct, frozen=True):
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a model, as it computes without moves.
 
-    `state_bytes` are the bytes that the optimizer keeps for each trained element, by kind of state;
-    `master_bytes` what a copy of the values in a wider dtype takes (0: there is none). `measured` False:
-    seconds are assumed. `elsewhere`: steps are made elsewhere, at the shards of a parameter server, and
-    what goes there and comes from there takes `staging_bytes` of host memory beside its arena; `sums`: a
-    group's sums of gradients have payloads too.
+    Args:
+        state_bytes: bytes that the optimizer keeps for each trained element, by kind of state.
+        master_bytes: bytes of an element of a wider copy of the values; 0: no copy.
+        measured: False if the seconds are assumed.
+        elsewhere: a parameter server's shards make the steps.
+        staging_bytes: host memory beside its arena, for gradients and values on their way to or from shards.
+        sums: a group's sums of gradients have payloads too.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -65,8 +66,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """A step by the event model, from the second on. Peaks are the arenas', in bytes; `nbytes` are by
-    direction, as in `MemoryFigures`; `computing` are the seconds of compute in `seconds`."""
+    """A step by the event model, from the second on.
+
+    Peaks are the arenas', in bytes; `nbytes` and `moves` are by direction, as in `MemoryFigures`; `computing`
+    is the part of `seconds` spent in compute.
+    """
 
     seconds: float
     computing: float
@@ -78,28 +82,30 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is held. `blocks` of `chunk_bytes` make the device's arena: `cache_blocks` of them are for
-    chunks that come and go, the rest for the chunks in `resident`, which stay, and for gradient and state of
-    those in `steps_on_device`: the first to be used, up to `steps_share` of the trained bytes. `fits`: all
-    of it stays on the device, and nothing moves. For those in `early` the host has room for a copy."""
+    """Homes of a model's chunks, and where they step.
+
+    The device's arena has `blocks` of `chunk_bytes`. `cache_blocks` of them are for chunks that come and go;
+    the others are for the chunks in `resident`, and for gradient and state of those in `steps_on_device`: the
+    first chunks used, up to `steps_share` of the trained bytes. With `fits` everything stays on the device.
+    """
 
     chunk_bytes: int
     blocks: int
     cache_blocks: int
     resident: tuple[int, ...]  # chunk ids of the layout with `chunk_bytes`
-    steps_on_device: tuple[int, ...]  # which are resident too
+    steps_on_device: tuple[int, ...]  # a part of `resident`
     fits: bool
     host_bytes: int  # of the host's arena
     disk_bytes: int  # of the disk's file
     sharding: str  # "none" with one member
     predicted: Prediction
     reason: str
-    host_block_bytes: int = 0  # of the host's arena and the disk's file, where there is a disk
-    holding: Holding | None = None  # who holds what of each chunk; None with one member
+    host_block_bytes: int = 0  # of the host's arena and the disk's file, if there is a disk
+    holding: Holding | None = None  # None with one member
     steps_share: float = 0.0
-    early: tuple[int, ...] = ()  # chunks that may be stepped during backward: those with room for a copy
-    staging_bytes: int = 0  # of host memory beside its arena: where other members' chunks arrive
-    share: Share | None = None  # this member, and which members share what; None with one member
+    early: tuple[int, ...] = ()  # chunks that may be stepped during backward: the host has room for a copy
+    staging_bytes: int = 0  # of host memory beside its arena, for other members' chunks
+    share: Share | None = None  # None with one member
 
 
 def search_plan(
@@ -110,13 +116,18 @@ def search_plan(
     share: Share | None = None,
     lent: int = 0,
 ) -> MemoryPlan:
-    """The plan with the highest predicted throughput that keeps within `budgets`, and to their pins.
+    """Return the plan with the highest predicted throughput within `budgets` and their pins.
 
-    `share`: the model is shared with other members, who step what they own in host memory, and this is one
-    member's plan; what travels between them is in it where `bandwidths.members` is known. `lent`: the model
-    is stepped elsewhere, in host memory that is not this worker's, which lends its values to so many devices;
-    the host's budget is not looked at. Deterministic.
-    Raises UserError that names the tier and the least budget that would do.
+    Deterministic.
+
+    Args:
+            share: this member's share of a model that several members hold; they step their own parts in host
+            memory. Their traffic counts if `bandwidths.members` is known.
+            lent: number of devices to which a CPU side, which makes the steps, lends its values; 0: none. The
+            host's budget is then ignored.
+
+    Raises:
+        UserError: no plan fits; names the tier, and the least budget that would do.
     """
     if share is not None and isinstance(budgets.pins.steps_on, float):
         raise UserError("memory.step: a share is for one worker; members step in host memory what they hold")
@@ -145,9 +156,11 @@ def search_plan(
 
 
 def _with_early(plan: MemoryPlan, shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> MemoryPlan:
-    """The plan with room to step some chunks during backward, where the event model says that this is
-    shorter: those whose gradients come first. Not over a disk, where they would be moved for it, nor on cores
-    that compute meanwhile."""
+    """Return the plan with room to step some chunks during backward, if that is predicted to be shorter.
+
+    These are the chunks whose gradients come first. There are none with a disk, from which they would have to
+    be read, nor if the host's steps share the cores of backward.
+    """
     alone = shape.share is None and not shape.lent and not shape.profile.elsewhere
     if plan.fits or plan.disk_bytes or bandwidths.shared or not alone:
         return plan
@@ -169,30 +182,36 @@ def _with_early(plan: MemoryPlan, shape: _Shape, bandwidths: Bandwidths, budgets
 
 
 def _may_split(best: MemoryPlan, shape: _Shape, pins: Pins) -> bool:
-    """Whether some chunks may step on the device. Members and masters step in host memory, others elsewhere,
-    and who says what stays on the device says it of values alone."""
+    """Return True if some chunks may step on the device.
+
+    Not for members and masters, which step in host memory, for steps made elsewhere, or with a pin on
+    resident values.
+    """
     free = pins.steps_on is None and pins.resident is None
     alone = shape.share is None and not shape.lent and not shape.profile.elsewhere
     return free and alone and not (best.fits or shape.profile.master_bytes)
 
 
 def _splits(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> list[MemoryPlan]:
-    """Plans in which some chunks step on the device: parts of the most that has room there."""
+    """Return plans in which some chunks step on the device, up to the most that has room there."""
     room = budgets.device // shape.chunk_bytes - max(shape.most_at_once(), budgets.pins.cache_blocks or 0)
     trained = [c for c, cost in enumerate(shape.costs) if cost.elements]
     every = sum(map(shape.on_device, trained))
-    # All of them only where others are left to move.
+    # Not all of them, unless untrained chunks are left to move.
     most = min(room / every, 1.0 if len(trained) < len(shape.costs) else 0.99) if trained else 0.0
     found = []
     for share in sorted({math.floor(100 * most * part / SHARES) / 100 for part in range(1, SHARES + 1)}):
-        with contextlib.suppress(_LeastError):  # no room beside a pin, or no chunk as small
+        with contextlib.suppress(_LeastError):  # no room beside a pin, or no chunk is small enough
             found += [_moving(shape, bandwidths, budgets, share)] if share else []
     return found
 
 
 def _best(plans: Sequence[MemoryPlan]) -> MemoryPlan:
-    """The shortest step. Of those that are about as short, the one with the fewest moves, each of which costs
-    the engine work that the event model does not know; then the one that takes least of the device."""
+    """Return the plan with the shortest step.
+
+    Of nearly equal ones the plan with the fewest moves, each of which costs work that the event model leaves
+    out; then the one that takes least of the device.
+    """
     near = min(plan.predicted.seconds for plan in plans) * (1 + NEAR)
     return min(
         (plan for plan in plans if plan.predicted.seconds <= near),
@@ -206,19 +225,19 @@ def _best(plans: Sequence[MemoryPlan]) -> MemoryPlan:
 
 
 def blocks_at_once(counts: Sequence[int]) -> int:
-    """Blocks of a host in which payloads of so many blocks each can be pinned one after another.
+    """Return the blocks of a host in which payloads of these sizes can be pinned one after another.
 
-    What is pinned does not move, so those before may lie apart: one of `n` blocks keeps a run of `m` from
-    beginning at `n + m - 1` places.
+    A pinned payload does not move, so earlier ones may be scattered: one of `n` blocks keeps a run of `m`
+    from beginning at `n + m - 1` places.
     """
     return sum(counts) + (len(counts) - 1) * (max(counts) - 1)
 
 
 class _LeastError(Exception):
-    """No plan fits, because a memory tier is too small for a candidate.
+    """No plan fits a candidate, because a memory tier is too small.
 
-    The error says which tier, and the size that would do: blocks for "cache". For "step" no chunk is as small
-    as the share that is to step on the device; the size is the smallest chunk's bytes. `way_out` names a
+    `tier` and `nbytes` say which tier, and the size that would do; for "cache" it is in blocks. For "step" no
+    chunk is as small as the requested share, and the size is the smallest chunk's bytes. `way_out` names a
     remedy other than more bytes, after "would do".
     """
 
@@ -228,8 +247,10 @@ class _LeastError(Exception):
 
 
 class _Shape:
-    """A profile in chunks of one size; with `share`, as one of several members holds them, and with `lent`,
-    as a device to which they are lent."""
+    """A profile in chunks of one size.
+
+    `share`: held by several members; `lent`: lent to a device.
+    """
 
     def __init__(
         self,
@@ -273,18 +294,18 @@ class _Shape:
         return msgspec.structs.replace(own, replicas=replicas)
 
     def _dealt(self, groups: Sequence[tuple[int, ...]]) -> Holding:
-        """Each chunk over the members of its group."""
+        """Return the split of each chunk over the members of its group."""
         extents = [chunk.extent for chunk in self.map.chunks]
         if self.sharding == "symmetric":
             return split_evenly(extents, groups)
         return deal_whole(extents, [sum(cost.payloads.values()) for cost in self.every], groups)
 
     def _held(self, chunk: Chunk, holding: Holding, rank: int) -> ChunkCosts:
-        """The costs of a chunk for one of several members: what it holds, and what travels."""
+        """Return a chunk's costs for one of several members: its own part, and the traffic."""
         costs, (begin, end) = self._part(chunk, holding.part(chunk.id, rank)), holding.part(chunk.id, rank)
         size, others = itemsize(chunk.dtype), len(holding.members_of(chunk.id)) - 1
         largest = max(part.numel for part in holding.parts[chunk.id])
-        # Each member sends what others hold, and takes in what they have of its own part.
+        # Each member sends gradients of others' parts, and receives gradients of its own part.
         summed = max(chunk.extent - (largest if len(holding.parts[chunk.id]) > 1 else 0), others * largest)
         trained, replicas = "gradient" in costs.payloads, holding.of_replicas
         most = max(part.numel for held in replicas for part in held.parts[chunk.id])
@@ -311,15 +332,17 @@ class _Shape:
         )
 
     def _trained_sizes(self, chunk: Chunk) -> dict[str, int]:
-        """Bytes for an element, by the kind of payload that a trained chunk has beside its values."""
+        """Return the bytes of an element for each payload that a trained chunk has beside its values."""
         size, profile = itemsize(chunk.dtype), self.profile
         master = {"master": profile.master_bytes} if profile.master_bytes > size else {}
         states = {f"state {number}": nbytes for number, nbytes in enumerate(profile.state_bytes)}
         return {"gradient": size, **({"sum": size} if profile.sums else {}), **master, **states}
 
     def _part(self, chunk: Chunk, bounds: tuple[int, int]) -> ChunkCosts:
-        """The costs of a chunk of which a member holds these elements: the gradients of all of it lie here
-        until they are summed."""
+        """Return the costs of a chunk of which a member holds these elements.
+
+        The gradients of the whole chunk lie here until they are summed.
+        """
         cost, (begin, end) = self.every[chunk.id], bounds
         if end - begin == chunk.extent:
             return cost
@@ -336,8 +359,11 @@ class _Shape:
 
     @property
     def whole_blocks(self) -> int:
-        """Blocks of all payloads, where everything stays on the device: several members then hold whole
-        copies each, and a ring has gradients once more, in its messages, as has who sends them to shards."""
+        """Blocks of all payloads if everything stays on the device.
+
+        Several members then hold whole copies each. A ring has the gradients once more, in its messages, and
+        so has a worker that sends them to shards.
+        """
         kinds = [nbytes for cost in self.every for nbytes in cost.payloads.values()]
         if self.share is not None or self.lent > 1 or self.profile.elsewhere:
             kinds += [cost.payloads["gradient"] for cost in self.every if "gradient" in cost.payloads]
@@ -347,12 +373,14 @@ class _Shape:
         return -(-nbytes // self.chunk_bytes)
 
     def on_device(self, chunk: int) -> int:
-        """Blocks of a chunk that steps on the device."""
+        """Return the blocks of a chunk that steps on the device."""
         return sum(self.blocks_of(nbytes) for nbytes in self.costs[chunk].payloads.values())
 
     def rounded(self) -> list[ChunkCosts]:
-        """Where the host is a cache over the disk, its arena has blocks too: of the chunks' size, or of a
-        member's part of it."""
+        """Return the costs in whole blocks of the host's arena, for a host that is a cache over the disk.
+
+        Its blocks have the chunks' size, or the size of a member's part.
+        """
         size = self.host_block
         return [
             msgspec.structs.replace(
@@ -362,17 +390,17 @@ class _Shape:
         ]
 
     def kept(self, chunk: int) -> int:
-        """Bytes that a chunk keeps from step to step: values, master and state."""
+        """Return the bytes that a chunk keeps from step to step: values, master and state."""
         transient = ("gradient", "sum")
         return sum(nbytes for kind, nbytes in self.costs[chunk].payloads.items() if kind not in transient)
 
     def most_at_once(self, without: frozenset[int] = frozenset()) -> int:
-        """Blocks that a call needs, of the chunks that are not there anyway."""
+        """Return the most blocks that a call needs, without the chunks in `without`."""
         needs = (sum(self.costs[c].blocks for c in set(call.chunks) - without) for call in self.calls)
         return max(needs, default=1)
 
     def stepping(self, share: float) -> frozenset[int]:
-        """The chunks that step on the device, where that is this share of the trained bytes."""
+        """Return the chunks that step on the device, for this share of the trained bytes."""
         if not share:
             return frozenset()
         trained = [cost.nbytes for cost in self.costs if cost.elements]
@@ -382,14 +410,17 @@ class _Shape:
         return chosen
 
     def largest(self) -> str:
-        """The largest parameter, for people."""
+        """Describe the largest parameter."""
         spec = max(self.profile.specs, key=lambda spec: spec.nbytes)
         return f"{spec.name!r} of {format_bytes(spec.nbytes)}"
 
 
 def _calls(profile: Profile, layout: ChunkMap) -> list[Call]:
-    """The uses in chunks, those that follow one another with the same chunks as one; and which gradients
-    each makes whole: after the last use of a chunk in backward, or where none is known, at all."""
+    """Return the uses as calls on chunks, consecutive ones with the same chunks merged.
+
+    A chunk's gradient is complete after its last use in backward, or after its last use if none is in
+    backward.
+    """
     calls: list[tuple[tuple[int, ...], float, bool]] = []
     for use in profile.uses:
         chunks = tuple(dict.fromkeys(layout.places[index][0] for index in use.parameters))
@@ -419,7 +450,7 @@ def _calls(profile: Profile, layout: ChunkMap) -> list[Call]:
 def _sizes(profile: Profile, budgets: Budgets) -> Sequence[int]:
     if budgets.pins.chunk_bytes is not None:
         return (budgets.pins.chunk_bytes,)
-    # Whatever the budget is: the least one that an error names finds the size that it was named for.
+    # Independent of the budget: the least budget that an error names then finds its size.
     total = sum(spec.nbytes for spec in profile.specs)
     smallest = _paged(max(1, total // SMALLEST_PART))
     largest = max(smallest, min(LARGEST, _paged(total)))
@@ -429,13 +460,15 @@ def _sizes(profile: Profile, budgets: Budgets) -> Sequence[int]:
 
 
 def _plan(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> MemoryPlan:
-    """The plan with one chunk size, where no chunk steps on the device unless all do. Raises _LeastError
-    where a budget is too small for it."""
+    """Return the plan with one chunk size, in which all chunks step on the device or none.
+
+    Raises _LeastError if a budget is too small.
+    """
     pins = budgets.pins
     every = shape.whole_blocks
     there = pins.steps_on == "device" or (pins.steps_on == 1.0 and all(cost.elements for cost in shape.every))
     searched = there or (pins.steps_on is None and pins.cache_blocks is None and pins.resident is None)
-    searched = searched and not shape.profile.master_bytes  # of which the optimizer by itself knows nothing
+    searched = searched and not shape.profile.master_bytes  # the optimizer alone knows no master copies
     if every * shape.chunk_bytes <= budgets.device and searched:
         return _whole(shape, bandwidths, every)
     if there:
@@ -445,7 +478,7 @@ def _plan(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> MemoryPlan
 
 
 def _whole(shape: _Shape, bandwidths: Bandwidths, blocks: int) -> MemoryPlan:
-    """Everything stays on the device."""
+    """Return the plan in which everything stays on the device."""
     seconds = sum(call.seconds for call in shape.calls)
     elements = sum(cost.elements for cost in shape.every)
     ids = tuple(range(len(shape.every)))
@@ -473,7 +506,7 @@ def _whole(shape: _Shape, bandwidths: Bandwidths, blocks: int) -> MemoryPlan:
 
 
 def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, steps_share: float) -> MemoryPlan:
-    """Chunks come and go, but for those that step on the device: `steps_share` of the trained bytes."""
+    """Return the plan in which chunks come and go, but for `steps_share` of them that step on the device."""
     blocks, pins = budgets.device // shape.chunk_bytes, budgets.pins
     stepping = shape.stepping(steps_share)
     least = shape.most_at_once(stepping)
@@ -482,14 +515,14 @@ def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, steps_share
     staying: frozenset[int] = frozenset()
     if pins.resident is not None:
         staying = _resident(shape, pins)
-        held = sum(shape.costs[c].blocks for c in staying)
-        if blocks - held < least:
+        resident_blocks = sum(shape.costs[c].blocks for c in staying)
+        if blocks - resident_blocks < least:
             raise _LeastError(
                 "device",
-                (held + least) * shape.chunk_bytes,
+                (resident_blocks + least) * shape.chunk_bytes,
                 f"{pins.resident:g} of the parameters stay on it",
             )
-        blocks -= held
+        blocks -= resident_blocks
     others = sum(cost.blocks for c, cost in enumerate(shape.costs) if c not in staying | stepping)
     cache = min(blocks, max(others, least))
     if pins.cache_blocks is not None:
@@ -504,15 +537,17 @@ def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, steps_share
 def _check_device(
     shape: _Shape, pins: Pins, blocks: int, stepping: frozenset[int], steps_share: float
 ) -> None:
-    """Raise _LeastError where `blocks` are too few for what a call needs, what is pinned and what steps there
-    together: the bytes named here do for all of it."""
+    """Raise _LeastError if `blocks` are too few for a call, the pins and the steps on the device together.
+
+    The bytes that the error names do for all of these.
+    """
     least = shape.most_at_once(stepping)
     if pins.cache_blocks is not None and pins.cache_blocks < least:
         raise _LeastError("cache", least, f"{pins.cache_blocks}")
     needed = pins.cache_blocks or least
     why = f"a call needs all its parameters at once, and the largest is {shape.largest()}"
     if pins.cache_blocks is not None:
-        why = f"a cache of {pins.cache_blocks} blocks is to be there"
+        why = f"the cache is to have {pins.cache_blocks} blocks"
     if pins.resident is not None:
         needed += sum(shape.costs[c].blocks for c in _resident(shape, pins))
         why = f"{pins.resident:g} of the parameters stay on it, and {why}"
@@ -524,7 +559,7 @@ def _check_device(
 
 
 def _resident(shape: _Shape, pins: Pins) -> frozenset[int]:
-    """The chunks that stay on the device by `pins.resident`."""
+    """Return the chunks that `pins.resident` keeps on the device."""
     assert pins.resident is not None
     total = sum(cost.blocks for cost in shape.costs)
     return _chosen(shape, math.floor(pins.resident * total), lambda c: shape.costs[c].blocks)
@@ -539,8 +574,8 @@ def _predict(
     stepping: frozenset[int],
     early: tuple[int, ...] = (),
 ) -> MemoryPlan:
-    """The plan with this much cache, these chunks on the device for good, these stepping there, and these
-    stepping early."""
+    """Return the plan with this cache, these chunks resident, these stepping there, and these stepped
+    early."""
     costs, host, disk = _homes(shape, budgets, stepping)
     timeline = Timeline(
         costs,
@@ -577,8 +612,10 @@ def _predict(
 def _homes(
     shape: _Shape, budgets: Budgets, stepping: frozenset[int]
 ) -> tuple[list[ChunkCosts], int | None, int]:
-    """The chunks' costs as they lie in host memory, the bytes of its arena where it is a cache over the disk
-    (None: it holds all), and those of the disk's file."""
+    """Return the chunks' costs in host memory, the bytes of its arena, and the bytes of the disk's file.
+
+    The arena is None if the host holds everything, and else a cache over the disk.
+    """
     need = sum(sum(cost.payloads.values()) for c, cost in enumerate(shape.costs) if c not in stepping)
     if shape.lent or budgets.host is None or need + shape.staging_bytes <= budgets.host:
         return shape.costs, None, 0
@@ -608,7 +645,7 @@ def _homes(
         )
     if need > budgets.disk:
         raise _LeastError(
-            "disk", need, "parameters, gradients and optimizer state of all chunks have a place there"
+            "disk", need, "parameters, gradients and optimizer state of all chunks need room there"
         )
     return costs, host, need
 
@@ -628,8 +665,7 @@ def _prediction(shape: _Shape, outcome: Outcome, timeline: Timeline, there: int,
 def _chosen(
     shape: _Shape, room: float, taken_by: Callable[[int], int], *, trained: bool = False
 ) -> frozenset[int]:
-    """Chunks that take at most so much room, those that are used first of all: the next step waits for
-    their update soonest."""
+    """Return chunks that take at most `room`, the first used first: the next step needs these soonest."""
     chosen: set[int] = set()
     for chunk in dict.fromkeys(c for call in shape.calls for c in call.chunks):
         taken = taken_by(chunk)
@@ -640,9 +676,9 @@ def _chosen(
 
 
 def _least_of(refused: Sequence[_LeastError]) -> str:
-    """What to say where no chunk size does: of the tier that is too small, by the size that asks least."""
-    # A size that only the host or the disk is too small for has passed the device's budget. No budget helps
-    # a cache that is too small for a call, or a share that is smaller than each chunk.
+    """Return the error for the user: the tier that is too small, by the chunk size that needs least."""
+    # A size that only host or disk is too small for has passed the device's budget. No budget helps a cache
+    # that is too small for a call, or a share below the smallest chunk.
     tiers = ("disk", "host", "device", "cache", "step")
     tier = next(tier for tier in tiers if any(r.tier == tier for r in refused))
     least = min((r for r in refused if r.tier == tier), key=lambda r: r.nbytes)
@@ -667,7 +703,7 @@ def _reason(
     *,
     elsewhere: bool,
 ) -> str:
-    """Why this one, in a line; `elsewhere`: others make the optimizer's steps."""
+    """Return one line that explains the plan. `elsewhere`: others make the optimizer's steps."""
     if plan.fits and elsewhere:
         return "parameters and gradients fit on the device: nothing moves"
     if plan.fits and plan.sharding == "whole":
@@ -681,20 +717,20 @@ def _reason(
         worst = max(by_size, key=lambda size: by_size[size])
         sizes += f" ({format_bytes(worst)} would take {format_seconds(by_size[worst])})"
     bound, seconds = _longest(plan, profile, rates, elsewhere=elsewhere)
-    told = "" if profile.measured else "; compute is not measured yet, and taken to be as long as copies"
+    notes = "" if profile.measured else "; compute is not measured yet, and taken to be as long as copies"
     if plan.holding is not None:
         split = "chunks are split evenly over the members"
-        told += f"; {split if plan.sharding == 'symmetric' else 'each chunk belongs to one member'}"
-        told += f" of each of {len(plan.holding.replicas)} groups" if plan.holding.replicas else ""
-        told += "" if rates.members or rates.groups else "; what comes from other members is not in it"
-    told += "; what goes to the shards and comes from them is not in it" if profile.elsewhere else ""
-    told += f"; {plan.steps_share:g} of the trained bytes step on the device" if plan.steps_on_device else ""
-    told += f"; {len(plan.early)} chunks step during backward" if plan.early else ""
-    return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{told}"
+        notes += f"; {split if plan.sharding == 'symmetric' else 'each chunk belongs to one member'}"
+        notes += f" of each of {len(plan.holding.replicas)} groups" if plan.holding.replicas else ""
+        notes += "" if rates.members or rates.groups else "; traffic from other members is not counted"
+    notes += "; traffic with the shards is not counted" if profile.elsewhere else ""
+    notes += f"; {plan.steps_share:g} of the trained bytes step on the device" if plan.steps_on_device else ""
+    notes += f"; {len(plan.early)} chunks step during backward" if plan.early else ""
+    return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{notes}"
 
 
 def _longest(plan: MemoryPlan, profile: Profile, rates: Bandwidths, *, elsewhere: bool) -> tuple[str, float]:
-    """What would take longest of a step if nothing else did."""
+    """Return the part of a step that alone would take longest, and its seconds."""
     predicted = plan.predicted
     stepped = 0 if elsewhere else sum(spec.numel for spec in profile.specs if spec.trainable)
     if plan.steps_on_device:
@@ -707,9 +743,9 @@ def _longest(plan: MemoryPlan, profile: Profile, rates: Bandwidths, *, elsewhere
         "copies to the host": predicted.nbytes["to_host"] / rates.to_host,
     }
     if MEMBERS in predicted.nbytes:
-        parts["what comes from other members"] = predicted.nbytes[MEMBERS] / rates.members
+        parts["traffic from other members"] = predicted.nbytes[MEMBERS] / rates.members
     if GROUPS in predicted.nbytes:
-        parts["what comes from other groups"] = predicted.nbytes[GROUPS] / rates.groups
+        parts["traffic from other groups"] = predicted.nbytes[GROUPS] / rates.groups
     if plan.disk_bytes:
         parts["reads from disk"] = predicted.nbytes["from_disk"] / rates.from_disk
         parts["writes to disk"] = predicted.nbytes["to_disk"] / rates.to_disk

@@ -1,9 +1,9 @@
-"""What a step takes: an event model of compute, of copies each way and of the optimizer's steps.
+"""Event model of a step: compute, copies each way, and the optimizer's steps.
 
-Three things are found in turn: which chunks come to the device at which use (Belady's rule over the cyclic
-order of uses), which of the host's payloads that makes come from disk and leave for it (the same rule), and
-when each of these begins and ends. Compute, each direction of each link, and the CPU's steps go on at once; a
-move begins as soon as its link is free, the room it needs is free and what it carries is there.
+Three results follow in turn: which chunks come to the device at which use (Belady's rule over the cyclic
+order of uses); which host payloads then come from disk, and which leave for them (by the same rule); and when
+each move begins and ends. Compute, each direction of each link, and the CPU's steps run in parallel. A move
+begins once its link and room are free and its content is there.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
-_STEPS = 3  # that are run; the last one's time and moves count
+_STEPS = 3  # steps run; the last one's time and moves count
 DIRECTIONS = ("to_device", "to_host", "to_disk", "from_disk")
-EARLY_COST = 2.0  # usual steps, that one takes which is made in a copy: what costs is the bytes
-# In bytes alone:
-MEMBERS = "from_members"  # what comes from other members of the group
-GROUPS = "from_groups"  # what comes from the other groups, where each holds a replica
+EARLY_COST = 2.0  # time of a step made in a copy, in usual steps: bytes are the cost
+# Further directions of `nbytes`:
+MEMBERS = "from_members"  # from other members of the group
+GROUPS = "from_groups"  # from the other groups, if each holds a replica
 
 
 class ChunkCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """One chunk: how many blocks of the device's arena it takes, the bytes of a move, the elements that are
-    stepped here (0: none), and the bytes of the payloads that the host keeps of it, by kind.
-    `stepped_elsewhere`: another member steps it, or a shard. `arrives` are the bytes of its values that come
-    from other members whenever it comes to the device, `summed` those that a member sends or takes in for the
-    sum of its gradients, whichever is most of any member; `summed_over_groups` the same for the sum over
-    groups that each hold a replica."""
+    """Sizes of one chunk.
+
+    Args:
+        blocks: of the device's arena.
+        nbytes: bytes of a move.
+        elements: stepped here; 0: none.
+        payloads: bytes that the host keeps, by kind.
+        stepped_elsewhere: another member steps the chunk, or a shard.
+        arrives: bytes of values fetched from other members whenever the chunk comes to the device.
+        summed: bytes that a member sends or receives for the sum of gradients, the largest of any member.
+        summed_over_groups: those for the sum over groups that each hold a replica.
+    """
 
     blocks: int
     nbytes: int
@@ -41,7 +47,7 @@ class ChunkCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Chunks that are needed at once, the seconds of compute, and the chunks whose gradient is whole then."""
+    """Chunks needed at once, the seconds of compute, and the chunks whose gradient is then complete."""
 
     chunks: tuple[int, ...]
     seconds: float
@@ -49,10 +55,14 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Bandwidths(msgspec.Struct, frozen=True, kw_only=True):
-    """What this machine moves and steps: bytes/s each way, elements/s that an optimizer steps, and the
-    seconds that a move takes whatever its size. `members`: bytes/s that go between the members of a group,
-    each way, and `groups` between those of several (0: not known, and taken to take no time). `shared`: the
-    device is the CPU, whose cores compute and the host's steps share."""
+    """Measured speeds: bytes/s each way, elements/s of an optimizer's step.
+
+    Args:
+        latency: seconds of a move, whatever its size.
+        members: bytes/s between members of a group, each way; 0: not known, and taken as no time.
+        groups: bytes/s between groups; 0: not known, and taken as no time.
+        shared: the device is the CPU: compute and the host's steps share its cores.
+    """
 
     to_device: float
     to_host: float
@@ -67,7 +77,7 @@ class Bandwidths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The last step's time, its moves and bytes by direction, and the bytes that host and disk ever held."""
+    """The last step's time, its moves and bytes by direction, and the peak bytes of host and disk."""
 
     seconds: float
     host_peak: int
@@ -76,29 +86,29 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: dict[str, int]
 
 
-Payload: TypeAlias = tuple[int, str]  # of a chunk, by kind
+Payload: TypeAlias = tuple[int, str]  # chunk, kind
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class _Access(msgspec.Struct, frozen=True):
-    """A payload of the host, as the program comes to it. `ends`: it is dropped after it."""
+    """Access to a host payload. `ends`: the payload is dropped after it."""
 
     key: Payload
     nbytes: int
     writes: bool
-    fresh: bool = False  # its former content is not needed
+    fresh: bool = False  # the former content is not needed
     ends: bool = False
 
 
 class _Load(msgspec.Struct, frozen=True):
-    """What an access needs first: bytes to read, and who makes room: (key, bytes to write back)."""
+    """Requirements of an access: bytes to read, and victims as (key, bytes to write back)."""
 
     read: int
     victims: tuple[tuple[Payload, int], ...] = ()
 
 
 def next_uses(order: Sequence[Sequence[KeyT]]) -> list[tuple[int, ...]]:
-    """For each position of a cyclic order and each key there: the distance to its next use, 1 or more."""
+    """Return the distance to each key's next use, 1 or more, for each position of a cyclic order."""
     count = len(order)
     first: dict[KeyT, int] = {}
     for position in reversed(range(count)):
@@ -114,22 +124,23 @@ def next_uses(order: Sequence[Sequence[KeyT]]) -> list[tuple[int, ...]]:
 
 
 class _Cache(Generic[KeyT]):
-    """Belady's rule over items of several sizes: who is used again last leaves first. Whether a run of blocks
-    is contiguous is not looked at (`moves/cache.py` does)."""
+    """Belady's rule over items of several sizes: the item used again last leaves first.
+
+    Contiguous runs of blocks are ignored; `moves/cache.py` handles them.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.used, self.peak = capacity, 0, 0
         self.sizes: dict[KeyT, int] = {}
         self._next: dict[KeyT, int] = {}
-        self._heap: list[
-            tuple[int, int, KeyT]
-        ] = []  # (-next use, number, key); entries out of date are passed
+        self._heap: list[tuple[int, int, KeyT]] = []  # (-next use, number, key); stale entries are skipped
         self._number = 0
 
     def use(
         self, keys: Sequence[KeyT], sizes: Sequence[int], nexts: Sequence[int]
     ) -> list[list[KeyT] | None]:
-        """Who leaves for each key that comes in; None for one that is there. The keys are needed at once."""
+        """Return the victims of each key that comes in, and None for a cached one. All keys are needed at
+        once."""
         victims: list[list[KeyT] | None] = []
         pinned = set(keys)
         for key, size, next_use in zip(keys, sizes, nexts, strict=True):
@@ -168,7 +179,7 @@ class _Cache(Generic[KeyT]):
 
 
 class Timeline:
-    """One candidate: chunks, the calls of a step in order, and who of the chunks steps on the device."""
+    """One candidate: chunks, the calls of a step in order, and the chunks that step on the device."""
 
     def __init__(
         self,
@@ -182,9 +193,15 @@ class Timeline:
         on_device: frozenset[int] = frozenset(),
         early: frozenset[int] = frozenset(),
     ) -> None:
-        """`blocks` are those of the cache; `host` is the bytes of the host's arena, where it is a cache over
-        the disk. `pinned` chunks are on the device for good and take none of the cache, and so do those that
-        step there. `early` ones may be stepped while backward goes on."""
+        """Build a candidate.
+
+        Args:
+            blocks: of the device's cache.
+            host: bytes of the host's arena if it is a cache over the disk; else None.
+            pinned: chunks that stay on the device, outside the cache.
+            on_device: chunks that step on the device, and stay there.
+            early: chunks that may be stepped during backward.
+        """
         self.early = early
         self._chunks, self._calls, self._rates = chunks, calls, rates
         self._always, self._on_device = pinned | on_device, on_device
@@ -193,7 +210,7 @@ class Timeline:
         self._cache: _Cache[int] = _Cache(blocks)
         first = {c: position for position, call in reversed(list(enumerate(calls))) for c in call.chunks}
         trained = [c for c in first if chunks[c].elements]
-        # The step goes through them in the order in which they are wanted next.
+        # The optimizer steps chunks in the order of their next use.
         self._stepped = sorted((c for c in trained if c not in on_device), key=lambda c: (first[c], c))
         self._stepped_there = [c for c in trained if c in on_device]
         self._void = [*self._stepped, *(c for c in first if chunks[c].stepped_elsewhere)]
@@ -215,16 +232,18 @@ class Timeline:
 
     @property
     def device_peak(self) -> int:
-        """Blocks of the cache that were ever in use, once `loads` has run."""
+        """Most blocks of the cache in use, once `loads` has run."""
         return self._cache.peak
 
     def loads(self) -> list[list[list[tuple[int, tuple[int, ...]]]]]:
-        """By step and call: the chunks that come to the device, and who leaves for each. What was stepped on
-        the host, or by another member, is void on the device from then on, and comes again."""
+        """Return by step and call the chunks that come to the device, and the victims of each.
+
+        A chunk that was stepped on the host or elsewhere is void on the device, and comes again.
+        """
         order = [[c for c in call.chunks if c not in self._always] for call in self._calls]
         distances = next_uses(order)
         sizes = [[self._chunks[c].blocks for c in chunks] for chunks in order]
-        always: set[int] = set()  # of those that stay: who came in this step
+        always: set[int] = set()  # staying chunks that came in this step
         steps = []
         for step in range(_STEPS):
             always -= set(self._void)
@@ -247,8 +266,11 @@ class Timeline:
         return steps
 
     def accesses(self, loads: list[list[tuple[int, tuple[int, ...]]]]) -> list[list[_Access]]:
-        """Of one step, the host's payloads in the order of the program: those of each call (what it loads,
-        then the gradients it ends), then those of each chunk's step."""
+        """Return one step's accesses to host payloads in program order.
+
+        First those of each call (the chunks it loads, then the gradients it completes), then those of each
+        chunk's step.
+        """
         found = []
         for call, come in zip(self._calls, loads, strict=True):
             these = [self._access(c, "values") for c, _ in come]
@@ -271,7 +293,8 @@ class Timeline:
         return _Access((chunk, kind), self._chunks[chunk].payloads[kind], writes, fresh, ends)
 
     def disk(self, steps: list[list[list[_Access]]]) -> list[list[list[_Load]]] | None:
-        """By step, access: what comes from disk and who leaves for it; None where all lies in host memory."""
+        """Return by step and access the reads from disk and their victims; None if all lies in host
+        memory."""
         if self._host is None or self._host >= self.host_need:
             return None
         cache: _Cache[Payload] = _Cache(self._host)
@@ -281,9 +304,9 @@ class Timeline:
         distances = next_uses(order)
         found = []
         for number, step in enumerate(steps):
-            # Another step's order than the last's is met in the first alone.
-            alike = [[access.key for access in these] for these in step] == order
-            ahead = distances if alike else next_uses([[a.key for a in these] for these in step])
+            # Only the first step's order can differ from the last's.
+            repeated = [[access.key for access in these] for these in step] == order
+            ahead = distances if repeated else next_uses([[a.key for a in these] for these in step])
             loads = []
             for position, these in enumerate(step):
                 now = number * len(order) + position
@@ -324,22 +347,22 @@ class Timeline:
             leaving.append((key, self._payload(key) if goes else 0))
             dirty.discard(key)
             on_disk.add(key)
-        # What was never seen lay on disk from the start: the first step is not the one that counts.
+        # An unseen payload is taken to lie on disk from the start; the first step's time does not count.
         return _Load(0 if access.fresh else access.nbytes, tuple(leaving))
 
     @property
     def host_need(self) -> int:
-        """Bytes of host memory for all payloads at once: of the chunks that do not step on the device."""
+        """Bytes of host memory for all payloads at once, without chunks that step on the device."""
         return sum(sum(c.payloads.values()) for i, c in enumerate(self._chunks) if i not in self._on_device)
 
 
 class _Clock:
-    """When everything begins and ends."""
+    """Start and end times of all moves, steps and compute."""
 
     def __init__(self, rates: Bandwidths, chunks: Sequence[ChunkCosts], timeline: Timeline) -> None:
         self._rates, self._chunks, self._timeline = rates, chunks, timeline
         self._free = dict.fromkeys((*DIRECTIONS, "compute", "steps"), 0.0)
-        self._used: dict[Hashable, float] = {}  # when a chunk's or payload's latest use ended
+        self._used: dict[Hashable, float] = {}  # end of the latest use of a chunk or payload
         self._stepped: dict[int, float] = {}
         self._moves, self._nbytes = dict.fromkeys(DIRECTIONS, 0), dict.fromkeys(DIRECTIONS, 0)
 
@@ -374,7 +397,7 @@ class _Clock:
             begin = free["compute"]
             for index, (chunk, victims) in enumerate(loads[position]):
                 room = max((self._used.get(c, 0.0) for c in victims), default=0.0)
-                # A chunk that is brought again lies where it was used; and it is stepped before.
+                # A chunk that comes again must have been stepped before.
                 after = max(room, there[index], self._stepped.get(chunk, 0.0))
                 end = self._arrive(chunk, after)
                 self._used[(chunk, "values")] = end
@@ -390,7 +413,7 @@ class _Clock:
         self._steps(accesses, disk, len(calls))
 
     def _arrive(self, chunk: int, after: float) -> float:
-        """Bring a chunk to the device: the thread that copies fetches first what other members hold of it."""
+        """Bring a chunk to the device. The copying thread first fetches the parts that other members hold."""
         costs = self._chunks[chunk]
         if costs.arrives and self._rates.members:
             self._nbytes[MEMBERS] = self._nbytes.get(MEMBERS, 0) + costs.arrives
@@ -399,8 +422,8 @@ class _Clock:
         return self._move("to_device", costs.nbytes, after)
 
     def _sum(self) -> None:
-        """When backward has ended, and the last gradient has left the device, the members sum what each holds
-        of the gradients, chunk by chunk; the script waits for it."""
+        """Sum the gradients over the members, chunk by chunk, after backward and the last copy; the script
+        waits."""
         chunks = [self._chunks[c] for call in self._timeline.calls for c in call.gradients]
         for way, rate, summed in (
             (MEMBERS, self._rates.members, sum(costs.summed for costs in chunks)),
@@ -413,7 +436,7 @@ class _Clock:
 
     def _gradients(self, accesses: list[_Access], there: list[float], first: int) -> None:
         for access, room in zip(accesses[first:], there[first:], strict=True):
-            if self._rates.shared:  # the thread that computes copies
+            if self._rates.shared:  # the computing thread copies
                 self._free["to_host"] = max(self._free["to_host"], self._free["compute"])
                 end = self._move("to_host", access.nbytes, room)
                 self._free["compute"] = end
@@ -422,7 +445,7 @@ class _Clock:
             self._used[access.key] = end
 
     def _steps(self, accesses: list[list[_Access]], disk: list[list[_Load]] | None, first: int) -> None:
-        """The optimizer's step, chunk by chunk on the CPU; the next forward goes on beside it."""
+        """Run the optimizer's step chunk by chunk on the CPU, in parallel with the next forward."""
         rates, free = self._rates, self._free
         done = self._early(free["compute"])
         free["steps"] = max(free["steps"], free["compute"])
@@ -438,11 +461,11 @@ class _Clock:
             free["steps"] = self._stepped[chunk] = end
             for access in these:
                 self._used[access.key] = end
-        if rates.shared:  # one set of cores: what the step takes of them, the next forward waits for
+        if rates.shared:  # one set of cores: the next forward waits for the step
             free["compute"] = max(free["compute"], free["steps"])
 
     def _early(self, ended: float) -> set[int]:
-        """Those that are stepped before backward has `ended`, in the order in which their gradients come."""
+        """Step early chunks before backward has `ended`, in the order of their gradients; return them."""
         ready = sorted((self._used.get((c, "gradient"), 0.0), c) for c in self._timeline.early)
         done = set()
         for there, chunk in ready:
@@ -456,7 +479,7 @@ class _Clock:
     def _from_disk(
         self, accesses: list[_Access], disk: list[list[_Load]] | None, position: int
     ) -> list[float]:
-        """When each of these payloads is in host memory, or the room for it is."""
+        """Return when each payload, or the room for it, is in host memory."""
         if disk is None:
             return [0.0] * len(accesses)
         times = []
@@ -468,7 +491,7 @@ class _Clock:
                     left = self._move("to_disk", nbytes, left)
                     self._used[key] = left
                 room = max(room, left)
-            # It is read again when it was written; a payload that is there needs nothing.
+            # A read follows the payload's last write to disk; a payload in memory needs none.
             after = max(room, self._used.get(access.key, 0.0)) if load.read else room
             times.append(self._move("from_disk", load.read, after) if load.read else room)
         return times
