@@ -1,1 +1,1 @@
-"""The planner: what a way of synchronising costs, and which is the best for the machines at hand."""
+"""The planner: costs of ways to synchronise, and the best one for given machines."""

@@ -1,9 +1,8 @@
-"""What is said of PS-HRA's two figures, held against the closed forms: where each claim holds, where it
-stops.
+"""Claims about PS-HRA's two figures, checked against the closed forms: where each holds, and why.
 
-Source: docs/planning.md, "The figures, and what they claim". A figure against latency is drawn for N workers
-in k groups, and for four times as many workers with k kept and with N/k kept; one against N with k kept and
-with N/k kept, at each latency.
+The figure against latency is drawn for N workers in k groups, and for four times as many workers, once with k
+and once with N/k kept. The figure against N keeps k, or N/k, at each latency. Source: docs/planning.md, "The
+figures, and what they claim".
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ WORDS = {
     "ps_hra": "PS-HRA",
 }
 RIVALS = SCHEMES[:3]
-_MORE = 4  # times the workers, in the figure against latency
-_SPAN = 64  # times the workers, up to where the figure against N goes
+_MORE = 4  # factor of workers in the figure against latency
+_SPAN = 64  # factor of workers at the end of the figure against N
 
 
 class Values(msgspec.Struct, frozen=True):
-    """What the figures are drawn from: N, k, S in bytes, B in bytes/s, C in seconds a byte; and the
-    latencies, in seconds, at which time is drawn against N.
+    """Inputs of the figures: N, k, S in bytes, B in bytes/s, C in seconds a byte, and the latencies, in
+    seconds, of the figures against N.
 
     Args:
         nodes: Workers.
@@ -53,7 +52,7 @@ class Values(msgspec.Struct, frozen=True):
     latencies: Annotated[tuple[float, ...], LATENCY, Mark("A", flag="--latency")] = (1e-3, 50e-3)
 
     def check(self) -> None:
-        """Raises UserError for values from which nothing can be drawn."""
+        """Raise UserError for values from which nothing can be drawn."""
         for latency in self.latencies:
             self.costs(self.nodes, self.groups, latency)
         if self.nodes % self.groups:
@@ -68,7 +67,7 @@ class Values(msgspec.Struct, frozen=True):
             raise UserError("bytes = 0: with nothing to send there is nothing to draw")
 
     def costs(self, nodes: int, groups: int, latency: float) -> cost.Costs:
-        """Seconds of each scheme."""
+        """Return the seconds of each scheme."""
         return cost.compare(
             nodes=nodes,
             groups=groups,
@@ -79,26 +78,26 @@ class Values(msgspec.Struct, frozen=True):
         )
 
     def said(self) -> str:
-        """S, B and C in words."""
+        """Describe S, B and C."""
         sent = f"S = {self.size / 1e6:g} MB, B = {self.bandwidth / 1e9:g} GB/s"
         return f"{sent}, C = {self.compute * 1e9:g} ns a byte"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim, where it holds and where it stops, and the terms that say so."""
+    """A claim, where it holds, and the terms that show it."""
 
     figure: str  # "latency" or "nodes"
     setting: str
     claim: str
-    holds: str  # "everywhere" in what was drawn, "in part" or "nowhere"
+    holds: str  # "everywhere" in the figure, "in part" or "nowhere"
     where: str
     why: str
 
 
 @dataclass(frozen=True)
 class Part:
-    """From where to where one scheme is the lowest: latencies in seconds, or numbers of workers."""
+    """Range in which one scheme is the lowest: latencies in seconds, or numbers of workers."""
 
     scheme: str
     start: float
@@ -107,7 +106,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where `upper`, so far the dearer of the two, becomes the cheaper: at a latency, or from this N on."""
+    """Point from which `upper`, the dearer of two schemes before, is the cheaper: a latency, or a number
+    N."""
 
     at: float
     seconds: float
@@ -116,12 +116,12 @@ class Crossing:
 
 
 class AgainstLatency:
-    """Straight lines over the latency, for `nodes` workers in `groups` groups."""
+    """Time over the latency, straight lines, for `nodes` workers in `groups` groups."""
 
     def __init__(self, values: Values, nodes: int, groups: int) -> None:
         self.values, self.nodes, self.groups = values, nodes, groups
         self.setting = f"N = {nodes}, k = {groups}"
-        self.still = asdict(values.costs(nodes, groups, 0.0))  # at no latency
+        self.still = asdict(values.costs(nodes, groups, 0.0))  # at latency 0
         self.slopes = {
             "parameter_server": 2.0,
             "ring": 2.0 * (nodes - 1),
@@ -134,13 +134,13 @@ class AgainstLatency:
         return found
 
     def meeting(self, one: str, other: str) -> float | None:
-        """The latency above 0 at which both cost the same."""
+        """Return the latency above 0 at which two schemes cost the same."""
         steeper = self.slopes[one] - self.slopes[other]
         at = (self.still[other] - self.still[one]) / steeper if steeper else 0.0
         return at if at > 0 else None
 
     def crossings(self) -> list[Crossing]:
-        """Where two lines cross, by latency."""
+        """Return the crossings of two lines, by latency."""
         found = []
         for one, other in combinations(SCHEMES, 2):
             at = self.meeting(one, other)
@@ -150,7 +150,7 @@ class AgainstLatency:
         return sorted(found, key=lambda crossing: crossing.at)
 
     def lowest(self) -> list[Part]:
-        """Which scheme is the cheapest, from no latency on."""
+        """Return the cheapest scheme of each range of latencies, from 0 on."""
         edges = [0.0, *(crossing.at for crossing in self.crossings())]
         edges.append(2 * edges[-1] + 1)
         parts: list[Part] = []
@@ -230,7 +230,7 @@ class AgainstLatency:
 
 
 class AgainstNodes:
-    """Time over the number of workers at one latency: with k kept, or (`fixed`: "N/k") with N/k kept."""
+    """Time over the number of workers at one latency, with k kept, or N/k (`fixed`: "N/k")."""
 
     def __init__(self, values: Values, fixed: str, latency: float) -> None:
         self.values, self.fixed, self.latency = values, fixed, latency
@@ -239,7 +239,7 @@ class AgainstNodes:
         kept = f"k = {values.groups}" if fixed == "k" else f"N/k = {self.per}"
         self.setting = f"{kept} kept, a = {span(latency)}"
         last = _SPAN * values.nodes
-        # Each N for which groups are of one size, up to some thousands; then each so many-th.
+        # All N with groups of one size, or about 2000 of them, evenly spaced.
         count = last // self._unit
         self.nodes = [self._unit * at for at in range(1, count + 1, max(1, count // 2000))]
         self.costs = [asdict(values.costs(n, self.groups(n), latency)) for n in self.nodes]
@@ -251,16 +251,16 @@ class AgainstNodes:
         return [costs[scheme] for costs in self.costs]
 
     def server(self, nodes: int) -> float:
-        """What the server's link, or its adding up, takes for all groups, were each way busy all the time.
+        """Return the seconds that all groups keep the server's link, or its adder, busy.
 
-        PS-HRA's formula lets each group find it free. Where this is more than what the formula gives, groups
-        must wait for one another.
+        PS-HRA's formula supposes that each group finds the server free. Where this time exceeds the
+        formula's, groups must wait for one another.
         """
         each = max(self.values.size / self.values.bandwidth, self.values.size * self.values.compute)
         return self.groups(nodes) * each
 
     def crossings(self) -> list[Crossing]:
-        """From which N on two schemes have changed places."""
+        """Return the numbers N from which two schemes have changed places."""
         found = []
         for one, other in combinations(SCHEMES, 2):
             above = [costs[one] > costs[other] for costs in self.costs]
@@ -271,7 +271,7 @@ class AgainstNodes:
         return sorted(found, key=lambda crossing: crossing.at)
 
     def lowest(self) -> list[Part]:
-        """Which scheme is the cheapest, from the first N to the last."""
+        """Return the cheapest scheme of each range of N."""
         parts: list[Part] = []
         for nodes, costs in zip(self.nodes, self.costs, strict=True):
             best = min(SCHEMES, key=lambda scheme: costs[scheme])
@@ -323,7 +323,7 @@ class AgainstNodes:
         )
 
     def _limit(self) -> str:
-        """What follows from the formulas as N grows without end."""
+        """Return what follows from the formulas for growing N."""
         k, a = self.values.groups, self.latency
         whole = self.values.size / self.values.bandwidth
         added = self.values.size * self.values.compute
@@ -360,15 +360,15 @@ class AgainstNodes:
         )
 
     def _premise(self) -> Claim:
-        """Not the paper's claim, but what its formula stands on."""
-        over = [
+        """Return the claim that PS-HRA's formula rests on, though the paper does not make it."""
+        overloaded = [
             (n, costs["ps_hra"])
             for n, costs in zip(self.nodes, self.costs, strict=True)
             if self.server(n) > costs["ps_hra"]
         ]
         where = "at every N"
-        if over:
-            (least, _), (most, seconds) = over[0], over[-1]
+        if overloaded:
+            (least, _), (most, seconds) = overloaded[0], overloaded[-1]
             where = f"not at N = {most}" if least == most else f"not from N = {least} to N = {most}"
             where += (
                 f": its work for k groups takes longer (at N = {most} {span(self.server(most))}, where the"
@@ -377,13 +377,17 @@ class AgainstNodes:
             )
         return self._claim(
             "the server is free when a group comes (what PS-HRA's formula supposes)",
-            "everywhere" if not over else "nowhere" if len(over) == len(self.nodes) else "in part",
+            "everywhere"
+            if not overloaded
+            else "nowhere"
+            if len(overloaded) == len(self.nodes)
+            else "in part",
             where,
             "each of k groups keeps the server's link busy for S/B each way, and its adder for S C",
         )
 
     def _lowest_at_least(self) -> str:
-        """From where to where PS-HRA is the lowest if it takes what the server does, where that is more."""
+        """Return where PS-HRA is the lowest if it takes at least the server's time."""
         lowest = [
             n
             for n, costs in zip(self.nodes, self.costs, strict=True)
@@ -394,7 +398,7 @@ class AgainstNodes:
 
 @dataclass(frozen=True)
 class Findings:
-    """All panels, and what they say of the claims."""
+    """All panels, and their claims."""
 
     latency: list[AgainstLatency]
     nodes: list[AgainstNodes]
@@ -409,7 +413,7 @@ class Findings:
 
 
 def find(values: Values) -> Findings:
-    """Raises UserError for values from which nothing can be drawn."""
+    """Compute all panels. Raises UserError for values from which nothing can be drawn."""
     values.check()
     n, k = values.nodes, values.groups
     settings = dict.fromkeys([(n, k), (_MORE * n, k), (_MORE * n, _MORE * k)])
@@ -420,7 +424,7 @@ def find(values: Values) -> Findings:
 
 
 def span(seconds: float) -> str:
-    """Three digits, and the unit that fits: 0.0173 as `17.3 ms`."""
+    """Format seconds with three digits and a fitting unit: 0.0173 as `17.3 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
@@ -435,16 +439,16 @@ def _count(nodes: float) -> str:
     return f"N = {nodes:g}"
 
 
-def _between(part: Part, said: Callable[[float], str]) -> str:
+def _between(part: Part, written: Callable[[float], str]) -> str:
     if part.end == float("inf"):
-        return f"from {said(part.start)} on" if part.start else "everywhere"
+        return f"from {written(part.start)} on" if part.start else "everywhere"
     if part.start == part.end:
-        return f"at {said(part.start)}"
-    return f"from {said(part.start)} to {said(part.end)}"
+        return f"at {written(part.start)}"
+    return f"from {written(part.start)} to {written(part.end)}"
 
 
 def as_text(values: Values, claims: Sequence[Claim]) -> str:
-    """For people: by figure and setting."""
+    """Return the claims as text, by figure and setting."""
     lines = [f"PS-HRA's figures from {values.said()}"]
     for (figure, setting), group in groupby(claims, lambda claim: (claim.figure, claim.setting)):
         axis = "the latency a" if figure == "latency" else "the number of workers N"

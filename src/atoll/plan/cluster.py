@@ -1,7 +1,7 @@
-"""A cluster written down by hand: its workers, sites and links, the model, and how it is to be synchronised.
+"""A cluster in a TOML file: workers, sites, links, the model, and how to synchronise it.
 
-docs/grouping.md explains the file. Every error is one line: the file, the place in it, what is wrong there
-and what would be right.
+docs/grouping.md explains the file. Every error is one line: file, place, what is wrong, and what would be
+right.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LINK = ("between", "bandwidth", "latency")
 
 @dataclass(frozen=True)
 class Pipe:
-    """A link, each direction alike."""
+    """A link, equal in both directions."""
 
     bandwidth: float  # bytes per second
     latency: float  # seconds, one way
@@ -51,11 +51,11 @@ class Pipe:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker. `bandwidth` is what it can send, and as much receive, in bytes per second."""
+    """A worker. `bandwidth` limits each direction, in bytes per second."""
 
     name: str
     speed: float  # samples per second, computing alone
-    site: int  # its place among the sites
+    site: int  # index among the sites
     bandwidth: float
 
 
@@ -69,27 +69,27 @@ class Site:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the file says, all in bytes, seconds, and samples."""
+    """Contents of the file, in bytes, seconds and samples."""
 
     workers: tuple[Worker, ...]
     sites: tuple[Site, ...]
-    between_sites: Mapping[tuple[int, int], Pipe]  # by places, the lower first; shared by all that crosses
+    between_sites: Mapping[tuple[int, int], Pipe]  # by indices, the lower first; shared by all workers
     between_workers: Mapping[tuple[int, int], Pipe]  # a link that only these two use
     bytes: int  # of a contribution: the gradients of the whole model
     batch: int  # samples of a worker's batch
-    compute: float  # seconds for each byte that is added up or applied
+    compute: float  # seconds to add up or apply a byte
     uplink: str  # one of UPLINKS
     pipeline: int  # 1: an exchange is in flight while the next step computes
-    work: str  # one of WORK: members of a group take equal batches, or by their speeds
+    work: str  # one of WORK: members of a group take equal batches, or batches by speed
     server: Pipe  # the server's own link, in and out
     server_site: int
 
     def names(self, worker: int) -> str:
-        """A worker's name, by its number."""
+        """Return a worker's name."""
         return self.workers[worker].name
 
     def pipe(self, one: int, other: int) -> Pipe:
-        """The link between two workers: its latency, and its bandwidth if nobody else uses it."""
+        """Return the link between two workers: its latency, and its bandwidth without other traffic."""
         pair = (min(one, other), max(one, other))
         if pair in self.between_workers:
             return self.between_workers[pair]
@@ -98,13 +98,13 @@ class Cluster:
         return Pipe(min(path.bandwidth, first.bandwidth, second.bandwidth), path.latency)
 
     def path(self, one: int, other: int) -> Pipe:
-        """The link between two sites, or inside one."""
+        """Return the link between two sites, or inside one."""
         return (
             self.sites[one].inside if one == other else self.between_sites[min(one, other), max(one, other)]
         )
 
     def measured(self) -> Measured:
-        """As the chooser takes it; workers are numbered in the file's order, from 0."""
+        """Return the chooser's input; workers are numbered in the file's order, from 0."""
         numbers = range(len(self.workers))
         pipes = [[self.pipe(one, other) for other in numbers] for one in numbers]
         return Measured(
@@ -120,7 +120,7 @@ class Cluster:
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """The cluster that the file at `path` describes; raises ConfigError, one line, for the first mistake."""
+    """Read the cluster from the file at `path`. Raises ConfigError, one line, for the first mistake."""
     values = read_toml(path, "the cluster")
     try:
         return _cluster(values)
@@ -129,7 +129,7 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that a file's text describes. Raises ConfigError as `load_cluster`, without the path."""
+    """Read a cluster from a file's text. Raises ConfigError, without a path, for the first mistake."""
     return _cluster(parse_toml(text))
 
 
@@ -264,7 +264,7 @@ def _name(table: Table, such_as: str, taken: Sequence[str]) -> str:
 def _links(
     table: Table, sites: Sequence[Site], workers: Sequence[Worker]
 ) -> tuple[dict[tuple[int, int], Pipe], dict[tuple[int, int], Pipe]]:
-    """The links between sites, every two of which need one, and those between two workers alone."""
+    """Return the links between sites, complete for sites with workers, and the links between two workers."""
     places = {site.name: index for index, site in enumerate(sites)}
     numbers = {worker.name: index for index, worker in enumerate(workers)}
     between_sites: dict[tuple[int, int], Pipe] = {}
@@ -308,7 +308,7 @@ def _ends(link: Table, places: Mapping[str, int], numbers: Mapping[str, int]) ->
 
 
 def _server(table: Table, sites: Sequence[Site]) -> tuple[Pipe, int]:
-    """The server's own link and its site: the first one, unless the file says another."""
+    """Return the server's own link and its site, by default the first site."""
     server = Table(table.values.get("server", {}), "server", _SERVER)
     place = _site_of(server, "site", server.values["site"], sites) if "site" in server.values else 0
     inside = sites[place].inside
@@ -317,7 +317,7 @@ def _server(table: Table, sites: Sequence[Site]) -> tuple[Pipe, int]:
 
 
 def _bandwidth(table: Table, such_as: str, where: str = "") -> float:
-    """Bytes per second."""
+    """Return bytes per second."""
     table.need("bandwidth", f'has no bandwidth; write bandwidth = "{such_as}"{where}')
     bits: float = table.quantity("bandwidth", parse_rate)
     if not 0 < bits < math.inf:
@@ -326,6 +326,6 @@ def _bandwidth(table: Table, such_as: str, where: str = "") -> float:
 
 
 def _latency(table: Table, such_as: str, where: str = "") -> float:
-    """Seconds, one way."""
+    """Return seconds, one way."""
     table.need("latency", f'has no latency; write latency = "{such_as}", one way{where}')
     return table.span("latency", _LONGEST_LATENCY)

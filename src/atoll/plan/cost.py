@@ -1,19 +1,19 @@
-"""What one synchronisation costs: four schemes in closed form (docs/planning.md, "Costs in closed
-form"), and where one machine's devices add up their gradients.
+"""Costs of one synchronisation: four schemes in closed form, and adding up gradients within a machine.
 
-Every argument has a keyword, every result is in seconds. The four schemes share their arguments:
+Every argument is a keyword, every result is in seconds. The four schemes share their arguments:
 
 - `nodes`: N, a whole number from 1 on; `groups`: k, a whole number from 1 to N;
-- `size`: S, bytes of gradients, the same on each node;
+- `size`: S, bytes of gradients, equal on each node;
 - `bandwidth`: B, bytes per second, each way between two nodes;
 - `latency`: a, seconds from one node to another;
 - `compute`: C, seconds for each byte that is added up or applied.
 
-Groups have N/k members. Where k does not divide N that is no whole number, and the formulas take it as it
-is: it is the mean size, and the time lies between those with groups of the two sizes that there are (the
-first N mod k groups have one member more, and a step waits for these wherever it waits for all).
+Groups have N/k members. If k does not divide N, the formulas take the fraction, the mean size; the time lies
+between those of the two actual sizes (the first N mod k groups have one member more, and a step waits for
+these wherever it waits for all).
 
-A value that cannot be (k over N, a negative size, NaN) raises UserError.
+An impossible value (k above N, a negative size, NaN) raises UserError. Source: docs/planning.md, "Costs in
+closed form".
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def ps_hra(
 
     2(N/k - 1)(a + k S/(N B)) + (N/k - 1)(k S/N) C + 3(a + S/B) + S C seconds: reduce-scatter and all-gather
     in the group; to the server and back, 2(a + S/B) + S C; and the broadcast, a + S/B. The server's part
-    supposes that no two groups are there at once.
+    supposes that groups never meet at the server.
     """
     n, k = _grouped(nodes, groups)
     s, b, a, c = _quantities(size, bandwidth, latency, compute)
@@ -82,7 +82,7 @@ class Costs:
 
     @property
     def best(self) -> str:
-        """The name of the cheapest; of several, the one that the table names first."""
+        """Name of the cheapest scheme; of equal ones, the first in the table."""
         seconds: dict[str, float] = asdict(self)
         return min(seconds, key=lambda name: seconds[name])
 
@@ -90,7 +90,7 @@ class Costs:
 def compare(
     *, nodes: float, groups: float, size: float, bandwidth: float, latency: float, compute: float
 ) -> Costs:
-    """All four schemes for the same machines; parameter server and ring have no use for `groups`."""
+    """Return the costs of all four schemes; parameter server and ring ignore `groups`."""
     one = {"nodes": nodes, "size": size, "bandwidth": bandwidth, "latency": latency, "compute": compute}
     return Costs(
         parameter_server(**one), ring(**one), hierarchical(groups=groups, **one), ps_hra(groups=groups, **one)
@@ -100,24 +100,28 @@ def compare(
 def one_device(*, devices: float, size: float, bandwidth: float) -> float:
     """All gradients are added up on one of the devices: 2(n - 1) S/B seconds.
 
-    `devices`: n, a whole number from 1 on; `size`: S, bytes of gradients on each; `bandwidth`: B, bytes per
-    second of a device's link, each way. The others' gradients come in one after another, the sum goes out one
-    after another. Small transfers do not fill a link: real machines take longer than this.
+    The others' gradients come in one after another, and the sum goes out one after another. Small transfers
+    do not fill a link: real machines take longer than this.
+
+    Args:
+        devices: n, a whole number from 1 on.
+        size: S, bytes of gradients on each device.
+        bandwidth: B, bytes per second of a device's link, each way.
     """
     n, s, b = _devices(devices, size, bandwidth)
     return 2 * (n - 1) * s / b
 
 
 def on_cpu(*, devices: float, size: float, bandwidth: float) -> float:
-    """All gradients are added up in the host's memory: 2 n S/B seconds. Arguments as for `one_device`."""
+    """All gradients are added up in the host's memory: 2 n S/B seconds. Arguments: those of `one_device`."""
     n, s, b = _devices(devices, size, bandwidth)
     return 2 * n * s / b
 
 
 def spread(*, devices: float, size: float, bandwidth: float) -> float:
-    """Each device adds up its n-th of the gradients, all links busy at once: 2(n - 1)/n S/B seconds.
+    """Each device adds up one n-th of the gradients, all links busy at once: 2(n - 1)/n S/B seconds.
 
-    Arguments as for `one_device`. Only for optimizers that work piece by piece (element-wise).
+    Arguments: those of `one_device`. Only for element-wise optimizers.
     """
     n, s, b = _devices(devices, size, bandwidth)
     return 2 * (n - 1) * (s / n) / b
@@ -126,10 +130,13 @@ def spread(*, devices: float, size: float, bandwidth: float) -> float:
 def ring_of(*, devices: float, size: float, bandwidth: float, links: float = 1, exact: bool = False) -> float:
     """The devices' gradients go round in rings: 2 S/(links B) seconds, whatever the number of devices.
 
-    `devices` and `size` as for `one_device`; `bandwidth`: B, bytes per second of one link, each way; `links`:
-    with how many links at once each device sends to its next ones, over all rings together (three for the
-    eight V100s: two on one ring, one on the other). `exact` puts in the factor (n - 1)/n, which the rule of
-    thumb leaves out: a share of the data never leaves its device.
+    Args:
+        devices, size: those of `one_device`.
+        bandwidth: B, bytes per second of one link, each way.
+            links: links over which each device sends at once, over all rings together (three for the eight
+            V100s: two on one ring, one on the other).
+            exact: include the factor (n - 1)/n, which the rule of thumb leaves out: a share of the data never
+            leaves its device.
     """
     n, s, b = _devices(devices, size, bandwidth)
     wide = b * _number("links", links, above=True)
@@ -169,7 +176,7 @@ def _whole(name: str, value: float) -> int:
 
 
 def _number(name: str, value: float, above: bool = False) -> float:
-    """A finite number that is not negative, nor 0 where it must be `above`."""
+    """Return `value` if it is finite and not negative, nor 0 with `above`; else raise UserError."""
     if not isinstance(value, Real) or not math.isfinite(value) or value < 0 or (above and value == 0):
         raise UserError(
             f"{name} = {_written(value)}: must be a number {'above 0' if above else 'that is 0 or more'}"

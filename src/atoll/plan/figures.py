@@ -1,7 +1,6 @@
-"""PS-HRA's two figures, drawn from stated values, with the places where the order of the schemes changes.
+"""PS-HRA's two figures, drawn from given values, with the crossings of the schemes.
 
-Each panel has a strip below its lines that says which scheme is the lowest there. matplotlib is the extra
-`report`.
+A strip below each panel shows the lowest scheme. matplotlib is the extra `report`.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ _COLOURS = {
     "ps_hra": "#14506b",
 }
 _BUSY = "#5c1a1b"
-_POINTS = 200  # of a line
+_POINTS = 200  # points of a line
 
 
 def write(values: Values, folder: Path) -> list[Path]:
-    """Write latency.png, nodes.png, claims.txt and claims.json into `folder`; returns their paths.
+    """Write latency.png, nodes.png, claims.txt and claims.json into `folder`; return their paths.
 
-    Raises UserError for values from which nothing can be drawn, where the folder cannot be written, and where
-    matplotlib is missing.
+    Raises UserError for values from which nothing can be drawn, a folder that cannot be written, or missing
+    matplotlib.
     """
     findings = find(values)
     try:
@@ -73,7 +72,7 @@ def write(values: Values, folder: Path) -> list[Path]:
 
 
 def _as_json(values: Values, findings: Findings) -> dict[str, object]:
-    """The values, the claims, and for each panel who is the lowest where, and where two schemes cross."""
+    """Return the values, the claims, and each panel's lowest schemes and crossings."""
     panels = [
         {
             "figure": "latency" if isinstance(panel, AgainstLatency) else "nodes",
@@ -149,14 +148,12 @@ def _nodes_figure(values: Values, findings: Findings) -> Figure:
 
 
 def _next(parts: list[Part], index: int) -> float:
-    """Where the strip of a part ends: where the next one's begins."""
+    """Return the end of a part's strip: the start of the next part."""
     return parts[index + 1].start if index + 1 < len(parts) else parts[index].end
 
 
 def _panels(title: str, rows: int, columns: int) -> tuple[Figure, list[Axes], list[Axes]]:
-    """Panels row by row, and the strip below each; both axes are logarithmic, and one row shares its
-    times.
-    """
+    """Return the panels row by row, and the strip below each, on logarithmic axes; a row shares its times."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -183,11 +180,11 @@ def _panels(title: str, rows: int, columns: int) -> tuple[Figure, list[Axes], li
     return figure, panels, strips
 
 
-def _axis(panel: Axes, strip: Axes, ends: tuple[float, float], ticks: list[float], said: list[str]) -> None:
-    """The same horizontal axis for both, its numbers below the strip."""
+def _axis(panel: Axes, strip: Axes, ends: tuple[float, float], ticks: list[float], labels: list[str]) -> None:
+    """Give panel and strip one horizontal axis, with numbers below the strip."""
     for each in (panel, strip):
         each.set_xlim(*ends)
-        each.set_xticks(ticks, said)
+        each.set_xticks(ticks, labels)
         each.minorticks_off()
 
 
@@ -223,7 +220,7 @@ def _changes(panel: Axes, places: list[float]) -> None:
 
 
 def _strip(strip: Axes, parts: list[Part], changes: list[str]) -> None:
-    """Who is the lowest from where to where."""
+    """Draw the lowest scheme of each range."""
     for part in parts:
         strip.axvspan(part.start, part.end, color=_COLOURS[part.scheme], linewidth=0)
     strip.set_yticks([])

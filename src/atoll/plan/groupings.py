@@ -1,4 +1,4 @@
-"""The groupings of a cluster side by side, and the one that is chosen: what `atoll plan groups` shows."""
+"""Groupings of a cluster side by side, and the chosen one, for `atoll plan groups`."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ class Comparison:
         return self.rows[0].prediction
 
     def groups_of(self, row: Row) -> list[list[str]]:
-        """The row's groups, by the workers' names."""
+        """Return the row's groups, by the workers' names."""
         return [[self.cluster.names(member) for member in group] for group in row.grouping]
 
 
 def compare(cluster: Cluster, by: str = "joint", groups: int | None = None) -> Comparison:
-    """Score the groupings by speed, by site and by both, of `groups` groups if that is given, and choose the
-    one that `by` says. Raises UserError for a number of groups that cannot be had."""
+    """Score the groupings by speed, by site and by both, and choose the one of `by`.
+
+    `groups` fixes their number. Raises UserError for an impossible number of groups.
+    """
     if by not in WAYS:
         raise UserError(f"no such way {by!r} to group{nearest(by, WAYS)} (one of: {', '.join(WAYS)})")
     workers = range(len(cluster.workers))
@@ -90,7 +92,7 @@ def _reason(cluster: Cluster, by: str, groups: int | None, rows: dict[str, Row],
 
 
 def as_data(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as plain data: samples per second, and seconds."""
+    """Return the comparison as plain data, in samples per second and seconds."""
     return {
         "workers": len(comparison.cluster.workers),
         "server": comparison.cluster.sites[comparison.cluster.server_site].name,

@@ -1,8 +1,8 @@
-"""A cluster as a run has measured it: speeds, and the link of each pair of workers.
+"""A cluster from a run's measurements: speeds, and the link of each pair of workers.
 
-Pairs were measured one at a time, which does not tell what they share. So sites are taken to be where workers
-say that they are, else clusters of near workers; what crosses between two shares one link, as fast as the
-median of those that were measured.
+Pairs were measured one at a time, so shared links are not known. Sites are taken from the workers' settings,
+or else are clusters of near workers. All traffic between two sites shares one link, with the median of the
+figures measured across it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ def cluster_of(
     batch: int,
     beside_server: int | None = None,
 ) -> Cluster:
-    """Workers in order of their numbers, each named by it. `links` are of exactly these.
+    """Return the cluster of the measured workers, by number, each named by its number.
 
-    `size` is a contribution's in bytes, `batch` samples of a worker's iteration. The server is where the
-    worker `beside_server` is, else where the first worker is, and has as good a link as that site's workers.
+    Args:
+        links: links of exactly these workers.
+        size: bytes of a contribution.
+        batch: samples of a worker's iteration.
+            beside_server: a worker at the server's site, by default the first. The server's link is as good
+            as its site's.
     """
     workers = sorted(speeds)
     places = [links.workers.index(worker) for worker in workers]
@@ -85,5 +89,5 @@ def _sites(workers: Sequence[int], links: Links, sites: Mapping[int, str]) -> Gr
 
 
 def _name(sites: Mapping[int, str], workers: Sequence[int]) -> str:
-    """As the site's workers call it, else by the first of them."""
+    """Return the site's name, or else one by its first worker."""
     return sites.get(workers[0], "") or f"workers {workers[0]}, ..."

@@ -1,4 +1,4 @@
-"""What the planner's commands are given: machines and links as numbers."""
+"""Options of the planner's commands: machines and links as numbers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def _whole(text: str | float) -> int:
 
 
 def _bandwidth(text: str | float) -> float:
-    """A bare number is bytes/s, as in the formulas; with a unit it is bits/s, as links are sold."""
+    """Return bytes/s: a bare number is bytes/s, as in the formulas; with a unit it is bits/s, as links are
+    sold."""
     try:
         return float(text)
     except ValueError:
         return bytes_per_second(text)
 
 
-# Whether a value can be is for the formulas to say.
+# The formulas check the range of values.
 NUMBER = Unit(_number, "", "", zero="", show="{:g}".format)
 WHOLE = Unit(_whole, "", "", zero="", show="{:g}".format)
 GRADIENTS = Unit(parse_bytes, "bytes", "", zero="", show=lambda size: f"{size / 1e6:g}MB")
@@ -42,7 +43,7 @@ LATENCY = Unit(parse_seconds, "seconds", "", zero="", show=lambda seconds: f"{se
 
 
 class CostOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """For which machines costs are compared.
+    """Machines for which costs are compared.
 
     Args:
         nodes: Workers.

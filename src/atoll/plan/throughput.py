@@ -1,15 +1,15 @@
-"""How many samples per second a grouping of uneven workers on uneven links is predicted to give.
+"""Predicted samples per second of a grouping of uneven workers on uneven links.
 
-A group's period is what it computes (a ring waits for its slowest member), its ring, and its exchange with
-the server; groups go on independently of one another, so the cluster's figure is the sum over groups of
-samples per period. One group of all is the synchronous ring, which needs no server.
+A group's period is its computing (a ring waits for its slowest member), its ring, and its exchange with the
+server. Groups do not wait for one another, so the cluster's figure is the sum over groups of samples per
+period. One group of all workers is the synchronous ring, which needs no server.
 
-On equal nodes and links a group's period is the time of the table in docs/planning.md beside its own
-computing: the row "ring" for one group, the row "PS-HRA" for more (`tests/unit/test_throughput.py` writes
-them down). Where links differ, each step of a ring lasts as long as its slowest link. The order of a ring
-goes site after site. A site's link and the server's are shared: where groups together ask for more than such
-a link carries, what they send over it is stretched until they do not (`plan/contention.py`). Groups that only
-meet there now and then, by chance, do not slow one another down in this model; they do in truth, by a little.
+On equal nodes and links a group's period is its computing plus the time of the table in docs/planning.md: the
+row "ring" for one group, the row "PS-HRA" for more (`tests/unit/test_throughput.py` checks it). On uneven
+links, each step of a ring lasts as long as its slowest link; a ring goes site after site. A site's link and
+the server's are shared: where groups together demand more than such a link carries, their sending is
+stretched (`plan/contention.py`). Groups that meet at a link only by chance slow one another a little in
+truth, but not in this model.
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ from atoll.groups.grouping import Grouping
 from atoll.plan.cluster import Cluster
 from atoll.plan.contention import Contention, Edge, GroupCost, Phase
 
-# What groups share: the server's link and arithmetic, and each site's links, in each direction.
-_SERVER_IN, _SERVER_OUT, _SERVER_CPU = (
-    "the server's link (in)",
-    "the server's link (out)",
-    "the server's arithmetic",
-)
-_MOST_PERMUTED = 6  # sites of which every order round a ring is tried
+# Resources that groups share, besides each site's links in each direction.
+_SERVER_IN, _SERVER_OUT = "the server's link (in)", "the server's link (out)"
+_SERVER_CPU = "the server's arithmetic"
+_MOST_PERMUTED = 6  # most sites for which every order round a ring is tried
 
 
 @dataclass(frozen=True)
 class GroupPrediction:
-    """One group's iteration, in seconds; `period` is from one to the next."""
+    """One group's iteration, in seconds; `period` is the time from one to the next."""
 
     members: tuple[int, ...]
     compute: float
@@ -45,17 +42,19 @@ class GroupPrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a grouping gives. `limit` names the shared link that is full, if one is."""
+    """Predicted speed of a grouping. `limit` names a shared link that is full."""
 
     samples_per_second: float
-    compute_only: float  # samples per second, if sending took no time
+    compute_only: float  # samples per second if sending took no time
     groups: tuple[GroupPrediction, ...]
     limit: str = ""
 
 
 class Throughput:
-    """Predicts groupings of a cluster's workers, who are numbered in the file's order. What was worked out
-    for a group is kept, so that the next grouping with the same group costs little."""
+    """Predict groupings of a cluster's workers, numbered in the file's order.
+
+    A group's cost is cached, so further groupings with that group are cheap.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -67,24 +66,24 @@ class Throughput:
 
     @property
     def ceiling(self) -> float:
-        """Samples per second if nobody waited for anybody or anything: the sum of speeds."""
+        """Samples per second without any waiting: the sum of speeds."""
         return sum(worker.speed for worker in self.cluster.workers)
 
     def synchronous(self) -> Prediction:
-        """All workers in one ring."""
+        """Predict one ring of all workers."""
         return self.predict(Grouping([range(len(self.cluster.workers))]))
 
     def compute_only(self, grouping: Grouping) -> Score:
-        """Samples per second if sending took no time."""
+        """Return the samples per second if sending took no time."""
         return Score(sum(self._computing(group) for group in grouping))
 
     def score(self, grouping: Grouping) -> Score:
-        """Samples per second, communication included."""
+        """Return the samples per second, communication included."""
         prediction = self.predict(grouping)
         return Score(prediction.samples_per_second, prediction.limit)
 
     def predict(self, grouping: Grouping) -> Prediction:
-        """What a grouping gives, group by group."""
+        """Predict a grouping, group by group."""
         costs = [self._cost(group, served=len(grouping) > 1) for group in grouping]
         together = Contention(costs, len(self._things), bool(self.cluster.pipeline))
         stretch = together.stretch()
@@ -105,7 +104,7 @@ class Throughput:
         )
 
     def _computing(self, group: Sequence[int]) -> float:
-        """Samples per second of a group that only computes."""
+        """Return the samples per second of a group that only computes."""
         speeds = [self.cluster.workers[member].speed for member in group]
         return sum(speeds) if self.cluster.work == "speed" else len(speeds) * min(speeds)
 
@@ -138,7 +137,8 @@ class Throughput:
         return GroupCost(samples, samples / self._computing(group), adding, ring, exchange)
 
     def _around(self, group: Sequence[int], size: float) -> tuple[Edge, ...]:
-        """The links of a ring over which each member sends `size` bytes to the next, site after site."""
+        """Return the links of a ring, site after site, in which each member sends `size` bytes to the
+        next."""
         cluster = self.cluster
         by_site: dict[int, list[int]] = {}
         for member in group:
@@ -160,8 +160,8 @@ class Throughput:
         return _slowest(edges)
 
     def _site_order(self, sites: Sequence[int], size: float) -> list[int]:
-        """The order round a ring whose slowest link between sites is fastest; of many sites, always on to the
-        nearest."""
+        """Return the order of sites whose slowest link is fastest; of many sites, each is followed by the
+        nearest left."""
         first, *others = sites
         if len(sites) <= 3:
             return [first, *others]
@@ -185,8 +185,11 @@ class Throughput:
         return path.latency + size / path.bandwidth
 
     def _uplinks(self, group: Sequence[int], by_members: bool, up: bool) -> list[Phase]:
-        """To the server, or back. By members: each its own share, at once. By the leader, who is drawn anew
-        each time: the whole, as often over each member's link."""
+        """Return the phases to the server (`up`) or back.
+
+        By members, each sends its share at once. By the leader, which is drawn anew each time, the whole goes
+        over each member's link equally often.
+        """
         cluster, size = self.cluster, float(self.cluster.bytes)
         own = self._numbers[_SERVER_IN if up else _SERVER_OUT]
         share = size / len(group) if by_members else size
@@ -221,7 +224,8 @@ class Throughput:
 
 
 def _slowest(edges: set[Edge]) -> tuple[Edge, ...]:
-    """Those that may be the slowest: of each shared thing, none that another one is at least as slow as."""
+    """Return the edges that may be the slowest: for each shared resource, none that another edge
+    dominates."""
     kept: list[Edge] = []
     for edge in sorted(edges, key=lambda edge: (edge.shared, -edge.latency, -edge.sending)):
         if not any(
