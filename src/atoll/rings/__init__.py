@@ -1,5 +1,4 @@
-"""The order in which a ring's sums pass its members, chosen from the links between their machines.
+"""Order of a ring's members, chosen from the links between their machines.
 
-Pure: from figures of bandwidth and latency. Who measures them, and who tries an order, is
-`train/group/ordering.py`.
+Pure: from bandwidth and latency. `train/group/ordering.py` measures these and tries an order.
 """

@@ -1,6 +1,5 @@
-"""The best cycle through a few members, exactly: dynamic programming over subsets (Bellman; Held and Karp,
-1962).
-"""
+"""Best cycle through a few members, exactly: dynamic programming over subsets (Bellman; Held and Karp,
+1962)."""
 
 from __future__ import annotations
 
@@ -13,14 +12,15 @@ Matrix = NDArray[np.float64]
 def best_cycle(weights: Matrix, join: np.ufunc) -> list[int]:
     """Return the directed cycle through all members for which `join` over its links' weights is greatest.
 
-    Time and memory grow as 2^n: for 12 members about 10 ms.
+    Time and memory grow as 2^n: 12 members take about 10 ms.
 
     Args:
-        weights: of the link from the member of the row to that of the column; -inf where there is none. Two
-            members or more.
-        join: np.minimum, where the slowest link counts, or np.add, where all links count.
+            weights: of the link from the row's member to the column's; -inf where there is none. Two members
+            or more.
+        join: np.minimum if the slowest link counts, or np.add if all links count.
 
-    Returns the members in order, from member 0 on; none where there is no cycle.
+    Returns:
+        The members in order, from member 0 on; empty if there is no cycle.
     """
     others = len(weights) - 1
     into = [weights[1:, member + 1] for member in range(others)]

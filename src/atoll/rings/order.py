@@ -1,4 +1,4 @@
-"""The order of a ring's members: each machine once, the slowest link as fast as can be, long links few."""
+"""Order of a ring's members: each machine once, the slowest link as fast as possible, few long links."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from atoll.rings.exact import Matrix, best_cycle
 
-EXACT = 12  # machines up to which the order is the best one; among more it is searched for
-TOLERANCE = 0.3  # links that are slower than the best slowest one by this share are as good: figures scatter
-MARGIN = 1.1  # times as fast: what another order than that of the ranks must bring
+EXACT = 12  # most machines for an exact search; with more it is heuristic
+TOLERANCE = 0.3  # relative: a slowest link within this of the best counts as equal, since figures scatter
+MARGIN = 1.1  # least speed-up over the order of ranks for another order to be used
 
 Order = tuple[int, ...]  # members, each of which sends to the next one, and the last to the first
 Way = tuple[int, int]  # two machines, the lower first
@@ -27,12 +27,12 @@ class Figures:
 
 
 class Topology:
-    """Where a ring's members are, and the links between their machines.
+    """Machines of a ring's members, and the links between the machines.
 
     Args:
-        machines: of each member, by rank; numbered from 0 in the order in which the ranks name them first.
-        links: what was measured between two machines. What is missing counts as the slowest and the latest
-            of those, and where nothing was measured all links are alike.
+        machines: of each member, by rank; numbered from 0 in the order of their first ranks.
+            links: measured figures between two machines. A missing link counts as the slowest and the latest
+            of these; without any, all links are equal.
     """
 
     def __init__(self, machines: Sequence[int], links: Mapping[Way, Figures] | None = None) -> None:
@@ -62,11 +62,11 @@ class Topology:
         return min((float(self._bandwidths[way]) / load for way, load in loads.items()), default=np.inf)
 
     def lap(self, order: Order, message: float) -> float:
-        """Return the seconds in which a message of so many bytes goes once round a ring, alone."""
+        """Return the seconds in which a message of so many bytes goes once round an idle ring."""
         return float(sum(self._costs(message)[way] for way in self._ways(order)))
 
     def gain(self, order: Order, message: float) -> float:
-        """Return how many times as fast as the order of ranks another one is at best, by the figures."""
+        """Return how many times as fast as the order of ranks this order is at best, by the figures."""
         natural = self.natural
         fewer = self.lap(natural, message) / (self.lap(order, message) or 1.0)
         return max(fewer, self.slowest(order) / self.slowest(natural))
@@ -81,14 +81,14 @@ class Topology:
         return costs
 
     def best(self, message: float) -> Order:
-        """Return the order whose slowest link is fastest, and of such ones the one with the shortest lap.
+        """Return the order whose slowest link is fastest; of equal ones the one with the shortest lap.
 
-        It goes through each machine once, and within a machine by rank, from member 0 on.
+        It visits each machine once, and the members of a machine by rank, from member 0 on.
         """
         costs = self._costs(message)
         ring = self._exactly(costs) if self.count <= EXACT else _searched(costs)
         back = [ring[0], *reversed(ring[1:])]
-        ring = min(ring, back)  # a link's two directions are measured as one
+        ring = min(ring, back)  # both directions have the same figures: take one always
         return tuple(member for machine in ring for member, at in enumerate(self.machines) if at == machine)
 
     def _exactly(self, costs: Matrix) -> list[int]:
@@ -107,8 +107,10 @@ def _without_diagonal(weights: Matrix) -> Matrix:
 
 
 def _searched(costs: Matrix) -> list[int]:
-    """Return a short cycle through many machines: to the nearest one left, then stretches turned round while
-    that makes it shorter (2-opt; Croes, 1958). Costs are squared: the slowest link sets a ring's pace."""
+    """Return a short cycle through many machines: nearest neighbour, improved by 2-opt (Croes, 1958).
+
+    Costs are squared, since the slowest link sets a ring's pace.
+    """
     squares = costs**2
     ring, left = [0], set(range(1, len(costs)))
     while left:
@@ -119,7 +121,7 @@ def _searched(costs: Matrix) -> list[int]:
     while True:
         following = np.roll(order, -1)
         here = squares[order, following]
-        # Turned round is what lies behind place i, up to place j:
+        # Change of the sum if the places after i, up to j, are reversed.
         changes = squares[np.ix_(order, order)] + squares[np.ix_(following, following)]
         changes -= here[:, None] + here[None, :]
         np.fill_diagonal(changes, 0.0)
@@ -138,9 +140,9 @@ def is_same_ring(one: Order, other: Order) -> bool:
 
 
 def rounds(count: int) -> list[list[Way]]:
-    """Return all pairs of `count` machines in rounds, in each of which no machine is in two pairs.
+    """Return all pairs of `count` machines in rounds; in a round no machine is in two pairs.
 
-    The circle method: one stays where it is, the others move on by a place each round.
+    The circle method: one machine stays, the others move on by a place each round.
     """
     circle: list[int] = list(range(count + count % 2))  # the last may be nobody
     found = []
