@@ -447,8 +447,8 @@ def test_a_missing_diagonal_does_not_matter() -> None:
     [
         ({}, "0 workers cannot be grouped; from 1 to 256 can"),
         (dict.fromkeys(range(257), 1.0), "257 workers cannot be grouped; from 1 to 256 can"),
-        ({0: 1.0, 1: 0.0}, "worker 1 has a speed of 0 samples/s, which is none"),
-        ({0: 1.0, 1: NAN}, "worker 1 has a speed of nan samples/s, which is none"),
+        ({0: 1.0, 1: 0.0}, "worker 1 has a speed of 0 samples/s; it must be finite and above 0"),
+        ({0: 1.0, 1: NAN}, "worker 1 has a speed of nan samples/s; it must be finite and above 0"),
     ],
 )
 def test_speeds_that_cannot_be_are_one_line(speeds: dict[int, float], said: str) -> None:

@@ -153,7 +153,7 @@ def test_what_was_not_measured_follows_from_the_best_ways() -> None:
     assert found.links.bandwidth[0].tolist() == [math.inf, 5e6, 2e6]
     assert found.links.latency[0].tolist() == [0.0, 0.01, 0.04]
     assert found.reason == (
-        "2 of 6 links measured; the others by the best ways over these; nothing is known of the links to w7"
+        "2 of 6 links measured; the others estimated from these; nothing is known of the links to w7"
     )
 
 

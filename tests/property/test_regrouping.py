@@ -250,7 +250,7 @@ def test_who_comes_is_placed_where_it_helps_most() -> None:
     fast = regrouper.handle_joined(1.0, 4, 0.1)
     assert fast.grouping == Grouping([[0, 1, 4], [2, 3]])
     assert (
-        fast.reason == "worker 4 comes with 10 samples/s and is best with 0 1: 34 samples/s predicted of all"
+        fast.reason == "worker 4 joins with 10 samples/s and is best with 0 1: 34 samples/s predicted in all"
     )
     slow = regrouper.handle_joined(2.0, 5, 2.0)
     assert slow.grouping == Grouping([[0, 1, 4], [2, 3], [5]])
@@ -262,9 +262,9 @@ def test_who_comes_is_placed_where_it_helps_most() -> None:
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_a_time_that_is_none_is_refused(value: float) -> None:
     regrouper = start()
-    with pytest.raises(UserError, match="worker 1 says .* s a sample: not a time"):
+    with pytest.raises(UserError, match="worker 1 reports .* s a sample; it must be finite and above 0"):
         regrouper.handle_measured(0.0, 1, value)
-    with pytest.raises(UserError, match="worker 7 says .* s a sample: not a time"):
+    with pytest.raises(UserError, match="worker 7 reports .* s a sample; it must be finite and above 0"):
         regrouper.handle_joined(0.0, 7, value)
     regrouper.handle_measured(0.0, 9, 1.0)  # of one that has left: left aside
     assert regrouper.speeds == dict.fromkeys(range(4), 10.0)

@@ -40,9 +40,10 @@ def test_who_shares_a_group(sites: list[str], count: int, groups: tuple[tuple[in
         (NOWHERE * 4, 2, "groups.count is 2"),
         (NOWHERE * 2, 3, "groups.count is 3, and 2 workers are left"),
         (NOWHERE * 1, 3, "groups.count is 3, and 1 worker is left"),
+        (NOWHERE * 4, 0, "groups.count is 0, and there is one site: the fewest steps for 4 workers"),
         (["a", "b", "a"], 0, "one for each site: 2 at a, 1 at b"),
         (["a", "", "a"], 2, "one for each site: 2 at a, 1 at no site"),
-        (["b", "a", "b", "a"], 3, "groups.count is 3; in order of site, of which there are 2"),
+        (["b", "a", "b", "a"], 3, "groups.count is 3; in order of the 2 sites"),
     ],
 )
 def test_the_reason_is_told(sites: list[str], count: int, reason: str) -> None:

@@ -217,7 +217,7 @@ def test_groups_that_cannot_be_are_one_line(workers: int, groups: int, said: str
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
 def test_a_time_that_is_none_is_refused_and_changes_nothing(seconds: float) -> None:
     made = queue()
-    with pytest.raises(UserError, match=r"worker 1 says that its probe took .* s a sample: that is no time"):
+    with pytest.raises(UserError, match=r"worker 1 reports .* s a sample; it must be finite and above 0"):
         made.handle_probed(101.0, 1, seconds)
     assert made.awaited == [0, 1, 2, 3]
     with pytest.raises(UserError, match="patience 0 s must be above 0"):

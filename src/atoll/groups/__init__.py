@@ -1,4 +1,4 @@
-"""Which workers share a ring: the probe's queue, the joint chooser, and regrouping as speeds drift.
+"""Formation of rings from workers: the probe's queue, the joint chooser, and regrouping as speeds drift.
 
-Pure: what a grouping gives is a score function that the caller passes in; nothing here knows costs.
+Pure: the caller passes a score function for groupings; nothing here knows costs.
 """

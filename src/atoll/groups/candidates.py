@@ -1,4 +1,4 @@
-"""Groupings that the chooser looks at."""
+"""Candidate groupings for the chooser."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from atoll.groups.grouping import Grouping, sizes_of
 
-_MOST_WHOLE = 12  # workers of whom all contiguous runs are listed: 2048
-_MOST_PAIRS = 64  # groups of which every two are tried for a merge; of more, neighbours in speed
+_MOST_WHOLE = 12  # most workers for which all contiguous runs are listed: 2048
+_MOST_PAIRS = 64  # most groups for which all pairs are tried for a merge; else neighbours in speed
 
 
 class Order:
-    """Workers from the fastest to the slowest; like ones by site and number."""
+    """Workers from the fastest to the slowest; equal ones by site and number."""
 
     def __init__(self, speeds: Mapping[int, float], sites: Mapping[int, str]) -> None:
         self.workers = sorted(speeds, key=lambda worker: (-speeds[worker], sites.get(worker, ""), worker))
@@ -20,27 +20,27 @@ class Order:
         self._speeds, self._sites = speeds, sites
 
     def sort(self, workers: Sequence[int]) -> list[int]:
-        """These, from the fastest to the slowest."""
+        """Return these workers from the fastest to the slowest."""
         return sorted(workers, key=self._place.__getitem__)
 
     def runs(self, grouping: Grouping) -> list[list[int]]:
-        """The groups by their fastest members, each from the fastest to the slowest."""
+        """Return the groups by their fastest members, each from the fastest to the slowest."""
         return sorted((self.sort(group) for group in grouping), key=lambda run: self._place[run[0]])
 
     def shape(self, grouping: Grouping) -> list[list[tuple[float, str]]]:
-        """The grouping with each worker's speed and site in the place of its number."""
+        """Return the grouping with speed and site in place of each worker's number."""
         return sorted(
             sorted((self._speeds[worker], self._sites.get(worker, "")) for worker in group)
             for group in grouping
         )
 
     def gap(self, faster: int, slower: int) -> float:
-        """How many times as fast one worker is as another."""
+        """Return how many times as fast one worker is as another."""
         return self._speeds[faster] / self._speeds[slower]
 
 
 def all_groupings(workers: Sequence[int]) -> Iterator[Grouping]:
-    """Every grouping of the workers: 1, 2, 5, 15, 52, 203, 877, 4140 of 1 to 8."""
+    """Yield every grouping of the workers: 1, 2, 5, 15, 52, 203, 877, 4140 for 1 to 8 workers."""
     for groups in _all(list(workers)):
         yield Grouping(groups)
 
@@ -57,24 +57,24 @@ def _all(workers: list[int]) -> Iterator[list[list[int]]]:
 
 
 def equal_runs(ordered: Sequence[int], groups: int) -> Grouping:
-    """Runs of the order, as equal as can be, the first ones longer: what the queue makes."""
+    """Return runs of the order with sizes as equal as possible, longer ones first; the queue's grouping."""
     ends = list(itertools.accumulate(sizes_of(len(ordered), groups), initial=0))
     return Grouping(ordered[start:end] for start, end in itertools.pairwise(ends))
 
 
 def cut(ordered: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
-    """The order cut before each of these places, ascending."""
+    """Return the order cut before each of these places, ascending."""
     return [ordered[start:end] for start, end in itertools.pairwise([0, *cuts, len(ordered)])]
 
 
 def speed_runs(order: Order, most: int, groups: int | None = None) -> Iterator[Grouping]:
-    """Contiguous runs of the order of speed: all of them for few workers, else as `_runs` says."""
+    """Yield contiguous runs of the order of speed: all of them for few workers, else those of `_runs`."""
     for runs in _runs(order, order.workers, most, groups):
         yield Grouping(runs)
 
 
 def by_site_and_speed(order: Order, base: Grouping, site: Sequence[int], most: int) -> Iterator[Grouping]:
-    """`base` with the workers of `site` cut into runs of speed instead."""
+    """Yield `base` with the workers of `site` cut into runs of speed instead."""
     others = [group for group in base if not set(group) & set(site)]
     for runs in _runs(order, order.sort(site), most, None):
         yield Grouping([*others, *runs])
@@ -83,8 +83,11 @@ def by_site_and_speed(order: Order, base: Grouping, site: Sequence[int], most: i
 def _runs(
     order: Order, ordered: Sequence[int], most: int, groups: int | None
 ) -> Iterator[list[Sequence[int]]]:
-    """Up to `most` ways to cut the order: all where there are few, else equal runs of each number, cuts at
-    the greatest gaps in speed, and one cut at each place."""
+    """Yield up to `most` ways to cut the order.
+
+    All ways for few workers; else cuts at the greatest gaps in speed, equal runs of each number, and one cut
+    at each place.
+    """
     count = len(ordered)
     if count <= _MOST_WHOLE and 2 ** (count - 1) <= most:
         numbers = range(count) if groups is None else [groups - 1]
@@ -108,8 +111,10 @@ def _some_runs(order: Order, ordered: Sequence[int]) -> Iterator[list[Sequence[i
 
 
 def neighbours(order: Order, grouping: Grouping, groups: int | None = None) -> Iterator[Grouping]:
-    """What differs from a grouping by one merge, split, move or swap, in this order; with `groups`, only by
-    what leaves their number as it is."""
+    """Yield the groupings one merge, split, move or swap away, in this order.
+
+    With `groups` only those with an equal number of groups.
+    """
     if groups is None:
         yield from merges(order, grouping)
         yield from splits(order, grouping)
@@ -119,7 +124,7 @@ def neighbours(order: Order, grouping: Grouping, groups: int | None = None) -> I
 
 
 def merges(order: Order, grouping: Grouping) -> Iterator[Grouping]:
-    """Two groups made one: each two, or of many groups those that are near in speed."""
+    """Yield the grouping with two groups merged: any two, or of many groups those that are near in speed."""
     runs = order.runs(grouping)
     count = len(runs)
     pairs = (
@@ -133,7 +138,7 @@ def merges(order: Order, grouping: Grouping) -> Iterator[Grouping]:
 
 
 def splits(order: Order, grouping: Grouping) -> Iterator[Grouping]:
-    """A group cut in two, its faster and its slower members."""
+    """Yield the grouping with a group cut in two, its faster and its slower members."""
     runs = order.runs(grouping)
     for place, run in enumerate(runs):
         rest = runs[:place] + runs[place + 1 :]
@@ -144,7 +149,7 @@ def splits(order: Order, grouping: Grouping) -> Iterator[Grouping]:
 def _moves(runs: list[list[int]], alone_too: bool) -> Iterator[Grouping]:
     for place, run in enumerate(runs):
         if len(run) == 1:
-            continue  # that is a merge; and with a fixed number of groups it may not be
+            continue  # to move its only member is a merge, which a fixed number of groups forbids
         for worker in run:
             left = [other for other in run if other != worker]
             for target, other in enumerate(runs):

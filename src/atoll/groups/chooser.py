@@ -1,11 +1,9 @@
-"""The joint chooser: candidate groupings from measured speeds and links, scored by a function that is passed
-in; the best is taken, with its reason.
+"""The joint chooser: scores candidate groupings by speeds and links, and takes the best, with a reason.
 
-Candidates: all in one ring; each alone; what the queue would make, for each number of groups; contiguous runs
-in order of speed; sites; clusters of near workers; runs of speed within each site; then what a local search
-finds from the best of these by merging, splitting, moving and swapping. For up to `EXHAUSTIVE` workers every
-grouping is scored instead. No random numbers and no clock: the same input gives the same choice. The work
-is bounded by the scores that are asked for, `MOST_SCORES`.
+Candidates: one ring; each alone; the queue's groups, for each number of groups; contiguous runs in order of
+speed; sites; clusters of near workers; runs of speed within each site; then the results of a local search
+that merges, splits, moves and swaps from the best of these. For up to `EXHAUSTIVE` workers every grouping is
+scored instead. Deterministic: no random numbers, no clock. At most about `MOST_SCORES` groupings are scored.
 """
 
 from __future__ import annotations
@@ -32,15 +30,15 @@ from atoll.groups.links import Links, sites_grouping
 MOST_WORKERS = 256
 MOST_SCORES = 6_000
 EXHAUSTIVE = 8  # workers: they have 4140 groupings
-TOLERANCE = 0.02  # the share of samples/s that fewer groups may cost: measured figures are no better
+TOLERANCE = 0.02  # share of samples/s that fewer groups may cost: measurements are no better
 
 _INSIDE = "by site, then speed"
-_STARTS = 3  # candidates that the local search begins with
+_STARTS = 3  # starting points of the local search
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a grouping is predicted to give; `limit` says in a few words what it is limited by."""
+    """Predicted speed of a grouping. `limit` names its bottleneck in a few words."""
 
     samples_per_second: float
     limit: str = ""
@@ -51,13 +49,16 @@ ScoreFunction: TypeAlias = Callable[[Grouping], Score]
 
 @dataclass(frozen=True)
 class Measured:
-    """What the probe has measured. `sites` may be empty; where it is and links are known, near workers are
-    taken as sites. Raises UserError for no worker, for too many, and for a speed that is none."""
+    """Measurements of the probe.
 
-    speeds: Mapping[int, float]  # samples per second, of each worker by itself
+    Without `sites`, clusters of near workers serve as sites if links are known. Raises UserError for no
+    workers, too many, or an impossible speed.
+    """
+
+    speeds: Mapping[int, float]  # samples per second of each worker alone
     sites: Mapping[int, str] = field(default_factory=dict)
     links: Links | None = None
-    name: Callable[[int], str] = str  # how the reason calls workers
+    name: Callable[[int], str] = str  # names of workers in the reason
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.speeds) <= MOST_WORKERS:
@@ -65,15 +66,16 @@ class Measured:
         for worker, speed in self.speeds.items():
             if not 0 < speed < float("inf"):
                 raise UserError(
-                    f"worker {self.name(worker)} has a speed of {speed:g} samples/s, which is none"
+                    f"worker {self.name(worker)} has a speed of {speed:g} samples/s; "
+                    "it must be finite and above 0"
                 )
         if self.links is not None and set(self.links.workers) != set(self.speeds):
-            raise UserError("the links are not those of the workers whose speeds are known")
+            raise UserError("links and speeds are of different workers")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A grouping with its score, and where it comes from: `by speed, 2 groups`."""
+    """A grouping with its score and origin, such as `by speed`."""
 
     grouping: Grouping
     score: Score
@@ -82,8 +84,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, beside what else there was. `by_speed` is the queue's grouping (of the best number of
-    groups, unless it was asked for), `by_site` has one group for each site; None where that cannot be had."""
+    """The chosen grouping, and alternatives.
+
+    `by_speed` is the queue's grouping (with the best number of groups, unless one was requested); `by_site`
+    has one group for each site. None if impossible.
+    """
 
     grouping: Grouping
     score: Score
@@ -91,12 +96,14 @@ class Choice:
     runner_up: Candidate | None
     by_speed: Candidate | None
     by_site: Candidate | None
-    scored: int  # groupings that were looked at
+    scored: int  # number of groupings scored
 
 
 def computing(speeds: Mapping[int, float]) -> ScoreFunction:
-    """Scores what groups give if sending takes no time: each as many times its slowest member as it has
-    members. For as long as links, or what is sent, are not known."""
+    """Return a score function that ignores sending, for unknown links or an unknown size.
+
+    A group counts as its slowest member's speed times its number of members.
+    """
     return lambda grouping: Score(sum(len(group) * min(speeds[w] for w in group) for group in grouping))
 
 
@@ -109,12 +116,11 @@ def choose(
     most: int = MOST_SCORES,
     exhaustive: int = EXHAUSTIVE,
 ) -> Choice:
-    """The grouping that is predicted to give the most samples per second; with `groups`, of so many groups.
+    """Return the grouping predicted to give the most samples per second; with `groups`, of that many groups.
 
-    Of those that come within `tolerance` of the most, the one with the fewest groups: what they would gain by
-    running apart cannot be told from noise, and each more group makes updates staler. At most `most`
-    groupings are looked at, and at most two for each worker beside. Raises UserError for a number of groups
-    that cannot be.
+    Of the groupings within `tolerance` of the most, the one with the fewest groups: a smaller gain cannot be
+    told from noise, and each further group makes updates staler. About `most` groupings are scored, plus at
+    most two for each worker. Raises UserError for an impossible number of groups.
     """
     if groups is not None:
         sizes_of(len(measured.speeds), groups)
@@ -131,8 +137,10 @@ def choose(
 
 
 class _Search:
-    """The groupings scored so far. Everything goes by the workers' order of speed, so that other numbers for
-    the same workers change nothing but the numbers."""
+    """Groupings scored so far.
+
+    All loops follow the workers' order of speed, so renumbering workers changes only the numbers.
+    """
 
     def __init__(
         self, measured: Measured, score: ScoreFunction, groups: int | None, tolerance: float, most: int
@@ -143,27 +151,30 @@ class _Search:
         self._found: dict[Grouping, Candidate] = {}
         self._clusters = measured.links.clusterings() if measured.links is not None else []
 
-    # -- what is looked at --------------------------------------------------------------------------------
+    # -- scoring ------------------------------------------------------------------------------------------
 
     def by_speed(self) -> Candidate | None:
-        """What the probe's queue makes of these speeds; of each number of groups from 2 to N - 1 the best."""
+        """Return the queue's grouping of these speeds: the best of 2 to N - 1 groups, or of the requested
+        number."""
         count = len(self.order.workers)
         asked = [self._groups] if self._groups is not None else (range(2, count) if count > 2 else [count])
         found = [self._look(equal_runs(self.order.workers, groups), "by speed") for groups in asked]
         return self._preferred(found)
 
     def by_site(self) -> Candidate | None:
-        """One group for each site, unless another number of groups is asked for."""
+        """Return one group for each site; None if another number of groups is requested."""
         sites = self._sites()
         return self._look(sites, "by site") if self._allowed(sites) else None
 
     def look_at(self, groupings: Iterable[Grouping], origin: str) -> list[Candidate]:
-        """Score these, up to the bound, those that may not be chosen too."""
+        """Score these groupings, up to the bound, even those that may not be chosen."""
         return [self._look(grouping, origin) for grouping in itertools.islice(groupings, max(0, self._left))]
 
     def look_at_candidates(self) -> None:
-        """What does not hang on the scores of others, each kind for a quarter of the bound at most; then the
-        best runs of speed within each site, site after site."""
+        """Score the candidates that do not depend on other scores, then the best runs of speed in each site.
+
+        Runs of speed may use a quarter of the bound, and so may the runs within sites.
+        """
         workers, quarter = self.order.workers, self._left // 4
         self.look_at(
             [Grouping([workers]), Grouping([worker] for worker in workers)], "one ring, or each alone"
@@ -180,8 +191,10 @@ class _Search:
         self._towards(chosen)
 
     def climb(self) -> None:
-        """Local search from the best candidates, and from each worker alone: from there every grouping can be
-        reached by merging. A quarter of the bound is kept for what follows."""
+        """Search locally from the best candidates, and from each worker alone.
+
+        Every grouping can be reached from the latter by merging. A quarter of the bound is kept for later.
+        """
         alone = self._look(Grouping([worker] for worker in self.order.workers), "each alone")
         starts = self._ranked()[:_STARTS]
         if self._allowed(alone.grouping) and alone not in starts:
@@ -192,7 +205,7 @@ class _Search:
                 here = self._better(here)
 
     def _better(self, here: Candidate) -> Candidate | None:
-        """The first neighbour that is better than `here`; None: there is none, or the bound is near."""
+        """Return the first neighbour better than `here`; None if there is none, or the bound is near."""
         for grouping in neighbours(self.order, here.grouping, self._groups):
             if self._left <= self._most // 4:
                 return None
@@ -202,7 +215,7 @@ class _Search:
         return None
 
     def settle(self) -> None:
-        """Merge groups of the best as long as that costs less than the tolerance."""
+        """Merge groups of the best grouping as long as that costs less than the tolerance."""
         settled: Candidate | None = None
         while self._groups is None and self._left > 0:
             chosen = self._preferred(self._ranked())
@@ -212,8 +225,7 @@ class _Search:
             self.look_at(merges(self.order, chosen.grouping), "by merging")
 
     def _towards(self, grouping: Grouping) -> None:
-        """From a grouping of another number of groups to the number asked for: the best merge or split, again
-        and again, up to the bound."""
+        """Take the best merge or split repeatedly until the grouping has the requested number of groups."""
         while self._groups is not None and len(grouping) != self._groups:
             step = merges if len(grouping) > self._groups else splits
             found = self.look_at(step(self.order, grouping), "from the sites")
@@ -222,7 +234,7 @@ class _Search:
             grouping = min(found, key=_rank).grouping
 
     def _sites(self) -> Grouping:
-        """The sites; where they are not known, the most pronounced cluster of near workers."""
+        """Return the sites, or if unknown the most pronounced clusters of near workers."""
         if not self._measured.sites and self._clusters:
             return self._clusters[0]
         return sites_grouping(self._measured.sites, self.order.workers)
@@ -237,31 +249,33 @@ class _Search:
     def _allowed(self, grouping: Grouping) -> bool:
         return self._groups is None or len(grouping) == self._groups
 
-    # -- what is chosen -----------------------------------------------------------------------------------
+    # -- choosing -----------------------------------------------------------------------------------------
 
     def choice(self, by_speed: Candidate | None, by_site: Candidate | None) -> Choice:
-        """The decision, from all that was looked at."""
+        """Return the decision among all groupings scored."""
         ranked = self._ranked()
         chosen = self._preferred(ranked)
-        assert chosen is not None  # what the queue makes is always there
+        assert chosen is not None  # the queue's grouping always exists
         runner_up = self._runner_up(chosen, ranked)
         reason = self._reason(chosen, ranked[0], runner_up, by_speed, by_site)
         return Choice(chosen.grouping, chosen.score, reason, runner_up, by_speed, by_site, len(self._found))
 
     def _ranked(self) -> list[Candidate]:
-        """What may be chosen, the best first."""
+        """Return the groupings that may be chosen, the best first."""
         return sorted((each for each in self._found.values() if self._allowed(each.grouping)), key=_rank)
 
     def _preferred(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """Of those within the tolerance of the best, the one with the fewest groups."""
+        """Return the candidate with the fewest groups among those within the tolerance of the best."""
         ranked = sorted(candidates, key=_rank)
         least = ranked[0].score.samples_per_second * (1 - self._tolerance) if ranked else 0.0
         near = [each for each in ranked if each.score.samples_per_second >= least]
         return min(near, key=lambda each: len(each.grouping), default=None)
 
     def _runner_up(self, chosen: Candidate, ranked: list[Candidate]) -> Candidate | None:
-        """The best that is another one in more than the names of like workers, and has no more groups; where
-        there is none, with more."""
+        """Return the best candidate that differs in more than the names of equal workers.
+
+        One with no more groups than the chosen one, or if there is none, with more.
+        """
         shape = self.order.shape(chosen.grouping)
         others = (each for each in ranked if self.order.shape(each.grouping) != shape)
         fewer = [each for each in ranked if len(each.grouping) <= len(chosen.grouping)]
@@ -297,8 +311,10 @@ class _Search:
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:
-    """More samples first, then fewer groups; scores that differ by rounding alone are one. Of equals the one
-    that was looked at first counts, and the order of looking is that of the workers' speeds."""
+    """Return the sort key: more samples first, then fewer groups; rounding is ignored.
+
+    Of equal candidates the first one scored counts, and scoring follows the workers' order of speed.
+    """
     return -float(f"{candidate.score.samples_per_second:.9e}"), len(candidate.grouping)
 
 

@@ -1,10 +1,9 @@
-"""Regrouping while a run goes on: speeds drift, members leave and come.
+"""Regrouping during a run, as speeds drift and members leave or join.
 
-Each worker's speed is the median over a window of its own iterations (of what it computed, without its waits
-for others), so that single slow steps move nothing. A new grouping is proposed when it is predicted to give
-more, by a threshold and for long enough, and not soon after the one before; regroupings that follow one
-another closely are let happen ever more rarely. So a worker that becomes slower for good is regrouped once,
-and one whose speed goes up and down causes no storm.
+A worker's speed is the median over a window of its iterations (computing without waiting), so single slow
+steps do not matter. A new grouping is proposed if its predicted gain exceeds a threshold for long enough, and
+not soon after the last one; the pause grows while regroupings are frequent. A worker that becomes slower for
+good is so regrouped once, and one whose speed goes up and down causes no storm.
 """
 
 from __future__ import annotations
@@ -25,42 +24,44 @@ Speeds: TypeAlias = Mapping[int, float]  # samples per second, by worker
 Choose: TypeAlias = Callable[[Speeds], Choice]
 ScoreAt: TypeAlias = Callable[[Grouping, Speeds], Score]
 
-_CLOSE = 16.0  # pauses: regroupings that lie nearer together than this make the next pause longer
-_LONGEST_PAUSE = 64.0  # intervals
+_CLOSE = 16.0  # in pauses: regroupings nearer together than this double the next pause
+_LONGEST_PAUSE = 64.0  # in intervals
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When a new grouping is worth its cost. Spans in seconds, shares of samples per second."""
+    """Conditions for a new grouping. Spans in seconds, shares of samples per second."""
 
-    threshold: float = 0.1  # the predicted gain, as a share
-    hold: float = 30.0  # for how long the gain must have been there
-    interval: float = 300.0  # between two regroupings, at least; longer while they are frequent
+    threshold: float = 0.1  # least predicted gain, as a share
+    hold: float = 30.0  # for which the gain must have lasted
+    interval: float = 300.0  # least time between two regroupings; longer while they are frequent
     window: int = 16  # iterations over which a speed is the median
-    tolerance: float = 0.1  # the share by which a speed may move before anybody looks
+    tolerance: float = 0.1  # share by which a speed may change before groupings are scored again
 
     def __post_init__(self) -> None:
         if not (self.threshold > 0 and self.hold >= 0 and self.interval > 0 and self.tolerance > 0):
-            raise UserError(f"rules that cannot be: {self}")
+            raise UserError(f"threshold, interval and tolerance must be above 0, and hold 0 or more: {self}")
         if self.window < 2:
-            raise UserError(f"a window of {self.window} iterations has no median to speak of; 2 or more")
+            raise UserError(f"a window of {self.window} iterations is too short for a median; give 2 or more")
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """From the next iteration boundary on, these groups."""
+    """Groups to use from the next iteration boundary on."""
 
     grouping: Grouping
     reason: str
 
 
 class Regrouper:
-    """The grouping of a run, while it goes. Times are in the caller's seconds.
+    """The grouping of a run. Times are in the caller's seconds.
 
-    `choose(speeds)` is the chooser with what it needs beside speeds, for any members that there may be left,
-    and `score(grouping, speeds)` what it scores with. A proposal counts as carried out; where it was not,
-    `handle_grouping` says what holds. A hub that is started again needs the grouping and the speeds that it
-    knew, nothing else: windows fill again.
+    A proposal counts as carried out; if it was not, `handle_grouping` corrects that. A restarted hub needs
+    only the grouping and the known speeds: windows fill again.
+
+    Args:
+        choose: the chooser, given speeds, for any remaining members.
+        score: the chooser's score of a grouping, given speeds.
     """
 
     def __init__(
@@ -77,30 +78,31 @@ class Regrouper:
         grouping.check(speeds)
         self.grouping = grouping
         self._rules, self._choose, self._score, self._name = rules or Rules(), choose, score, name
-        self._known = dict(speeds)  # by the probe, until a window is half full
+        self._known = dict(speeds)  # from the probe, until a window is half full
         self._windows: dict[int, deque[float]] = {}  # seconds per sample
-        self._grouped = dict(speeds)  # the speeds when the groups were made
-        self._looked = dict(speeds)  # the speeds when groupings were last looked at
+        self._grouped = dict(speeds)  # speeds when the groups were formed
+        self._looked = dict(speeds)  # speeds when groupings were last scored
         self._next_look = -math.inf
-        self._wish: Grouping | None = None  # a better grouping, and since when it would be
+        self._wish: Grouping | None = None  # a better grouping; `_since`: when it was found
         self._since = now
-        self._moved_on = False  # whether anything was measured since the last poll
-        self._not_before = -math.inf  # the next regrouping
-        self._last = -math.inf  # the last one
+        self._moved_on = False  # speeds or members changed since the last poll
+        self._not_before = -math.inf  # earliest time of the next regrouping
+        self._last = -math.inf  # time of the last regrouping
         self._pause = self._rules.interval
 
     @property
     def speeds(self) -> dict[int, float]:
-        """What each member computes now, in samples per second."""
+        """Present speed of each member, in samples per second."""
         return dict(self._known)
 
-    # -- what happens -------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------
 
     def handle_measured(self, now: float, worker: int, seconds_per_sample: float) -> None:  # noqa: ARG002
-        """A member has made an iteration, computing for so long. What comes from one that is no member is
-        left aside. Raises UserError for a time that is none."""
-        if not (math.isfinite(seconds_per_sample) and seconds_per_sample > 0):
-            raise UserError(f"worker {self._name(worker)} says {seconds_per_sample:g} s a sample: not a time")
+        """Record the computing time of a member's iteration. Non-members are ignored.
+
+        Raises UserError for an impossible time.
+        """
+        self._check_seconds(worker, seconds_per_sample)
         if worker not in self._known:
             return
         window = self._windows.setdefault(worker, deque(maxlen=self._rules.window))
@@ -110,7 +112,7 @@ class Regrouper:
             self._moved_on = True
 
     def handle_left(self, now: float, worker: int) -> None:  # noqa: ARG002
-        """A member died or said goodbye; the others of its group go on without it."""
+        """Remove a member that died or left; its group continues without it."""
         if worker not in self._known:
             return
         del self._known[worker]
@@ -119,13 +121,14 @@ class Regrouper:
         self._wish, self._moved_on = None, True
 
     def handle_joined(self, now: float, worker: int, seconds_per_sample: float) -> Proposal:  # noqa: ARG002
-        """One comes, with what its probe measured, and is placed at once: in the group in which it is
-        predicted to help most, or alone. Nobody else changes groups. Raises UserError for a member, and for a
-        time that is none."""
+        """Place a new worker, with its probe's measurement: in the group where it is predicted to help most,
+        or alone.
+
+        The other workers stay in their groups. Raises UserError for a member, or an impossible time.
+        """
         if worker in self._known:
             raise UserError(f"worker {self._name(worker)} is in a group already")
-        if not (math.isfinite(seconds_per_sample) and seconds_per_sample > 0):
-            raise UserError(f"worker {self._name(worker)} says {seconds_per_sample:g} s a sample: not a time")
+        self._check_seconds(worker, seconds_per_sample)
         self._known[worker] = self._grouped[worker] = 1 / seconds_per_sample
         options = [Grouping([*self.grouping, [worker]])]
         for group in self.grouping:
@@ -138,21 +141,28 @@ class Regrouper:
         mates = [mate for mate in self.grouping.group_of(worker) if mate != worker]
         beside = f"with {show(Grouping([mates]), self._name)}" if mates else "in a group of its own"
         reason = (
-            f"worker {self._name(worker)} comes with {1 / seconds_per_sample:.4g} samples/s and is best "
-            f"{beside}: {scores[best]:.4g} samples/s predicted of all"
+            f"worker {self._name(worker)} joins with {1 / seconds_per_sample:.4g} samples/s and is best "
+            f"{beside}: {scores[best]:.4g} samples/s predicted in all"
         )
         return Proposal(self.grouping, reason)
 
     def handle_grouping(self, now: float, grouping: Grouping) -> None:  # noqa: ARG002
-        """These groups are what the members are in, whatever was proposed."""
+        """Set the members' actual groups, whatever was proposed."""
         grouping.check(self._known)
         self.grouping, self._wish, self._moved_on = grouping, None, True
         self._looked = {}
 
-    # -- what follows -------------------------------------------------------------------------------------
+    def _check_seconds(self, worker: int, seconds_per_sample: float) -> None:
+        if not (math.isfinite(seconds_per_sample) and seconds_per_sample > 0):
+            raise UserError(
+                f"worker {self._name(worker)} reports {seconds_per_sample:g} s a sample; "
+                "it must be finite and above 0"
+            )
+
+    # -- decisions ----------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> Proposal | None:
-        """A new grouping, if it is time for one. To be asked after measurements, and at `next_deadline`."""
+        """Return a new grouping if it is time for one. Call it after measurements, and at `next_deadline`."""
         if not self._known:
             return None
         if self._wish is not None and self._moved_on and self._gain(self._wish) < self._rules.threshold:
@@ -163,7 +173,7 @@ class Regrouper:
         return self._propose(now) if self._wish is not None and now >= self._due() else None
 
     def next_deadline(self) -> float | None:
-        """When `poll` may next have a proposal, if nothing is measured before."""
+        """Return when `poll` may next have a proposal without new measurements; None for never."""
         if self._wish is not None:
             return self._due()
         return self._next_look if self._moved_on and self._next_look > -math.inf else None
@@ -172,7 +182,7 @@ class Regrouper:
         return max(self._since + self._rules.hold, self._not_before)
 
     def _drifted(self) -> bool:
-        """Whether a speed is another one than when groupings were last looked at, or members are."""
+        """Return True if a speed or the members changed since groupings were last scored."""
         if self._known.keys() != self._looked.keys():
             return True
         least = 1 + self._rules.tolerance
@@ -188,7 +198,7 @@ class Regrouper:
             self._wish, self._since = found, now
 
     def _gain(self, grouping: Grouping) -> float:
-        """By what share it is predicted to give more than the groups that there are."""
+        """Return the predicted gain over the present groups, as a share."""
         here = self._score(self.grouping, self._known).samples_per_second
         return self._score(grouping, self._known).samples_per_second / here - 1 if here > 0 else math.inf
 
@@ -216,7 +226,7 @@ class Regrouper:
         return Proposal(self.grouping, reason)
 
     def _changed(self) -> str:
-        """Whose speed is another one than when the groups were made, for the reason."""
+        """Describe the workers whose speeds changed since the groups were formed, for the reason."""
         least = 1 + self._rules.tolerance
         parts = []
         for worker, speed in sorted(self._known.items()):

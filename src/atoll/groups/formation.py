@@ -1,17 +1,17 @@
-"""How workers move from the groups that they are in to those that were decided on, while they train.
+"""Moves of training workers from their present groups to newly decided ones.
 
-A group of workers is one **contributor** to the server shards: it has a number that no other of the run has,
-and an incarnation (its `life`). A worker that has come is one by itself. A decision **opens** groups: their
-members are told, and each **asks** for its group when it comes to the end of an iteration. Once all that live
-have asked, the group is **formed**: they make a ring, make themselves known to the shards as the new
-contributor, and say that they have **arrived**. Whom nobody speaks for any more is to be fenced.
+A group of workers is one **contributor** to the server shards, with a number unique in the run and an
+incarnation (its `life`). A worker that joins is a contributor by itself. A decision **opens** groups: their
+members are notified, and each **asks** for its group at the end of an iteration. Once all living members have
+asked, the group is **formed**: they build a ring, register the new contributor with the shards, and report
+that they have **arrived**. A contributor without members is to be fenced.
 
 With `lockstep` (bulk-synchronous runs) every decision moves all workers, and old contributors are fenced only
-when no worker is on its way any more: so no iteration is made by a part of them. Whoever dies is fenced at
-once in both: those who have not moved stand in the way of such an iteration by themselves.
+when no worker is moving any more, so that no iteration is made by a part of the workers. A dead worker is
+fenced at once in both modes: the workers that have not moved prevent such an iteration.
 
-Nobody waits longer than it is ready to: a group that does not come together is given up, those who asked stay
-where they are, and it is opened again later, each time after a longer pause.
+Waiting is bounded: a group that does not come together is given up, its members stay where they are, and it
+is opened again later, after growing pauses.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import TypeAlias
 
 from atoll.groups.grouping import Grouping, show
 
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 320.0  # seconds before a group that was given up is opened again
-LOST_SECONDS = 1.0  # from a member's death until those left are another contributor: others may follow it
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 320.0  # seconds before an abandoned group is opened again
+LOST_SECONDS = 1.0  # from a member's death until the others are regrouped: more may die
 
 
 @dataclass(frozen=True)
 class Opened:
-    """These groups are to be formed; `grouping` counts."""
+    """Groups to form. `grouping` is the number of the decision."""
 
     grouping: int
     groups: tuple[tuple[int, ...], ...]
@@ -37,8 +37,10 @@ class Opened:
 
 @dataclass(frozen=True)
 class Formed:
-    """A group has come together. `workers` have the furthest first; the last `newcomers` of them take its
-    state."""
+    """A group has come together.
+
+    `workers` are in order of progress, the furthest first; the last `newcomers` of them take its state.
+    """
 
     grouping: int
     contributor: int
@@ -49,7 +51,7 @@ class Formed:
 
 @dataclass(frozen=True)
 class Placed:
-    """A worker asks again for a group that was formed with it."""
+    """A worker asked again for a group that was already formed with it."""
 
     worker: int
     contributor: int
@@ -57,7 +59,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Stays:
-    """A worker that asked stays in the contributor that it is in."""
+    """A worker that asked stays in its present contributor."""
 
     worker: int
     reason: str
@@ -65,7 +67,7 @@ class Stays:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """A group has not come together; `again` is when it is opened again."""
+    """A group did not come together; it is opened again at time `again`."""
 
     grouping: int
     group: tuple[int, ...]
@@ -75,7 +77,7 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class Empty:
-    """Nobody speaks for this contributor any more: it is to be fenced."""
+    """A contributor has no members any more, and is to be fenced."""
 
     contributor: int
     life: int
@@ -86,43 +88,44 @@ Outcome: TypeAlias = Opened | Formed | Placed | Stays | GivenUp | Empty
 
 @dataclass
 class ContributorState:
-    """A contributor: who speaks for it, and who is on the way to it."""
+    """A contributor: its members, and the workers on their way to it."""
 
     life: int
     members: list[int] = field(default_factory=list)
     coming: list[int] = field(default_factory=list)
-    lost_since: float | None = None  # a member died or moved on, whose part of the leases nobody uses
-    over: bool = False  # a member has ended its session: the others are about to
+    lost_since: float | None = None  # since a member died or moved: its part of the leases lies idle
+    over: bool = False  # a member has ended its session, and the others are about to
 
 
 @dataclass
 class WorkerState:
-    """`contributor` is whom it speaks for, `target` where it is on the way to; `told` is the latest grouping
-    that is meant for it."""
+    """A worker: `contributor` is its present one, `target` its next one."""
 
     life: int
     contributor: int
     target: int | None = None
-    told: int = 0
-    trains: bool = False  # it has made iterations
-    given_up: str = ""  # why its latest group was
+    told: int = 0  # number of the latest grouping for it
+    trains: bool = False  # has made iterations
+    given_up: str = ""  # why its latest group was given up
 
 
 @dataclass
 class FormingState:
-    """A group that is to be formed: who is wanted, and who has asked, with how many iterations. `number` is
-    the contributor's."""
+    """A group to be formed. `number` is that of its contributor.
+
+    `wanted` are its members; `asked` has the iterations of those that asked.
+    """
 
     grouping: int
     number: int
     wanted: list[int]
     asked: dict[int, int] = field(default_factory=dict)
-    until: float | None = None
+    until: float | None = None  # when it is given up; None before anybody asked
 
 
 @dataclass
 class DecisionState:
-    """What waits to be opened, not before `due`."""
+    """Groups that wait to be opened, not before `due`."""
 
     groups: list[list[int]]
     reason: str
@@ -131,8 +134,10 @@ class DecisionState:
 
 @dataclass
 class FormationState:
-    """What `Formation` knows, as plain data: times in the caller's seconds, workers by rank. `abandoned` are
-    the contributors (number, life) that all have moved from, and that may not be fenced yet."""
+    """State of `Formation` as plain data: times in the caller's seconds, workers by rank.
+
+    `abandoned` are contributors (number, life) that all members have left, and that may not be fenced yet.
+    """
 
     grouping: int
     next_number: int
@@ -149,28 +154,27 @@ class FormationState:
 class Formation:
     """The contributors of a run that begins with `workers` workers. Times are in the caller's seconds.
 
-    `new_life` gives an incarnation that nobody else has. What happens comes in by `handle_` methods and
-    `poll`; they give back what follows, in order.
+    `new_life` returns a unique incarnation. The `handle_` methods and `poll` return outcomes, in order.
     """
 
     def __init__(self, workers: int, new_life: Callable[[], int], *, lockstep: bool = False) -> None:
         self._new_life, self._lockstep = new_life, lockstep
         self._state = FormationState(0, workers, [], {}, {}, [], [], None, FIRST_PAUSE)
 
-    # -- what is known ------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of all groups that there ever were: no worker may have one as its rank."""
+        """Numbers of all groups that ever existed: no worker may have one as its rank."""
         return self._state.numbers
 
     def grouping_of(self, worker: int) -> int:
-        """The latest grouping that is meant for a worker; 0 where it is not there."""
+        """Return the latest grouping for a worker; 0 if the worker is not present."""
         known = self._state.workers.get(worker)
         return known.told if known is not None else 0
 
     def contributors_of(self, worker: int) -> list[tuple[int, int]]:
-        """(number, life) of whom a worker speaks for, and of whom it is about to."""
+        """Return (number, life) of a worker's contributor, and of its next one."""
         known = self._state.workers.get(worker)
         if known is None:
             return []
@@ -178,32 +182,32 @@ class Formation:
         return [(number, self._state.contributors[number].life) for number in numbers]
 
     def members(self, contributor: int) -> tuple[int, ...]:
-        """Who speaks for a contributor or is on the way to it, in order of rank."""
+        """Return a contributor's members, and the workers on their way to it, in order of rank."""
         there = self._state.contributors.get(contributor)
         return tuple(sorted([*there.members, *there.coming])) if there is not None else ()
 
     def settled(self) -> bool:
-        """Whether nobody is asked to move, or on the way."""
+        """Return True if no worker is moving, or about to."""
         return not self._state.forming and not any(each.coming for each in self._state.contributors.values())
 
     def placed(self) -> Grouping:
-        """Who is together, of all that live: where they are on the way to, if they are."""
+        """Return the groups of all living workers; a moving one counts at its target."""
         return Grouping(self._groups_now())
 
     def state(self) -> FormationState:
-        """All that a restart must not lose, for `restore`. It is this object's own: encode it at once."""
+        """Return the state that a restart needs, for `restore`. It is not a copy: encode it at once."""
         return self._state
 
     def restore(self, state: FormationState) -> None:
-        """Be as `state` says."""
+        """Take over `state`."""
         self._state = state
 
-    # -- who is there -------------------------------------------------------------------------------------
+    # -- workers ------------------------------------------------------------------------------------------
 
     def handle_joined(self, worker: int, life: int) -> list[Outcome]:
-        """A worker has come: it is a contributor by itself, until it is placed."""
+        """Add a worker, as a contributor by itself until it is placed."""
         state = self._state
-        before = [key for key in state.abandoned if key[0] == worker]  # of one that had its rank, and is dead
+        before = [key for key in state.abandoned if key[0] == worker]  # of a dead worker with this rank
         state.abandoned = [key for key in state.abandoned if key[0] != worker]
         state.workers[worker] = WorkerState(life, worker)
         state.contributors[worker] = ContributorState(life, [worker])
@@ -211,7 +215,7 @@ class Formation:
         return [Empty(*key) for key in before]
 
     def handle_left(self, now: float, worker: int, *, finished: bool = False) -> list[Outcome]:
-        """A worker died, or said goodbye (`finished`: at the end of its session): it is left out."""
+        """Remove a worker that died, or ended its session (`finished`)."""
         state = self._state
         known = state.workers.pop(worker, None)
         if known is None:
@@ -238,15 +242,19 @@ class Formation:
         return [*outcomes, *self._fence_left()]
 
     def handle_trains(self, worker: int) -> None:
-        """A worker makes iterations: before, one in lock step would be waited for."""
+        """Note that a worker makes iterations. In lock step a decision leaves out the others, which would be
+        waited for."""
         if worker in self._state.workers:
             self._state.workers[worker].trains = True
 
-    # -- what is decided ----------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------
 
     def handle_decided(self, now: float, groups: Iterable[Iterable[int]], reason: str) -> list[Outcome]:
-        """These are to be groups; workers that are in none of them stay where they are. It is opened when
-        none of them is on the way elsewhere. What waited for some of them alone is forgotten."""
+        """Take a decision: form these groups; workers in none of them stay where they are.
+
+        The groups are opened once none of their workers is moving. Waiting decisions that concern only these
+        workers are dropped.
+        """
         state = self._state
         decision = DecisionState([sorted(group) for group in Grouping(groups)], reason, now)
         touched = _workers_of(decision)
@@ -255,13 +263,18 @@ class Formation:
         state.waiting.append(decision)
         return self._open_waiting(now)
 
-    # -- what workers say ---------------------------------------------------------------------------------
+    # -- workers' messages --------------------------------------------------------------------------------
 
     def handle_asked(
         self, now: float, worker: int, grouping: int, iteration: int, patience: float
     ) -> list[Outcome]:
-        """A worker that is at the end of its `iteration`-th iteration, and knows of `grouping`, asks for its
-        group. It is ready to wait for `patience` seconds."""
+        """A worker asks for its group.
+
+        Args:
+            grouping: number of the latest decision that the worker knows of.
+            iteration: number of iterations that it has completed.
+            patience: seconds that it is ready to wait.
+        """
         state = self._state
         known = state.workers.get(worker)
         if known is None:
@@ -270,10 +283,10 @@ class Formation:
             return [Placed(worker, known.target)]
         forming = next((each for each in state.forming if worker in each.wanted), None)
         if forming is None:
-            return [Stays(worker, known.given_up or "no other group is meant for it")]
+            return [Stays(worker, known.given_up or "no new group is planned for it")]
         if grouping < forming.grouping:
             forming.asked.pop(worker, None)
-            return [Stays(worker, known.given_up or f"grouping {forming.grouping} has taken its place")]
+            return [Stays(worker, known.given_up or f"grouping {forming.grouping} has replaced it")]
         forming.asked[worker] = iteration
         together = [each for each in state.forming if self._lockstep and each.grouping == forming.grouping]
         for each in together or [forming]:
@@ -281,7 +294,7 @@ class Formation:
         return [*self._form_if_whole(forming), *self._fence_left()]
 
     def handle_arrived(self, now: float, worker: int, contributor: int) -> list[Outcome]:
-        """A worker speaks for its new contributor, and for nobody else. May be said again."""
+        """Record that a worker now speaks only for its new contributor. May be repeated."""
         state = self._state
         known = state.workers.get(worker)
         if known is None or known.target != contributor:
@@ -297,10 +310,10 @@ class Formation:
         known.contributor, known.target = contributor, None
         return [*self._fence_left(), *self._open_waiting(now)]
 
-    # -- what time brings ---------------------------------------------------------------------------------
+    # -- time ---------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Outcome]:
-        """Give up groups whose time is over, and open those that are due."""
+        """Give up late groups, and open those that are due."""
         state = self._state
         late = [each for each in state.forming if each.until is not None and each.until <= now]
         outcomes: list[Outcome] = []
@@ -312,7 +325,7 @@ class Formation:
         return [*outcomes, *self._open_waiting(now)]
 
     def next_deadline(self) -> float | None:
-        """When `poll` may next have something, if nothing happens before."""
+        """Return when `poll` may next have outcomes without other events; None for never."""
         state = self._state
         ends = [each.until for each in state.forming if each.until is not None]
         ends += [each.due for each in state.waiting if self._may_open(each)]
@@ -324,7 +337,7 @@ class Formation:
     # -- opening ------------------------------------------------------------------------------------------
 
     def _open_waiting(self, now: float) -> list[Outcome]:
-        """Open all that is due, and whose workers are not on the way elsewhere."""
+        """Open all decisions that are due and whose workers are not moving."""
         state = self._state
         outcomes: list[Outcome] = []
         for decision in list(state.waiting):
@@ -337,12 +350,12 @@ class Formation:
             outcomes += self._open(again)
         for since, members in self._lost():
             if since + LOST_SECONDS <= now and not self._is_busy(members):
-                reason = "a member is gone: what it had leased comes free when those left are another group"
+                reason = "a member is gone: its samples are free once the others form a new group"
                 outcomes += self._open(DecisionState([list(members)], reason))
         return outcomes
 
     def _forget_again(self, workers: set[int]) -> None:
-        """What was to be opened once more for some of these has been overtaken."""
+        """Drop groups to be opened again that contain some of these workers."""
         state = self._state
         if state.again is None:
             return
@@ -354,7 +367,7 @@ class Formation:
         return not self._is_busy(_workers_of(decision))
 
     def _is_busy(self, workers: Iterable[int]) -> bool:
-        """Whether one of these is wanted elsewhere, or on the way; in lock step, whether anybody is."""
+        """Return True if one of these workers is moving or about to; in lock step, if any worker is."""
         if self._lockstep:
             return not self.settled()
         busy = {worker for each in self._state.forming for worker in each.wanted}
@@ -362,7 +375,8 @@ class Formation:
         return not busy.isdisjoint(workers)
 
     def _lost(self) -> list[tuple[float, tuple[int, ...]]]:
-        """Contributors of which a member is gone, by those who are left, that nothing else is planned for."""
+        """Return the contributors that lost a member, by their remaining members, without those already
+        planned for."""
         planned = {worker for each in self._state.waiting for worker in _workers_of(each)}
         return [
             (there.lost_since, tuple(there.members))
@@ -383,11 +397,11 @@ class Formation:
         if self._lockstep:
             groups += self._rest(groups)
         state.grouping += 1
-        told = list(state.workers) if self._lockstep else [worker for group in groups for worker in group]
-        for worker in told:
+        notified = list(state.workers) if self._lockstep else [worker for group in groups for worker in group]
+        for worker in notified:
             state.workers[worker].told = state.grouping
             state.workers[worker].given_up = ""
-        # In order of the groups, not of their coming together: shards add up in order of number.
+        # Numbered in order of the groups, not of their formation: shards add up in order of number.
         numbers = range(state.next_number, state.next_number + len(groups))
         state.forming += [
             FormingState(state.grouping, number, group) for number, group in zip(numbers, groups, strict=True)
@@ -397,12 +411,12 @@ class Formation:
         return [Opened(state.grouping, tuple(map(tuple, groups)), decision.reason)]
 
     def _is_there(self, group: Sequence[int]) -> bool:
-        """Whether these are a contributor by themselves already, which has lost nobody."""
+        """Return True if exactly these workers are a contributor already, which has lost nobody."""
         there = self._state.contributors[self._state.workers[group[0]].contributor]
         return sorted(there.members) == sorted(group) and not there.coming and there.lost_since is None
 
     def _rest(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Those that train and are in none of `groups`, as they are together now."""
+        """Return the present groups of the training workers that are in none of `groups`."""
         resting = {worker for worker, known in self._state.workers.items() if not known.trains}
         moved = resting | {worker for group in groups for worker in group}
         return [rest for group in self._groups_now() if (rest := [w for w in group if w not in moved])]
@@ -446,13 +460,14 @@ class Formation:
         again = state.again or DecisionState([], "")
         again.groups = [other for other in again.groups if set(other).isdisjoint(group)] + [list(group)]
         again.due = now + state.pause
-        again.reason = f"once more: {show(Grouping(again.groups))}"
+        again.reason = f"another attempt: {show(Grouping(again.groups))}"
         state.again = again
         stays = [Stays(worker, reason) for worker in sorted(forming.asked)]
         return [GivenUp(forming.grouping, group, reason, again.due), *stays]
 
     def _fence_left(self) -> list[Outcome]:
-        """Contributors that all have moved from; in lock step only when nobody is on the way any more."""
+        """Fence contributors that all members have left; in lock step only when no worker is moving any
+        more."""
         if self._lockstep and not self.settled():
             return []
         abandoned, self._state.abandoned = self._state.abandoned, []

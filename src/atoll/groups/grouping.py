@@ -1,4 +1,4 @@
-"""Groupings: each worker in exactly one group, in one form, so that equal groupings compare equal."""
+"""Groupings: each worker in exactly one group, in canonical form, so that equal groupings compare equal."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from atoll.core.errors import UserError
 
-_LONGEST_SHOWN = 120  # characters of a grouping, in a sentence
+_LONGEST_SHOWN = 120  # characters of a grouping in a sentence
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Workers, by number, in groups. Made of any iterables: members are sorted, groups go by their first.
+    """Workers, by number, in groups. Members are sorted, and groups go by their first member.
 
-    Raises UserError for a worker that is in two groups (or in one twice), and for a group without members.
+    Raises UserError for a worker that appears twice, and for a group without members.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -22,7 +22,7 @@ class Grouping:
     def __init__(self, groups: Iterable[Iterable[int]]) -> None:
         canonical = tuple(sorted(tuple(sorted(group)) for group in groups))
         if canonical and not canonical[0]:  # the empty tuple sorts first
-            raise UserError("a group without members")
+            raise UserError("a group has no members")
         workers = [worker for group in canonical for worker in group]
         if len(set(workers)) < len(workers):
             twice = next(worker for worker in sorted(workers) if workers.count(worker) > 1)
@@ -42,18 +42,18 @@ class Grouping:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many workers each group has."""
+        """Number of workers of each group."""
         return tuple(len(group) for group in self.groups)
 
     def group_of(self, worker: int) -> tuple[int, ...]:
-        """The group that `worker` is in; raises UserError where it is in none."""
+        """Return the group of `worker`. Raises UserError if it is in none."""
         for group in self.groups:
             if worker in group:
                 return group
         raise UserError(f"worker {worker} is in no group")
 
     def without(self, worker: int) -> Grouping:
-        """The same without `worker`; a group of it alone is no more."""
+        """Return the grouping without `worker`; a group of this worker alone disappears."""
         return Grouping(rest for group in self.groups if (rest := tuple(w for w in group if w != worker)))
 
     def check(self, workers: Iterable[int]) -> None:
@@ -62,11 +62,11 @@ class Grouping:
         if missing := sorted(wanted - there):
             raise UserError(f"worker {missing[0]} is in no group")
         if strange := sorted(there - wanted):
-            raise UserError(f"worker {strange[0]} is in a group, and is not of this run")
+            raise UserError(f"worker {strange[0]} is in a group but not in this run")
 
 
 def sizes_of(workers: int, groups: int) -> list[int]:
-    """How many of `workers` each of `groups` groups takes: the first workers mod groups take one more.
+    """Return the sizes of `groups` groups of `workers`: the first workers mod groups have one member more.
 
     Raises UserError for no group, and for more groups than workers.
     """
@@ -81,7 +81,7 @@ def sizes_of(workers: int, groups: int) -> list[int]:
 
 
 def show(grouping: Grouping, name: Callable[[int], str] = str) -> str:
-    """`a b | c d`, or, where that is too long for a sentence, how many groups of how many."""
+    """Return `a b | c d`, or numbers of groups by size if that is too long for a sentence."""
     text = " | ".join(" ".join(name(worker) for worker in group) for group in grouping)
     if len(text) <= _LONGEST_SHOWN:
         return text

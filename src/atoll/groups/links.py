@@ -1,4 +1,4 @@
-"""Measured links between workers, and which workers lie near one another by them."""
+"""Measured links between workers, and clusters of near workers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from atoll.groups.grouping import Grouping
 Matrix = npt.NDArray[np.float64]
 
 _MOST_CLUSTERINGS = 6  # of each kind of matrix
-_NO_GAP = 2.0  # bandwidths or latencies that differ by less are of one kind of link
+_NO_GAP = 2.0  # factor: links whose bandwidths or latencies differ by less are of one kind
 
 
 @dataclass(frozen=True)
 class Links:
-    """Links between `workers`: row i, column j is from the i-th to the j-th. The diagonal counts for nothing.
+    """Links between `workers`: row i, column j is from the i-th to the j-th. The diagonal is ignored.
 
-    Raises UserError, one line, for a matrix that is not square or of another size, and for a bandwidth or
-    latency that is missing (NaN) or cannot be.
+    `Links.of` checks the matrices.
     """
 
     workers: tuple[int, ...]
@@ -36,7 +35,11 @@ class Links:
         latency: Sequence[Sequence[float]] | Matrix,
         name: Callable[[int], str] = str,
     ) -> Links:
-        """Checked links, from two matrices of numbers."""
+        """Return checked links. Raises UserError, one line.
+
+        The matrices must be square and of the right size, without a missing (NaN) or impossible bandwidth or
+        latency.
+        """
         return Links(
             tuple(workers),
             _checked(workers, bandwidth, "bandwidth", name),
@@ -44,7 +47,7 @@ class Links:
         )
 
     def of_these(self, workers: Sequence[int]) -> Links | None:
-        """Those of these workers alone; None where one of them has none here."""
+        """Return the links of these workers alone; None if one of them has none here."""
         place = {worker: index for index, worker in enumerate(self.workers)}
         if not place.keys() >= set(workers):
             return None
@@ -52,10 +55,10 @@ class Links:
         return Links(tuple(workers), self.bandwidth[chosen], self.latency[chosen])
 
     def clusterings(self) -> list[Grouping]:
-        """Groupings of workers that are near one another, the most pronounced first; at most a dozen.
+        """Return groupings of near workers, the most pronounced first; at most a dozen.
 
         Workers are joined link by link, best first (single linkage), once by bandwidth and once by latency. A
-        grouping is where the next link is worse by a factor: those with the greatest factors, of 2 or more.
+        grouping is taken where the next link is worse by a factor of 2 or more, for the greatest factors.
         """
         found: dict[Grouping, float] = {}
         for cost in (
@@ -68,7 +71,7 @@ class Links:
 
 
 def sites_grouping(sites: Mapping[int, str], workers: Sequence[int]) -> Grouping:
-    """One group for each site; workers without a site are at one of their own together."""
+    """Return one group for each site; workers without a site form one group."""
     by_site: dict[str, list[int]] = {}
     for worker in workers:
         by_site.setdefault(sites.get(worker, ""), []).append(worker)
@@ -76,7 +79,7 @@ def sites_grouping(sites: Mapping[int, str], workers: Sequence[int]) -> Grouping
 
 
 def _linkage(workers: Sequence[int], cost: Matrix) -> list[tuple[float, Grouping]]:
-    """Groupings, each with the factor by which the next link costs more, the greatest first."""
+    """Return groupings, each with the factor by which the next link costs more, the greatest first."""
     order = np.argsort(cost, axis=None, kind="stable")
     root = list(range(len(workers)))
     merges: list[tuple[float, int, int]] = []

@@ -1,10 +1,10 @@
-"""The probe's queue (docs/grouping.md, "At the start of a run: the queue"): workers that finish their probe
-batches at about the same time make a group.
+"""The probe's queue: workers that finish their probe batches at about the same time form a group.
 
-Arrival decides when a group leaves the queue, and the measured speed who of the queue is in it; workers whose
+Arrival decides when a group leaves the queue, and the measured speeds decide its members. Workers whose
 speeds differ by no more than the tolerance count as equal, and go by rank. So that jitter does not decide
-among equals, a full queue waits for whoever may still turn out to be as fast: until each probe under way has
-taken longer, by the tolerance, than that of the group's slowest member.
+among equals, a full queue waits for workers that may still turn out as fast: until each running probe has
+taken longer, by the tolerance, than that of the group's slowest member. Source: docs/grouping.md, "At the
+start of a run: the queue".
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from atoll.core.errors import DeadlineError, UserError
 from atoll.core.units import format_seconds
 from atoll.groups.grouping import Grouping, sizes_of
 
-TOLERANCE = 0.1  # the share by which speeds may differ and count as equal
+TOLERANCE = 0.1  # share by which equal speeds may differ
 
 
 @dataclass(frozen=True)
 class Formed:
-    """These workers, in order of rank, leave the queue as a group."""
+    """A group of workers, in order of rank, leaves the queue."""
 
     group: tuple[int, ...]
     reason: str
@@ -39,8 +39,10 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class Late:
-    """A worker that is in no group of the queue's has finished its probe: it is to be placed beside them
-    (`drift.Regrouper.handle_joined`)."""
+    """A worker outside the queue's groups has finished its probe, and is to be placed beside them.
+
+    `drift.Regrouper.handle_joined` places it.
+    """
 
     worker: int
     seconds_per_sample: float
@@ -52,25 +54,25 @@ Outcome: TypeAlias = Formed | GivenUp | Late
 
 @dataclass
 class ProbeState:
-    """What a queue knows, as plain data: times in the caller's seconds, workers by rank."""
+    """State of a queue as plain data: times in the caller's seconds, workers by rank."""
 
     started: float
-    asked: int  # groups
-    begun: dict[int, float]  # whose probe is under way -> since when
-    queue: dict[int, float]  # who has reported, in order of arrival -> how long its probe took, in seconds
-    seconds_per_sample: dict[int, float]  # of all that have reported
-    formed: list[tuple[int, ...]] = field(default_factory=list)  # in the order in which they left
-    left_out: dict[int, float] = field(default_factory=dict)  # given up, or come too late -> since when
-    alone: bool = False  # nobody reported in time, and that was said
+    asked: int  # number of groups
+    begun: dict[int, float]  # workers with a running probe -> its start
+    queue: dict[int, float]  # workers that have reported, in order -> seconds of their probes
+    seconds_per_sample: dict[int, float]  # of all workers that have reported
+    formed: list[tuple[int, ...]] = field(default_factory=list)  # groups, in the order of leaving
+    left_out: dict[int, float] = field(default_factory=dict)  # given up, or too late -> since when
+    alone: bool = False  # no worker reported in time, and DeadlineError was raised
 
 
 class ProbeQueue:
-    """The queue of a run's start: N workers, `groups` groups. Times are in the caller's seconds.
+    """The queue at a run's start: N workers, `groups` groups. Times are in the caller's seconds.
 
-    A worker whose probe takes longer than `patience` seconds is given up: the run begins without it. In a
-    ring it would hold up the others, and nobody knows for how long; its samples go to the others meanwhile.
-    Should it report after all, it enters as one that comes late does. Who comes in the first `patience`
-    seconds is in the queue as if it had been there from the start, with as long for its own probe.
+    A worker whose probe takes longer than `patience` seconds is given up, because it would hold up a ring for
+    an unknown time; the others take its samples. If it reports later, it enters as a late worker. A worker
+    that joins within the first `patience` seconds is in the queue like the others, with as long for its
+    probe.
 
     Raises UserError for no group, and for more groups than workers.
     """
@@ -88,32 +90,32 @@ class ProbeQueue:
         begun = dict.fromkeys(sorted(workers), now)
         sizes_of(len(begun), groups)
         if not (patience > 0 and tolerance >= 0):
-            raise UserError(f"patience {patience:g} s must be above 0, and tolerance {tolerance:g} not below")
+            raise UserError(f"patience {patience:g} s must be above 0, and tolerance {tolerance:g} 0 or more")
         self._patience, self._tolerance, self._name = patience, tolerance, name
         self._state = ProbeState(now, groups, begun, {}, {})
         self._outcomes: list[Outcome] = []  # since the last poll
 
     @property
     def over(self) -> bool:
-        """Whether each worker is in a group, or given up."""
+        """True if each worker is in a group, or given up."""
         return not self._state.begun and not self._state.queue
 
     @property
     def awaited(self) -> list[int]:
-        """The workers that have not reported and are not given up, in order of rank."""
+        """Workers that have neither reported nor been given up, in order of rank."""
         return sorted(self._state.begun)
 
     @property
     def seconds_per_sample(self) -> dict[int, float]:
-        """What was measured, by worker."""
+        """Measured seconds per sample, by worker."""
         return dict(self._state.seconds_per_sample)
 
     def grouping(self) -> Grouping:
-        """The groups so far, of the workers that still live."""
+        """Return the groups so far, of the workers that still live."""
         return Grouping(self._state.formed)
 
     def state(self) -> ProbeState:
-        """All that a restart must not lose, for `restore`; what no poll has told yet is told by the next."""
+        """Return a copy of the state that a restart needs, for `restore`."""
         state = self._state
         return ProbeState(
             state.started,
@@ -127,13 +129,13 @@ class ProbeQueue:
         )
 
     def restore(self, state: ProbeState) -> None:
-        """Be as `state` says."""
+        """Take over `state`."""
         self._state, self._outcomes = state, []
 
-    # -- what happens -------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------
 
     def handle_begun(self, now: float, worker: int) -> None:
-        """A worker that was not there begins its probe."""
+        """A new worker begins its probe."""
         state = self._state
         if (
             worker in state.begun
@@ -148,12 +150,14 @@ class ProbeQueue:
             state.begun[worker] = now
 
     def handle_probed(self, now: float, worker: int, seconds_per_sample: float) -> None:
-        """A worker has finished its probe batches. Said twice, it counts once. Raises UserError for a time
-        that is none, and for a worker of whom no probe is known."""
+        """A worker has finished its probe batches; a repeated report has no effect.
+
+        Raises UserError for an impossible time, and for a worker without a probe.
+        """
         if not (math.isfinite(seconds_per_sample) and seconds_per_sample > 0):
             raise UserError(
-                f"worker {self._name(worker)} says that its probe took {seconds_per_sample:g} s a sample: "
-                "that is no time"
+                f"worker {self._name(worker)} reports {seconds_per_sample:g} s a sample; "
+                "it must be finite and above 0"
             )
         state = self._state
         if worker in state.seconds_per_sample:
@@ -172,7 +176,7 @@ class ProbeQueue:
         state.seconds_per_sample[worker] = seconds_per_sample
 
     def handle_left(self, now: float, worker: int) -> None:  # noqa: ARG002
-        """A worker died or said goodbye: those that remain make the groups, fewer if they are too few."""
+        """A worker died or left: the others form the groups, fewer if they are too few."""
         state = self._state
         for known in (state.begun, state.queue, state.left_out, state.seconds_per_sample):
             known.pop(worker, None)
@@ -181,11 +185,13 @@ class ProbeQueue:
             each for each in self._outcomes if not (isinstance(each, Late) and each.worker == worker)
         ]
 
-    # -- what follows -------------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Outcome]:
-        """What has come of it by `now`, in order. Raises DeadlineError, once, where nobody has reported in
-        time: there is nothing to make groups by."""
+        """Return the outcomes up to `now`, in order.
+
+        Raises DeadlineError, once, if no worker reported in time: then there is nothing to form groups by.
+        """
         self._give_up(now)
         while (group := self._next_group(now)) is not None:
             self._form(group)
@@ -193,7 +199,7 @@ class ProbeQueue:
         return outcomes
 
     def next_deadline(self) -> float | None:
-        """When `poll` may next have outcomes, if nothing happens before."""
+        """Return when `poll` may next have outcomes without other events; None for never."""
         if self._outcomes:
             return self._state.started
         moments = [begun + self._patience for begun in self._state.begun.values()]
@@ -223,7 +229,7 @@ class ProbeQueue:
             )
 
     def _candidates(self) -> tuple[int, ...]:
-        """Who would leave the queue next, as far as is known; empty while the queue does not hold enough."""
+        """Return the workers that would leave the queue next; empty while it holds too few."""
         state = self._state
         remaining = len(state.begun) + len(state.queue)
         if not remaining:
@@ -233,18 +239,18 @@ class ProbeQueue:
         return tuple(self._in_order()[:size]) if len(state.queue) >= size else ()
 
     def _in_order(self) -> list[int]:
-        """The queue by speed, and by rank where speeds count as equal to the fastest of them."""
+        """Return the queue by speed, and by rank among speeds that count as equal to their fastest."""
         times = self._state.seconds_per_sample
         ordered: list[int] = []
         rest = sorted(self._state.queue, key=lambda worker: (times[worker], worker))
         while rest:
-            alike = [worker for worker in rest if times[worker] <= times[rest[0]] * (1 + self._tolerance)]
-            ordered += sorted(alike)
-            rest = rest[len(alike) :]
+            equals = [worker for worker in rest if times[worker] <= times[rest[0]] * (1 + self._tolerance)]
+            ordered += sorted(equals)
+            rest = rest[len(equals) :]
         return ordered
 
     def _settled(self, group: tuple[int, ...]) -> float:
-        """When nobody whose probe is under way can be as fast as the slowest of `group` any more."""
+        """Return when no worker with a running probe can be as fast as the slowest of `group` any more."""
         longest = max(self._state.queue[worker] for worker in group) * (1 + self._tolerance)
         return max((begun + longest for begun in self._state.begun.values()), default=-math.inf)
 

@@ -1,10 +1,8 @@
-"""Which links between workers are measured, and in which order, at the start of a run (docs/grouping.md,
-"Measuring the links").
+"""Links to measure at the start of a run, and their order (docs/grouping.md, "Measuring the links").
 
-A pair is measured once, and holds for both directions. Pairs come in rounds in which every worker has one
-partner (the circle method for round robins). Two rounds that follow one another join all workers in one
-chain, so whenever time runs out, each worker has been measured about as often as any other, and what was
-not measured follows from what was.
+A pair is measured once, for both directions. Pairs come in rounds in which every worker has one partner (the
+circle method for round robins). Two consecutive rounds join all workers in one chain. So whenever time runs
+out, all workers have been measured about equally often, and the missing links follow from the measured ones.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from atoll.groups.links import Links
 
 _Matrix = npt.NDArray[np.float64]
 
-LATE = 2.0  # so many times what a pair was given is waited for its word
+LATE = 2.0  # a pair's result is awaited for so many times its span
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Measured:
-    """A link, as one of its ends found it: bytes per second, and seconds one way."""
+    """A link as measured by one of its ends: bytes per second, and seconds one way."""
 
     bandwidth: float
     latency: float
@@ -43,8 +41,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Found:
-    """The links of those workers that were measured with others; `without` are the others. `reason` says how
-    many pairs were measured, and how the rest was filled."""
+    """Links of the workers that were measured. `without` are the others.
+
+    `reason` says how many pairs were measured, and how the rest was filled in.
+    """
 
     links: Links
     without: tuple[int, ...]
@@ -52,16 +52,20 @@ class Found:
 
 
 class LinkProbe:
-    """Measures each pair of `workers` that is not `known`, or `only` these, within `seconds` from `now` on,
-    `together` pairs at a time.
+    """Measure the links of `workers` within `seconds` from `now`, `together` pairs at a time.
 
-    One at a time (the default) nothing shares a link with what is measured. Each pair is given an equal part
-    of the time that is left, at least `least` and at most `most` seconds: what is faster leaves more to those
-    behind it, and of many pairs, rather than all of them badly, some are not measured. A pair
-    whose word does not come in twice the time that it was given is given up, and nothing begins that could
-    end after the deadline. Times are in the caller's seconds.
+    One pair at a time (the default) keeps other measurements off its link. Each pair gets an equal part of
+    the remaining time, at least `least` and at most `most` seconds; a fast one leaves more to the next ones.
+    Of many pairs some stay unmeasured, rather than all measured badly. A pair without a result after LATE
+    times its span is given up, and no pair starts that could end after the deadline. Times are in the
+    caller's seconds.
 
-    Raises UserError for a span that is not above 0, and for fewer than one pair at a time.
+    Args:
+        known: links measured before, which are skipped.
+        only: pairs to measure; None: all.
+
+    Raises:
+        UserError: a span is not above 0, or fewer than one pair at a time.
     """
 
     def __init__(
@@ -90,42 +94,45 @@ class LinkProbe:
         wanted = set(pairs if only is None else only)
         self._waiting = [pair for pair in pairs if pair in wanted and pair not in self._measured]
         self._until = now + seconds
-        self._under_way: dict[tuple[int, int], float] = {}  # pair -> until when its word is waited for
+        self._under_way: dict[tuple[int, int], float] = {}  # pair -> when it is given up
 
     @property
     def over(self) -> bool:
-        """Whether no pair waits, or is under way."""
+        """True if no pair waits, or is being measured."""
         return not self._waiting and not self._under_way
 
-    # -- what happens -------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------
 
     def handle_measured(self, now: float, first: int, second: int, measured: Measured) -> None:  # noqa: ARG002
-        """A pair's word; one that comes too late counts too. Raises UserError for a pair that is none of this
-        probe's, and for what is no bandwidth (above 0) or latency (from 0 on)."""
+        """Take a pair's result, even a late one.
+
+        Raises UserError for a pair that is not this probe's, and for an impossible bandwidth (above 0) or
+        latency (0 or more).
+        """
         pair = self._pair(first, second)
         if not (measured.bandwidth > 0 and 0 <= measured.latency < math.inf):
             raise UserError(
                 f"the link of workers {self._name(first)} and {self._name(second)}: {measured.bandwidth:g} "
-                f"bytes/s and {measured.latency:g} s are no bandwidth and latency"
+                f"bytes/s must be above 0, and {measured.latency:g} s 0 or more and finite"
             )
         self._under_way.pop(pair, None)
         self._measured.setdefault(pair, measured)
 
     def handle_failed(self, now: float, first: int, second: int) -> None:  # noqa: ARG002
-        """The two do not reach one another."""
+        """Note that two workers cannot reach one another."""
         self._under_way.pop(self._pair(first, second), None)
 
     def handle_left(self, now: float, worker: int) -> None:  # noqa: ARG002
-        """A worker died or said goodbye; nothing of it is in the result."""
+        """Remove a worker that died or left, with all its links."""
         self._workers = tuple(each for each in self._workers if each != worker)
         self._waiting = [pair for pair in self._waiting if worker not in pair]
         self._under_way = {pair: at for pair, at in self._under_way.items() if worker not in pair}
         self._measured = {pair: link for pair, link in self._measured.items() if worker not in pair}
 
-    # -- what follows -------------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Measure]:
-        """The pairs that begin now."""
+        """Return the pairs that begin now."""
         self._under_way = {pair: until for pair, until in self._under_way.items() if now < until}
         begun: list[Measure] = []
         while len(self._under_way) < self._together and (pair := self._next()) is not None:
@@ -139,14 +146,14 @@ class LinkProbe:
         return begun
 
     def next_deadline(self) -> float | None:
-        """When `poll` next has something to do, if nothing happens before; None: it is over."""
+        """Return when `poll` next has something to do without other events; None if it is over."""
         return min(self._under_way.values(), default=self._until if self._waiting else None)
 
     def found(self) -> Found:
-        """What is known of the links.
+        """Return the links known so far.
 
-        Between two that were not measured: the bandwidth of the widest way over measured links, and the
-        latency of the shortest. Workers that no such way joins to most of the others are left out.
+        An unmeasured link gets the bandwidth of the widest path over measured links, and the latency of the
+        shortest. Workers that no such path joins to most of the others are left out.
         """
         joined = self._joined()
         bandwidth, latency = self._matrices(joined)
@@ -154,13 +161,15 @@ class LinkProbe:
         return Found(Links.of(joined, bandwidth, latency, self._name), without, self._reason(joined, without))
 
     def _next(self) -> tuple[int, int] | None:
-        """The first pair that waits and of which neither is busy."""
+        """Return the first waiting pair of two idle workers."""
         busy = {worker for pair in self._under_way for worker in pair}
         return next((pair for pair in self._waiting if busy.isdisjoint(pair)), None)
 
     def _given(self, now: float) -> float:
-        """What the next pair may take, so that all that wait have a turn, and each ends in time, also one
-        whose word does not come; 0: there is too little time for one more."""
+        """Return the next pair's span; 0 if too little time is left.
+
+        All waiting pairs get a turn, and each ends in time even without a result.
+        """
         turns = -(-len(self._waiting) // self._together)
         left = self._until - now
         given = min(self._most, max(self._least, left / turns), left / LATE)
@@ -169,11 +178,12 @@ class LinkProbe:
     def _pair(self, first: int, second: int) -> tuple[int, int]:
         pair = (min(first, second), max(first, second))
         if first == second or not {first, second} <= set(self._workers):
-            raise UserError(f"workers {first} and {second} are no pair whose link is measured")
+            raise UserError(f"workers {first} and {second}: this probe does not measure their link")
         return pair
 
     def _joined(self) -> list[int]:
-        """The most workers that measured links join; of equally many those with the lowest number."""
+        """Return the largest set of workers joined by measured links; of equal ones, that with the lowest
+        number."""
         groups = {worker: {worker} for worker in self._workers}
         for first, second in self._measured:
             if groups[first] is not groups[second]:
@@ -184,7 +194,7 @@ class LinkProbe:
         return sorted(most)
 
     def _matrices(self, workers: list[int]) -> tuple[_Matrix, _Matrix]:
-        """(N, N) bandwidths and latencies: what was measured, and elsewhere what the best ways give."""
+        """Return (N, N) bandwidths and latencies: measured, or else by the best paths."""
         place = {worker: index for index, worker in enumerate(workers)}
         wide, short = np.zeros((len(workers),) * 2), np.full((len(workers),) * 2, np.inf)
         np.fill_diagonal(wide, np.inf)
@@ -193,31 +203,33 @@ class LinkProbe:
         for a, b, link in known:
             wide[a, b] = wide[b, a] = link.bandwidth
             short[a, b] = short[b, a] = link.latency
-        for via in range(len(workers)):  # Floyd's, for the narrowest link and for the sum
+        for via in range(len(workers)):  # Floyd's algorithm, for the narrowest link and for the sum
             wide = np.maximum(wide, np.minimum(wide[:, via, None], wide[None, via]))
             short = np.minimum(short, short[:, via, None] + short[None, via])
-        for a, b, link in known:  # a way round may be better than a link; the link is what was measured
+        for a, b, link in known:  # keep measured links where a path looks better
             wide[a, b] = wide[b, a] = link.bandwidth
             short[a, b] = short[b, a] = link.latency
         return wide, short
 
     def _reason(self, joined: list[int], without: tuple[int, ...]) -> str:
         measured = len(self._measured)
-        said = f"{measured} of {self._all} links measured"
+        text = f"{measured} of {self._all} links measured"
         if measured < len(joined) * (len(joined) - 1) // 2:
-            said += "; the others by the best ways over these"
+            text += "; the others estimated from these"
         if without:
             names = ", ".join(self._name(worker) for worker in without[:8])
-            said += f"; nothing is known of the links to {names}{', ...' if len(without) > 8 else ''}"
-        return said
+            text += f"; nothing is known of the links to {names}{', ...' if len(without) > 8 else ''}"
+        return text
 
 
 def pairs_in_rounds(workers: Iterable[int]) -> list[tuple[int, int]]:
-    """Each pair once, the lower number first; round after round, in each of which every worker is in one pair
-    (with an odd number of workers, all but one)."""
+    """Return each pair once, the lower number first, round after round.
+
+    In a round every worker is in one pair (all but one if their number is odd).
+    """
     ring = list(workers)
     if len(ring) % 2:
-        ring.append(-1)  # who meets it rests
+        ring.append(-1)  # a worker paired with it rests
     pairs: list[tuple[int, int]] = []
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
