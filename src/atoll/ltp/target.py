@@ -24,7 +24,7 @@ MOST_OUTLYING = 0.1  # share of outliers above which the history is not of one p
 BETTER = 2.0  # standard errors by which the best score must beat the safe value's
 ILL_CONDITIONED = 1e3  # condition number of the scaled design above which a ridge is added
 RIDGE = 1e-3  # of the observations' number
-EXACT = 1e-6  # of the fit's first value: smaller residuals are rounding
+EXACT = 1e-6  # of the fitted value at the range's start: smaller residuals are rounding
 CHOICES = 201  # loss rates compared
 PATH_CHANGE = 0.25  # of the least round trip: a larger change means another path
 

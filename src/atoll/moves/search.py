@@ -184,8 +184,8 @@ def _with_early(plan: MemoryPlan, shape: _Shape, bandwidths: Bandwidths, budgets
 def _may_split(best: MemoryPlan, shape: _Shape, pins: Pins) -> bool:
     """Return True if some chunks may step on the device.
 
-    Not for members and masters, which step in host memory, for steps made elsewhere, or with a pin on
-    resident values.
+    Not for members and masters, which step in host memory, for steps made elsewhere, nor with a pin on steps
+    or residents.
     """
     free = pins.steps_on is None and pins.resident is None
     alone = shape.share is None and not shape.lent and not shape.profile.elsewhere

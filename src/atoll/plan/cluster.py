@@ -73,7 +73,7 @@ class Cluster:
 
     workers: tuple[Worker, ...]
     sites: tuple[Site, ...]
-    between_sites: Mapping[tuple[int, int], Pipe]  # by indices, the lower first; shared by all workers
+    between_sites: Mapping[tuple[int, int], Pipe]  # by indices, the lower first; all traffic across shares it
     between_workers: Mapping[tuple[int, int], Pipe]  # a link that only these two use
     bytes: int  # of a contribution: the gradients of the whole model
     batch: int  # samples of a worker's batch
