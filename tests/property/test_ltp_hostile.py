@@ -273,7 +273,7 @@ def test_slots_are_bounded_and_freed() -> None:
         victim.bursts = victim.bursts[-20:]
     refused = victim.got(Refused)
     assert len(refused) == 199 - MOST_TRANSFERS
-    assert f"{MOST_TRANSFERS} are open" in refused[0].reason
+    assert f"the limit of {MOST_TRANSFERS} open transfers" in refused[0].reason
     for _ in range(8):  # the peer lives, and sends nothing of them any more
         victim.say(Ping(sequence=0))
         victim.pass_time(SETTINGS.idle_seconds / 6)

@@ -172,7 +172,7 @@ def test_what_is_wrong_is_said() -> None:
     with pytest.raises(UserError, match="at least 1"):
         LinkProbe(0.0, [0, 1], 1.0, together=0)
     probe = LinkProbe(0.0, [0, 1], 1.0)
-    with pytest.raises(UserError, match="no pair"):
+    with pytest.raises(UserError, match="does not measure their link"):
         probe.handle_measured(0.0, 0, 2, LINK)
-    with pytest.raises(UserError, match="no bandwidth"):
+    with pytest.raises(UserError, match="bytes/s must be above 0"):
         probe.handle_measured(0.0, 0, 1, Measured(math.nan, 0.01))

@@ -315,7 +315,7 @@ def test_a_standing_queue_is_drained_but_not_for_ever_and_another_s_is_yielded_t
     assert control.decision.row == "drain"
     assert control.rate < 0.96 * control.estimate
     hand.run(DRAIN_ROUNDS, queue=0.02, share=0.95)
-    assert "another's" in control.decision.reason
+    assert "belongs to other senders" in control.decision.reason
     hand.run(1, queue=0.02)
     assert control.rate >= 0.97 * control.estimate
     hand.run(1, queue=0.02, loss=0.002)
