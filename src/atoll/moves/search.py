@@ -547,7 +547,7 @@ def _check_device(
     needed = pins.cache_blocks or least
     why = f"a call needs all its parameters at once, and the largest is {shape.largest()}"
     if pins.cache_blocks is not None:
-        why = f"the cache is to have {pins.cache_blocks} blocks"
+        why = f"a cache of {pins.cache_blocks} blocks is set"
     if pins.resident is not None:
         needed += sum(shape.costs[c].blocks for c in _resident(shape, pins))
         why = f"{pins.resident:g} of the parameters stay on it, and {why}"
