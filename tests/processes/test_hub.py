@@ -36,8 +36,10 @@ from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.core.liveness import own_origin, read_process
 from atoll.hub.main import ADDRESS_FILE
 from atoll.hub.service import Clock
+from atoll.net.hubconnection import HubHeartbeats
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.requests import RefusedError
+from atoll.observe.notices import Notices
 from atoll.train.members import hub_client as hub_client_module
 from atoll.train.members.hub_client import HubClient
 from atoll.wire.messages import (
@@ -54,6 +56,7 @@ from atoll.wire.messages import (
     Welcome,
     encode,
 )
+from support.notices import lines_of
 
 
 @pytest.fixture
@@ -97,7 +100,7 @@ def test_a_run_without_a_name_gets_one_and_tells_it(folder: Path, tmp_path: Path
 def test_a_deadline_on_the_shards_says_what_their_processes_do(folder: Path) -> None:
     with hub_of(folder, workers=1, shards=2) as service, client(service) as one:
         one.join()
-        one._timeout = 0.5  # joining may take longer
+        one._hub.timeout = 0.5  # joining may take longer
         ends = "; shard 1 is not there: start `atoll server --shard 1`"
         absent, starting = (
             "is not there: start `atoll server --shard 0`",
@@ -260,10 +263,9 @@ def test_a_worker_that_was_given_up_is_told(folder: Path) -> None:
         wait_for(lambda: service.decisions("worker died"), "its death")
         with pytest.raises(UserError, match="knows no incarnation 1"):
             stopped.lease(0, 0, 10, 2)
-        stopped._stop.clear()
-        beating = threading.Thread(target=stopped._beat, args=(stopped.welcome,), daemon=True)
-        beating.start()
-        beating.join(DEADLINE)
+        stopped._beats = HubHeartbeats(service.address, None, stopped._beat, stopped._note)
+        stopped._beats.start()
+        wait_for(lambda: stopped._hub.refusal, "the hub's refusal")
         with pytest.raises(RunError, match="knows no incarnation 1"):
             stopped.check()
         stopped.close()
@@ -344,9 +346,9 @@ def test_what_was_asked_as_the_connection_was_lost_does_no_harm(folder: Path) ->
             one.join()
             door.stand_still()
             door.hang_up()
-            wait_for(lambda: one._client.losses, "word of it")
+            wait_for(lambda: one._hub.client.losses, "word of it")
             stale = Lease(incarnation=one._incarnation, sampler=0, epoch=0, length=100, count=10)
-            one._client.send(encode(stale))
+            one._hub.client.send(encode(stale))
             door.go_on()
             assert one.lease(0, 0, 100, 10).start == 0
             one.check()
@@ -376,7 +378,7 @@ def test_a_worker_that_was_given_up_is_told_on_a_new_connection_too(folder: Path
         one = client(service, address=door.address)
         one.join()
         one._stop_beating()
-        one._client.send(encode(Goodbye(incarnation=one._incarnation)))
+        one._hub.client.send(encode(Goodbye(incarnation=one._incarnation)))
         wait_for(lambda: service.decisions("worker left"), "its leaving")
         door.hang_up()
         with pytest.raises(RefusedError, match="knows no incarnation 1"):
@@ -391,14 +393,16 @@ def test_a_hub_that_falls_silent_is_told_at_once_and_when_it_is_back(
 ) -> None:
     """Its connection is lost, and no other is let in; or it stands still with the connection open."""
     monkeypatch.setattr(hub_client_module, "SILENCE", 0.3)
-    told: list[str] = []
+    notices = Notices()
+    told = lines_of(notices)
     with hub_of(folder, patience=600.0, heartbeat=0.1) as service:
         door = Forwarder(service.address)
-        with client(service, address=door.address) as one:
-            one.silence.tell, one.silence.meanwhile = told.append, "on"
+        with client(service, address=door.address, notices=notices, without=lambda _welcome: "on") as one:
             one.join()
             assert one.lease(0, 0, 100, 10).stop == 10
-            wait_for(lambda: one.silence.since is None, "the hub's answers")  # may take longer
+            silence = one.silence
+            assert silence is not None
+            wait_for(lambda: silence.since is None, "the hub's answers")  # may take longer
             told.clear()
             door.stand_still()
             if gone:
@@ -408,7 +412,7 @@ def test_a_hub_that_falls_silent_is_told_at_once_and_when_it_is_back(
             asking.start()
             wait_for(lambda: told, "word of it")
             assert re.fullmatch(
-                rf"the hub at {door.address} has not answered for \d+\.\d s( \(.*\))?; on", told[0]
+                rf"worker 0: the hub at {door.address} has not answered for \d+\.\d s( \(.*\))?; on", told[0]
             )
             assert asking.is_alive()
             door.go_on()
@@ -416,7 +420,7 @@ def test_a_hub_that_falls_silent_is_told_at_once_and_when_it_is_back(
             assert found[0].start in (10, 20)  # the first answer may be lost
             wait_for(lambda: len(told) > 1, "word that it is back")
         door.close()
-    assert told[1:] == [f"the hub at {door.address} answers again"]
+    assert told[1:] == [f"worker 0: the hub at {door.address} answers again"]
 
 
 def test_a_hub_that_does_not_come_back_is_named_with_what_was_wanted(folder: Path) -> None:
@@ -424,8 +428,8 @@ def test_a_hub_that_does_not_come_back_is_named_with_what_was_wanted(folder: Pat
         one = client(service)
         one.join()
         one.lease(0, 3, 30, 20)
-    wait_for(lambda: not one._client.connected, "the end of the connection")
-    one._timeout = 1.0
+    wait_for(lambda: not one._hub.client.connected, "the end of the connection")
+    one._hub.timeout = 1.0
     with pytest.raises(DeadlineError) as caught:
         one.lease(0, 3, 30, 20)
     assert re.fullmatch(
@@ -439,7 +443,7 @@ def test_a_hub_that_does_not_come_back_is_named_with_what_was_wanted(folder: Pat
 def test_a_hub_that_is_not_there(folder: Path) -> None:
     # Nobody is given port 1; that of a hub that has ended may be another process's by now.
     with HubClient("tcp://127.0.0.1:1", None, timeout=0.5) as nobody:
-        wait_for(lambda: nobody._client.trouble == "nothing listens there", "the port's answer")
+        wait_for(lambda: nobody._hub.client.trouble == "nothing listens there", "the port's answer")
         with pytest.raises(DeadlineError, match="nothing listens"):
             nobody.join()
 

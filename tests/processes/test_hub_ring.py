@@ -343,7 +343,7 @@ def test_a_wish_for_a_ring_that_was_sent_twice_has_one_answer(monkeypatch: pytes
             link.send(encode(message))
         return ask(link, message, *rest, **more)
 
-    monkeypatch.setattr("atoll.train.members.hub_client.ask", asks)
+    monkeypatch.setattr("atoll.net.hubconnection.ask", asks)
     with hub_of(1) as served, HubClient(served.address, None, timeout=DEADLINE) as hub:
         hub.join()
         assert hub.gather() == 1

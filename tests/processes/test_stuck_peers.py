@@ -30,6 +30,7 @@ from atoll.train.api.place import Place
 from atoll.train.api.session import Session
 from atoll.train.sync.service import parties_of
 from atoll.wire.messages import VERSION, Ended, Goodbye, Hello, Welcome, decode_untrusted, encode
+from support.notices import lines_of
 from support.pool import WorkerPool
 from support.served import ServedRun, served_worker
 
@@ -80,7 +81,6 @@ def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
     """While it is waited for, and in the error of the deadline."""
     monkeypatch.setattr("atoll.exchange.silence._ASK_AFTER", 0.1)
     monkeypatch.setattr("atoll.exchange.silence._UNANSWERED", 0.4)
-    told: list[str] = []
     with one_worker(tmp_path, consistency) as (session, run):
         model, optimizer = make()
         session.prepare(model, optimizer)
@@ -94,7 +94,7 @@ def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
         service = session._runtime.member
         assert service is not None
         service.shards.timeout = 1.0
-        service.warn = told.append
+        told = lines_of(service.hub.notices)
         os.kill(run.pid(1), signal.SIGSTOP)
         said = stuck(step)
         os.kill(run.pid(1), signal.SIGCONT)
@@ -259,7 +259,7 @@ def stays_away(place: Place, address: str, where: str) -> tuple[str, list[str]]:
                 place.store.wait(["given up"])
             else:
                 service.shards.timeout = 1.0
-                service.warn = told.append
+                told = lines_of(service.hub.notices)
             with (
                 mock.patch("atoll.exchange.silence._ASK_AFTER", 0.1),
                 mock.patch("atoll.exchange.silence._UNANSWERED", 0.5),

@@ -26,6 +26,7 @@ from atoll.hub.journal import FILE, KIND
 from atoll.hub.records import Told, decode_record
 from atoll.logs.frames import frames
 from atoll.net.endpoint import Client
+from atoll.net.hubconnection import HubHeartbeats
 from atoll.net.requests import RefusedError, ask
 from atoll.server.journal import Folder
 from atoll.testing import faults
@@ -605,11 +606,10 @@ def test_a_shard_that_was_given_up_takes_its_place_again(folder: Path) -> None:
     with hub_of(folder, patience=2.0, run="r") as service:
         link = HubLink(service.address, None, run="r", shard=0, own="tcp://127.0.0.1:1001", timeout=DEADLINE)
         before = link.welcome.incarnation
-        link._stop_beating()
+        link._beats.stop()
         wait_for(lambda: service.decisions("shard died"), "its death")
-        link._stop.clear()
-        link._thread = threading.Thread(target=link._beat, args=(None,), daemon=True)
-        link._thread.start()
+        link._beats = HubHeartbeats(service.address, None, link._beat, link._note)
+        link._beats.start()
 
         def back() -> bool:
             link.take()

@@ -30,13 +30,14 @@ from atoll.hub.records import Came, Died, Knows, Left, decode_record, encode_rec
 from atoll.hub.rings import Rings
 from atoll.hub.turn import Turn
 from atoll.tensors.binding import bind_model, specs_of
-from atoll.train.api.place import Place
+from atoll.train.api.place import Place, Seat
 from atoll.train.gradients.reducer import Calls
 from atoll.train.gradients.ring import RingReducer
 from atoll.train.gradients.samples import Contribution
 from atoll.train.group import channel, channels
 from atoll.train.group.channel import BrokenRingError
 from atoll.train.group.rounds import Regrouped, Ring
+from atoll.train.members.ringmeeting import RingMeeting
 from atoll.train.members.workers import Workers
 from atoll.wire.messages import (
     AnyMessage,
@@ -393,18 +394,17 @@ class State:
         held = [self.iteration, self.results, self.deals, self.beginning]
         return json.dumps([held, self._member.reducer.member_state()]).encode()
 
-    def restore(self, raw: bytes) -> None:
+    def restore(self, raw: bytes, rank: int) -> None:
         (self.iteration, self.results, self.deals, self.beginning), reducer = json.loads(raw)
         self._member.reducer.check_member_state(reducer)
         self._member.reducer.load_member_state(reducer)
         self._member.world.agree(("results", self.iteration), self.results)
 
-    def all_places(self, *, entered: bool = False) -> list[Any]:
-        own = None if entered else [self._member.incarnation, self.iteration]
-        return self._member.workers.gather(own, "the members' places in their data")
+    def places(self, *, entered: bool = False) -> bytes:
+        return json.dumps(None if entered else [self._member.incarnation, self.iteration]).encode()
 
-    def deal_anew(self, places: Sequence[Any], rank: int, world: int) -> None:
-        member = self._member
+    def deal_anew(self, said: Sequence[bytes], rank: int, world: int) -> None:
+        member, places = self._member, [json.loads(each) for each in said]
         round = member.ring._number
         assert len(places) == world, (places, world)
         assert places[rank] in (None, [member.incarnation, self.iteration]), (places, rank, str(member))
@@ -564,10 +564,9 @@ class Member:
         else:
             names = list(range(self.world.schedule.world))
             place = self.place_in(Reformed(group=1, workers=names))
-        self.ring = _ring(self, place, device)
-        self.workers = Workers(place, self.ring)
-        self.state = State(self)
-        self.ring.trains(self.state, self._told)
+        self.state, seat = State(self), Seat(place, late=self.late)
+        self.ring = _ring(self, seat, device)
+        self.workers = Workers(RingMeeting(seat, self.ring))
         self._prepare()
         if self.late:
             self.entering = True
@@ -582,8 +581,8 @@ class Member:
         self.switch("any", lambda: [_nothing], "its goodbye")
         self.world.hub.goodbye(self.incarnation, finished=True)
 
-    def _told(self, ring: Regrouped) -> None:
-        assert ring.world == len(self.members)
+    def told(self, ring: Ring, changed: Regrouped) -> None:
+        assert ring.world == changed.world == len(self.members)
 
     def _prepare(self) -> None:
         beginning = torch.tensor(self.state.beginning)
@@ -632,13 +631,13 @@ class Member:
             self.world.agree(("told", iteration), told)
 
 
-def _ring(member: Member, place: Place, device: torch.device) -> Ring:
+def _ring(member: Member, seat: Seat, device: torch.device) -> Ring:
     """`Ring` asks its member for the next ring even while it is made."""
 
     class Early(Ring):
         def __init__(self) -> None:
             member.ring = self
-            super().__init__(place, device, 600.0, member)
+            super().__init__(seat, device, 600.0, member, state=member.state, told=member.told)
 
     return Early()
 

@@ -21,6 +21,7 @@ from atoll.chunks import lay_out
 from atoll.core.errors import AtollError
 from atoll.cpuside.witnesslink import WitnessLink
 from atoll.exchange.link import Link
+from atoll.net import hubconnection
 from atoll.server.links import HubLink, LogLink
 from atoll.server.mirror import Mirror
 from atoll.server.siteplace import Place
@@ -88,11 +89,12 @@ WELCOME = m.Welcome(run=RUN, worker=0, incarnation=1, workers=2, shards=2, heart
 
 
 def test_a_worker_bears_a_hub_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_client, "_LISTEN_SECONDS", 0.001)
+    monkeypatch.setattr(hub_client, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(hubconnection, "_LISTEN_SECONDS", 0.001)
     likely = (m.Welcome, m.Shards, m.Gathered, m.Reformed, m.Leased, m.Grouped, m.RingNews, m.MeasureLink)
     done = 0
     for seed in SEEDS:
-        with lying(monkeypatch, "atoll.train.members.hub_client", seed, likely) as liar:
+        with lying(monkeypatch, "atoll.net.hubconnection", seed, likely) as liar:
             client = HubClient("tcp://127.0.0.1:1", None, timeout=0.005)
             done += tried(client.join, client.check)
             liar.honest = hello_only(WELCOME)
@@ -122,7 +124,7 @@ def test_a_worker_uses_no_samples_that_there_are_not(monkeypatch: pytest.MonkeyP
         def honest(header: bytes, answer: m.Leased = answer) -> list[Any]:
             return [answer] if isinstance(m.decode_untrusted(header), m.Lease) else [WELCOME]
 
-        with lying(monkeypatch, "atoll.train.members.hub_client", 0, (), honest=honest) as liar:
+        with lying(monkeypatch, "atoll.net.hubconnection", 0, (), honest=honest) as liar:
             liar.lies = False
             client = HubClient("tcp://127.0.0.1:1", None, timeout=0.05)
             client.join()
@@ -224,6 +226,7 @@ def test_a_shard_bears_a_hub_and_a_log_that_lie(monkeypatch: pytest.MonkeyPatch)
     likely = (m.Welcome, m.Shards, m.Duty, m.Entry, m.Over, m.Refused)
     for seed in SEEDS:
         with lying(monkeypatch, "atoll.server.links", seed, likely) as liar:
+            monkeypatch.setattr(hubconnection, "Client", liar.connect)
             links: list[HubLink] = []
 
             def join(links: list[HubLink] = links) -> None:
@@ -294,7 +297,7 @@ def test_a_node_bears_a_witness_that_lies(monkeypatch: pytest.MonkeyPatch) -> No
     for seed in SEEDS:
         with lying(
             monkeypatch,
-            "atoll.cpuside.witnesslink",
+            "atoll.net.hubconnection",
             seed,
             (m.Promised, m.Accepted, m.ViewDecided, m.Refused),
         ) as liar:

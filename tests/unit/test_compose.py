@@ -22,7 +22,7 @@ COMPOSE = "train/api/compose.py"
 ASKING = ("isinstance", "issubclass")
 ROOTS = {
     "Alone", "OverRing", "Served", "ServedInTiers", "Peers",  # strategies
-    "Reducer", "Tiers", "Fitted", "Workers", "ParameterOptimizer", "ChunkOptimizer",
+    "Reducer", "Tiers", "Fitted", "Workers", "WorkerMeeting", "ParameterOptimizer", "ChunkOptimizer",
     "ServedEntrance", "Service", "HubRing", "NodeWorker",
 }  # fmt: skip
 
@@ -68,7 +68,7 @@ def asked(tree: ast.AST, of: set[str]) -> Iterator[str]:
 def test_nobody_but_compose_asks_what_kind_an_object_is() -> None:
     sources = trees()
     of = kinds(sources)
-    assert {"RingReducer", "MeanExchange", "Sharded", "GroupWorkers", "LentTiers"} <= of
+    assert {"RingReducer", "MeanExchange", "Sharded", "GroupMeeting", "LentTiers"} <= of
     found = {name: [*asked(tree, of)] for name, tree in sources.items() if name != COMPOSE}
     assert {name: places for name, places in found.items() if places} == {}
     assert len([*asked(sources[COMPOSE], of)]) == 2  # the way in which the worker has joined

@@ -17,6 +17,7 @@ from atoll.core.errors import NonFiniteGradientError
 from atoll.core.stands import Epoch
 from atoll.core.weighing import GUESSED
 from atoll.tensors.binding import bind_model, specs_of
+from atoll.train.api.place import Seat
 from atoll.train.checkpoint.buffers import ModelBuffers
 from atoll.train.gradients.agreement import Ballot
 from atoll.train.gradients.alike import Treatments
@@ -92,7 +93,7 @@ def test_what_a_member_says_and_hears_is_what_it_is_though_it_is_packed_once() -
         buffers=ModelBuffers(model),
     )
     treatments = Treatments(lambda: [dict(settings)], bounds[0].parameters)
-    ring = Ring(ring_of_one(), torch.device("cpu"), 10.0)
+    ring = Ring(Seat(ring_of_one()), torch.device("cpu"), 10.0)
     kept, tail, dirty = Ballot(ring, owner, calls, treatments), Tail(message), [0.0]
 
     def same(own: Contribution, awaited: bool = False) -> None:

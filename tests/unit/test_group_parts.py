@@ -22,8 +22,10 @@ from atoll.train.group.channel import Channel
 from atoll.train.group.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.group.solo import SoloChannel
 from atoll.train.members.attendance import Attendance
-from atoll.train.members.groupworkers import GroupWorkers
+from atoll.train.members.groupmeeting import GroupMeeting, OwnCall
+from atoll.train.members.logmeeting import LogMeeting
 from atoll.train.members.regrouping import GroupState, Leases
+from atoll.train.members.workers import Workers
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.uplink import Uplink, Wanted
 from atoll.wire.messages import Leased, run_of
@@ -235,10 +237,11 @@ def test_what_was_given_and_not_used_is_held_when_the_worker_moves() -> None:
 
 def test_numbers_of_groups_are_no_workers() -> None:
     shards: Any = SimpleNamespace(on=lambda *_: None)
-    ring: Any = SimpleNamespace(scripts=SimpleNamespace())
-    attendance = Attendance(Place(0, 4), late=False)
-    workers = GroupWorkers(attendance, shards, ServedModels(), ring, None)
-    workers.saw([4, 5])
+    ring: Any = SimpleNamespace()
+    attendance, models = Attendance(Place(0, 4), late=False, grouped=True), ServedModels()
+    at_log = LogMeeting(attendance, shards, models)
+    workers = Workers(GroupMeeting(attendance, at_log, models, ring, None, OwnCall()))
+    attendance.saw([4, 5])
     assert workers.is_first
     assert workers.ranks == [0, 1, 2, 3]
 
@@ -261,9 +264,8 @@ class Unsayable:
 
 def test_a_state_that_cannot_be_given_ends_nobody() -> None:
     state, warnings = Unsayable(), list[str]()
-    ring: Any = SimpleNamespace()
-    group = GroupState(state, ring, [], warnings.append)
-    group.restore(group.capture())
+    group = GroupState(state, [], warnings.append)
+    group.restore(group.capture(), 1)
     assert state.restored is None
     assert warnings == [
         "the members of this worker's group go on with schedules of their own: two schedulers of class "

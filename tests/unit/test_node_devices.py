@@ -22,7 +22,7 @@ import atoll
 from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import AtollError, ConfigError, GivenUpError, RunError
 from atoll.core.memory import Memory
-from atoll.train.api.place import Place
+from atoll.train.api.place import Place, Seat
 from atoll.train.group.rounds import Ring
 from atoll.train.sync.peersdevices import Devices, places_of
 from atoll.train.sync.peersexchange import said_in
@@ -49,7 +49,7 @@ def config(stale_max: int = 1, timeout: str = "20s") -> Config:
 
 
 def ring_of(place: Place, timeout: float) -> Ring:
-    return Ring(replace(place, names=(0, 1)), torch.device("cpu"), timeout)
+    return Ring(Seat(replace(place, names=(0, 1))), torch.device("cpu"), timeout)
 
 
 class Device:

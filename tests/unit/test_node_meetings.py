@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from atoll.train.api.place import Place
-from atoll.train.members import peersmeetings as of_nodes
-from atoll.train.members.meetings import MeetingWorkers
-from atoll.train.members.peersmeetings import NodeWorkers
+from atoll.train.members import nodesmeeting as of_nodes
+from atoll.train.members.meetings import BytesMeeting
+from atoll.train.members.nodesmeeting import NodesMeeting
 
 DEADLINE = 30.0
 
@@ -43,13 +43,13 @@ class World:
 
 
 class _Gathers:
-    """Those `Workers` over a World."""
+    """A meeting over a World."""
 
     late = False
 
     def __init__(self, rank: int, world: World) -> None:
         self._rank, self._world = rank, world
-        self._made, self._live = 0, [0, 1, 2]
+        self._made, self._live, self.roster = 0, [0, 1, 2], self
 
     @property
     def place(self) -> Place:
@@ -59,10 +59,6 @@ class _Gathers:
     def ranks(self) -> list[int]:
         return self._live
 
-    @property
-    def is_first(self) -> bool:
-        return self._rank == self._live[0]
-
     def gather_bytes(self, payload: bytes, _what: str) -> list[bytes]:
         self._made += 1
         found = self._world.gather(self._rank, self._made, payload)
@@ -70,11 +66,11 @@ class _Gathers:
         return [part for _, part in found]
 
 
-class OfNodes(_Gathers, NodeWorkers):
+class OfNodes(_Gathers, NodesMeeting):
     pass
 
 
-class OfOthers(_Gathers, MeetingWorkers):
+class OfOthers(_Gathers, BytesMeeting):
     pass
 
 

@@ -20,7 +20,7 @@ from atoll.core.errors import DeadlineError, GivenUpError, NonFiniteGradientErro
 from atoll.core.memory import Memory
 from atoll.memory import planning
 from atoll.memory.bandwidth import measure
-from atoll.train.members import peersmeetings as meetings
+from atoll.train.members import nodesmeeting as meetings
 from atoll.train.sync import peersexchange as exchange
 from atoll.train.sync.peersexchange import said_in
 from atoll.wire.device import (

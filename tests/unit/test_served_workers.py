@@ -11,21 +11,22 @@ import pytest
 from atoll.train.api.place import Place
 from atoll.train.members.attendance import Attendance
 from atoll.train.members.entering import ServedEntrance
-from atoll.train.members.served_workers import ServedWorkers
+from atoll.train.members.logmeeting import LogMeeting
+from atoll.train.members.workers import Workers
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.wire.messages import Committed
 
 
-def of_rank(
-    rank: int, site: str = "", *, elastic: bool = False
-) -> tuple[ServedWorkers, ServedEntrance, list[int]]:
+def of_rank(rank: int, site: str = "", *, elastic: bool = False) -> tuple[Workers, ServedEntrance, list[int]]:
     hello = SimpleNamespace(site=site)
     shards: Any = SimpleNamespace(
         late=False, hello=hello, incarnation=1, on=lambda *_: None, send=mock.Mock()
     )
-    workers = ServedWorkers(Attendance(Place(rank, 3), late=False), shards, ServedModels())
+    attendance = Attendance(Place(rank, 3), late=False)
+    workers = Workers(LogMeeting(attendance, shards, ServedModels()))
     counts: list[int] = []
-    entrance = ServedEntrance(shards, workers, mock.Mock(), lambda: 0, counts.append, elastic=elastic)
+    state = mock.Mock()
+    entrance = ServedEntrance(shards, attendance, workers, state, lambda: 0, counts.append, elastic=elastic)
     return workers, entrance, counts
 
 

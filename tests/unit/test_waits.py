@@ -130,7 +130,6 @@ _PROBE = "the socket has a deadline: create_connection's, or settimeout's"
 _NEVER = "Client.send never waits"
 _CALLED_OFF = "at least each 50 ms it calls `look`, which looks at the transfer's deadline (--deadline)"
 _RELEASES = "a condition lets go of its lock while it waits"
-_HEARTBEATS = "the thread of heartbeats, until the worker or shard ends it"
 
 # file: function: the call, and why it has no deadline of its own.
 REVIEWED: dict[str, str] = {
@@ -188,6 +187,8 @@ REVIEWED: dict[str, str] = {
     "net/fetches.py: _say: link.send(left)": _SLICES,
     "net/heartbeats.py: HeartbeatLine.open: link.connect(self._path)": "a socket that does not block",
     "net/heartbeats.py: HeartbeatDoor._accept: self._listener.accept()": "a socket that does not block",
+    "net/hubconnection.py: HubConnection.greet: self.client.send(encode(hello))": _NEVER,
+    "net/hubconnection.py: HubConnection.say: self.client.send(encode(message))": _NEVER,
     "net/linkprobe.py: LinkServer._serve: self._listener.accept()": _SLICES,
     "net/linkprobe.py: _Link.say: self._link.sendall(data)": _PROBE,
     "net/linkprobe.py: _Link._some: self._link.recv_into(self._thrown, min(most, len(self._thrown)))": (
@@ -217,7 +218,6 @@ REVIEWED: dict[str, str] = {
     "net/tunnel.py: TunnelClient.__init__: super().send(encode(opening))": _NEVER,
     "net/tunnelend.py: Mailbox.take: os.read(self._woken, 1)": "the pipe does not block",
     "net/tunnelend.py: TunnelEnd.wait_sent: self._condition.wait(left), holding self._condition": _RELEASES,
-    "server/links.py: HubLink._beat: self._stop.wait(pause), again and again": _HEARTBEATS,
     "server/journal.py: Journal.release: os.read(self._woken, 4096)": _POLLED,
     "server/journal.py: Journal._work: self._items.get()": (
         "the thread that writes a journal waits for the shard's next record; `close` ends it"

@@ -356,6 +356,11 @@ class EventBus:
     def subscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.append(subscriber)
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody has subscribed."""
+        return bool(self._subscribers)
+
     def emit(self, event: AnyEvent) -> None:
         for subscriber in self._subscribers:
             subscriber(event)

@@ -6,25 +6,14 @@ iteration may be applied".
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
-from atoll.core.errors import UserError
-from atoll.core.texts import one_line
-from atoll.net.endpoint import Client
+from atoll.core.errors import RunError, UserError
+from atoll.net.hubconnection import HubConnection
 from atoll.net.keys import Keys
-from atoll.wire.messages import (
-    VERSION,
-    AnyMessage,
-    Hello,
-    Message,
-    Refused,
-    WireError,
-    decode_untrusted,
-    encode,
-)
-
-_FRAME = 2**26  # bytes: no tensor comes this way
+from atoll.wire.messages import VERSION, AnyMessage, Hello, Message
 
 
 class WitnessLink:
@@ -37,7 +26,8 @@ class WitnessLink:
     def __init__(
         self, address: str, keys: Keys | None, *, run: str, node: int, incarnation: int, token: str
     ) -> None:
-        self.client = Client(address, keys, limit=_FRAME, name="hub")
+        self._hub = HubConnection(address, keys)
+        self.client = self._hub.client
         self._hello = Hello(
             version=VERSION,
             run=run,
@@ -47,37 +37,35 @@ class WitnessLink:
             token=token,
             pid=os.getpid(),
         )
-        self._losses = -1  # connections lost before the latest Hello
-        self.refusal = ""
+        self._greeted = False
+        self._trouble = ""
+
+    @property
+    def refusal(self) -> str:
+        """Why the hub does not take this node, in words; empty where it does."""
+        hub = self._hub
+        return self._trouble or (f"hub at {self.client.address}: {hub.refusal}" if hub.refusal else "")
 
     def say(self, message: Message) -> None:
         """Send a message if there is a connection."""
         if self._stands():
-            self.client.send(encode(message))  # type: ignore[arg-type]  # of AnyMessage
+            self._hub.say(message)  # type: ignore[arg-type]  # of AnyMessage
 
     def take(self) -> Iterator[AnyMessage]:
         """Return the messages that have come from the witness."""
         self._stands()
-        while (got := self.client.receive(0)) is not None:
-            try:
-                message = decode_untrusted(got[0])
-            except WireError:
-                continue
-            if isinstance(message, Refused):
-                self.refusal = f"hub at {self.client.address}: {one_line(message.reason, 1000)}"
-            else:
-                yield message
+        with contextlib.suppress(RunError):  # what is no message
+            yield from self._hub.take()
 
     def _stands(self) -> bool:
         """True if there is a connection; sends Hello on a new one."""
         try:
             self.client.check()
         except UserError as error:
-            self.refusal = str(error)
+            self._trouble = str(error)
             return False
-        if self.client.connected and self._losses != self.client.losses:
-            self._losses = self.client.losses
-            self.client.send(encode(self._hello))
+        if self.client.connected:
+            self._greeted = self._hub.greet(self._hello, again=not self._greeted) or self._greeted
         return self.client.connected
 
     def close(self) -> None:

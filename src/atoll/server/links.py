@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,9 +12,10 @@ import msgspec
 from atoll.core.errors import DeadlineError, GivenUpError, PeerLostError, RunError
 from atoll.core.liveness import own_origin
 from atoll.core.texts import one_line
-from atoll.net.endpoint import SOON, Client, poll
+from atoll.net.endpoint import Client, poll
+from atoll.net.hubconnection import HubConnection, HubHeartbeats
 from atoll.net.keys import Keys
-from atoll.net.requests import MOST_REASON, RefusedError, ask, decode_from
+from atoll.net.requests import MOST_REASON, RefusedError, decode_from
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
@@ -32,8 +31,6 @@ from atoll.wire.messages import (
     Staged,
     Welcome,
     WhereAreShards,
-    WireError,
-    decode_untrusted,
     encode,
 )
 
@@ -67,13 +64,12 @@ class HubLink:
         incarnation: int = 0,
         token: str = "",
     ) -> None:
-        self.client = Client(address, keys, limit=_FRAME, name="hub")
+        self._hub = HubConnection(address, keys)
+        self.client = self._hub.client
         self.addresses: list[str] = []  # the shards', once all are there
         self.over = False  # the hub says that the run is over
         self.steps = 0  # told with each heartbeat
-        self._refused = ""  # why the hub does not take us
         self._stranger = 0  # an incarnation of ours that the hub does not know any more
-        self._losses = 0  # connections lost when the hub was told last
         self._left = False
         self._hello = Hello(
             version=VERSION,
@@ -91,26 +87,14 @@ class HubLink:
         self._told: Duty | None = None  # the latest on each connection
         self._told_by_beat: Duty | None = None
         try:
-            self.welcome = self._join(timeout)
+            self.welcome = self._hub.join(self._hello, "its welcome", timeout)
             self._wait_for_duty(timeout)
         except BaseException:
             self.client.close()
             raise
         self.client.send(encode(WhereAreShards()))
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, args=(keys,), name="atoll-heartbeat", daemon=True)
-        self._thread.start()
-
-    def _join(self, timeout: float) -> Welcome:
-        """Say Hello until there is an answer: a hub that was started again meanwhile has heard nothing."""
-        until = time.monotonic() + timeout
-        while True:
-            self._losses, left = self.client.losses, max(0.0, until - time.monotonic())
-            try:
-                return ask(self.client, self._hello, Welcome, left, "its welcome")[0]
-            except PeerLostError:
-                if time.monotonic() > until:
-                    raise
+        self._beats = HubHeartbeats(address, keys, self._beat, self._note)
+        self._beats.start()
 
     def _wait_for_duty(self, timeout: float) -> None:
         until = time.monotonic() + timeout
@@ -137,87 +121,62 @@ class HubLink:
 
     def say(self, message: AnyMessage) -> None:
         """Tell the hub something, where there is a connection: it is said again."""
-        if self.client.connected:
-            self.client.send(encode(message))
+        self._hub.say(message)
 
-    def _beat(self, keys: Keys | None) -> None:
-        """The thread of heartbeats."""
-        with Client(self.client.address, keys, limit=_FRAME, name="hub", reconnect=SOON) as link:
-            pause = 0.0
-            while not self._stop.wait(pause) and not self._refused:
-                pause = self.welcome.heartbeat or 1.0
-                if link.connected:  # a hub that is gone needs no queue of these
-                    link.send(encode(self._heartbeat()))
-                else:
-                    pause = min(pause, _LOOK_SECONDS)
-                while (received := link.receive(0)) is not None:
-                    self._note(received[0])
-
-    def _heartbeat(self) -> Heartbeat:
+    def _beat(self, link: Client, _at_once: bool) -> float:
         welcome = self.welcome
-        return Heartbeat(run=welcome.run, incarnation=welcome.incarnation, iteration=self.steps)
+        link.send(encode(Heartbeat(run=welcome.run, incarnation=welcome.incarnation, iteration=self.steps)))
+        return welcome.heartbeat or 1.0
 
-    def _note(self, header: bytes) -> None:
-        """The answer to a heartbeat, where there is one."""
-        with contextlib.suppress(WireError):
-            message = decode_untrusted(header)
-            self.over = self.over or isinstance(message, Over)
-            if isinstance(message, Duty) and message.term >= self._term(self._told_by_beat):
-                self._told_by_beat = message
-            if isinstance(message, Refused):
-                self._stranger = self.welcome.incarnation
+    def _note(self, message: AnyMessage) -> bool:
+        """The answer to a heartbeat, where there is one; heartbeats end where the hub takes no shard of this
+        kind."""
+        self.over = self.over or isinstance(message, Over)
+        if isinstance(message, Duty) and message.term >= self._term(self._told_by_beat):
+            self._told_by_beat = message
+        if isinstance(message, Refused):
+            self._stranger = self.welcome.incarnation
+        return not self._hub.refusal
 
     def _term(self, duty: Duty | None) -> int:
         return duty.term if duty is not None else -1
 
-    def _stop_beating(self) -> None:
-        self._stop.set()
-        self._thread.join(_GRACE)
-
     def goodbye(self) -> None:
         """This site takes no part any more."""
-        self._stop_beating()
+        self._beats.stop()
         self._left = True
         self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
 
     def take(self) -> None:
         """Take what the hub has sent, and see that it knows us. Raises RefusedError when it refuses, or
         GivenUpError where shards are held twice."""
-        self._introduce()
-        while (received := self.client.receive(0)) is not None:
-            message = decode_from(self.client, received[0])
+        given_up = self._stranger == self.welcome.incarnation
+        # A hub that has given this shard up may take it back, as long as no other has come in its place.
+        hello = msgspec.structs.replace(self._hello, since=self.welcome.incarnation)
+        if not self._left and self._hub.greet(hello, again=given_up):
+            self._stranger = 0
+            if not self.addresses:
+                self.client.send(encode(WhereAreShards()))
+        for message in self._hub.take():
             if isinstance(message, Shards):
                 self.addresses = list(message.addresses) or self.addresses
             elif isinstance(message, Welcome):
                 self.welcome = message
             elif isinstance(message, Duty):
                 self._told = message if message.term >= self._term(self._told) else self._told
-            elif isinstance(message, Refused) and message.request != "WhereAreShards":  # asked before Hello
-                self._refused = one_line(message.reason, MOST_REASON)
-        if self._refused and not self._left:
+        refusal = self._hub.refusal
+        if refusal and not self._left:
             if self.welcome.replicas > 1:
-                raise GivenUpError(f"hub at {self.client.address}: {self._refused}")
-            raise RefusedError(f"hub at {self.client.address} refused: {self._refused}")
-
-    def _introduce(self) -> None:
-        """Say Hello again on a new connection, and to a hub that has given this shard up: it may come back,
-        as long as no other has come in its place. Said more than once, it counts once."""
-        given_up = self._stranger == self.welcome.incarnation
-        if self._left or (self.client.losses == self._losses and not given_up):
-            return
-        self._stranger, self._losses = 0, self.client.losses
-        self.client.send(encode(msgspec.structs.replace(self._hello, since=self.welcome.incarnation)))
-        if not self.addresses:
-            self.client.send(encode(WhereAreShards()))
+                raise GivenUpError(f"hub at {self.client.address}: {refusal}")
+            raise RefusedError(f"hub at {self.client.address} refused: {refusal}")
 
     def ask_where(self) -> None:
         """Ask where the shards are: one may have come back elsewhere. `addresses` gets the answer."""
-        if self.client.connected:
-            self.client.send(encode(WhereAreShards()))
+        self._hub.say(WhereAreShards())
 
     def close(self) -> None:
         """Leave; a hub that has said that the run is over waits for that word."""
-        self._stop_beating()
+        self._beats.stop()
         if self.over and not self._left:
             self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
         self.client.close()

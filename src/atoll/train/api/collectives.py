@@ -9,7 +9,8 @@ from typing import Any
 from atoll.core.scriptline import script_line
 from atoll.core.stands import call
 from atoll.train.checkpoint.resume import TrainingState
-from atoll.train.members.workers import Reduction, Value, Workers, asked_of_gather, asked_of_reduce
+from atoll.train.members.meetings import Reduction
+from atoll.train.members.workers import Value, Workers, asked_of_gather, asked_of_reduce
 from atoll.train.sync.strategies import Strategy
 
 

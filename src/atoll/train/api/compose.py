@@ -25,7 +25,7 @@ from atoll.train.api.meter import Meter
 from atoll.train.api.news import GroupNews, NodeNews, RingNews
 from atoll.train.api.owngroup import among_all, at_shards, in_hierarchy, of_node, of_replica
 from atoll.train.api.pace import Pace
-from atoll.train.api.place import Group, Place
+from atoll.train.api.place import Group, Place, Seat, is_first
 from atoll.train.api.records import Records
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.data.sources import DealtData, LeasedData, NodesData, Source
@@ -38,12 +38,14 @@ from atoll.train.group.rendezvous import HubRing
 from atoll.train.group.rounds import Ring
 from atoll.train.members.attendance import Attendance
 from atoll.train.members.entering import Entrance, RingEntrance, ServedEntrance
-from atoll.train.members.groupworkers import GroupWorkers
+from atoll.train.members.groupmeeting import GroupJudge, GroupMeeting, OwnCall
 from atoll.train.members.hub_client import HubClient
-from atoll.train.members.peersmeetings import NodeWorkers
+from atoll.train.members.logmeeting import LogMeeting
+from atoll.train.members.meetings import WorkerMeeting
+from atoll.train.members.nodesmeeting import NodesMeeting, NodesRoster
 from atoll.train.members.regrouping import GroupState, Leases, Parts, Regrouping
+from atoll.train.members.ringmeeting import RingMeeting
 from atoll.train.members.ringstate import RingState
-from atoll.train.members.served_workers import ServedWorkers
 from atoll.train.members.workers import Workers
 from atoll.train.sync.outside import Coded, synchronizer_named
 from atoll.train.sync.peers import Peers
@@ -168,11 +170,24 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         hierarchy = Hierarchy(config.groups.count, None if late else place.world)
     else:
         order = order_for(config, device)
+    seat = Seat(place, late=member is not None and member.late)
+    state = TrainingState(place, device)
+    records = Records(config, seat, state, notices=None if member is None else member.hub.notices)
     if member is not None or place.store:
-        ring = Ring(place, device, timeout, member, hierarchy, order=order, compares=True, inside=replicas)
-    workers = Workers(place, ring)
-    state = TrainingState(workers.place, device)
-    records = Records(config, workers, state)
+        ring = Ring(
+            seat,
+            device,
+            timeout,
+            member,
+            hierarchy,
+            order=order,
+            compares=True,
+            inside=replicas,
+            state=RingState(state),
+            told=RingNews(seat, state, records, hierarchy, order).ring_changed,
+        )
+        state.rank, state.world = ring.rank, ring.world  # others may have been lost as it was formed
+    workers = Workers(RingMeeting(seat, ring))
     around: Around = by_itself
     own_group: Callable[[], Group] = partial(among_all, state)
     summing: AnyRing | None = ring  # where gradients are summed
@@ -181,9 +196,6 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
     strategy: Strategy = Alone() if summing is None else OverRing(summing)
     if hierarchy is not None:
         own_group = partial(in_hierarchy, hierarchy, workers, state)
-    if ring is not None:
-        news = RingNews(workers, state, records, ring, hierarchy, order)
-        ring.trains(RingState(state, workers), news.ring_changed)
     if ring is not None and make is not None and replicas is not None:
         coder = Coded(codec_named(config.sync.codec))
         strategy = replicated = Replicated(strategy, make, ring, replicas, workers, coder)
@@ -195,7 +207,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
         alone = "none: one worker"
         if replicas is not None:
             said = alone
-            if ring is not None and not ring.outside:
+            if ring is not None and not seat.late:
                 said = f"{len(replicas)} train replicas: {replicas.describe()}"
             records.decided("contributors", said, f"strategy {name!r}, groups.count")
         else:
@@ -203,7 +215,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
             kind = alone if ring is None else f"{backend} over {state.world} workers"
             records.decided("ring", kind, "the backend that c10d has for this device")
         records.tell_of_groups(hierarchy)
-        if workers.is_first:
+        if is_first(seat):
             records.tell_of_order(order)
         records.tell_of_confirmations(ring)
 
@@ -246,13 +258,12 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
 
 def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runtime:
     """A device of a node, among other nodes."""
-    workers = NodeWorkers(node)
+    roster = NodesRoster(node)
+    workers = Workers(NodesMeeting(node, roster))
     state = TrainingState(workers.place, device)
-    records = Records(config, workers, state, node=node)
+    records = Records(config, roster, state, node=node)
     pace = Pace(config.groups.probe)
-    peers = Peers(
-        node, workers, state, lambda: pace.latest, config.sync.stale_max, lambda line: records.warn(line)
-    )
+    peers = Peers(node, workers, state, lambda: pace.latest, config.sync.stale_max, records.warn)
 
     return Runtime(
         others="peers",
@@ -282,17 +293,30 @@ def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runti
 
 def _with_shards(config: Config, place: Place, device: torch.device, service: Service) -> Runtime:
     """A worker of a parameter server, by itself or in a group."""
-    ring = service.ring
-    attendance = Attendance(place, late=service.shards.late)
+    attendance = Attendance(place, late=service.shards.late, grouped=service.rings is not None)
     state = TrainingState(place, device)
-    records = Records(config, attendance, state, service)
+    records = Records(config, attendance, state, service, notices=service.hub.notices)
     pace, models, leases = Pace(config.groups.probe), ServedModels(), Leases(service.hub)
     together = config.sync.consistency == "bsp"
+    ring: Ring | None = None
     regrouping: Regrouping | None = None
-    if ring is None:
-        workers = ServedWorkers(attendance, service.shards, models)
-    else:
-        news = GroupNews(attendance, state, records, pace, ring, service.order)
+    meeting: WorkerMeeting
+    meeting = at_log = LogMeeting(attendance, service.shards, models)
+    if service.rings is not None:
+        order, call = order_for(config, device), OwnCall()
+        news = GroupNews(attendance, state, records, pace, order)
+        ring = Ring(
+            Seat(service.rings.place),
+            device,
+            config.timeout_seconds,
+            service.rings,
+            order=order,
+            compares=True,
+            state=GroupState(state, service.samplers, records.warn),
+            told=news.ring_changed,
+            judge=GroupJudge(attendance.place, service.shards, call),
+            mark=service.mark,
+        )
         parts = Parts(
             hub=service.hub,
             ring=ring,
@@ -303,17 +327,15 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
             leases=leases,
             models=models,
         )
-        moves = regrouping = Regrouping(parts, news.moved)
+        regrouping = Regrouping(parts, news.moved)
         # Under bsp all leave their groups at one iteration, and nobody in a call.
         leaves = None if together else regrouping
-        workers = GroupWorkers(attendance, service.shards, models, ring, leaves)
-        ring.trains(
-            GroupState(state, ring, service.samplers, records.warn),
-            lambda changed: news.ring_changed(changed, moves.contributor),
-        )
+        meeting = GroupMeeting(attendance, at_log, models, ring, leaves, call)
+    workers = Workers(meeting)
     fixed = bool(service.site)  # data is not dealt anew
     entrance = ServedEntrance(
         service.shards,
+        attendance,
         workers,
         state,
         entered=models.entered,
@@ -341,7 +363,6 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
     served = Served(service, workers, config, entrance, models, make_exchange, of_group=of_group)
 
     def tell_of_start() -> None:
-        service.warn = records.warn
         records.decided("server", service.describe(config), "run.strategy, run.shards and sync.consistency")
         if config.link.transport != "tcp":
             records.decided("link", service.describe_link(config), "link.transport")

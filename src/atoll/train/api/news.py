@@ -5,13 +5,13 @@ from __future__ import annotations
 from atoll.core import events
 from atoll.core.config import Config
 from atoll.train.api.pace import Pace
+from atoll.train.api.place import Seat, is_first
 from atoll.train.api.records import Records
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.ordering import RingOrder
 from atoll.train.group.rounds import MOVING, Regrouped, Ring
 from atoll.train.members.attendance import Attendance
-from atoll.train.members.workers import Workers
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.uplink import Speaker
 from atoll.wire.device import Members, Told
@@ -23,26 +23,25 @@ class RingNews:
 
     def __init__(
         self,
-        workers: Workers,
+        seat: Seat,
         state: TrainingState,
         records: Records,
-        ring: Ring,
         hierarchy: Hierarchy | None,
         order: RingOrder | None,
     ) -> None:
-        self._workers, self._state, self._records = workers, state, records
-        self._ring, self._hierarchy, self._order = ring, hierarchy, order
+        self._seat, self._state, self._records = seat, state, records
+        self._hierarchy, self._order = hierarchy, order
 
-    def ring_changed(self, ring: Regrouped) -> None:
+    def ring_changed(self, ring: Ring, changed: Regrouped) -> None:
         """The ring goes on with other members than before. Raises RunError where one of them held the only
         copy of a part of a model."""
         for tiers in self._state.tiers:
-            tiers.refuse_loss([*ring.lost, *ring.left])
-        if self._workers.is_first:
-            self._records.tell_of_ring(ring, "the ring")
+            tiers.refuse_loss([*changed.lost, *changed.left])
+        if is_first(self._seat):
+            self._records.tell_of_ring(changed, "the ring")
             self._records.tell_of_order(self._order)
         self._records.tell_of_groups(self._hierarchy)
-        self._records.tell_of_confirmations(self._ring)
+        self._records.tell_of_confirmations(ring)
 
 
 class GroupNews:
@@ -54,21 +53,19 @@ class GroupNews:
         state: TrainingState,
         records: Records,
         pace: Pace,
-        ring: Ring,
         order: RingOrder | None,
     ) -> None:
         self._attendance, self._state, self._records = attendance, state, records
-        self._pace, self._ring, self._order = pace, ring, order
+        self._pace, self._order = pace, order
 
-    def ring_changed(self, ring: Regrouped, group: int) -> None:
-        """The ring of this worker's group, which contributes as `group`, is another one; `moved` tells of
-        moves."""
+    def ring_changed(self, ring: Ring, changed: Regrouped) -> None:
+        """The ring of this worker's group is another one; `moved` tells of moves."""
         self._pace.leave_out()
-        self._attendance.lose([*ring.lost, *ring.left])
-        if self._ring.rank != 0:
+        self._attendance.lose([*changed.lost, *changed.left])
+        if ring.rank != 0:
             return
-        if ring.what != MOVING:
-            self._records.tell_of_ring(ring, f"group {group}")
+        if changed.what != MOVING:
+            self._records.tell_of_ring(changed, f"group {self._attendance.contributor}")
         self._records.tell_of_order(self._order)
 
     def moved(self, grouped: Grouped, seconds: float, speaker: Speaker) -> None:

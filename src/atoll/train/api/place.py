@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -83,6 +84,38 @@ class Place:
         store = _meet(environment, timeout)
         host = host_among(store, rank, world, whereabouts(), timeout)
         return Place(rank, world, local_rank, store, host)
+
+
+class WorkerRoster(Protocol):
+    """Who takes part in the calls of all workers, as one worker knows it."""
+
+    @property
+    def place(self) -> Place:
+        """This worker's place, as it is now."""
+
+    @property
+    def late(self) -> bool:
+        """Whether this worker has come when the run was under way, and has yet to enter."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of those who took part in the latest call, in order."""
+
+
+class Seat:
+    """This worker's place among its group's members, as it is now (a WorkerRoster)."""
+
+    def __init__(self, place: Place, *, late: bool = False) -> None:
+        self.place, self.late = place, late
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(self.place.world))
+
+
+def is_first(roster: WorkerRoster) -> bool:
+    """Whether this worker writes, and describes, for all."""
+    return roster.place.rank == roster.ranks[0] and not roster.late
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

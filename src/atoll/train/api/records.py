@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -24,30 +24,21 @@ from atoll.groups.grouping import show
 from atoll.observe.journal import Journal
 from atoll.observe.lastwords import say
 from atoll.observe.metrics import LATE_SECONDS
+from atoll.observe.notices import Notices, print_warning
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, Claim, RunDirectory
 from atoll.train.api.logged import finite, loggable
 from atoll.train.api.meter import Taken
-from atoll.train.api.place import Place
+from atoll.train.api.place import WorkerRoster, is_first
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.ordering import RingOrder
 from atoll.train.group.rounds import Regrouped, Ring
 from atoll.train.members.workers import Workers
 from atoll.train.sync.peersworker import NodeWorker
-from atoll.train.sync.service import Service, print_warning
+from atoll.train.sync.service import Service
 
 MOST_LOGGED = 1000  # calls of `log` that are kept to be read later
-
-
-class Who(Protocol):
-    """The worker that tells: its place, and whether it tells what concerns all."""
-
-    @property
-    def place(self) -> Place: ...
-
-    @property
-    def is_first(self) -> bool: ...
 
 
 class Records:
@@ -57,13 +48,16 @@ class Records:
     def __init__(
         self,
         config: Config,
-        who: Who,
+        who: WorkerRoster,
         state: TrainingState,
         service: Service | None = None,
         node: NodeWorker | None = None,
+        notices: Notices | None = None,
     ) -> None:
+        """`notices` are those that this worker has told people through so far; None: nobody did."""
         self._config, self._who, self._state, self._node = config, who, state, node
-        self._bus = events.EventBus()
+        self._notices = notices or Notices(who.place.name)
+        self._bus = self._notices.bus
         self._claim: Claim | None = None  # of the run directory: worker 0's, without `atoll run`
         self._journal: Journal | None = None
         self._lab_journal: Journal | None = None
@@ -101,7 +95,7 @@ class Records:
 
     def summarise(self) -> None:
         """Without `atoll run` above, worker 0 puts the records together itself."""
-        if self._journal is None or DIRECTORY_VARIABLE in os.environ or not self._who.is_first:
+        if self._journal is None or DIRECTORY_VARIABLE in os.environ or not is_first(self._who):
             return
         run = self._config.run
         recorder = Recorder(RunDirectory(Path(run.directory)), self._state.world, run.strategy)
@@ -124,7 +118,7 @@ class Records:
 
     def decided(self, what: str, choice: str, reason: str) -> None:
         """A decision that concerns all workers: the first tells of it."""
-        if self._who.is_first:
+        if is_first(self._who):
             self.decided_here(events.Decided, what, choice, reason)
 
     def decided_here(self, kind: Any, what: str, choice: str, reason: str) -> None:
@@ -133,9 +127,8 @@ class Records:
 
     def warn(self, line: str) -> None:
         """Tell people at once, from any thread; `atoll run` shows what is in the journal."""
-        if DIRECTORY_VARIABLE not in os.environ:
-            print_warning(line)
-        self.emit(events.Warned, message=line)
+        self._tell_of_steps()
+        self._notices.warn(line)
 
     def warn_once(self, subject: str, line: str) -> None:
         """Print `line` unless this worker has warned of `subject` before, from any thread.
@@ -150,7 +143,7 @@ class Records:
     def warn_together(self, subject: str, line: str) -> None:
         """Print once what all workers know: the first one does, and at a site, whose workers know of
         themselves alone, each."""
-        if self._who.is_first or self._is_at_site:
+        if is_first(self._who) or self._is_at_site:
             self.warn_once(subject, line)
 
     # Iterations, and what is logged in them
@@ -286,7 +279,7 @@ class Records:
         directory = by_command or self._config.run.directory
         run = RunDirectory(Path(directory)) if directory else None
         failure = ""
-        if self._who.is_first and run is not None and not by_command:
+        if is_first(self._who) and run is not None and not by_command:
             try:
                 self._claim = run.claim(self._config.run.readable)
             except UserError as error:

@@ -45,7 +45,8 @@ from atoll.train.data.passes import Passes
 from atoll.train.data.peerssampler import PeerBatches
 from atoll.train.data.sampler import BatchesSampler, ShardedSampler
 from atoll.train.gradients.backward import BackwardEnd
-from atoll.train.members.workers import Reduction, Value
+from atoll.train.members.meetings import Reduction
+from atoll.train.members.workers import Value
 
 
 class Session:

@@ -27,8 +27,8 @@ from atoll.train.gradients.watch import GradientWatch
 class Beside(Protocol):
     """An object whose state goes along with a reducer's into checkpoints, and to a worker that enters."""
 
-    def ready(self) -> None:
-        """The model lies where it trains, and all others' hooks on the optimizer are made."""
+    def ready(self, reducer: Reducer) -> None:
+        """The `reducer`'s model lies where it trains, and all others' hooks on the optimizer are made."""
 
     def state(self) -> dict[str, Any]:
         """The state, as a checkpoint can hold it."""
@@ -129,7 +129,7 @@ class Reducer:
     def ready(self) -> None:
         """The model lies where it trains, and all others' hooks on the optimizer are made."""
         if self._calls.beside is not None:
-            self._calls.beside.ready()
+            self._calls.beside.ready(self)
 
     @property
     def has_batch(self) -> bool:

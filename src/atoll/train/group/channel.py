@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 
-from atoll.core.errors import AtollError, DeadlineError, PeerLostError
+from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
 from atoll.core.scriptline import is_atoll
 from atoll.tensors.torch_compat import gloo_options, nccl_options
 from atoll.train.api.ending import see_off
@@ -56,7 +56,7 @@ class Sums(Protocol):
         """Wait for `work`; returns the seconds that it took."""
 
 
-class BrokenRingError(PeerLostError):
+class BrokenRingError(RunError):
     """The ring is to be formed again: a member is gone, or the hub says so."""
 
 

@@ -1,7 +1,7 @@
 """Open the channels of a ring, all or none, and close them.
 
 A ring's channels are made anew whenever the ring is formed. `RingChannels` opens those of the ring of all
-workers, `opening` and `words_beside` also serve the groups within that ring (`train/group/inner.py`).
+workers; `channel_of`, `opening` and `words_beside` also serve the groups within it (`train/group/inner.py`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ def opening() -> Iterator[list[Channel]]:
         raise
 
 
+def channel_of(place: Place, purpose: str, timeout: float, device: torch.device) -> Channel:
+    """Connect to the other members of `place`; a channel to nobody where this worker is alone."""
+    if place.store is None:
+        return SoloChannel(place, timeout)
+    return Channel(place, purpose, timeout, device)
+
+
 def words_beside(data: Channel, purpose: str, device: torch.device, opened: list[Channel]) -> Channel:
     """Return a channel on the CPU over the members of `data`.
 
@@ -55,7 +62,7 @@ def words_beside(data: Channel, purpose: str, device: torch.device, opened: list
         opened: takes the channel that is opened.
     """
     if device.type != "cpu":
-        opened.append(Channel(data.place, purpose, data.timeout, _CPU))
+        opened.append(channel_of(data.place, purpose, data.timeout, _CPU))
     return data if device.type == "cpu" else opened[-1]
 
 
@@ -108,32 +115,24 @@ class RingChannels:
 
         Raises BrokenRingError where a member is lost meanwhile, and DeadlineError where one does not come.
         """
-        self.current = self._alone(place) if place.store is None else self._over(place)
-        self.generation += 1
-
-    def _alone(self, place: Place) -> Opened:
-        solo = SoloChannel(place, self._timeout)
-        inside = [] if self._inside is None else self._inside.open(solo, self._device)
-        return Opened(solo, solo, solo, None, [*inside, solo])
-
-    def _over(self, place: Place) -> Opened:
-        timeout, device = self._timeout, self._device
+        timeout, device, alone = self._timeout, self._device, place.store is None
         with opening() as opened:
-            opened.append(session := Channel(place, "session", timeout, _CPU))
-            if self._hierarchy is None:
-                ring = Channel(place, "ring", timeout, device)
+            opened.append(session := channel_of(place, "session", timeout, _CPU))
+            if self._hierarchy is None or alone:
+                ring = channel_of(place, "ring", timeout, device)
             else:
                 ring = self._hierarchy.open(session, device)
             opened.append(ring)
             data: Sums = ring
-            if self._order is not None:
+            if self._order is not None and not alone:
                 data = self._order.open(session, ring, opened)
             ring = opened[1]  # one in another order may have taken its place
             agreement = words_beside(ring, "agreement", device, opened)
             if self._inside is not None:
                 opened += self._inside.open(session, device)
-            confirmations = Confirmations(agreement) if self._confirms else None
-        return Opened(data, agreement, session, confirmations, opened)
+            confirmations = Confirmations(agreement) if self._confirms and not alone else None
+        self.current = Opened(data, agreement, session, confirmations, opened)
+        self.generation += 1
 
     @property
     def seconds_waited(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -16,12 +16,13 @@ class State(Protocol):
 
     def capture(self) -> bytes: ...
 
-    def restore(self, raw: bytes) -> None: ...
+    def restore(self, raw: bytes, rank: int) -> None: ...
 
-    def all_places(self, *, entered: bool = False) -> list[Any]:
-        """Where each member is in its data; a collective."""
+    def places(self, *, entered: bool = False) -> bytes:
+        """Where this member is in its data; one that has `entered` is nowhere yet."""
 
-    def deal_anew(self, places: Sequence[Any], rank: int, world: int) -> None: ...
+    def deal_anew(self, places: Sequence[bytes], rank: int, world: int) -> None:
+        """Deal data anew, by all members' `places`."""
 
 
 def hand_over(channel: Channel, state: State, giver: int, *, takes: bool) -> None:
@@ -54,4 +55,4 @@ def hand_over(channel: Channel, state: State, giver: int, *, takes: bool) -> Non
         said = payload.numpy().tobytes().decode(errors="replace")
         raise CheckpointError(f"worker {place.name} cannot enter: no worker can give its state: {said}")
     if takes:
-        state.restore(payload.numpy().tobytes())
+        state.restore(payload.numpy().tobytes(), place.rank)

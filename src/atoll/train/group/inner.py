@@ -16,10 +16,9 @@ from atoll.core.stands import Stand
 from atoll.exchange.synchronizer import Contributors
 from atoll.train.api.place import Place
 from atoll.train.group.channel import Channel
-from atoll.train.group.channels import opening, words_beside
+from atoll.train.group.channels import channel_of, opening, words_beside
 from atoll.train.group.ringbytes import sum_values
 from atoll.train.group.rounds import Ring
-from atoll.train.group.solo import SoloChannel
 
 _Result = TypeVar("_Result")
 
@@ -64,11 +63,8 @@ class Replicas:
             names=tuple(place.name_of(rank) for rank in ranks),
             standing=place.standing,
         )
-        if len(ranks) == 1:
-            self._channels = [SoloChannel(inner, session.timeout)]
-            return self._channels
         with opening() as self._channels:
-            self._channels.append(data := Channel(inner, "ring", session.timeout, device))
+            self._channels.append(data := channel_of(inner, "ring", session.timeout, device))
             words_beside(data, "words", device, self._channels)
         return self._channels
 

@@ -17,13 +17,14 @@ from torch.distributed.distributed_c10d import Store
 from atoll.core.config import Config
 from atoll.core.errors import DeadlineError, PeerLostError, RunError
 from atoll.net.endpoint import Client
+from atoll.net.hubconnection import LIMIT
 from atoll.net.keys import Keys
 from atoll.net.requests import ask, wait_for
 from atoll.net.route import own_address
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.api.place import Place
 from atoll.train.group.channel import BrokenRingError
-from atoll.train.members.hub_client import LIMIT, HubClient
+from atoll.train.members.hub_client import HubClient
 from atoll.wire.messages import Reformed, StoreAnswer, StoreCall, Welcome
 
 _LOOK_SECONDS = 0.01  # how often a new connection is looked at
@@ -361,6 +362,11 @@ class GroupRing(HubRing):
 
     def is_awaited(self) -> bool:
         return False
+
+    def check(self) -> None:
+        """Raises BrokenRingError where the hub has said that the ring has lost a member."""
+        if self.place.watch is not None:
+            self.place.watch()
 
     def _place(self, rank: int, names: tuple[int, ...]) -> Place:
         """One that is left alone needs no store, and has nobody to lose."""

@@ -12,21 +12,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from atoll.core import points
 from atoll.core.errors import DeadlineError, MismatchError, RunError, UserError
 from atoll.core.stands import Stand
-from atoll.train.api.place import Place
+from atoll.train.api.place import Place, Seat
 from atoll.train.group.channel import BrokenRingError, Channel, Sums
 from atoll.train.group.channels import Inside, Opened, RingChannels
 from atoll.train.group.handover import State, hand_over
 from atoll.train.group.hierarchy import Hierarchy
 from atoll.train.group.ordering import RingOrder
 from atoll.train.group.ringbytes import sum_values
-from atoll.train.group.scriptplaces import ScriptPlaces
+from atoll.train.group.scriptplaces import Judge, ScriptPlaces
 from atoll.wire.messages import Reformed
 
 _Result = TypeVar("_Result")
@@ -35,10 +35,6 @@ MOVING = "moving to another group"  # what a ring is doing that is left for anot
 
 class Member(Protocol):
     """What forms rings anew (`train/group/rendezvous.py`: HubRing)."""
-
-    @property
-    def late(self) -> bool:
-        """Whether the run's ring was formed without this worker."""
 
     def reform(self, round: int, *, holds: bool, admits: bool, fresh: bool) -> Reformed:
         """Wait for all living members to want the next ring; raises RunError where there is none."""
@@ -67,21 +63,30 @@ class Regrouped:
     again: bool  # whether that is made again
 
 
+@dataclass
+class RoundMark:
+    """Whether this worker is `inside` a round of its ring, for those who wait for something else in it."""
+
+    inside: bool = False
+
+
 class Ring:
     """A group's channels: `data` carries chunks (on their device), `agreement` small vectors, `session` what
     workers tell one another outside iterations (both on the CPU).
 
-    With a `member`, it goes on when it breaks: `place` and all channels are then new, `generation` is one
-    higher, and who `trains` on the ring hears of it. A worker that came late is alone (`outside`) until
-    `enter`. With a `hierarchy`, `data` sums group by group. An `order` chooses in which order sums pass the
-    members. `inside` are groups that train replicas of their own: their members' channels are opened with the
-    ring's, and a newcomer takes the state of a member of its group. `scripts` compares the members' scripts.
-    Raises DeadlineError when the other workers do not come within `timeout` seconds.
+    With a `member`, it goes on when it breaks: the `seat`'s place and all channels are then new, `generation`
+    is one higher, and `told` hears how it goes on. A worker that came late is alone (`outside`) until
+    `enter`; newcomers take over a member's `state`. With a `hierarchy`, `data` sums group by group. An
+    `order` chooses in which order sums pass the members. `inside` are groups that train replicas of their
+    own: their members' channels are opened with the ring's, and a newcomer takes the state of a member of its
+    group. `scripts` compares the members' scripts, and `judge` decides about those that have ended. `mark`
+    says when this worker is within a round. Raises DeadlineError when the other workers do not come within
+    `timeout` seconds.
     """
 
     def __init__(
         self,
-        place: Place,
+        seat: Seat,
         device: torch.device,
         timeout: float,
         member: Member | None = None,
@@ -90,8 +95,12 @@ class Ring:
         order: RingOrder | None = None,
         compares: bool = False,
         inside: Inside | None = None,
+        state: State | None = None,
+        told: Callable[[Ring, Regrouped], None] = lambda _ring, _regrouped: None,
+        judge: Judge | None = None,
+        mark: RoundMark | None = None,
     ) -> None:
-        self.place = place
+        self._seat, self._mark = seat, mark or RoundMark()
         self.channels = RingChannels(
             device,
             timeout,
@@ -100,26 +109,38 @@ class Ring:
             inside=inside,
             confirms=member is not None,
         )
-        self.scripts = ScriptPlaces(self.channels, timeout, compares=compares)
-        self._state: State | None = None
-        self._told: Callable[[Regrouped], None] = lambda _regrouped: None
+        self.scripts = ScriptPlaces(self.channels, timeout, judge, compares=compares)
+        self._state: State | None = None  # until the ring is formed for the first time: nobody has any
+        self._told = told
         self._confirmed_in = -1  # the generation of the latest round that all have confirmed
-        self.outside = member is not None and member.late
         self._timeout, self._member, self._inner = timeout, member, inside
         self._fresh = self.outside  # it has no state yet
         self._number = 0  # of the round that is made now, or next
         self._holds = False  # all of its result
-        self._inside = False  # a round, of which what is called now is a part
         self._members_are_new = False  # and have not met
-        self._met: list[Any] | None = None  # the places, where the result that it holds is a meeting's
-        if self.outside:
-            return
+        self._met: list[bytes] | None = None  # the places, where the result that it holds is a meeting's
+        if not self.outside:
+            self._form()
+        self._state = state
+
+    def _form(self) -> None:
+        """Form the run's first ring."""
         try:
-            self._open(place)
+            self._open(self.place)
         except BrokenRingError as broken:
-            if member is None:
+            if self._member is None:
                 raise
             self._form_next(broken, "the other workers to connect")
+
+    @property
+    def place(self) -> Place:
+        """This worker's, as it is now."""
+        return self._seat.place
+
+    @property
+    def outside(self) -> bool:
+        """True on a worker that has come late, and has not entered."""
+        return self._seat.late
 
     @property
     def rank(self) -> int:
@@ -163,10 +184,6 @@ class Ring:
             )
         return self.channels.current
 
-    def trains(self, state: State, told: Callable[[Regrouped], None]) -> None:
-        """From now on newcomers take over `state`, and `told` hears how the ring goes on."""
-        self._state, self._told = state, told
-
     def close(self) -> None:
         """End the channels; what they were doing is given up."""
         self.channels.close()
@@ -191,12 +208,12 @@ class Ring:
             iteration: the iteration's number, where the collective belongs to one.
             where: returns this worker's place in its script as it waits; by default `scripts.stand`.
         """
-        if self.outside or self._inside:
+        if self.outside or self._mark.inside:
             return act()
         if self._member is None:
             return self._round_once(act, where)
         while True:
-            self._inside = True
+            self._mark.inside = True
             try:
                 self._meet_new_members()
                 self.scripts.begin(self._number, where)
@@ -216,13 +233,13 @@ class Ring:
                 self._confirmed_in = self.generation
             finally:
                 self.scripts.end()
-                self._inside = False
+                self._mark.inside = False
             points.reach("ring.confirmed", iteration)
             return result
 
     def _round_once(self, act: Callable[[], _Result], where: Callable[[], Stand | None] | None) -> _Result:
         """Run a collective once, on a ring that ends with its first loss."""
-        self._inside = True
+        self._mark.inside = True
         self._number += 1
         self.scripts.begin(self._number, where)
         try:
@@ -232,7 +249,7 @@ class Ring:
             raise
         finally:
             self.scripts.end()
-            self._inside = False
+            self._mark.inside = False
 
     @property
     def is_settled(self) -> bool:
@@ -254,12 +271,6 @@ class Ring:
     def _passed(self, number: int) -> None:
         self._number, self._holds, self._met = number, False, None
 
-    def check(self) -> None:
-        """Raises BrokenRingError within a round, where the hub has said that the ring has lost a member: what
-        is waited for outside the ring may be that one's to bring."""
-        if self._inside and self.place.watch is not None:
-            self.place.watch()
-
     # -- the next ring ------------------------------------------------------------------------------------
 
     @property
@@ -280,7 +291,7 @@ class Ring:
     def meet(self) -> None:
         """Meet new members, where there are some: called before the first collective that no round is around,
         since others may do that within the round that follows."""
-        if not self._inside:
+        if not self._mark.inside:
             self._meet_new_members()
 
     def enter(self) -> None:
@@ -348,7 +359,7 @@ class Ring:
             self._deal_anew(self._met)  # as the others have, in the ring that was
             self._fresh = False
         self._passed(ring.round)
-        self.outside = False
+        self._seat.late = False
         self._open(self._member.place_in(ring))
         points.reach("ring.formed")
         self._members_are_new = True
@@ -356,17 +367,20 @@ class Ring:
             self._hand_over(self._state, ring.newcomers)
         entered = ring.workers[len(ring.workers) - ring.newcomers :]
         seconds = time.monotonic() - began
-        self._told(Regrouped(ring.group, self.world, ring.lost, ring.left, entered, seconds, what, again))
+        changed = Regrouped(ring.group, self.world, ring.lost, ring.left, entered, seconds, what, again)
+        if self._state is not None:
+            self._told(self, changed)
 
     def _meet_new_members(self) -> None:
         """All members are at the beginning of the same round: the time to deal data anew. The meeting is a
         round of its own: else some might deal by it and others not, where the ring breaks at its end."""
         while self._members_are_new and self._state is not None:
-            inside, self._inside = self._inside, True  # what the state tells the others is no other round
+            inside, self._mark.inside = self._mark.inside, True
+            what = "the members' places in their data"
             try:
-                self._met = self._state.all_places(entered=self._fresh)
+                self._met = self._all.session.gather(self._state.places(entered=self._fresh), what)
                 self._holds = True
-                self._confirm("the members' places in their data")
+                self._confirm(what)
             except BrokenRingError as broken:
                 self._form_next(broken, "the members to meet")
             else:
@@ -374,9 +388,9 @@ class Ring:
                 self._passed(self._number + 1)
                 self._members_are_new = self._fresh = False
             finally:
-                self._inside = inside
+                self._mark.inside = inside
 
-    def _deal_anew(self, places: Sequence[Any]) -> None:
+    def _deal_anew(self, places: Sequence[bytes]) -> None:
         assert self._state is not None
         self._state.deal_anew(places, self.rank, self.world)
 
@@ -389,5 +403,5 @@ class Ring:
             hand_over(self._all.session, state, giver, takes=givers.get(self.rank) == giver)
 
     def _open(self, place: Place) -> None:
-        self.place = self.scripts.handle_forming(place)
+        self._seat.place = self.scripts.handle_forming(place)
         self.channels.open(self.place)

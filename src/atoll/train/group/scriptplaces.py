@@ -33,16 +33,18 @@ class ScriptPlaces:
     Args:
         channels: of the ring, which a mismatch ends.
         timeout: of each wait, in seconds.
+        judge: decides about members that have ended; None: they are missed by nobody.
         compares: whether members compare their places while they wait.
     """
 
-    def __init__(self, channels: RingChannels, timeout: float, *, compares: bool) -> None:
-        self._channels, self._timeout, self._compares = channels, timeout, compares
+    def __init__(
+        self, channels: RingChannels, timeout: float, judge: Judge | None, *, compares: bool
+    ) -> None:
+        self._channels, self._timeout, self._judge, self._compares = channels, timeout, judge, compares
         self._standing: Standing | None = None
         self.stand: Stand | None = None
         self.ended: dict[int, Stand] = {}
         self.mismatch: MismatchError | None = None
-        self.judge: Judge | None = None
 
     def handle_forming(self, place: Place) -> Place:
         """A ring is formed, in which this worker has `place`; returns it with what compares the places."""
@@ -70,7 +72,7 @@ class ScriptPlaces:
 
     def check_ended(self) -> None:
         """Raise MismatchError where this worker waits for a member that has ended."""
-        mismatch = None if self.judge is None else self.judge.judge_ended(self.ended)
+        mismatch = None if self._judge is None else self._judge.judge_ended(self.ended)
         if mismatch is not None:
             raise self.end_with(mismatch)
 
@@ -93,8 +95,8 @@ class ScriptPlaces:
 
     def end_with(self, mismatch: MismatchError) -> MismatchError:
         """End the ring: no later round waits for a member. Returns the mismatch."""
-        if self.mismatch is None and self.judge is not None:
-            self.judge.tell_mismatch(mismatch)
+        if self.mismatch is None and self._judge is not None:
+            self._judge.tell_mismatch(mismatch)
         self.mismatch = mismatch
         self._channels.abandon()
         return mismatch

@@ -17,7 +17,8 @@ from atoll.core.points import reach
 from atoll.exchange.link import LOG, Link
 from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.group.rounds import Ring
-from atoll.train.members.served_workers import ServedWorkers
+from atoll.train.members.attendance import Attendance
+from atoll.train.members.workers import Workers
 from atoll.wire.messages import AnyMessage, Arrive, Committed, GiveState, WantState
 
 ENTERING = "entering"  # what a newcomer's words are sent again until
@@ -76,7 +77,8 @@ class ServedEntrance:
     def __init__(
         self,
         shards: Link,
-        workers: ServedWorkers,
+        attendance: Attendance,
+        workers: Workers,
         state: TrainingState,
         entered: Callable[[], int],
         told_members: Callable[[int], None],
@@ -85,10 +87,11 @@ class ServedEntrance:
         told_unlike: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self._told_unlike = told_unlike
-        self._shards, self._workers, self._state = shards, workers, state
+        self._shards, self._attendance, self._state = shards, attendance, state
+        self._workers = workers
         self._entered, self._told_members, self._elastic = entered, told_members, elastic
         self._fixed = fixed
-        self._worker = workers.place.rank
+        self._worker = attendance.place.rank
         self._members: list[int] = []  # in order; empty while unknown
         self._at: int | None = None  # the iteration whose boundary this is; None: it is none
         self._wanted: list[WantState] = []
@@ -98,12 +101,12 @@ class ServedEntrance:
 
     @property
     def late(self) -> bool:
-        return self._workers.late
+        return self._attendance.late
 
     def begin(self) -> None:
         """The workers have met: those are the members. One that comes late is alone until it enters."""
         if self._elastic:
-            self._take_members(self._workers.ranks)
+            self._take_members(self._attendance.ranks)
 
     # Coming late
 
@@ -123,7 +126,7 @@ class ServedEntrance:
         assert self._given is not None
         give, payload = self._given
         self._given = None
-        self._workers.attendance.enter(give.meeting, list(give.members) or [self._worker])
+        self._attendance.enter(give.meeting, list(give.members) or [self._worker])
         if give.refused:
             raise CheckpointError(f"a living worker's state: {give.refused}")
         members = list(give.members) or [self._worker]
@@ -185,7 +188,7 @@ class ServedEntrance:
             give = GiveState(
                 worker=want.worker,
                 life=want.life,
-                meeting=self._workers.attendance.number,
+                meeting=self._attendance.number,
                 members=self._members or [self._worker, want.worker],
                 refused=refused,
             )
@@ -200,7 +203,7 @@ class ServedEntrance:
         if committed.unlike:
             self._told_unlike(committed.unlike)
         if members and not self._shards.hello.site:  # a site's shard knows its own workers alone
-            self._workers.saw(members)
+            self._attendance.saw(members)
         if self._elastic and (members != self._members or committed.entering):
             self._regroup(committed.iteration, members, list(committed.entering))
 
@@ -209,7 +212,7 @@ class ServedEntrance:
         what = f"the members' places in their data after iteration {iteration}"
         reach("members.meet", iteration)
         places = self._workers.gather(self._state.places(), what)
-        there = dict(zip(self._workers.ranks, places, strict=True))
+        there = dict(zip(self._attendance.ranks, places, strict=True))
         now = sorted({*there, *entering})
         absent = [rank for rank, worker in enumerate(self._members) if worker not in members]
         self._state.deal_anew(

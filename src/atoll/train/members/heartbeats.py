@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import time
-from typing import TypeVar
 
 from atoll.net.endpoint import Client
 from atoll.net.heartbeats import HeartbeatLine, Launcher
 from atoll.store.heartbeats import Route
 from atoll.wire.messages import Beat, Heartbeat, ToLauncher, Welcome, encode
 
-_Self = TypeVar("_Self", bound="HeartbeatSender")
-
 
 class HeartbeatSender:
-    """Sends the heartbeats of the worker that the hub has given this `welcome`, over `link` to the hub, and
-    to its `launcher`, if it has one. One thread makes all calls; no call waits."""
+    """Sends the heartbeats of the worker that the hub has given this `welcome`, over a link to the hub, and
+    to its `launcher`, if it has one. One thread calls `look`; no call waits."""
 
-    def __init__(self, link: Client, welcome: Welcome, launcher: Launcher | None) -> None:
-        self._link, self._run = link, welcome.run
+    def __init__(self, welcome: Welcome, launcher: Launcher | None) -> None:
+        self._run = welcome.run
         self._line = HeartbeatLine(launcher.socket) if launcher is not None else None
         self._route = Route(welcome.heartbeat or 1.0)
-        self._losses = link.losses
+        self._losses = 0  # of the link
 
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the line to the launcher; closing twice does no harm."""
         if self._line is not None:
             self._line.close()
 
-    def look(self, beat: Beat, *, at_once: bool = False, directly: bool = False) -> bool:
-        """Send a heartbeat, if it is time to or it is wanted `at_once`; the link to the hub must stand.
+    def look(self, link: Client, beat: Beat, *, at_once: bool = False, directly: bool = False) -> bool:
+        """Send a heartbeat, if it is time to or it is wanted `at_once`; the `link` to the hub must stand.
         Returns whether one went to the hub directly, as it does where it is to (`directly`)."""
-        if self._link.losses != self._losses:
-            self._losses = self._link.losses
+        if link.losses != self._losses:
+            self._losses = link.losses
             self._route.renew()
         if self._line is not None:
             self._route.confirm(self._line.confirmed())
@@ -49,7 +44,7 @@ class HeartbeatSender:
                 self._route.refuse()
                 direct = True
         if direct:
-            self._link.send(
+            link.send(
                 encode(
                     Heartbeat(
                         run=self._run,

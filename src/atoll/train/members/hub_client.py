@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any, TypeAlias
 
 import msgspec
 
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
 from atoll.core.liveness import own_origin
 from atoll.core.texts import one_line
-from atoll.net.endpoint import SOON, Client
+from atoll.net.endpoint import Client
 from atoll.net.heartbeats import Launcher
+from atoll.net.hubconnection import HubConnection, HubHeartbeats
 from atoll.net.keys import Keys
-from atoll.net.requests import MOST_REASON, Answer, RefusedError, ask, late, who_is_missing
+from atoll.net.requests import MOST_REASON, Answer, RefusedError, late, who_is_missing
 from atoll.net.route import own_address
+from atoll.observe.notices import Notices
 from atoll.train.members.heartbeats import HeartbeatSender
 from atoll.train.sync.links import LinkEnd
 from atoll.wire.messages import (
@@ -45,29 +47,25 @@ from atoll.wire.messages import (
     Used,
     Welcome,
     WhereAreShards,
-    WireError,
-    decode_untrusted,
     encode,
 )
 
-LIMIT = 2**21  # bytes of a message, as the hub's
 SILENCE = 3.0  # seconds without an answer, after which that is told
 _FAREWELL_SECONDS = 5.0  # for a hub that is being started again to know who says goodbye to it
 _REASON_CHARACTERS = 300  # of why this worker leaves
 _AT_ONCE = 0.2  # seconds that who asks in passing waits for an answer
-_LISTEN_SECONDS = 0.1  # between looks at whether heartbeats are to end
-_OPENING_SECONDS = 0.05  # between looks whether there is a connection again
+_LOOK_SECONDS = 0.1  # between looks whether links are measured
 _ASK_AGAIN = (0.01, 0.2)  # seconds before the same lease is asked for again: first, and at most
+
+_Wish: TypeAlias = Gather | Reform | Enter | JoinGroup  # what the hub answers once others have come, too
 
 
 class HubSilence:
     """Tells when the hub at `address` has not answered for a while, and when it answers again: it calls
     `tell(line)`. `meanwhile` ends the first line, and says what becomes of the run."""
 
-    def __init__(self, address: str) -> None:
-        self.tell: Callable[[str], None] = lambda _line: None
-        self.meanwhile = ""
-        self._address = address
+    def __init__(self, address: str, tell: Callable[[str], None], meanwhile: str) -> None:
+        self._address, self._tell, self._meanwhile = address, tell, meanwhile
         self.since: float | None = None  # when the silence began (monotonic); None: the hub answers
         self._told = False
 
@@ -76,7 +74,7 @@ class HubSilence:
         now = time.monotonic()
         if link.connected and (asked is None or now - asked < SILENCE):
             if self._told:
-                self.tell(f"the hub at {self._address} answers again")
+                self._tell(f"the hub at {self._address} answers again")
             self.since, self._told = None, False
             return
         if self.since is None:
@@ -85,7 +83,7 @@ class HubSilence:
             self._told = True
             silence = f"the hub at {self._address} has not answered for {now - self.since:.1f} s"
             trouble = f" ({link.trouble})" if link.trouble else ""
-            self.tell(f"{silence}{trouble}; {self.meanwhile}")
+            self._tell(f"{silence}{trouble}; {self._meanwhile}")
 
 
 class HubClient:
@@ -94,7 +92,8 @@ class HubClient:
     `run` is the run's name where it is known; the hub's Welcome tells it. All calls come from one thread;
     the heartbeats have a thread and a connection of their own, since a script may compute for minutes. They
     go through `launcher` where it passes them on, and to the hub directly where it does not. That thread also
-    looks whether the hub is silent: `silence`.
+    looks whether the hub is silent, and tells people through `notices`; `without(welcome)` says what becomes
+    of the run meanwhile.
     """
 
     def __init__(
@@ -104,14 +103,15 @@ class HubClient:
         run: str = "",
         timeout: float = 600.0,
         launcher: Launcher | None = None,
+        notices: Notices | None = None,
+        without: Callable[[Welcome], str] = lambda _welcome: "",
     ) -> None:
         self.iteration = 0  # how many iterations are committed: the session sets it, heartbeats tell it
         self.welcome: Welcome | None = None
         self.seconds_waited = 0.0  # for leases, in all
-        self._address, self._keys, self._run, self._timeout = address, keys, run, timeout
-        self._launcher = launcher
-        self._client = Client(address, keys, limit=LIMIT, name="hub")
-        self._losses = 0
+        self._address, self._run = address, run
+        self._launcher, self._without, self.notices = launcher, without, notices or Notices()
+        self._hub = HubConnection(address, keys, timeout)
         self._leases = 0  # requests
         self._token = secrets.token_hex(8)  # by which the hub knows a Hello that is sent twice
         self._wishes = 0  # to form a ring, the next one, to enter one, or to join a group
@@ -119,14 +119,12 @@ class HubClient:
         self.size, self.batch = 0, 0.0  # bytes of this worker's gradients, samples of its latest iteration
         self._links: LinkEnd | None = None  # where the hub has links measured
         self._contributor: int | None = None  # the group that this worker has moved to
-        self._at_once = threading.Event()  # the next heartbeat is not to wait
         self.late = False  # the ring was under way when this worker came
         self.news: RingNews | None = None  # the latest of a ring, as the heartbeats' thread got it
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._given_up = ""
+        self._beats = HubHeartbeats(address, keys, self._beat, self._note, self._look)
+        self._sender: HeartbeatSender | None = None  # from `join` on
         self._leaves_because = ""  # what goodbye says, where it is no end of the training
-        self.silence = HubSilence(address)
+        self.silence: HubSilence | None = None  # looks at it, from `join` on
         self._asked: float | None = None  # when a question was asked that the hub answers at once; monotonic
 
     def join(self, wish: int = -1, site: str = "") -> Welcome:
@@ -148,14 +146,21 @@ class HubClient:
             launcher=self._launcher.name if self._launcher is not None else "",
             origin=own_origin(),
         )
-        welcome = self._ask(hello, Welcome, "a rank in the run")
-        self.welcome, self._run = welcome, welcome.run
+        welcome = self._hub.join(hello, "a rank in the run", self._hub.timeout)
+        self._hub.hello = msgspec.structs.replace(
+            hello, worker=welcome.worker, incarnation=welcome.incarnation, run=welcome.run
+        )
+        self.welcome, self.notices.worker = welcome, welcome.worker
+        self._known_as = welcome.incarnation
         if welcome.links:
             self._links = LinkEnd(own_address(self._address) or "127.0.0.1")
-        self._thread = threading.Thread(
-            target=self._beat, args=(welcome,), name="atoll-heartbeat", daemon=True
+        self.silence = HubSilence(
+            self._address,
+            lambda line: self.notices.warn(f"worker {welcome.worker}: {line}"),
+            self._without(welcome),
         )
-        self._thread.start()
+        self._sender = HeartbeatSender(welcome, self._launcher)
+        self._beats.start()
         return welcome
 
     def wait_for_links(self) -> None:
@@ -163,13 +168,13 @@ class HubClient:
         trains before would be measured too. Raises DeadlineError when the other workers do not come."""
         if self._links is None:
             return
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + self._hub.timeout
         while (news := self.news) is None or news.links:
             self.check()
             if time.monotonic() >= until:
                 what = "the run's other workers, to measure the links to them"
-                raise DeadlineError(late(self._client, self._timeout, what))
-            time.sleep(_LISTEN_SECONDS)
+                raise DeadlineError(late(self._hub.client, self._hub.timeout, what))
+            time.sleep(_LOOK_SECONDS)
 
     def shards(self) -> list[str]:
         """The addresses of the shards that this worker talks to, by index, once all are there: at a site, its
@@ -177,12 +182,12 @@ class HubClient:
         try:
             return list(self._ask(WhereAreShards(), Shards, "the shards' addresses").addresses)
         except DeadlineError as error:
-            missing = who_is_missing(self._client)
+            missing = who_is_missing(self._hub.client)
             if not missing or self.welcome is None:
                 raise
             raise DeadlineError(
-                f"worker {self.welcome.worker} waited {self._timeout:.1f} s for the shards to come to the "
-                f"hub at {self._address} (deadline sync.timeout, {self._timeout:g} s): {missing}"
+                f"worker {self.welcome.worker} waited {self._hub.timeout:.1f} s for the shards to come to "
+                f"the hub at {self._address} (deadline sync.timeout, {self._hub.timeout:g} s): {missing}"
             ) from error
 
     def where_shards_are(self) -> list[str] | None:
@@ -198,21 +203,18 @@ class HubClient:
 
         Raises DeadlineError, naming those who did not come.
         """
-        self._wishes += 1
-        wish = Gather(incarnation=self._incarnation, number=self._wishes, seconds=self._timeout)
-        assert self.welcome is not None
-        # The hub answers when the time is over: if it does not, it is gone.
-        patience = self._timeout + self.welcome.patience
-        ring = self._ask(wish, Gathered, "the ring's other workers", patience, number=wish.number)
+        timeout, what = self._hub.timeout, "the ring's other workers"
+        ring = self._wish(Gather, Gathered, what, self._longest, seconds=timeout)
         if not ring.group:
+            assert self.welcome is not None
             rank, world = self.welcome.worker, self.welcome.workers
             who = " and ".join(f"worker {missing}" for missing in ring.missing)
             absent = world - ring.there
             if absent > len(ring.missing):
                 who += f" and {absent - len(ring.missing)} others"
             raise DeadlineError(
-                f"worker {rank} waited {self._timeout:.1f} s for {who} to join the ring at the hub at "
-                f"{self._address} (deadline sync.timeout, {self._timeout:g} s); {ring.there} "
+                f"worker {rank} waited {timeout:.1f} s for {who} to join the ring at the hub at "
+                f"{self._address} (deadline sync.timeout, {timeout:g} s); {ring.there} "
                 f"of {world} workers are there"
             )
         self.late = ring.late
@@ -226,40 +228,43 @@ class HubClient:
         Raises DeadlineError when some of them neither come nor die, and RunError when there is no next ring,
         or none with this worker.
         """
-        self._wishes += 1
-        wish = Reform(
-            incarnation=self._incarnation,
-            number=self._wishes,
-            group=group,
-            rank=rank,
-            round=round,
-            holds=holds,
-            admits=admits,
-            fresh=fresh,
+        what = f"the other members of ring {group}, to form the next one"
+        return self._next_ring(
+            Reform, what, group=group, rank=rank, round=round, holds=holds, admits=admits, fresh=fresh
         )
-        return self._next_ring(wish, f"the other members of ring {group}, to form the next one")
 
     def enter(self) -> Reformed:
         """Take part in the ring that is under way, when its members admit newcomers."""
-        self._wishes += 1
-        wish = Enter(incarnation=self._incarnation, number=self._wishes)
-        return self._next_ring(wish, "the ring that is under way to let it in, between two iterations")
+        return self._next_ring(Enter, "the ring that is under way to let it in, between two iterations")
 
-    def _next_ring(self, wish: Reform | Enter, what: str) -> Reformed:
+    def _next_ring(self, kind: type[Reform | Enter], what: str, **fields: Any) -> Reformed:
         try:
-            ring = self._ask(wish, Reformed, what, number=wish.number)
+            ring = self._wish(kind, Reformed, what, self._hub.timeout, **fields)
         except RefusedError as error:
             raise RunError(str(error)) from None
         if not ring.group:
             raise RunError(f"the ring does not go on: {ring.reason}")
         return ring
 
+    @property
+    def _longest(self) -> float:
+        """Seconds for a wish that the hub answers when the time is over: if it does not, it is gone."""
+        return self._hub.timeout + (0.0 if self.welcome is None else self.welcome.patience)
+
+    def _wish(
+        self, kind: type[_Wish], expected: type[Answer], what: str, timeout: float, **fields: Any
+    ) -> Answer:
+        """Ask for what depends on other workers."""
+        self._wishes += 1
+        wish = kind(incarnation=self._incarnation, number=self._wishes, **fields)
+        return self._ask(wish, expected, what, timeout, self._wishes)
+
     def set_pace(self, seconds: float) -> None:
         """How long this worker computes a sample, in seconds, for a run with groups; 0: not known yet. The
         first pace is told to the hub at once."""
-        if seconds > 0 and not self._pace:
-            self._at_once.set()
-        self._pace = seconds
+        first, self._pace = seconds > 0 and not self._pace, seconds
+        if first:
+            self._beats.at_once()
 
     @property
     def grouping(self) -> int:
@@ -274,25 +279,16 @@ class HubClient:
         Returns when all members have asked, or the hub does not wait any longer; raises DeadlineError when
         there is no hub.
         """
-        self._wishes += 1
-        wish = JoinGroup(
-            incarnation=self._incarnation,
-            number=self._wishes,
-            grouping=grouping,
-            iteration=iteration,
-            held=list(held),
-        )
-        assert self.welcome is not None
-        # The hub answers when the time is over: if it does not, it is gone.
-        patience = self._timeout + self.welcome.patience
         what = f"the other members of its group, in grouping {grouping}"
-        return self._ask(wish, Grouped, what, patience, number=wish.number)
+        return self._wish(
+            JoinGroup, Grouped, what, self._longest, grouping=grouping, iteration=iteration, held=list(held)
+        )
 
     def in_group(self, contributor: int) -> None:
         """This worker has moved: the shards know `contributor`, for which it speaks from now on. Each
         heartbeat says so again, so no lost connection loses it."""
         self._contributor = contributor
-        self._at_once.set()
+        self._beats.at_once()
 
     def lease(
         self,
@@ -333,10 +329,9 @@ class HubClient:
             if leased.over or leased.start < leased.stop or leased.block or not patient:
                 self.seconds_waited += waited
                 return leased
-            if wait is None and waited >= self._timeout:
-                raise DeadlineError(
-                    late(self._client, self._timeout, f"samples of epoch {epoch}, which other workers hold")
-                )
+            if wait is None and waited >= self._hub.timeout:
+                what = f"samples of epoch {epoch}, which other workers hold"
+                raise DeadlineError(late(self._hub.client, self._hub.timeout, what))
             time.sleep(pause if wait is None else max(0.0, min(pause, wait - waited)))
             pause = min(2 * pause, _ASK_AGAIN[1])
 
@@ -358,8 +353,7 @@ class HubClient:
 
     def check(self) -> None:
         """Raises RunError when the hub has given this worker up."""
-        if self._given_up:
-            raise RunError(f"hub at {self._address}: {self._given_up}")
+        self._hub.check()
 
     def leaves_because(self, reason: str) -> None:
         """Note why this worker leaves before the end; `goodbye` tells the hub."""
@@ -369,21 +363,19 @@ class HubClient:
         """Leave in good order: the hub frees what was leased and not used. Heartbeats end. `finished`: at the
         end of the training, as all others."""
         self._stop_beating()
-        if self.welcome is not None and not self._given_up:
+        if self.welcome is not None and not self._hub.refusal:
             with contextlib.suppress(AtollError):  # a hub that is gone misses this worker's heartbeats
-                if self._has_lost():
-                    self._losses = self._client.losses
-                    self._introduce(_FAREWELL_SECONDS)
+                self._hub.introduce(_FAREWELL_SECONDS)
                 reason = "" if finished else self._leaves_because
                 farewell = Goodbye(incarnation=self._incarnation, finished=finished, reason=reason)
-                self._client.send(encode(farewell))
+                self._hub.client.send(encode(farewell))
         self.welcome = None
 
     def close(self) -> None:
         """Close the connections; without `goodbye` before, the hub takes it for a death. Closing twice does
         no harm."""
         self._stop_beating()
-        self._client.close()
+        self._hub.client.close()
 
     def __enter__(self) -> HubClient:
         return self
@@ -409,118 +401,50 @@ class HubClient:
         timeout: float | None = None,
         number: int | None = None,
     ) -> Answer:
-        """Ask; after a lost connection say who we are on the new one, and ask again. The DeadlineError is of
-        the whole wait. What was sent as a connection was lost may go out on the next one, beside what is
-        asked again: with `number`, only an answer with that number counts.
+        """As `HubConnection.ask`, for up to sync.timeout seconds by default."""
+        deadline = self._hub.timeout if timeout is None else timeout
+        return self._hub.ask(message, expected, what, deadline, number)
 
-        What had not left when the connection was lost goes out before that, and is a stranger's to the hub:
-        one refusal after a loss may be of this.
-        """
-        until = time.monotonic() + (self._timeout if timeout is None else timeout)
-        stale = False
-        while True:
-            self.check()
-            try:
-                if self._has_lost():
-                    self._losses, stale = self._client.losses, True
-                    self._introduce(max(0.0, until - time.monotonic()))
-                left = max(0.0, until - time.monotonic())
-                return ask(self._client, message, expected, left, what, number=number)[0]
-            except DeadlineError:
-                raise DeadlineError(late(self._client, self._timeout, what)) from None
-            except (PeerLostError, RefusedError) as error:
-                if self._has_lost():
-                    continue
-                if not (stale and isinstance(error, RefusedError)):
-                    raise
-                stale = False
-
-    def _has_lost(self) -> bool:
-        """Whether a connection was lost since the hub was told last who is on it."""
-        self._client.check()
-        return self._client.losses != self._losses
-
-    def _introduce(self, deadline: float) -> None:
-        """Tell the hub on a new connection which incarnation this is, so that it knows us on it."""
-        if self.welcome is None:
-            return
-        hello = Hello(
-            version=VERSION,
-            run=self._run,
-            role="worker",
-            worker=self.welcome.worker,
-            incarnation=self.welcome.incarnation,
-            pid=os.getpid(),
-        )
-        ask(self._client, hello, Welcome, deadline, "its welcome on a new connection")
-
-    def _beat(self, welcome: Welcome) -> None:
-        """The thread of heartbeats."""
-        with (
-            Client(self._address, self._keys, limit=LIMIT, name="hub", reconnect=SOON) as link,
-            HeartbeatSender(link, welcome, self._launcher) as sender,
-        ):
-            pause = 0.0
-            while not self._pause(link, pause):
-                pause = _OPENING_SECONDS
-                if link.connected:  # else they would only heap up
-                    self._send_beat(link, sender, welcome.incarnation)
-                    pause = sender.pause()
-                if self._given_up:
-                    return
-                self.silence.look(link, self._asked)
-
-    def _send_beat(self, link: Client, sender: HeartbeatSender, incarnation: int) -> None:
+    def _beat(self, link: Client, at_once: bool) -> float:
         """Send a heartbeat, if it is time to. What the hub is to know beside goes with those that go to the
         hub directly: the first over each connection, and those that are wanted at once."""
+        sender, incarnation = self._sender, self._known_as
+        assert sender is not None
         place = self._links.place(incarnation) if self._links is not None else None
-        at_once = self._at_once.is_set()
-        if at_once:  # before what is to be said is read
-            self._at_once.clear()
         beat = Beat(incarnation, self.iteration, self._pace, self.size, self.batch)
-        if not sender.look(beat, at_once=at_once, directly=place is not None):
-            return
-        if place is not None:
-            link.send(encode(place))
-        contributor = self._contributor
-        if contributor is not None:
-            link.send(encode(InGroup(incarnation=incarnation, contributor=contributor)))
+        if sender.look(link, beat, at_once=at_once, directly=place is not None):
+            if place is not None:
+                link.send(encode(place))
+            contributor = self._contributor
+            if contributor is not None:
+                link.send(encode(InGroup(incarnation=incarnation, contributor=contributor)))
+        return sender.pause()
 
-    def _pause(self, link: Client, seconds: float) -> bool:
-        """Take what the hub says for so long, or until a heartbeat is wanted at once; whether the heartbeats
-        are to end. Its word that a ring broke frees a member that waits for another one."""
-        until = time.monotonic() + seconds
-        while not self._stop.is_set():
-            if self._at_once.is_set() and link.connected:
-                return False
-            if self._links is not None and self.welcome is not None and link.connected:
-                for word in self._links.measured(self.welcome.incarnation):
-                    link.send(encode(word))
-            left = until - time.monotonic()
-            received = link.receive(max(0.0, min(left, _LISTEN_SECONDS)))
-            if received is not None:
-                self._note(received[0])
-            elif left <= 0:
-                return False
-        return True
+    def _look(self, link: Client) -> None:
+        """Tell the hub of links that were measured, and people of its silence."""
+        if self._links is not None and link.connected:
+            for word in self._links.measured(self._known_as):
+                link.send(encode(word))
+        if self.silence is not None:
+            self.silence.look(link, self._asked)
 
-    def _note(self, header: bytes) -> None:
-        try:
-            message = decode_untrusted(header)
-        except WireError:
-            return
+    def _note(self, message: AnyMessage) -> bool:
+        """Take what the hub says; whether it takes heartbeats. Its word that a ring broke frees a member that
+        waits for another one."""
         if isinstance(message, Refused):
-            self._given_up = one_line(message.reason, MOST_REASON)
-        elif isinstance(message, RingNews):
+            self._hub.refusal = one_line(message.reason, MOST_REASON)
+            return False
+        if isinstance(message, RingNews):
             if self._links is not None and self._links.want(message.links):
-                self._at_once.set()  # the next heartbeat says where
+                self._beats.at_once()  # the next heartbeat says where
             self.news = message
         elif isinstance(message, MeasureLink) and self._links is not None:
             self._links.measure(message)
+        return True
 
     def _stop_beating(self) -> None:
-        self._stop.set()
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join(timeout=5.0)
+        self._beats.stop()
+        if self._sender is not None:
+            self._sender.close()
         if self._links is not None:
             self._links.close()

@@ -1,18 +1,22 @@
-"""Workers who have no group of their own, and meet: what they tell one another, from a gathering of bytes
-alone."""
+"""How workers meet outside the iterations: what a way to meet must have, and what follows where bytes can be
+gathered."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from atoll.core.scriptline import waiting_line
-from atoll.core.stands import call
-from atoll.train.members.workers import Reduction, Workers
+from atoll.core.stands import Stand, call
+from atoll.train.api.place import WorkerRoster, is_first
 from atoll.wire.messages import WorkerStand
+
+Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
+_Result = TypeVar("_Result")
 
 # The call that a meeting belongs to, by its purpose, for meetings outside the session's collective calls.
 _CALLS = {
@@ -29,48 +33,73 @@ def called(what: str) -> str:
     return next((name for start, name in _CALLS.items() if what.startswith(start)), what)
 
 
-class MeetingWorkers(Workers):
-    """`Workers` over `gather_bytes`: every live worker takes part in each call. While `late`, this one has
-    yet to enter a run under way, and is alone in each."""
+class WorkerMeeting(ABC):
+    """The way in which this worker meets the others (`train/members/workers.py`: Workers).
+
+    Every method that tells others something is a collective: each worker makes it, in the same order. `what`
+    is waited for, in words for errors.
+    """
+
+    roster: WorkerRoster
+    alone: bool = False  # whether there is no group at all, and so nobody to talk to
+    stand: Stand | None = None  # this worker's place in its script, while it is in a call of its session
 
     @property
-    @abstractmethod
-    def late(self) -> bool:
-        """Whether this worker has yet to enter."""
+    def seconds_waited(self) -> float:
+        """In all calls so far."""
+        return 0.0
 
     @abstractmethod
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Each live worker's bytes, in order of rank."""
 
-    @property
-    def alone(self) -> bool:
-        return False
+    @abstractmethod
+    def combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
+        """`tensor`, in place: the sum (for `mean` too), minimum or maximum over workers."""
 
-    @property
-    def is_first(self) -> bool:
-        return super().is_first and not self.late
-
+    @abstractmethod
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Overwrite `tensors` by those of the first worker; shapes and dtypes are the same everywhere."""
+
+    def take_from(self, root: int, tensors: Iterable[Tensor], what: str) -> None:  # noqa: B027
+        """The same by those of the worker of rank `root`, over a ring: no others have models of which groups
+        of workers hold parts of their own."""
+
+    def round(self, what: str, act: Callable[[], _Result]) -> _Result:  # noqa: ARG002
+        """Do what one call is, together with the other workers."""
+        return act()
+
+    def stand_at(self, stand: Stand | None) -> None:
+        """This worker is in a call of its session, or (None) in none any more."""
+        self.stand = stand
+
+    def compare(self, stand: Stand) -> None:  # noqa: B027
+        """Compare all workers' places as a call begins, where that costs no meeting of its own."""
+
+    def gather_group(self) -> None:  # noqa: B027
+        """Wait, inside a call and before it changes anything, until this worker's whole group has come."""
+
+    def part(self) -> None:  # noqa: B027
+        """Tell the others that this worker makes no further call, where workers may end one before another.
+
+        Raises MismatchError if another worker waits for this one in a call.
+        """
+
+
+class BytesMeeting(WorkerMeeting):
+    """A meeting by `gather_bytes` alone. While it is late, this worker is alone in each."""
+
+    def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         held = [tensor for tensor in tensors if tensor.numel()]
-        if not held or self.late:
+        if not held or self.roster.late:
             return
         first = b""
         while not first:  # the first was lost meanwhile: who is that now did not know so, and brought nothing
-            own = b"".join(bytes_of(tensor) for tensor in held) if self.is_first else b""
+            own = b"".join(bytes_of(tensor) for tensor in held) if is_first(self.roster) else b""
             first = self.gather_bytes(own, what)[0]
         put_bytes(held, memoryview(bytearray(first)))
 
-    def _standing_for(self, what: str) -> WorkerStand:
-        """Return this worker's place in its script, as it comes to a meeting for `what`."""
-        name = called(what)
-        return WorkerStand(self.place.rank, self._stand or call(name, waiting_line()))
-
-    def _check_alike(self, asked: str, what: str) -> None:
-        if self._stand is None or self._stand.asks != asked:  # else it goes along with this worker's place
-            super()._check_alike(asked, what)
-
-    def _combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
+    def combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
         if not tensor.numel():
             return tensor
         parts = [
@@ -83,6 +112,10 @@ class MeetingWorkers(Workers):
         if op == "max":
             return tensor.copy_(together.amax(0))
         return tensor.copy_(together.sum(0, dtype=tensor.dtype))
+
+    def standing_for(self, what: str) -> WorkerStand:
+        """Return this worker's place in its script, as it comes to a meeting for `what`."""
+        return WorkerStand(self.roster.place.rank, self.stand or call(called(what), waiting_line()))
 
 
 def bytes_of(tensor: Tensor) -> bytes:

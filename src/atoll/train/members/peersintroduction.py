@@ -48,7 +48,7 @@ from atoll.net.socketfolder import (
 )
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.api.device import device_of
-from atoll.train.api.place import Place
+from atoll.train.api.place import Place, Seat
 from atoll.train.group.rendezvous import HubStore
 from atoll.train.group.rounds import Ring
 from atoll.train.members.hub_client import HubClient
@@ -216,7 +216,7 @@ def _devices(config: Config, inside: Place, introduction: Introduction) -> Devic
         return Devices()
     names = tuple(introduction.workers_of(introduction.node))
     device = device_of(introduction.place)
-    return Devices(Ring(replace(inside, names=names), device, config.timeout_seconds + LEADER_SECONDS))
+    return Devices(Ring(Seat(replace(inside, names=names)), device, config.timeout_seconds + LEADER_SECONDS))
 
 
 _Introduced = tuple[Introduction, CpuSide]
@@ -456,8 +456,14 @@ class HubMeeting(_InStore):
     def __init__(self, config: Config, address: str, keys: Keys | None, devices: int) -> None:
         timeout = config.timeout_seconds
         run, launcher = os.environ.get(RUN_VARIABLE, ""), launcher_from_environment()
-        self._client = HubClient(address, keys, run=run, timeout=timeout, launcher=launcher)
-        self._client.silence.meanwhile = _WITHOUT_HUB
+        self._client = HubClient(
+            address,
+            keys,
+            run=run,
+            timeout=timeout,
+            launcher=launcher,
+            without=lambda _welcome: _WITHOUT_HUB,
+        )
         try:
             welcome = self._client.join(wished_rank())
             facts = {"hub": address, "shards": welcome.shards, "nodes": welcome.workers}

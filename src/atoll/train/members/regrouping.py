@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -19,7 +19,6 @@ from atoll.core import points
 from atoll.core.errors import CheckpointError
 from atoll.exchange.link import LOG, Link
 from atoll.train.data.leased_sampler import LeasedSampler, Where
-from atoll.train.group.ringbytes import gather_bytes
 from atoll.train.group.rounds import Ring
 from atoll.train.members.attendance import Attendance
 from atoll.train.members.hub_client import HubClient
@@ -44,11 +43,9 @@ class GroupState:
     """What the members of a group take from its first one, and agree on (`train/group/rounds.py`: State).
     Data is leased: where they are in it is all that there is to agree on."""
 
-    def __init__(
-        self, state: Shared, ring: Ring, samplers: list[LeasedSampler], warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, state: Shared, samplers: list[LeasedSampler], warn: Callable[[str], None]) -> None:
         """`samplers` may grow; `warn` tells people."""
-        self._state, self._ring, self._samplers, self._warn = state, ring, samplers, warn
+        self._state, self._samplers, self._warn = state, samplers, warn
 
     def capture(self) -> bytes:
         """Nothing, where it cannot be given: nobody asked for a checkpoint, and each goes on with its own."""
@@ -58,18 +55,17 @@ class GroupState:
             self._warn(f"the members of this worker's group go on with schedules of their own: {error}")
             return b""
 
-    def restore(self, raw: bytes) -> None:
+    def restore(self, raw: bytes, rank: int) -> None:  # noqa: ARG002
         if raw:
             self._state.restore_shared(raw)
 
-    def all_places(self, *, entered: bool = False) -> list[Any]:  # noqa: ARG002
-        own = msgspec.msgpack.encode([sampler.where() for sampler in self._samplers])
-        parts = gather_bytes(self._ring.agreement, own, "the members' places in their data")
-        return [msgspec.msgpack.decode(part, type=list[Where]) for part in parts]
+    def places(self, *, entered: bool = False) -> bytes:  # noqa: ARG002
+        return msgspec.msgpack.encode([sampler.where() for sampler in self._samplers])
 
-    def deal_anew(self, places: Sequence[Any], rank: int, world: int) -> None:  # noqa: ARG002
+    def deal_anew(self, places: Sequence[bytes], rank: int, world: int) -> None:  # noqa: ARG002
+        found = [msgspec.msgpack.decode(place, type=list[Where]) for place in places]
         for number, sampler in enumerate(self._samplers):
-            sampler.go_to([place[number] for place in places])
+            sampler.go_to([place[number] for place in found])
 
 
 class Leases:
@@ -119,13 +115,16 @@ class Parts:
 
 
 class Regrouping:
-    """One worker's moves from group to group. `contributor` is the one that it is in: its own number at
-    first."""
+    """One worker's moves from group to group."""
 
     def __init__(self, parts: Parts, told: Told) -> None:
         self._parts, self._tell = parts, told
-        self.contributor = parts.attendance.place.rank
         self.grouping = 0  # the hub's latest that this worker has asked to move to
+
+    @property
+    def contributor(self) -> int:
+        """The group that this worker is in."""
+        return self._parts.attendance.contributor
 
     @property
     def contributors(self) -> list[int]:
@@ -182,7 +181,7 @@ class Regrouping:
         who = f"group {grouped.contributor}"
         parts.models.arrive(f"the shards' word that they know {who}")
         shards.answered(ARRIVING)
-        self.contributor = grouped.contributor
+        parts.attendance.contributor = grouped.contributor
         points.reach("group.arrived", parts.state.iteration)
         # Under bsp the group's first iteration begins when the hub has heard this from all groups.
         parts.hub.in_group(grouped.contributor)

@@ -1,4 +1,4 @@
-"""What the workers of a group tell one another outside the iterations: small values, and tensors to start
+"""What the workers of a run tell one another outside the iterations: small values, and tensors to start
 from.
 
 Every call is a collective: each worker makes it, in the same order. Alone, each is trivial and touches no
@@ -9,87 +9,70 @@ from __future__ import annotations
 
 import json
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from atoll.core.errors import MismatchError, RunError, UserError
-from atoll.core.stands import (
-    Stand,
-    StandError,
-    are_consistent,
-    decode_stand,
-    describe_mismatch,
-    encode_stand,
-)
-from atoll.train.api.place import Place
-from atoll.train.group.channel import Channel
-from atoll.train.group.rounds import Ring
+from atoll.core.errors import UserError
+from atoll.core.stands import Stand
+from atoll.train.api.place import Place, is_first
+from atoll.train.members.meetings import Reduction, WorkerMeeting, bytes_of
 
-Reduction = Literal["mean", "sum", "min", "max"]
 Value = TypeVar("Value", float, complex, Tensor)
-_Result = TypeVar("_Result")
-_OPS: dict[str, dist.ReduceOp.RedOpType] = {
-    "mean": dist.ReduceOp.SUM,
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
+_OPS = get_args(Reduction)
 
 
 class Workers:
-    """The workers of `place`, or of `ring` where there is one; there is none exactly when alone."""
+    """The workers that meet by `meeting`, of whom this is one."""
 
-    def __init__(self, place: Place, ring: Ring | None) -> None:
-        self._place, self._ring = place, ring
+    def __init__(self, meeting: WorkerMeeting) -> None:
+        self._meeting = meeting
         self._closed = False
-        self._stand: Stand | None = None  # while this worker is in a call of its session
 
     @property
     def place(self) -> Place:
         """This worker's place, as it is now."""
-        return self._place if self._ring is None else self._ring.place
+        return self._meeting.roster.place
 
     @property
     def alone(self) -> bool:
         """Whether there is no group at all, and so nobody to talk to."""
-        return self._ring is None
+        return self._meeting.alone
+
+    @property
+    def late(self) -> bool:
+        """Whether this worker has yet to enter a run under way."""
+        return self._meeting.roster.late
 
     @property
     def seconds_waited(self) -> float:
         """The time that all calls so far have waited."""
-        return 0.0 if self._ring is None else self._ring.seconds_waited
+        return self._meeting.seconds_waited
 
     @property
     def ranks(self) -> list[int]:
         """The ranks of those who took part in the latest collective, in the order of `gather`."""
-        return list(range(self.place.world))
+        return self._meeting.roster.ranks
 
     @property
     def is_first(self) -> bool:
         """Whether this worker writes, and describes, for all."""
-        return self.place.rank == self.ranks[0] and not (self._ring is not None and self._ring.outside)
-
-    @property
-    def channel(self) -> Channel | None:
-        """The channel to the other workers (Gloo, CPU tensors); None when alone. Raises UserError once
-        closed."""
-        self.check_open()
-        return None if self._ring is None else self._ring.session
+        return is_first(self._meeting.roster)
 
     def gather_group(self) -> None:
         """Wait, inside a call and before it changes anything, until this worker's whole group has come."""
+        self._meeting.gather_group()
 
     def part(self) -> None:
         """Tell the others that this worker makes no further call, where workers may end one before another.
 
         Raises MismatchError if another worker waits for this one in a call.
         """
+        self._meeting.part()
 
     def check_open(self) -> None:
         """Raise UserError once closed."""
@@ -100,11 +83,6 @@ class Workers:
         """Part from the other workers: calls from now on raise."""
         self._closed = True
 
-    def _round(self, what: str, act: Callable[[], _Result]) -> _Result:
-        """Do what one call is, together with the other workers (`train/group/rounds.py`: Ring.round)."""
-        self.check_open()
-        return act() if self._ring is None else self._ring.round(what, act)
-
     @contextmanager
     def standing(self, stand: Stand) -> Iterator[None]:
         """Mark this worker, inside the context, as in a call of its session that all workers make.
@@ -112,53 +90,21 @@ class Workers:
         A call inside another call is part of the outer call. Raises MismatchError where the others are in
         calls that are inconsistent with this one.
         """
-        if self._stand is not None:
+        if self._meeting.stand is not None:
             yield
             return
         self.check_open()
-        self._stand_at(stand)
+        self._meeting.stand_at(stand)
         try:
-            self._compare(stand)
+            self._meeting.compare(stand)
             yield
         finally:
-            self._stand_at(None)
-
-    def _stand_at(self, stand: Stand | None) -> None:
-        self._stand = stand
-        if self._ring is not None:
-            self._ring.scripts.stand = stand
-
-    def _compare(self, stand: Stand) -> None:
-        """Compare all workers' places at the beginning of a call. The message has one size whatever the call
-        is.
-        """
-        if self._ring is None:
-            return
-        said = self._round(str(stand), lambda: self._gather_stands(stand))
-        if not are_consistent(said.values()):
-            raise MismatchError(describe_mismatch(said))
-
-    def _gather_stands(self, stand: Stand) -> dict[int, Stand]:
-        """Return all workers' places by name; empty where all places are equal."""
-        channel, what = self.channel, str(stand)
-        if channel is None:
-            return {}
-        digests, work = channel.all_gather(torch.frombuffer(bytearray(stand.digest()), dtype=torch.uint8))
-        channel.wait(work, what)
-        if all(torch.equal(digest, digests[0]) for digest in digests):
-            return {}
-        place = channel.place
-        try:
-            return {
-                place.name_of(rank): decode_stand(raw)
-                for rank, raw in enumerate(channel.gather(encode_stand(stand), what))
-            }
-        except StandError as error:
-            raise RunError(f"worker {place.name} cannot read where another worker stands: {error}") from None
+            self._meeting.stand_at(None)
 
     def barrier(self, what: str = "the barrier") -> None:
         """Return when every worker has come."""
-        self._round(what, lambda: self._combine(torch.zeros(1), "sum", what))
+        self.check_open()
+        self._meeting.round(what, lambda: self._meeting.combine(torch.zeros(1), "sum", what))
 
     def reduce(
         self, value: Value, op: Reduction = "mean", weight: float | None = None, what: str = "reduce"
@@ -187,13 +133,15 @@ class Workers:
             self._check_alike(asked, what)
             return self._reduce_tensor(tensor, op, own, what)
 
-        result = self._round(what, act)
+        self.check_open()
+        result = self._meeting.round(what, act)
         return result if isinstance(value, Tensor) else result.item()
 
     def _check_alike(self, asked: str, what: str) -> None:
         """Raise UserError unless all workers ask for the same: they would wait for one another in vain."""
-        if self._ring is not None and self._stand is not None and self._stand.asks == asked:
-            return  # they have been compared as the call began
+        stand = self._meeting.stand
+        if stand is not None and stand.asks == asked:
+            return  # it is compared with this worker's place
         everyone = self.gather(asked, what)
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
@@ -209,11 +157,11 @@ class Workers:
             )
         result = value.detach().to("cpu", copy=True).contiguous()
         if op == "mean":
-            total = float(self._combine(torch.tensor([weight], dtype=torch.float64), "sum", what)[0])
+            total = float(self._meeting.combine(torch.tensor([weight], dtype=torch.float64), "sum", what)[0])
             if total <= 0:
                 raise UserError(f"reduce: the workers' weights sum to {total:g}; they must be above 0")
             result = result.mul_(weight / total) if weight else result.zero_()  # zero times NaN is NaN
-        return self._combine(result, op, what).to(value.device)
+        return self._meeting.combine(result, op, what).to(value.device)
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
         """Each worker's `value`, in order of rank: tensors of any shape and dtype, or values that JSON can
@@ -230,42 +178,18 @@ class Workers:
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Each worker's bytes, in order of rank."""
-        return self._round(what, lambda: self._gather_bytes(payload, what))
-
-    def _gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        channel = self.channel
-        return [payload] if channel is None else channel.gather(payload, what)
+        self.check_open()
+        return self._meeting.gather_bytes(payload, what)
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
-        """Overwrite `tensors` by worker 0's values; shapes and dtypes are the same everywhere."""
-        self.take_from(0, tensors, what)
+        """Overwrite `tensors` by the first worker's values; shapes and dtypes are the same everywhere."""
+        self.check_open()
+        self._meeting.take_from_first(tensors, what)
 
     def take_from(self, root: int, tensors: Iterable[Tensor], what: str) -> None:
         """The same by the values of the worker of rank `root` of a ring."""
-        held = list(tensors)
-        if self.channel is not None:
-            self._round(what, lambda: self._take_from(root, held, what))
-
-    def _take_from(self, root: int, tensors: Sequence[Tensor], what: str) -> None:
-        channel = self.channel
-        if channel is None:
-            return
-        first = self.place.rank == root
-        for tensor in tensors:
-            if tensor.numel() == 0:
-                continue
-            # A copy: a broadcast that is given up may go on writing into what it was given.
-            host = tensor.detach().to("cpu", copy=not first).contiguous()
-            channel.wait(channel.broadcast(_sendable(host), root), what)
-            if not first:
-                tensor.copy_(host)
-
-    def _combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
-        """`tensor`, in place: the sum (for `mean` too), minimum or maximum over workers."""
-        channel = self.channel
-        if channel is not None:
-            channel.wait(channel.reduce(tensor, _OPS[op]), what)
-        return tensor
+        self.check_open()
+        self._meeting.take_from(root, tensors, what)
 
 
 def asked_of_reduce(value: object, op: str) -> str:
@@ -292,11 +216,6 @@ def asked_of_gather(value: object) -> str:
     return "a tensor" if isinstance(value, Tensor) else "a value"
 
 
-def _sendable(tensor: Tensor) -> Tensor:
-    """The same memory as bytes: Gloo has no broadcast for every dtype (bool, for one)."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 class _Header(msgspec.Struct):
     dtype: str
     shape: list[int]
@@ -305,8 +224,7 @@ class _Header(msgspec.Struct):
 def _pack(tensor: Tensor) -> bytes:
     host = tensor.detach().to("cpu").contiguous()
     header = msgspec.json.encode(_Header(str(host.dtype).removeprefix("torch."), list(host.shape)))
-    body = bytes(_sendable(host).numpy()) if host.numel() else b""
-    return len(header).to_bytes(4, "little") + header + body
+    return len(header).to_bytes(4, "little") + header + bytes_of(host)
 
 
 def _unpack(payload: bytes, device: torch.device) -> Tensor:

@@ -31,7 +31,7 @@ from atoll.train.checkpoint.resume import TrainingState
 from atoll.train.data.peerssampler import PeerBatches, PeerSampler
 from atoll.train.gradients.reducer import Reducer
 from atoll.train.gradients.ring import over_ring
-from atoll.train.members.peersmeetings import NodeWorkers
+from atoll.train.members.workers import Workers
 from atoll.train.sync.peersdoor import ask_at
 from atoll.train.sync.peersexchange import NodeParts, PeerExchange, said_in
 from atoll.train.sync.peersparameters import OnDevice, Place
@@ -57,7 +57,7 @@ class Peers:
     def __init__(
         self,
         worker: NodeWorker,
-        workers: NodeWorkers,
+        workers: Workers,
         state: TrainingState,
         pace: Callable[[], float],
         stale_max: int,
@@ -268,7 +268,7 @@ class PeerModel:
     def __init__(
         self,
         training: Training,
-        workers: NodeWorkers,
+        workers: Workers,
         parts: NodeParts,
     ) -> None:
         self.training, self._worker, self._workers = training, parts.worker, workers

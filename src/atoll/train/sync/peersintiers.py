@@ -39,7 +39,7 @@ from atoll.train.gradients.samples import Contribution
 from atoll.train.gradients.scaling import Scaling
 from atoll.train.gradients.sums import AtEnd, Owner
 from atoll.train.group.rounds import Ring
-from atoll.train.members.peersmeetings import NodeWorkers
+from atoll.train.members.workers import Workers
 from atoll.train.sync.peers import PeerModel, Peers
 from atoll.train.sync.peersexchange import NodeParts, PeerExchange
 from atoll.train.sync.peersparameters import Lent
@@ -54,7 +54,7 @@ class LentTiers(Tiers):
     _steps_here = False
 
     def __init__(
-        self, memory: Memory, config: Config, peers: Peers, node: NodeWorker, workers: NodeWorkers
+        self, memory: Memory, config: Config, peers: Peers, node: NodeWorker, workers: Workers
     ) -> None:
         super().__init__(memory, None)
         self._config, self._peers, self._node, self._workers = config, peers, node, workers
@@ -230,7 +230,7 @@ class LentPeerModel(PeerModel):
     reads_lazily = True
     optimizer_kind = HostedOptimizer
 
-    def __init__(self, training: Training, workers: NodeWorkers, parts: NodeParts, place: Lent) -> None:
+    def __init__(self, training: Training, workers: Workers, parts: NodeParts, place: Lent) -> None:
         self.place = place
         super().__init__(training, workers, parts)
 

@@ -196,8 +196,6 @@ class Driver:
     have yet to step.
     """
 
-    reducer: Reducer  # the model's
-
     def __init__(
         self,
         synchronizer: Synchronizer,
@@ -218,9 +216,9 @@ class Driver:
         self._awaited = False  # newcomers wait, as all workers know
         self._agreed = 0.0  # samples of all, at the latest exchange
 
-    def ready(self) -> None:
+    def ready(self, reducer: Reducer) -> None:
         """Make the hook on the step, which runs after those that were made before: tiers step in theirs."""
-        self._handle = AroundStep(self._optimizer, _nothing, self._after_step)
+        self._handle = AroundStep(self._optimizer, _nothing, partial(self._after_step, reducer))
 
     def contribution(self, has_gradient: bool) -> Contribution:
         """An iteration's first gradient has come, or its step: let newcomers in, if any wait. Returns what
@@ -230,10 +228,9 @@ class Driver:
             self._ring.admit()
         return self._contribution(has_gradient)
 
-    def _after_step(self, *_: object) -> None:
+    def _after_step(self, reducer: Reducer, *_: object) -> None:
         """Make the exchanges that are due after a step."""
         self._open()
-        reducer = self.reducer
         step, number = reducer.steps, 0
         for number, exchange in enumerate(self._synchronizer.after_step(step), start=1):
             what, where = f"the exchange after step {step}", partial(self._where, step)
@@ -344,8 +341,7 @@ class Replicated:
         values = Values(training.chunks, self._written)
         driver = Driver(self._make(), self._ring, self._replicas, values, self._coder, seed, training)
         calls = replace(training.calls, contribution=driver.contribution, beside=driver)
-        driver.reducer, stepper = self._inner.build(replace(training, calls=calls))
-        return driver.reducer, stepper
+        return self._inner.build(replace(training, calls=calls))
 
     def loaded(self) -> None:
         """Every worker has loaded the same: all replicas go on from it."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -19,7 +18,7 @@ from atoll.core.config import (
     Config,
     LinkOptions,
 )
-from atoll.core.errors import PeerLostError
+from atoll.core.errors import AtollError, PeerLostError
 from atoll.core.heap import keep_freed_memory
 from atoll.exchange.link import LOG, Link
 from atoll.exchange.parties import Parties
@@ -28,20 +27,14 @@ from atoll.net.heartbeats import launcher_from_environment
 from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError
 from atoll.observe.rundir import DIRECTORY_VARIABLE
-from atoll.train.api.device import device_of
 from atoll.train.api.pace import Pace
 from atoll.train.api.place import Place
 from atoll.train.data.leased_sampler import LeasedSampler
-from atoll.train.group.ordering import RingOrder, order_for
 from atoll.train.group.rendezvous import GroupRing, HubRing
-from atoll.train.group.rounds import Ring
+from atoll.train.group.rounds import RoundMark
 from atoll.train.members.hub_client import HubClient
 from atoll.train.members.peersintroduction import keys_from_environment, wished_rank
-from atoll.wire.messages import VERSION, Goodbye, Hello, Used
-
-_WITHOUT_HUB = "training goes on while leased samples last"
-_WITHOUT_HUB_RING = "the ring trains on, and would not know who of it died"
-_WITHOUT_HUB_BSP = "training goes on, but nobody notices a worker's death before sync.timeout"
+from atoll.wire.messages import VERSION, Goodbye, Hello, Used, Welcome
 
 
 def enter(config: Config) -> Service | HubRing:
@@ -54,13 +47,16 @@ def enter(config: Config) -> Service | HubRing:
         check("join", choices_of(config, {"hub": ""}))
     kept = keep_freed_memory(messages=True)
     keys = keys_from_environment()
-    try:
-        return _joined(config, address, keys, kept)
-    except _RingIsOverError:  # the hub heard of us before the last ring's workers had said goodbye
-        return _joined(config, address, keys, kept)
+    refused = ""
+    for _ in range(2):
+        try:
+            return _joined(config, address, keys, kept)
+        except _RingIsOverError as error:  # the hub heard of us before the ring's workers had said goodbye
+            refused = str(error)
+    raise RefusedError(refused)
 
 
-class _RingIsOverError(RefusedError):
+class _RingIsOverError(AtollError):
     """This worker came late to a ring, and the ring was over before it could ask to enter."""
 
 
@@ -71,8 +67,8 @@ def _joined(config: Config, address: str, keys: Keys | None, kept: bool) -> Serv
         run=os.environ.get(RUN_VARIABLE, ""),
         timeout=config.timeout_seconds,
         launcher=launcher_from_environment(),
+        without=partial(_without_hub, config),
     )
-    hub.silence.tell = print_warning
     try:
         # A ring's workers tell one another where they are; a hub that knows no sites refuses who names one.
         site = "" if config.run.strategy == "hierarchical" else os.environ.get(SITE_VARIABLE, "")
@@ -83,12 +79,20 @@ def _joined(config: Config, address: str, keys: Keys | None, kept: bool) -> Serv
         if welcome.shards:
             return Service(config, hub, address, keys, keeps_memory=kept)
         _tell_of_torchrun(welcome.workers)
-        hub.silence.meanwhile = _WITHOUT_HUB_RING
         return _ring_of(hub, address, keys, config, wish)
     except BaseException:  # a rank that is held, and never trains, would hold up the others
         hub.goodbye()
         hub.close()
         raise
+
+
+def _without_hub(config: Config, welcome: Welcome) -> str:
+    """What becomes of the run while its hub is away."""
+    if not welcome.shards:
+        return "the ring trains on, and would not know who of it died"
+    if config.sync.consistency == "bsp":
+        return "training goes on, but nobody notices a worker's death before sync.timeout"
+    return "training goes on while leased samples last"
 
 
 def _ring_of(hub: HubClient, address: str, keys: Keys | None, config: Config, wish: int) -> HubRing:
@@ -113,18 +117,11 @@ class Service:
         # In a run without levels a site only says where a worker is, for the hub to make groups by.
         self.site = os.environ.get(SITE_VARIABLE, "") if hub.welcome.sites else ""
         self.hub, self.welcome = hub, hub.welcome
-        self._rings: GroupRing | None = None
-        self.ring: Ring | None = None  # of this worker's group, where workers are in groups
-        self.order: RingOrder | None = None  # in which its sums pass the members
+        self.rings: GroupRing | None = None  # of this worker's groups, where workers are in groups
+        self.mark = RoundMark()  # of the ring in which this worker is
         if config.run.strategy == "ps-hra":
             hub.wait_for_links()
-            timeout, device = config.timeout_seconds, device_of(self.place)
-            self._rings = GroupRing(hub, address, keys, timeout)
-            self.order = order_for(config, device)
-            self.ring = Ring(self._rings.place, device, timeout, self._rings, order=self.order, compares=True)
-        self.warn: Callable[[str], None] = print_warning  # the session's, once there is one
-        hub.silence.tell = self._tell
-        hub.silence.meanwhile = _WITHOUT_HUB_BSP if config.sync.consistency == "bsp" else _WITHOUT_HUB
+            self.rings = GroupRing(hub, address, keys, config.timeout_seconds)
         self.shards = Link(
             self.hub.shards(),
             keys,
@@ -139,8 +136,8 @@ class Service:
             parties=parties_of(self.welcome.worker, self.site),
             timeout=config.timeout_seconds,
             where=self._where_shards_are,
-            tell=lambda line: self.warn(line),
-            meanwhile=self.ring.check if self.ring is not None else lambda: None,
+            tell=hub.notices.warn,
+            meanwhile=self._check_ring,
             # Within a site it is near; the site's shard has the long way to go.
             options=LinkOptions() if self.site else config.link,
         )
@@ -161,7 +158,7 @@ class Service:
 
     def as_joined(self, config: Config) -> Config:
         """The configuration of a run with shards: a worker that is in no group is one of `server`."""
-        if self.ring is not None:
+        if self.rings is not None:
             return config
         run = msgspec.structs.replace(config.run, strategy="server")
         return msgspec.structs.replace(config, run=run)
@@ -202,7 +199,7 @@ class Service:
     def stepped(self, iteration: int, samples: float, pace: Pace | None) -> None:
         """Note how far this worker is; raises RunError when the hub has given it up."""
         self.hub.iteration, self.hub.batch = iteration, samples
-        if self.ring is not None and pace is not None:  # the hub makes groups of those that tell it a pace
+        if self.rings is not None and pace is not None:  # the hub makes groups of those that tell it a pace
             self.hub.set_pace(pace.seconds)
         self.hub.check()
 
@@ -229,10 +226,11 @@ class Service:
                 f"worker {self.welcome.worker} lost {lost}: {error}; the others go on"
             ) from None
 
-    def _tell(self, line: str) -> None:
-        """Something about the hub; on the thread of the heartbeats."""
-        welcome = self.hub.welcome
-        self.warn(line if welcome is None else f"worker {welcome.worker}: {line}")
+    def _check_ring(self) -> None:
+        """Raises BrokenRingError within a round of the group's ring, where the hub has said that the ring has
+        lost a member: what is waited for may be that one's to bring."""
+        if self.rings is not None and self.mark.inside:
+            self.rings.check()
 
     def close(self) -> None:
         """Leave the run: what this worker had leased and not used is the others'."""
@@ -240,8 +238,8 @@ class Service:
             self.shards.send(LOG, Goodbye(incarnation=self.shards.incarnation))
         self.hub.goodbye(self.finished)
         self.shards.close()
-        if self._rings is not None:
-            self._rings.close()
+        if self.rings is not None:
+            self.rings.close()
         self.hub.close()
 
 
@@ -268,9 +266,3 @@ def _tell_of_torchrun(workers: int) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def print_warning(line: str) -> None:
-    """For a script that no `atoll run` watches."""
-    with contextlib.suppress(OSError):  # what it says may go to a disk that is full
-        print(f"atoll: {line}", file=sys.stderr, flush=True)

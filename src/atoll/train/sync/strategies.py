@@ -33,7 +33,7 @@ from atoll.train.gradients.tiersums import Holder
 from atoll.train.group.inner import AnyRing
 from atoll.train.group.rounds import Ring
 from atoll.train.members.regrouping import Regrouping
-from atoll.train.members.served_workers import ServedWorkers
+from atoll.train.members.workers import Workers
 from atoll.train.sync.connection import Connection, Members, values_of
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.server import Server
@@ -168,7 +168,7 @@ class Served:
     def __init__(
         self,
         service: Service,
-        workers: ServedWorkers,
+        workers: Workers,
         config: Config,
         members: Members,
         models: ServedModels,
@@ -274,7 +274,7 @@ class ServedModel:
         self,
         training: Training,
         service: Service,
-        workers: ServedWorkers,
+        workers: Workers,
         members: Members,
         make_exchange: Callable[[Training, Connection], Server],
     ) -> None:

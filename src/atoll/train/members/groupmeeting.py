@@ -4,17 +4,20 @@ groups through the log's meetings, to which a group comes as one."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from atoll.core.errors import MismatchError, UserError
 from atoll.core.stands import CALL, Stand, are_consistent, describe_mismatch
 from atoll.exchange.link import LOG, Link
+from atoll.train.api.place import Place
 from atoll.train.group.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.group.rounds import Ring
 from atoll.train.members.attendance import Attendance
+from atoll.train.members.logmeeting import CalledAwayError, LogMeeting
+from atoll.train.members.meetings import BytesMeeting
 from atoll.train.members.regrouping import Regrouping
-from atoll.train.members.served_workers import CalledAwayError, ServedWorkers
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.wire.messages import Mismatch, WorkerStand
 
@@ -32,25 +35,56 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
     stand: WorkerStand
 
 
-class GroupWorkers(ServedWorkers):
-    """`ServedWorkers` where some share a ring: every live worker of the run takes part in each call."""
+@dataclass
+class OwnCall:
+    """The call of all workers that this one is in: its place in the script there (None: it is in none), and
+    whether it was called away from it."""
+
+    stand: Stand | None = None
+    is_away: bool = False
+
+
+class GroupJudge:
+    """Decides about members of a group that have ended (`train/group/scriptplaces.py`: Judge)."""
+
+    def __init__(self, place: Place, shards: Link, call: OwnCall) -> None:
+        """`place` is this worker's in the run, and `call` the one that it is in."""
+        self._place, self._shards, self._call = place, shards, call
+
+    def judge_ended(self, ended: Mapping[int, Stand]) -> MismatchError | None:
+        """Return the error for a call of this worker that misses members of its group that have ended; else
+        None.
+        """
+        stand = self._call.stand
+        if not ended or stand is None or stand.kind != CALL or self._call.is_away:
+            return None
+        return MismatchError(describe_mismatch(dict(sorted({**ended, self._place.rank: stand}.items()))))
+
+    def tell_mismatch(self, mismatch: MismatchError) -> None:
+        """Send the mismatch to the log, which tells the other groups."""
+        self._shards.send(LOG, Mismatch(line=str(mismatch)))
+
+
+class GroupMeeting(BytesMeeting):
+    """A meeting of groups at the log: every live worker of the run takes part in each call, and each group
+    comes to the `log` as one."""
 
     def __init__(
         self,
         attendance: Attendance,
-        shards: Link,
+        log: LogMeeting,
         models: ServedModels,
         ring: Ring,
         moves: Regrouping | None,
+        call: OwnCall,
     ) -> None:
-        """`moves` takes a worker that is alone to another group while it waits in a call; None: it waits on,
-        since all leave their groups at one iteration."""
-        super().__init__(attendance, shards, models)
-        self._group, self._moves = ring, moves
+        """`ring` is of this worker's group. `moves` takes a worker that is alone to another group while it
+        waits in a call; None: it waits on, since all leave their groups at one iteration."""
+        self.roster = self._attendance = attendance
+        self._log, self._models = log, models
+        self._group, self._moves, self._call = ring, moves, call
         self._has_come = False  # the whole group, to the call that this worker is in
-        self._was_called_away = False  # from that call
         self._last: _Parts = {}  # what all brought to the latest one that it was in
-        ring.scripts.judge = self
 
     def _leaves(self) -> bool:
         """A worker alone also moves while it waits for others: they may wait for it in its next group."""
@@ -63,37 +97,28 @@ class GroupWorkers(ServedWorkers):
         the record, and decide at their next call whether they may go on.
         """
         if self._group.world == 1:
-            super().part()
+            self._log.part()
         else:
-            self._group.scripts.leave(self._standing_for("the end of the session").stand)
-
-    def saw(self, ranks: list[int]) -> None:
-        """An iteration's word names groups, and not workers: those of the latest call stand."""
+            self._group.scripts.leave(self.standing_for("the end of the session").stand)
 
     def gather_group(self) -> None:
-        """Wait, inside a call and before it changes anything, until the whole group has come.
-
-        The call's first meeting then skips this wait, so that all calls take part in equally many collectives
-        of the ring.
-        """
+        """The call's first meeting then skips this wait, so that all calls take part in equally many
+        collectives of the ring."""
         self._models.gather_members()
         self._has_come = True
 
-    def _stand_at(self, stand: Stand | None) -> None:
-        super()._stand_at(stand)
-        self._has_come = self._was_called_away = False
+    def stand_at(self, stand: Stand | None) -> None:
+        self.stand = self._call.stand = stand
+        self._log.stand_at(stand)
+        self._has_come = self._call.is_away = False
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Gather each live worker's bytes, in order of rank.
-
-        Raises MismatchError where members of the group stand at other places, or have ended.
-        """
-        self.check_open()
-        if self.late:
+        """Raises MismatchError where members of the group stand at other places, or have ended."""
+        if self.roster.late:
             return [payload]
-        attendance = self.attendance
-        number = attendance.meets_in = attendance.number
-        attendance.number, self._was_called_away = number + 1, False
+        attendance = self._attendance
+        number = attendance.meets_in = attendance.begin()
+        self._call.is_away = False
         parts: _Parts | None = None
         while parts is None:
             if not self._has_come:
@@ -104,11 +129,11 @@ class GroupWorkers(ServedWorkers):
                 met, result = self._group.round(
                     what,
                     lambda: self._gather_all(payload, number, what),
-                    where=lambda: None if self._was_called_away else self._standing_for(what).stand,
+                    where=lambda: None if self._call.is_away else self.standing_for(what).stand,
                 )
                 parts = result if met == number else None  # else it was a call that others were behind in
             except CalledAwayError:
-                self._was_called_away = True  # others may have been answered, and be in their next call
+                self._call.is_away = True  # others may have been answered, and be in their next call
                 assert self._moves is not None
                 self._moves.answer()
         attendance.meets_in, self._last = -1, parts
@@ -120,7 +145,7 @@ class GroupWorkers(ServedWorkers):
         takes the members' parts to the log's meeting, and tells them of the others'."""
         channel, place = self._group.session, self._group.place
         assert channel is not None
-        own = msgspec.msgpack.encode(_Part(number, what, payload, self._standing_for(what)))
+        own = msgspec.msgpack.encode(_Part(number, what, payload, self.standing_for(what)))
         said = [msgspec.msgpack.decode(part, type=_Part) for part in gather_bytes(channel, own, what)]
         first = min(part.number for part in said)
         ahead = [rank for rank, part in enumerate(said) if part.number > first]
@@ -131,19 +156,6 @@ class GroupWorkers(ServedWorkers):
             word = msgspec.msgpack.encode(self._meet_as_group(said, number, what)) if not place.rank else None
         root = ahead[0] if ahead else 0
         return first, msgspec.msgpack.decode(broadcast_bytes(channel, word, what, root), type=_Parts)
-
-    def judge_ended(self, ended: Mapping[int, Stand]) -> MismatchError | None:
-        """Return the error for a call of this worker that misses members of its group that have ended; else
-        None.
-        """
-        stand = self._stand
-        if not ended or stand is None or stand.kind != CALL or self._was_called_away:
-            return None
-        return MismatchError(describe_mismatch(dict(sorted({**ended, self.place.rank: stand}.items()))))
-
-    def tell_mismatch(self, mismatch: MismatchError) -> None:
-        """Send the mismatch to the log, which tells the other groups."""
-        self._shards.send(LOG, Mismatch(line=str(mismatch)))
 
     def _check_same(self, said: Sequence[_Part]) -> None:
         place = self._group.place
@@ -161,6 +173,7 @@ class GroupWorkers(ServedWorkers):
         """What all workers bring, where this group brings what its members have `said`."""
         brought = {self._group.place.name_of(rank): part.payload for rank, part in enumerate(said)}
         met: _Parts = {}
-        for group in self._meet(msgspec.msgpack.encode(brought), number, what):
+        stand, packed = self.standing_for(what), msgspec.msgpack.encode(brought)
+        for group in self._log.meet(packed, number, what, stand, self._leaves):
             met |= msgspec.msgpack.decode(group, type=_Parts)
         return met

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from atoll.core.errors import GivenUpError
 from atoll.core.stands import Stand
-from atoll.train.members.meetings import MeetingWorkers, bytes_of, put_bytes
+from atoll.train.api.place import Place, is_first
+from atoll.train.members.meetings import BytesMeeting, bytes_of, put_bytes
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import Meet, Met
 
@@ -24,24 +25,19 @@ _MET = 32 * 2**20  # and all members' of one meeting together, at most
 _LENGTH = 8  # bytes before the first piece: how many there are in all
 
 
-class NodeWorkers(MeetingWorkers):
-    """`Workers` over the nodes' meetings. A worker's rank never changes. A node's devices meet first, and
-    come to the members' meeting as one."""
+class NodesRoster:
+    """The members' devices that took part in the latest call. A worker's rank never changes."""
 
     def __init__(self, worker: NodeWorker) -> None:
-        super().__init__(worker.introduction.place, None)
-        self._worker = worker
-        self._met: dict[int, Met] = {}
-        self.nodes = list(worker.members)  # who took part in the latest call
-        worker.on(Met, self._handle_met)
+        self._worker, self.nodes = worker, list(worker.members)
+
+    @property
+    def place(self) -> Place:
+        return self._worker.introduction.place
 
     @property
     def late(self) -> bool:
         return self._worker.late
-
-    @property
-    def seconds_waited(self) -> float:
-        return self._worker.seconds_waited
 
     @property
     def ranks(self) -> list[int]:
@@ -49,17 +45,23 @@ class NodeWorkers(MeetingWorkers):
             return [self.place.rank]
         return [rank for node in self.nodes for rank in self._worker.introduction.workers_of(node)]
 
-    def _stand_at(self, stand: Stand | None) -> None:
-        super()._stand_at(stand)
-        self._worker.call = stand
 
-    def saw(self, members: list[int]) -> None:
-        """These are the members now, between two meetings."""
-        self.nodes = list(members)
+class NodesMeeting(BytesMeeting):
+    """A meeting of the nodes. A node's devices meet first, and come to the members' meeting as one."""
+
+    def __init__(self, worker: NodeWorker, roster: NodesRoster) -> None:
+        self._worker, self.roster, self._nodes = worker, roster, roster
+        self._met: dict[int, Met] = {}
+        worker.on(Met, self._handle_met)
+
+    @property
+    def seconds_waited(self) -> float:
+        return self._worker.seconds_waited
+
+    def stand_at(self, stand: Stand | None) -> None:
+        self.stand = self._worker.call = stand
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Each worker's bytes, in order of rank."""
-        self.check_open()
         if self._worker.late:
             return [payload]
         own = msgspec.msgpack.encode(self._worker.devices.gather(payload, what))
@@ -79,14 +81,14 @@ class NodeWorkers(MeetingWorkers):
             met = self._meet(payload[start : start + most], what)
             for node, each in zip(met.nodes, met.payloads, strict=True):
                 whole[node] += each
-        self.nodes = list(met.nodes)
-        return [bytes(whole[node]) for node in self.nodes]
+        self._nodes.nodes = list(met.nodes)
+        return [bytes(whole[node]) for node in met.nodes]
 
     def _meet(self, payload: bytes, what: str) -> Met:
         worker = self._worker
         number = worker.coming_meeting = worker.next_meeting
         worker.next_meeting += 1
-        stand = self._standing_for(what)
+        stand = self.standing_for(what)
         worker.send(Meet(number=number, at=worker.at, what=what[:256], payload=payload, stand=stand))
         worker.meets = True
         worker.wait(
@@ -104,10 +106,10 @@ class NodeWorkers(MeetingWorkers):
         return met
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
-        """Overwrite `tensors` by those of the first node, where any node has others. Where that is left out
-        meanwhile, the tensor that it was giving is begun anew, and is the next node's."""
+        """By those of the first node, where any node has others. Where that is left out meanwhile, the tensor
+        that it was giving is begun anew, and is the next node's."""
         held = [tensor for tensor in tensors if tensor.numel()]
-        if not held or self.late:
+        if not held or self.roster.late:
             return
         digest = hashlib.sha256()
         for tensor in held:
@@ -125,7 +127,7 @@ class NodeWorkers(MeetingWorkers):
         flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
         for start in range(0, flat.numel(), _PIECE):
             piece = flat[start : start + _PIECE]
-            first = self.gather_bytes(bytes_of(piece) if self.is_first else b"", what)[0]
+            first = self.gather_bytes(bytes_of(piece) if is_first(self.roster) else b"", what)[0]
             if not first:
                 return None
             put_bytes([piece], memoryview(bytearray(first)))

@@ -1,0 +1,185 @@
+"""A process's connections to the hub: one on which it asks, and one on which it shows that it lives."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from atoll.core.errors import DeadlineError, PeerLostError, RunError
+from atoll.core.texts import one_line
+from atoll.net.endpoint import SOON, Client
+from atoll.net.keys import Keys
+from atoll.net.requests import MOST_REASON, Answer, RefusedError, ask, decode_from, late
+from atoll.wire import messages
+from atoll.wire.messages import AnyMessage, Hello, Refused, Welcome, encode
+
+LIMIT = 2**21  # bytes of a message, as the hub's
+_LISTEN_SECONDS = 0.1  # between looks at whether heartbeats are to end
+_OPENING_SECONDS = 0.05  # between looks whether there is a connection again
+_END_SECONDS = 5.0  # for the thread of heartbeats to end
+
+
+class HubConnection:
+    """The connection to the hub at `address`.
+
+    On each that takes the place of a lost one this side says `hello` again: the hub may be another process.
+    `timeout` is in seconds, and what errors of a deadline name. `refusal` is why the hub does not take this
+    side any more.
+    """
+
+    def __init__(self, address: str, keys: Keys | None, timeout: float = 0.0) -> None:
+        self.client = Client(address, keys, limit=LIMIT, name="hub")
+        self.hello: Hello | None = None  # None: the hub has not let this side in
+        self.refusal = ""
+        self.timeout = timeout
+        self._losses = 0  # connections lost when the hub was told last who is here
+
+    def join(self, hello: Hello, what: str, deadline: float) -> Welcome:
+        """Say Hello until there is an answer: a hub that was started again meanwhile has heard nothing.
+        Raises what `ask` raises."""
+        welcome = self.ask(hello, Welcome, what, deadline)
+        self.hello = hello
+        return welcome
+
+    def ask(
+        self,
+        message: AnyMessage,
+        expected: type[Answer],
+        what: str,
+        deadline: float,
+        number: int | None = None,
+    ) -> Answer:
+        """Ask; after a lost connection say who we are on the new one, and ask again.
+
+        What was sent as a connection was lost may go out on the next one, beside what is asked again: with
+        `number`, only an answer with that number counts. What had not left by then goes out before that, and
+        is a stranger's to the hub: one refusal after a loss may be of this. Raises DeadlineError, of the
+        whole wait, and RefusedError.
+        """
+        until, stale = time.monotonic() + deadline, False
+        while True:
+            self.check()
+            try:
+                stale = stale or self._is_new
+                self.introduce(max(0.0, until - time.monotonic()))
+                left = max(0.0, until - time.monotonic())
+                return ask(self.client, message, expected, left, what, number=number)[0]
+            except DeadlineError:
+                raise DeadlineError(late(self.client, self.timeout or deadline, what)) from None
+            except (PeerLostError, RefusedError) as error:
+                if self._is_new:
+                    continue
+                if not (stale and isinstance(error, RefusedError)):
+                    raise
+                stale = False
+
+    def check(self) -> None:
+        """Raise RunError where the hub does not take this side any more."""
+        if self.refusal:
+            raise RunError(f"hub at {self.client.address}: {self.refusal}")
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether the hub was not told on this connection who is here."""
+        self.client.check()
+        return self.client.losses != self._losses
+
+    def introduce(self, deadline: float) -> None:
+        """Say on a new connection who this is, and wait for the hub's welcome."""
+        if self._is_new:
+            self._losses = self.client.losses
+            if self.hello is not None:
+                ask(self.client, self.hello, Welcome, deadline, "its welcome on a new connection")
+
+    def greet(self, hello: Hello, *, again: bool = False) -> bool:
+        """Say `hello`, without waiting, on a new connection or where it is wanted `again`; whether it was."""
+        if self.client.losses == self._losses and not again:
+            return False
+        self._losses = self.client.losses
+        self.client.send(encode(hello))
+        return True
+
+    def say(self, message: AnyMessage) -> None:
+        """Tell the hub something, where there is a connection."""
+        if self.client.connected:
+            self.client.send(encode(message))
+
+    def take(self) -> Iterator[AnyMessage]:
+        """What has come that nobody waits for. Raises RunError for what is no message."""
+        while (received := self.client.receive(0)) is not None:
+            message = decode_from(self.client, received[0])
+            if not isinstance(message, Refused):
+                yield message
+            elif message.request != messages.WhereAreShards.__name__:  # which may be asked before Hello
+                self.refusal = one_line(message.reason, MOST_REASON)
+
+
+class HubHeartbeats:
+    """A thread, with a connection of its own, that tells the hub that this process lives: the other threads
+    may be busy for minutes.
+
+    Args:
+        beat: called while the connection stands; says what is due over it, or `at_once`, and returns for how
+            many seconds there is nothing to say.
+        hear: takes what the hub says; whether heartbeats are to go on.
+        look: called again and again, whether the connection stands or not.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        keys: Keys | None,
+        beat: Callable[[Client, bool], float],
+        hear: Callable[[AnyMessage], bool],
+        look: Callable[[Client], None] = lambda _link: None,
+    ) -> None:
+        self._beat, self._hear, self._look = beat, hear, look
+        self._at_once, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(address, keys), name="atoll-heartbeat", daemon=True
+        )
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def at_once(self) -> None:
+        """The next heartbeat is not to wait."""
+        self._at_once.set()
+
+    def stop(self) -> None:
+        """End, if they have begun; ending twice does no harm."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+
+    def _run(self, address: str, keys: Keys | None) -> None:
+        with Client(address, keys, limit=LIMIT, name="hub", reconnect=SOON) as link:
+            pause = 0.0
+            while self._listen(link, pause):
+                pause = _OPENING_SECONDS
+                if link.connected:  # else they would only heap up
+                    at_once = self._at_once.is_set()
+                    self._at_once.clear()  # before what is to be said is read
+                    pause = self._beat(link, at_once)
+                self._look(link)
+
+    def _listen(self, link: Client, seconds: float) -> bool:
+        """Take what the hub says for so long, or until a heartbeat is wanted at once; whether to go on."""
+        until = time.monotonic() + seconds
+        while not self._stop.is_set():
+            if self._at_once.is_set() and link.connected:
+                return True
+            self._look(link)
+            left = until - time.monotonic()
+            received = link.receive(max(0.0, min(left, _LISTEN_SECONDS)))
+            if received is None:
+                if left <= 0:
+                    return True
+                continue
+            with contextlib.suppress(messages.WireError):
+                if not self._hear(messages.decode_untrusted(received[0])):
+                    return False
+        return False
