@@ -47,6 +47,7 @@ ALLOWED = {
         "memory/initialising.py: _Room.adopt: parameter._atoll_place",
         "memory/interrupts.py: begin: _KEPT.handler",
         "train/api/schedulers.py: _count_made: kind.__init__",
+        "train/api/uncaught.py: show_errors_as_one_line: hook.before",
         "train/api/uncaught.py: show_errors_as_one_line: sys.excepthook",
     ],
     "values, where another class has an attribute of that name that acts": [

@@ -22,7 +22,7 @@ import atoll
 from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import AtollError, ConfigError, GivenUpError, RunError
 from atoll.core.memory import Memory
-from atoll.train.api.place import Place, Seat
+from atoll.train.api.place import Group, Place, Seat
 from atoll.train.group.rounds import Ring
 from atoll.train.sync.peersdevices import Devices, places_of
 from atoll.train.sync.peersexchange import said_in
@@ -144,8 +144,8 @@ def test_the_devices_mean_is_handed_over_once_and_all_take_the_same_parameters(
     pool: WorkerPool, lent: bool
 ) -> None:
     leader, other = pool.run(steps, lent, world=2)
-    assert leader["who"] == (0, 4, True, atoll.train.api.session.Group(0, 3, 0, 2))
-    assert other["who"] == (1, 4, False, atoll.train.api.session.Group(0, 3, 1, 2))
+    assert leader["who"] == (0, 4, True, Group(0, 3, 0, 2))
+    assert other["who"] == (1, 4, False, Group(0, 3, 1, 2))
     for one, same, alone in zip(leader["mean"], other["mean"], leader["alone"], strict=True):
         assert torch.equal(one, same)
         assert torch.allclose(one, alone, atol=1e-6)
