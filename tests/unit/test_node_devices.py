@@ -18,7 +18,6 @@ from peer_side import FakeSide, fake_session
 from torch import nn
 from torch.utils.data import DataLoader
 
-import atoll
 from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import AtollError, ConfigError, GivenUpError, RunError
 from atoll.core.memory import Memory
