@@ -46,7 +46,7 @@ def test_the_first_of_those_who_live_is_the_first(rank: int) -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_workers_deal_anew_where_other_workers_have_made_an_iteration(grouped: bool) -> None:
     """Whether they contribute by themselves, or as groups, whose numbers say nothing of who is there."""
-    workers, entrance, counts = of_rank(0, elastic=True)
+    _, entrance, counts = of_rank(0, elastic=True)
     state: Any = entrance._state
     state.places = lambda: "place 0"
     entrance.begin()
@@ -58,8 +58,8 @@ def test_workers_deal_anew_where_other_workers_have_made_an_iteration(grouped: b
     entrance.told(word(0, 0, 1, 2))
     assert not state.deal_anew.called
     there = {0: "place 0", 2: "place 2"}
-    with mock.patch.object(ServedWorkers, "gather", return_value=list(there.values())):
-        workers.attendance.ranks = list(there)
+    with mock.patch.object(Workers, "gather", return_value=list(there.values())):
+        entrance._attendance.ranks = list(there)
         entrance.told(word(1, 0, 2, entering=(1,)))
     state.deal_anew.assert_called_once_with(["place 0", None, "place 2"], 0, 3, [1])
     entrance.told(word(2, 0, 1, 2))
