@@ -17,6 +17,7 @@ from typing import Any
 
 from atoll.store.leases import Leases
 from atoll.train.data.leased_sampler import LeasedSampler
+from atoll.train.data.order import Order
 from atoll.train.data.peersdealing import AHEAD, PeerDeal
 from atoll.train.data.runs import Item
 from atoll.train.data.sampler import BatchesSampler, DealtSampler, ShardedSampler
@@ -176,6 +177,7 @@ class Lessees:
 
     def __init__(self, length: int) -> None:
         self.length, self.state = length, {}
+        self.order = Order(length, seed=5, shuffle=True)
         self.counts: Counter[Item] = Counter()
         self.incarnation = 0
         self._begin()
@@ -188,6 +190,7 @@ class Lessees:
         self.used: dict[int, list[Used]] = {}  # by incarnation
         self.trained: dict[int, Counter[Item]] = {}
         self.known: dict[int, set[Item]] = {}
+        self.had: dict[int, list[int]] = {}  # indices that were trained on, and not committed
 
     def come(self, worker: int) -> None:
         """A worker comes, new or again: as those who live lease, or else from the checkpoint."""
@@ -199,7 +202,7 @@ class Lessees:
             sampler.load_state_dict(self.state)
         self.samplers[worker], self.lives[worker] = sampler, self.incarnation
         self.used[self.incarnation], self.trained[self.incarnation] = [], Counter()
-        self.known[self.incarnation] = self._used_by(sampler)
+        self.known[self.incarnation], self.had[self.incarnation] = self._used_by(sampler), []
         self.loops[worker] = iter(sampler)
 
     def _lease(self, worker: int, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased:
@@ -223,6 +226,7 @@ class Lessees:
         sampler = self.samplers[worker]
         had = list(itertools.islice(self.loops[worker], batch))
         sampler.count(len(had))
+        self.had[self.lives[worker]] += had
         if commits:
             self.commit(worker)
         if not had:
@@ -238,7 +242,9 @@ class Lessees:
         known = self._used_by(sampler)
         new = known - self.known[life]
         assert len(new) == sum(part.stop - part.start for part in used), "one is used twice by one worker"
-        self.known[life] = known
+        named = sorted(self.order.index(*item) for item in new)
+        assert named == sorted(self.had[life]), "what is committed is not what was trained on"
+        self.known[life], self.had[life] = known, []
         self.trained[life].update(new)
         self.counts.update(new)
 
