@@ -129,7 +129,7 @@ def test_no_vote_is_given_that_the_disk_does_not_take(folder: Path, monkeypatch:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         _sync(file)
 
-    monkeypatch.setattr("atoll.hub.journal.os.fsync", sync)
+    monkeypatch.setattr("atoll.logs.logfile.os.fsync", sync)
     monkeypatch.setattr("atoll.hub.ledger._RETRY_SECONDS", 0.1)
     with hub_of(folder, workers=2, shards=0, run="r") as hub:
         assert isinstance(ask(hub, prepare(0, 1)), Promised)

@@ -258,13 +258,14 @@ def gather_and_end(place: Place, address: str) -> list[int]:
         assert channels is not None
         confirmations = channels.confirmations
         assert confirmations is not None
-        confirm = confirmations.confirm
+        confirm, watch = confirmations.confirm, ring.place.watch
+        assert watch is not None
 
         def confirm_and_miss(what: str) -> None:
             confirm(what)
             until = time.monotonic() + 60
             while "gather" in what and time.monotonic() < until:
-                ring.check()  # raises when worker 1 has left
+                watch()  # raises when worker 1 has left
                 time.sleep(0.002)
 
         if not place.rank:
