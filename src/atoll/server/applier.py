@@ -1,4 +1,4 @@
-"""How the log's lines are applied at a shard, and who is seen to meanwhile."""
+"""Application of the log's entries at a shard, while other workers are served."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from atoll.store.entries import Fenced
 
 
 class Applier:
-    """Takes the lines in order, and has the `stepper` do what they say. `meanwhile` is called between two
-    chunks while messages are heard again."""
+    """Passes log entries in order to the `stepper`. A replaying shard calls `meanwhile` between two chunks
+    instead of answering peers."""
 
     def __init__(self, common: Common, stepper: Stepper, door: Door, inbox: Inbox) -> None:
         self._lines, self._kept, self._peers = common.lines, common.kept, common.peers
@@ -21,14 +21,15 @@ class Applier:
         self.meanwhile: Callable[[], None] = lambda: None
 
     def apply(self) -> None:
-        """Apply the lines that can be."""
+        """Apply all entries that are ready."""
         while (entry := self._lines.take_next()) is not None:
             self._stepper.apply(entry, self.see_to_others)
             if isinstance(entry, Fenced):
                 self._door.refuse_fenced(entry)
 
     def see_to_others(self) -> None:
-        """Answer what came while chunks are stepped, or on their way here, and cannot wait."""
+        """Serve urgent messages and ready pulls between two chunks, or while a site waits for the global
+        shards."""
         if self._kept.replaying:
             self.meanwhile()
             return

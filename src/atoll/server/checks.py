@@ -1,4 +1,4 @@
-"""Whether what workers send of a chunk may be taken."""
+"""Validation of gradients that workers send to a shard."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ if TYPE_CHECKING:
 
 
 class Checks:
-    """Of the gradients that workers send for a Setup's chunks, which `holder` holds."""
+    """Validates gradients for the chunks of one Setup, which `holder` holds."""
 
     def __init__(self, setup: Setup, layout: ChunkMap, holder: Holder) -> None:
         self._setup, self._layout, self._holder = setup, layout, holder
 
     def extent(self, chunk: int) -> int:
-        """How many elements a chunk has."""
+        """Number of elements of a chunk."""
         return self._holder.nbytes(chunk) // self._holder.dtype(chunk).itemsize
 
     def run_bytes(self, chunk: int, share: int, shares: int) -> slice:
-        """Where the `share`-th of `shares` runs of a chunk lies among its bytes."""
+        """Byte range within a chunk of run `share` out of `shares`."""
         size = self._holder.dtype(chunk).itemsize
         start, stop = run_of(self.extent(chunk), share, shares)
         return slice(start * size, stop * size)
 
     def places(self, chunk: int, present: bytes) -> list[tuple[int, int]] | None:
-        """Where a contribution has gradients, begin and end, in order; None: everywhere."""
+        """Return the (begin, end) element ranges for which a contribution has gradients, sorted; None: all
+        elements."""
         if all(present):
             return None
         slots = zip(self._layout.chunks[chunk].slots, present, strict=True)
         return sorted((slot.offset, slot.offset + slot.numel) for slot, here in slots if here)
 
     def gradient(self, message: Push | Replace, payload: memoryview | None) -> str:
-        """Why this is no gradient of a chunk, or of a run of one; empty where it is."""
+        """Return why a message is no valid gradient of a chunk or of a run of a chunk; empty if valid."""
         chunk, holder = message.chunk, self._holder
         if chunk not in holder.chunks:
             return f"this shard does not hold chunk {chunk}"
@@ -56,8 +57,10 @@ class Checks:
         return wrong_size(chunk, payload, expected, f"'s share {share} of {shares}" if shares > 1 else "")
 
     def finite(self, worker: int, push: Push, payload: memoryview | None) -> str:
-        """Why gradients that hold NaN or infinity are refused; empty where there are none. Under bsp workers
-        push before they look, and look at the mean together."""
+        """Return why gradients with NaN or infinity are refused; empty if all are finite.
+
+        Under bsp always empty: there workers push before they check, and check the mean together.
+        """
         setup = self._setup
         if setup.consistency == "bsp" or not setup.finite or not any(push.present) or not payload:
             return ""
@@ -80,10 +83,10 @@ class Checks:
 
 
 def no_share(share: int, shares: int) -> str:
-    """Why there is no such share."""
+    """Message for a share index out of range."""
     return f"share {share} of {shares}: shares are counted from 0 to {shares - 1}"
 
 
 def wrong_size(chunk: int, payload: memoryview | None, expected: int, of: str = "") -> str:
-    """Why a payload is not that of a chunk."""
+    """Message for a payload whose size does not fit its chunk."""
     return f"chunk {chunk}{of} takes {expected} bytes, and {0 if payload is None else payload.nbytes} came"

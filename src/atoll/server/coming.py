@@ -1,5 +1,4 @@
-"""A shard's first word to the hub: that it is being started. It is said before torch is imported, which takes
-longest."""
+"""A shard's first message to the hub, which announces its start. Sent before the slow import of torch."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _FRAME = 2**21  # bytes of a message of the hub's
 
 
 def announce(options: ServerOptions) -> None:
-    """Say it, and wait for nothing."""
+    """Send the announcement without waiting for an answer."""
     keys = read_keys(options.key_file) if options.key_file else None
     client = Client(options.hub, keys, limit=_FRAME, name="hub")
     client.send(encode(_hello(options, options.run)))
@@ -25,7 +24,7 @@ def announce(options: ServerOptions) -> None:
 
 
 def ask_run(options: ServerOptions, keys: Keys | None) -> str:
-    """Say it, and return the name of the run that the hub serves. Raises what `ask` raises."""
+    """Send the announcement and return the name of the run that the hub serves. Raises what `ask` raises."""
     with Client(options.hub, keys, limit=_FRAME, name="hub") as client:
         welcome, _ = ask(client, _hello(options, ""), Welcome, options.timeout, "the run's name")
     return welcome.run

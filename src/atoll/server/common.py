@@ -1,4 +1,4 @@
-"""What the parts of a shard share."""
+"""Objects shared by the components of a shard."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from atoll.server.training import Training
 
 @dataclass(frozen=True)
 class Common:
-    """Of shard `index` of `run`, or of the shard of `site`. `server` is where workers come in; `log` is what
-    shard 0 keeps, and `lines` are the log's; `kept` outlives the process."""
+    """Shared objects of shard `index` of `run`, or of the shard of `site`.
+
+    `server` accepts workers' connections. `lines` queues log entries; `log` is set where the log is kept: on
+    shard 0 and on a site's shard. `kept` makes the shard durable.
+    """
 
     index: int
     run: str

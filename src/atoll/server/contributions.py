@@ -1,4 +1,4 @@
-"""What workers contribute to a shard: chunks of gradients, and what they make of the mean."""
+"""Handlers of a shard for workers' contributions: gradients, and edited means."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atoll.wire import messages
 
 
 class Contributions:
-    """Takes contributions into the model; `pull` answers a pull that came with a Push."""
+    """Stages contributions in the model. `pull` answers the pull that a Push may include."""
 
     def __init__(self, common: Common, pull: Callable[[Heard], str]) -> None:
         self._peers, self._kept, self._log = common.peers, common.kept, common.log

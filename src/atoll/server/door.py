@@ -1,4 +1,4 @@
-"""Who comes in at a shard, and who is refused."""
+"""Admission of peers to a shard, and refusals."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ from atoll.store.entries import Fenced
 from atoll.wire import messages
 from atoll.wire.messages import Hello, Refused
 
-_WARNED = 4096  # workers of which a refusal is told
-_REFUSED_STRANGERS = 1000  # beyond, those who did not say Hello get no answer
+_WARNED = 4096  # workers with a reported refusal
+_REFUSED_STRANGERS = 1000  # beyond, peers that sent no Hello get no answer
 
 
 class Door:
-    """Where workers, other shards and the hub come in."""
+    """Admits workers, other shards and the hub, and sends refusals and announcements to them."""
 
     def __init__(self, common: Common) -> None:
         self._index, self._run, self._site = common.index, common.run, common.site
         self._server, self._peers, self._kept = common.server, common.peers, common.kept
         self._log, self._training, self._tell = common.log, common.training, common.tell
         self._strangers = 0
-        self._warned: set[tuple[int, int]] = set()  # workers whose first refusal was told
+        self._warned: set[tuple[int, int]] = set()  # workers whose first refusal was reported
         self._port_told: set[str] = set()  # kinds of reports on the port
         self.refused = 0  # messages
 
     def greet(self, peer: bytes, hello: Hello) -> str:
-        """Somebody says who it is; returns why it may not come in."""
+        """Handle a peer's Hello; returns why the peer is refused, or an empty string."""
         reason = self._peers.greet(peer, hello)
         if reason:
             return reason
         late = False
         if hello.role == "worker" and hello.site != self._site:
-            self._peers.forget(
-                peer
-            )  # it looks for another shard, whose port this one has got: see `_welcome`
+            self._peers.forget(peer)  # it expects another shard, whose old port this shard has
         elif hello.role == "worker":
             reach("shard.hello")
             if self._log is not None:
@@ -55,7 +53,7 @@ class Door:
         return ""
 
     def _welcome(self, peer: bytes, hello: Hello, late: bool) -> None:
-        """Say who this is: who looks for another shard goes on looking."""
+        """Announce this shard's identity. A peer that wanted another shard then goes on searching."""
         welcome = messages.Welcome(
             run=self._run,
             worker=hello.worker,
@@ -68,7 +66,7 @@ class Door:
         self._peers.send(peer, welcome)
 
     def refuse(self, peer: bytes, reason: str, request: str) -> None:
-        """Tell a peer why its message, a `request`, is not taken."""
+        """Send a peer the reason why its message of kind `request` is refused."""
         if self._kept.replaying:
             return
         self.refused += 1
@@ -82,14 +80,15 @@ class Door:
         self._peers.send(peer, Refused(reason=reason[:4000], request=request))
 
     def _warn_refused(self, hello: Hello, reason: str) -> None:
-        """Leave word of what a worker was refused first, since its process may say nothing."""
+        """Warn once per incarnation of a worker about its first refusal, since the worker's process may log
+        nothing."""
         who = hello.worker, hello.incarnation
         if who not in self._warned and len(self._warned) < _WARNED:
             self._warned.add(who)
             self._tell.warn(f"{self._tell.name} refuses what worker {hello.worker} contributes: {reason}")
 
     def refuse_fenced(self, entry: Fenced) -> None:
-        """Tell a worker's processes that nothing of theirs is taken any more."""
+        """Notify a fenced worker's processes that all their messages are refused from now on."""
         reason = (
             f"worker {entry.worker} of incarnation {entry.incarnation} was given up, or has left: nothing of "
             "it is taken any more"
@@ -98,7 +97,8 @@ class Door:
             self.refuse(peer, reason, "")
 
     def tell_of_port(self) -> None:
-        """Tell people the first report of each kind on the port; later ones go into the records alone."""
+        """Report trouble on the port: the first report of each kind to people, later ones as warning events
+        only."""
         report = self._server.take_report()
         if not report:
             return
@@ -112,14 +112,15 @@ class Door:
     # -- whether the shard comes back ---------------------------------------------------------------------
 
     def tell_of_journal(self) -> None:
-        """Where the journal has broken, the shard serves on without it: tell people, and workers that it does
-        not come back."""
+        """If the journal broke, warn people, and announce to all peers that this shard may no longer come
+        back."""
         if line := self._kept.take_trouble():
             self._tell.people(line)
             self.tell_comes_back()
 
     def journal_is_whole(self) -> None:
-        """A snapshot is whole, and the journal since: the shard may be waited for again."""
+        """Note that a complete snapshot and all later journal records exist, so peers may again wait for this
+        shard."""
         kept = self._kept
         if not kept.is_on_disk:
             kept.is_on_disk = True
@@ -128,7 +129,7 @@ class Door:
                 self._tell.people(f"{self._tell.name}: its journal is written again")
 
     def tell_comes_back(self) -> None:
-        """Whether the shard may be waited for is another than it was."""
+        """Announce to workers and shards whether this shard may come back after a loss."""
         welcome = messages.Welcome(run=self._run, shard=self._index, comes_back=self._kept.comes_back)
         for peer in [*self._peers.workers(), *self._peers.shards()]:
             self._peers.send(peer, welcome)

@@ -1,6 +1,7 @@
-"""What outlives a shard's process: its journal, its snapshots, and its standby. Each may be absent.
+"""Durability of a shard: its journal, snapshots and standby, each of which may be absent.
 
-What changes the shard is noted before it is handled, and nothing leaves before what it may tell of is kept.
+State changes are recorded before they are handled. No message leaves before the records that it depends on
+are durable.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from atoll.wire.messages import Hello
 _SMALL_JOURNAL = 2**28  # bytes of a segment that are no reason for a snapshot
 _LARGE_JOURNAL = 8  # times what the shard holds: a snapshot is due
 
-# What changes the shard: in its journal before anybody is answered.
+# Messages that change the shard. They are journalled before any answer leaves.
 _JOURNALLED = (
     messages.Push,
     messages.Replace,
@@ -45,15 +46,17 @@ _JOURNALLED = (
 
 
 class Source(Mirrored, Protocol):
-    """What is kept of a shard, as it gives it."""
+    """A shard, as its snapshots and its standby need it."""
 
     def heading(self) -> Heading:
-        """What a snapshot taken now is of."""
+        """Return the heading of a snapshot taken now."""
 
 
 class Durability:
-    """One shard's `journal`, `mirror` (of its standby) and `snapshots`. Where the journal breaks, nobody may
-    go on from what is on disk until the next snapshot is whole."""
+    """One shard's `journal`, `mirror` (to its standby) and `snapshots`.
+
+    After the journal breaks, the shard cannot be restored from disk until the next snapshot is complete.
+    """
 
     def __init__(
         self,
@@ -62,43 +65,45 @@ class Durability:
         snapshots: Snapshots | None,
     ) -> None:
         self.journal, self.mirror, self.snapshots = journal, mirror, snapshots
-        self._trouble = ""  # why the journal broke, until it is taken
-        self.replaying = False  # what the shard hears is noted already, and nobody is answered
-        self.is_on_disk = True  # the journal, where there is one, suffices to go on from
+        self._trouble = ""  # why the journal broke, until `take_trouble`
+        self.replaying = False  # messages come from records; nothing is recorded or answered
+        self.is_on_disk = True  # the shard can be restored from its journal, if it has one
         self.wants_snapshot = False
 
     @property
     def comes_back(self) -> bool:
-        """Whether the shard may be waited for when it is lost."""
+        """True if peers may wait for this shard after a loss: it has a usable journal or a standby in
+        sync."""
         kept = self.journal is not None and self.is_on_disk
         return kept or self.is_gated
 
     @property
     def is_gated(self) -> bool:
-        """Whether there is a standby that holds all that was acknowledged."""
+        """True if a standby holds everything that was acknowledged."""
         return self.mirror is not None and self.mirror.gated
 
     def take_trouble(self) -> str:
-        """Why the journal broke, once; empty where it has not."""
+        """Return once why the journal broke; empty otherwise."""
         trouble, self._trouble = self._trouble, ""
         return trouble
 
-    # -- what is noted, and what waits for it -------------------------------------------------------------
+    # -- records, and actions that wait for them ---------------------------------------------------------
 
     def note_message(self, heard: Heard, header: bytes) -> None:
-        """Note a message that is about to be handled, if it changes the shard; it came as this header."""
+        """Record a message that is about to be handled, if it changes the shard. `header` is the message as
+        received."""
         message = heard.message
         if isinstance(message, messages.GiveState):
-            self.note(heard.hello, header)  # its payload is only passed on
+            self.note(heard.hello, header)  # the payload is only forwarded
         elif isinstance(message, messages.Push) and message.lost is not None:
             self.note(
                 heard.hello, messages.encode(message), heard.payload
-            )  # with what the header does not say
+            )  # the received header lacks the losses
         elif isinstance(message, _JOURNALLED):
             self.note(heard.hello, header, heard.payload)
 
     def note(self, hello: Hello, header: bytes, payload: memoryview | None = None) -> None:
-        """Write into the journal what is about to be handled, and tell the standby."""
+        """Append a message to the journal and to the standby's stream."""
         if self.replaying or (self.journal is None and self.mirror is None):
             return
         index = hello.worker if hello.role == "worker" else max(0, hello.shard)
@@ -109,17 +114,18 @@ class Durability:
             self.mirror.append(told, payload)
 
     def remember(self, told: Told, payload: memoryview | None) -> None:
-        """The shard hears what was noted before: a standby to come has to hear it, too."""
+        """Pass a replayed record to the mirror, for a later standby."""
         if self.mirror is not None:
             self.mirror.remember(told, payload)
 
     def set_up(self) -> None:
-        """The shard has been set up: from now on its state says all."""
+        """Note that a Setup took effect: from now on a standby starts from the shard's state, not from its
+        history."""
         if self.mirror is not None:
             self.mirror.set_up()
 
     def when_kept(self, act: Callable[[], None]) -> None:
-        """Call `act` once all that was noted so far is kept; at once where nothing is."""
+        """Call `act` once all records so far are durable; at once if there is neither journal nor standby."""
         if self.mirror is not None:
             self.mirror.when_kept(act)
         elif self.journal is not None:
@@ -128,7 +134,7 @@ class Durability:
             act()
 
     def release(self) -> None:
-        """Let go what waited for the journal, and for the standby."""
+        """Run all actions whose records are durable by now. Notices a broken journal."""
         if self.journal is not None:
             self.journal.release()
             if self.journal.is_broken and self.is_on_disk:
@@ -138,13 +144,13 @@ class Durability:
             self.mirror.release()
 
     def hear(self) -> None:
-        """Take what the standby says, while the shard is busy, and let go what waited."""
+        """Take the standby's acknowledgements while the shard is busy, and run released actions."""
         if self.mirror is not None:
             self.mirror.hear()
         self.release()
 
     def close(self) -> None:
-        """Drop the snapshot under way and the connection to the standby; write the journal's rest."""
+        """Drop the snapshot in progress and the connection to the standby; write the rest of the journal."""
         if self.snapshots is not None:
             self.snapshots.close()
         if self.journal is not None:
@@ -152,46 +158,46 @@ class Durability:
         if self.mirror is not None:
             self.mirror.close()
 
-    # -- the loop's part ----------------------------------------------------------------------------------
+    # -- for the shard's loop -----------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to do at once."""
+        """True if a snapshot or the standby has a chunk to copy at once."""
         if self.snapshots is not None and self.snapshots.busy:
             return True
         return self.mirror is not None and self.mirror.busy
 
     @property
     def is_full(self) -> bool:
-        """Whether the journal, or the standby, is as far behind as it may be."""
+        """True if the journal's or the standby's backlog is at its limit."""
         if self.journal is not None and self.journal.is_full:
             return True
         return self.mirror is not None and self.mirror.is_full
 
     @property
     def fileno(self) -> int:
-        """What is readable when more is written; -1 for nothing."""
+        """Descriptor that is readable when the journal has written more; -1 without a journal."""
         return self.journal.fileno if self.journal is not None else -1
 
     @property
     def next_deadline(self) -> float | None:
-        """When the next snapshot is due; monotonic."""
+        """Monotonic time at which the next snapshot is due."""
         return self.snapshots.next_deadline() if self.snapshots is not None else None
 
     # -- snapshots ----------------------------------------------------------------------------------------
 
     def before_change(self, chunk: int) -> None:
-        """A chunk is about to be stepped: a snapshot under way has it as it is."""
+        """Copy a chunk for the snapshot in progress before the chunk is stepped."""
         if self.snapshots is not None:
             self.snapshots.before_change(chunk)
 
     def abandon_snapshot(self) -> None:
-        """What it is of is trained no more."""
+        """Drop the snapshot in progress, because another model is trained from now on."""
         if self.snapshots is not None:
             self.snapshots.abandon()
 
     def poll_snapshots(self, source: Source) -> None:
-        """Begin a snapshot where one is due, and go on with the one under way."""
+        """Start a snapshot if one is due, and continue the one in progress."""
         model = source.model
         if self.snapshots is None or model is None or not model.is_whole or not source.is_between_lines:
             return
@@ -203,7 +209,7 @@ class Durability:
         )
 
     def _begin_snapshot(self, source: Source) -> Heading:
-        """A snapshot is taken of this moment: from here on the journal goes on in a segment of its own."""
+        """Begin a journal segment that starts from this moment's state; returns the snapshot's heading."""
         self.wants_snapshot = False
         heading = source.heading()
         if self.journal is None or self.snapshots is None:

@@ -1,13 +1,15 @@
-"""Shard 0 as a mailbox: a worker that comes late gets from a living one what is not at the shards.
+"""Transfer of state through shard 0 from a live worker to a newcomer.
 
-The newcomer asks, the lowest living worker is asked, and what it gives is passed on, not kept. If it dies
-before, the next one is asked; a newcomer that asks again (its connection was lost) is served again.
+The newcomer asks, the live worker with the lowest rank is asked, and its state is forwarded without being
+kept. If the giver dies first, the next worker is asked. A newcomer whose connection was lost asks again and
+is served again.
 
-At a site where nobody lives, another site's worker gives its state: the site's shard asks the global log,
-which knows it as one worker, and asks another site; that site's shard has one of its own workers give, and
-passes it up.
+If nobody lives at a site, another site's worker gives its state. The site's shard asks the global log, to
+which the site is one worker. The global log asks another site, whose shard asks one of its own workers and
+passes the state up.
 
-Who wants something decides from which meeting on a newcomer is waited for, so it belongs to the log's state.
+Pending requests are part of the log's state: the answer decides from which meeting on a newcomer is waited
+for.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ Life = tuple[int, int]  # a worker, and its incarnation
 
 
 class Want(msgspec.Struct, forbid_unknown_fields=True):
-    """What a newcomer wants: the state before `iteration`. `asked` is who is to give it; `above`: another
-    site is. `outside`: the newcomer is another site, as the global log names it."""
+    """A newcomer's request for the state before `iteration`.
+
+    `asked` is the worker that was asked to give it; `above` is True if another site was asked. `outside` is
+    True if the newcomer is another site, as the global log numbers it.
+    """
 
     iteration: Count
     asked: Life | None = None
@@ -35,28 +40,31 @@ class Want(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Above(Protocol):
-    """The global log, to a site."""
+    """The global log, as a site uses it."""
 
     def ask(self, iteration: int) -> None:
-        """Ask for the state of another site's worker."""
+        """Request the state of another site's worker."""
 
     def give(self, give: messages.GiveState, payload: memoryview | None) -> None:
-        """Pass up what this site's worker gives to another site."""
+        """Send up the state that a worker of this site gives to another site."""
 
 
 class Entrance:
-    """What newcomers want, and who was asked for it. `wants` is its state, in the order in which givers are
-    looked for. After a restart, who was asked and lives is asked again when it says Hello."""
+    """Pending requests of newcomers, and the workers asked to serve them.
+
+    `wants` is the persistent state; givers are sought in its order. A live giver that says Hello again, after
+    a restart say, is asked again.
+    """
 
     def __init__(self, peers: Peers, wants: dict[Life, Want], above: Above | None = None) -> None:
         self._peers, self.wants, self._up = peers, wants, above
 
     def want(self, worker: int, incarnation: int, iteration: int, *, outside: bool = False) -> None:
-        """A newcomer asks for the state before `iteration`; `look` sees to it."""
+        """Register a newcomer's request for the state before `iteration`; `look` then finds a giver."""
         self.wants[worker, incarnation] = Want(iteration, outside=outside)
 
     def give(self, give: messages.GiveState, payload: memoryview | None) -> bool:
-        """Pass on what a living worker gives; False where nobody wants it. Given twice: the first counts."""
+        """Forward the state that a live worker gives; False if no request is pending, as for a duplicate."""
         want = self.wants.pop((give.worker, give.life), None)
         if want is None:
             return False
@@ -66,8 +74,8 @@ class Entrance:
     def given_from_above(
         self, give: messages.GiveState, payload: memoryview | None, meeting: int
     ) -> list[messages.GiveState]:
-        """Another site gives: hand it to all who wait for that; `meeting` is the site's next. Returns what
-        they were given."""
+        """Forward another site's state to all newcomers that wait for one. `meeting` is the number of the
+        site's next meeting. Returns the messages sent."""
         given = []
         for life in sorted(life for life, want in self.wants.items() if want.above):
             own = messages.GiveState(
@@ -82,13 +90,13 @@ class Entrance:
         return given
 
     def ask_again(self, worker: int, incarnation: int) -> None:
-        """This one is on a new connection: what it was asked for may not have reached it."""
+        """Forget that this worker was asked: requests to its earlier connection may be lost."""
         for want in self.wants.values():
             if want.asked == (worker, incarnation):
                 want.asked = None
 
     def remind(self, worker: int, incarnation: int) -> None:
-        """Another member speaks for this one now: who was asked may be gone."""
+        """Repeat requests to this group, because another member speaks for it now."""
         for life, want in self.wants.items():
             if want.asked == (worker, incarnation):
                 self._ask_for(life, want.iteration, (worker, incarnation))
@@ -98,15 +106,17 @@ class Entrance:
         self._peers.send(self._peers.worker(*giver), asked)
 
     def _hand(self, want: Want, give: messages.GiveState, payload: memoryview | None) -> None:
-        """To the newcomer."""
+        """Send the state to the newcomer."""
         if want.outside and self._up is not None:
             self._up.give(give, payload)
         else:
             self._peers.send(self._peers.worker(give.worker, give.life), give, payload)
 
     def look(self, live: Mapping[int, int], meeting: int) -> None:
-        """Ask somebody who lives for what nobody living was asked for; tell newcomers where nobody is left.
-        `meeting` is the next one's number."""
+        """Ask a live worker for each request that has no live giver. Newcomers learn if no giver is left.
+
+        `live` maps each live worker to its incarnation; `meeting` is the number of the next meeting.
+        """
         for life, want in list(self.wants.items()):
             if not want.outside and live.get(life[0]) != life[1]:
                 del self.wants[life]  # it has died itself

@@ -1,4 +1,4 @@
-"""The shards that follow shard 0's log: which lines each is sent, and what they say ahead of it."""
+"""The shards that follow shard 0's log: log entries for them, and their messages for a later generation."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from atoll.wire import messages
 from atoll.wire.messages import Count
 
 GENERATION = 2**32  # sequence numbers of one generation
-KEPT = 10_000  # lines that a follower who lost its connection may still ask for
+KEPT = 10_000  # entries that a follower with a lost connection may still request
 
 
 def sequence_of(generation: int, index: int) -> int:
-    """The sequence number of a generation's line."""
+    """Sequence number of entry `index` of a generation of the log."""
     return generation * GENERATION + index
 
 
 class Followed(Protocol):
-    """The state of the log that is followed. `follows` has the generation that each shard follows, and
-    `ahead` the words of shards that are set up before this one."""
+    """State of the log for its followers. `follows` maps each shard to the generation that it follows;
+    `ahead` has messages of shards that were set up before this one."""
 
     generation: Count
     log: CommitLog | None
@@ -33,23 +33,23 @@ class Followed(Protocol):
 
 
 class Followers:
-    """Those of the log in `state`."""
+    """Followers of the log in `state`."""
 
     def __init__(self, state: Followed, peers: Peers) -> None:
         self._state, self._peers = state, peers
 
     def greet(self, shard: int) -> None:
-        """A shard is there, perhaps anew: it says from which line on it follows. A line that was written
-        before that would come ahead of those that it lacks."""
+        """Reset a shard that has connected, perhaps again. Its Follow says from which entry on; an entry sent
+        earlier would overtake those that the shard lacks."""
         self._state.follows.pop(shard, None)
 
     def take_ahead(self) -> Iterator[tuple[int, messages.AnyMessage]]:
-        """What was said ahead of the generation that begins."""
+        """Take the messages that were retained for the generation that begins."""
         ahead, self._state.ahead = self._state.ahead, []
         return iter(ahead)
 
     def follow(self, shard: int, message: messages.Follow) -> str:
-        """A shard asks for the lines from one on; returns why it gets none."""
+        """Send a shard the entries that it asks for; returns why it gets none."""
         generation, after = divmod(message.after, GENERATION)
         if generation > self._state.generation:
             self._hold(shard, message)
@@ -58,7 +58,7 @@ class Followers:
         return self._send_from(shard, after) if generation == self._state.generation else ""
 
     def counts(self, shard: int, message: messages.Staged) -> bool:
-        """Whether what a shard has staged is of this generation; what is of the next is held."""
+        """True if a shard's Staged is of this generation. One of the next generation is retained."""
         if any(held == shard for held, _ in self._state.ahead):
             self._hold(shard, message)
             return False
@@ -79,7 +79,7 @@ class Followers:
         return ""
 
     def send(self, index: int, entry: Entry) -> None:
-        """Send a new line to all who follow this generation."""
+        """Send a new entry to all followers of this generation."""
         for shard, generation in self._state.follows.items():
             if generation == self._state.generation:
                 self._send_line(shard, index, entry)

@@ -1,7 +1,7 @@
-"""What a site's workers bring to a meeting, as one part of a meeting of sites.
+"""The parts that a site's workers bring to a meeting, packed as one part of a meeting of sites.
 
-4 bytes, little-endian: the size of the heading; the heading (MessagePack): workers and the sizes of their
-parts; the parts.
+Format: 4 bytes, little-endian, with the size of the heading; the heading (MessagePack) with workers and sizes
+of their parts; the parts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _decoder = msgspec.msgpack.Decoder(_Heading)
 
 
 def pack(workers: Sequence[int], parts: Sequence[memoryview | None]) -> bytes:
-    """The parts of these workers, in their order, as one."""
+    """Pack these workers' parts, in order."""
     sizes = [0 if part is None else part.nbytes for part in parts]
     heading = msgspec.msgpack.encode(_Heading(list(workers), sizes))
     return b"".join(
@@ -35,7 +35,7 @@ def pack(workers: Sequence[int], parts: Sequence[memoryview | None]) -> bytes:
 
 
 def unpack_untrusted(payload: memoryview) -> list[tuple[int, memoryview]]:
-    """What `pack` was given: (worker, part). Raises RunError, with one line, for anything else."""
+    """Return the (worker, part) pairs that were packed. Raises RunError, in one line, for invalid data."""
     size = int.from_bytes(payload[:_SIZE], "little")
     heading = decoded(
         _decoder, payload[_SIZE : _SIZE + size], RunError, "a site's part of a meeting cannot be read"
@@ -51,7 +51,8 @@ def unpack_untrusted(payload: memoryview) -> list[tuple[int, memoryview]]:
 
 
 def merge_untrusted(payload: memoryview | None, sizes: Sequence[int]) -> list[tuple[int, memoryview]]:
-    """The parts of all sites' workers, in order of worker; `sizes` are those of the sites' parts."""
+    """Return (worker, part) of all sites, sorted by worker. `sizes` are the bytes of each site's part. Raises
+    RunError for invalid data."""
     whole = memoryview(b"") if payload is None else payload.cast("B")
     if sum(sizes) != whole.nbytes:
         raise RunError(f"a meeting of sites names {sum(sizes)} bytes and has {whole.nbytes}")

@@ -1,4 +1,4 @@
-"""What a shard hears: a message, from whom, and who takes it."""
+"""A message that a shard received, and the handler that takes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Life: TypeAlias = tuple[int, int]  # a worker, and its incarnation
 
 @dataclass(frozen=True)
 class Heard:
-    """A message on the connection `peer`, of whom `hello` says who it is."""
+    """A message received on the connection `peer`, with the `hello` that the peer sent before."""
 
     peer: bytes
     hello: Hello
@@ -23,19 +23,22 @@ class Heard:
 
     @property
     def worker(self) -> int:
-        """The worker's number."""
+        """The worker's rank."""
         return self.hello.worker
 
     @property
     def life(self) -> Life:
-        """The worker, and its incarnation."""
+        """The worker's rank and incarnation."""
         return self.hello.worker, self.hello.incarnation
 
 
 @dataclass(frozen=True)
 class Handler:
-    """`handle` returns why a message of a peer in `role` ("": any) is refused, or nothing; other peers are
-    told `wrong`."""
+    """A message handler for peers in `role` ("": any).
+
+    `handle` returns why a message is refused, or an empty string. Peers in other roles are refused with
+    `wrong`.
+    """
 
     handle: Callable[[Heard], str]
     wrong: str = NOT_SET_UP

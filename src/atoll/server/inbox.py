@@ -1,4 +1,4 @@
-"""What has come to a shard and is not handled yet."""
+"""The queue of messages that a shard has received and not handled yet."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from atoll.wire import messages
 from atoll.wire.lost import ZERO
 from atoll.wire.messages import AnyMessage, Hello, WireError, decode_untrusted
 
-IN_BOX = 64  # messages taken while chunks are stepped, and kept for later
+IN_BOX = 64  # messages that may wait while chunks are stepped
 
 
 class Inbox:
-    """Messages come from outside: each is checked before anything is kept for it, and what is wrong is
-    refused with a line, or dropped and counted. `handlers` take them.
+    """Decodes, checks and dispatches a shard's messages to `handlers`.
 
-    While chunks are stepped, `most` messages wait here; those of the types `at_once` are handled, too.
+    Input is untrusted: a message is checked before anything is allocated for it; an invalid one is refused or
+    dropped, and counted. While chunks are stepped up to `most` messages wait; those of the types `at_once`
+    are handled immediately.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class Inbox:
 
     @property
     def has_room(self) -> bool:
-        """Whether more messages may wait."""
+        """True if more messages may wait."""
         return len(self._waiting) < self._most
 
     def handle_one(self) -> bool:
-        """Handle the next message, if there is one."""
+        """Handle the next message; False if there is none."""
         if self._waiting:
             received, message = self._waiting.popleft()
         else:
@@ -62,13 +63,13 @@ class Inbox:
         return True
 
     def take_in(self, stepper: Stepper) -> list[Asked]:
-        """While chunks are stepped: handle what cannot wait, and give the pulls that are ready; other
-        messages wait for their turn."""
+        """Handle urgent messages while chunks are stepped, and return the pulls that are ready; other
+        messages wait."""
         ready: list[Asked] = []
         while self.has_room and (received := self._server.receive(0)) is not None:
             message, hello = self._decode(received), self._peers.who(received.peer)
             if message is not None and isinstance(message, self._at_once) and hello is not None:
-                self._handle(received, message)  # of one whose Hello does not wait, too
+                self._handle(received, message)
             elif (
                 hello is not None
                 and isinstance(message, (messages.Pull, messages.PullMean))
@@ -92,14 +93,15 @@ class Inbox:
         return message
 
     def _with_losses(self, received: Received, push: messages.Push) -> messages.Push | None:
-        """A Push with the link's word on its payload; None for one that says itself what was lost."""
+        """Return the Push with the link's report on its payload; None, after a refusal, if the sender itself
+        claims losses."""
         if push.lost is not None:
             self._door.refuse(received.peer, "a Push does not say what was lost of it: the link does", "Push")
             return None
         lost = received.lost
         if lost is None or not any(lost.missing):
             return msgspec.structs.replace(push, lost=None)
-        # A block that were left out of the mean now, and in full in a later one, would step too far.
+        # Late blocks count as zeros: left out of this mean and added in full later, they would step too far.
         if push.late:
             lost = msgspec.structs.replace(lost, how=ZERO)
         return msgspec.structs.replace(push, lost=lost)
@@ -125,8 +127,11 @@ class Inbox:
             self._door.refuse(received.peer, reason, name)
 
     def _do(self, handler: Handler, heard: Heard, received: Received) -> str:
-        """Note a message, and handle it; returns why not. What is noted of a Push are its values: whoever
-        hears it again, from the journal or as the standby, has the same bits, whatever the codec."""
+        """Record a message and handle it; returns why it is refused.
+
+        A Push is recorded decoded, so that a journal's replay and a standby have the same bits, whatever the
+        codec.
+        """
         model = self._training.model
         if isinstance(heard.message, messages.Push) and model is not None:
             try:

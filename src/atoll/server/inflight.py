@@ -1,4 +1,4 @@
-"""The payloads of what workers contribute, by handle, until they are applied."""
+"""Payloads of workers' contributions, by handle, until they are applied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atoll.tensors.payload import tensor_of
 
 
 class InFlight:
-    """What is in flight. `handles` is how many were kept."""
+    """Retained payloads by handle. `handles` is the number of handles assigned so far."""
 
     def __init__(self, handles: int = 0, held: Mapping[int, memoryview] | None = None) -> None:
         self.handles, self.held = handles, dict(held or {})
@@ -21,24 +21,24 @@ class InFlight:
 
     @property
     def next(self) -> int:
-        """The handle that the next one gets."""
+        """The next handle to be assigned."""
         return self.handles + 1
 
     def keep(self, payload: memoryview | None) -> None:
-        """Hold this under the next handle."""
+        """Retain a payload under the next handle."""
         self.handles += 1
         self.held[self.handles] = payload if payload is not None else memoryview(b"")
 
     def join(self, handles: Sequence[int]) -> None:
-        """Hold these, end to end, under the latest handle alone."""
+        """Concatenate the payloads of these handles under the latest handle."""
         whole = b"".join([self.held.pop(handle) for handle in handles])
         self.held[self.handles] = memoryview(whole)
 
     def release(self, handles: Sequence[int]) -> None:
-        """Let these go."""
+        """Drop the payloads of these handles."""
         for handle in handles:
             self.held.pop(handle, None)
 
     def gradients(self, handle: int, dtype: torch.dtype) -> Tensor:
-        """A chunk's gradients, (extent,)."""
+        """Return a chunk's gradients, (extent,)."""
         return tensor_of(self.held[handle], dtype)

@@ -1,16 +1,16 @@
-"""A shard's journal: what it was told, written down before anybody is answered out of it.
+"""A shard's journal: all messages that change the shard, written before any answer leaves.
 
-    FOLDER/shard.json                 whose folder this is, and as whom the shard is known to the hub
+    FOLDER/shard.json                 the folder's run and shard, and the shard's identity at the hub
     FOLDER/journal-000000.bin         records (server/records.py), in the order in which they took effect
-    FOLDER/journal-000001.bin         begins with the whole state at some moment; snapshots belong to one
-    FOLDER/spare.bin                  a segment that is not needed any more, to be written over
-    FOLDER/lock                       held while a shard is at work here
+    FOLDER/journal-000001.bin         begins with the state at some moment; a snapshot names a segment
+    FOLDER/spare.bin                  a retired segment, to be overwritten
+    FOLDER/lock                       locked while a shard uses the folder
 
-What is to leave the shard waits until all that it may tell of is written (`when_written`). Chunks are written
-by a thread of the journal's own, so that the shard takes in the next messages meanwhile. A few small records
-cost less than waking that thread: where it has nothing to do, the shard's own thread writes them. Written
-means that the system has it: that survives a `kill -9` of the shard. With `sync` it is also on the disk, and
-survives the machine.
+Outgoing messages wait until the records that they depend on are written (`when_written`). The journal's own
+thread writes chunks, so that the shard meanwhile takes the next messages. Waking that thread costs more than
+writing a few small records: while the thread is idle, the shard's thread writes those. "Written" means handed
+to the system, which survives a `kill -9` of the shard. With `sync` the data is also on the disk, and survives
+a crash of the machine.
 """
 
 from __future__ import annotations
@@ -52,18 +52,21 @@ Pending: TypeAlias = tuple[int, bytes, Payload]  # stamp, header, payload
 
 _IDENTITY, _LOCK, _SPARE = "shard.json", "lock", "spare.bin"
 _HUBS = "hub.journal"  # in a hub's directory
-_BACKLOG = 2**28  # bytes that wait to be written; beyond, the shard takes no more messages
-_SMALL = 2**18  # bytes of records that the shard's own thread writes rather than to wake the journal's
-_WAIT_SECONDS = 60.0  # for the thread, at the end
+_BACKLOG = 2**28  # unwritten bytes beyond which the shard takes no more messages
+_SMALL = 2**18  # bytes of pending records that the shard's thread writes itself
+_WAIT_SECONDS = 60.0  # for the thread to end
 
 
 class JournalError(RunError):
-    """The journal cannot be written: what the shard would acknowledge, it could not keep."""
+    """The journal cannot be written, so the shard cannot keep what it would acknowledge."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose folder this is. `token` is its own name, by which the hub knows it again; `incarnation` is what
-    the hub gave this shard last; `over`: the run has ended. With `site`, it is that site's shard."""
+    """The owner of a folder: shard `shard` of `run`, or the shard of `site`.
+
+    `token` is the folder's random name, by which the hub recognizes the shard; `incarnation` is the hub's
+    latest number for this shard; `over`: the run has ended.
+    """
 
     format: int = 1
     run: str
@@ -78,9 +81,9 @@ _identities = msgspec.json.Decoder(Identity)
 
 
 class Folder:
-    """The folder of shard `shard` of `run`, or of the shard of `site`, and nobody else's while this is open.
+    """The folder of shard `shard` of `run`, or of the shard of `site`, locked while open.
 
-    Raises UserError where it is another run's or another shard's, or a shard is at work there.
+    Raises UserError if the folder belongs to another run or shard, or another shard is at work there.
     """
 
     def __init__(self, path: Path, run: str, shard: int, site: str = "") -> None:
@@ -99,7 +102,7 @@ class Folder:
             raise UserError(f"{path}: cannot keep a shard's journal there: {error.strerror}") from None
         try:
             self.identity = self._read(run, shard, site)
-            if self.identity.over:  # that run has ended: begin anew
+            if self.identity.over:  # that run has ended: start with an empty folder
                 self.clear()
             if self.identity.over or not self.identity.token:
                 self.remember(over=False, incarnation=0, token=secrets.token_hex(8))
@@ -124,7 +127,7 @@ class Folder:
         return found
 
     def remember(self, **changes: Any) -> None:
-        """Write what has changed of the identity, all of it or nothing."""
+        """Change fields of the identity on disk, atomically."""
         self.identity = msgspec.structs.replace(self.identity, **changes)
         path, beside = self.path / _IDENTITY, self.path / f"{_IDENTITY}.new"
         try:
@@ -134,7 +137,7 @@ class Folder:
             raise JournalError(f"{path}: cannot be written: {error.strerror}") from None
 
     def segments(self) -> dict[int, Path]:
-        """The journal's files, by number."""
+        """The journal's segment files, by number, sorted."""
         paths = [self.path / name for name in files_in(self.path, "journal-*.bin")]
         found = {int(path.stem.partition("-")[2]): path for path in paths}
         return dict(sorted(found.items()))
@@ -144,13 +147,14 @@ class Folder:
 
     @property
     def spare(self) -> Path:
-        """A segment that is not needed any more, where there is one: its pages are there, and are cheaper to
-        write over than new ones are to get."""
+        """Path of the spare segment. Overwriting its allocated pages is cheaper than allocating new ones."""
         return self.path / _SPARE
 
     def retire_before(self, number: int, first: int = 0) -> None:
-        """The segments below `number` are not needed any more: the largest is kept to be written over, but
-        none below `first`: what was read from those may still be in use, in place."""
+        """Retire the segments below `number`. The largest becomes the spare.
+
+        Segments below `first` are only unlinked: payloads read from them may still be in use, in place.
+        """
         for each, path in [(each, path) for each, path in self.segments().items() if each < number]:
             small = self.spare.exists() and self.spare.stat().st_size >= path.stat().st_size
             if small or each < first:
@@ -159,7 +163,7 @@ class Folder:
                 path.replace(self.spare)
 
     def clear(self) -> None:
-        """Remove the journal of a run that is over."""
+        """Remove all segments and the spare."""
         for path in [*self.segments().values(), self.spare]:
             path.unlink(missing_ok=True)
 
@@ -172,10 +176,10 @@ def _who(shard: int, site: str) -> str:
 
 
 def read_segments(folder: Folder, first: int) -> Iterator[Item]:
-    """All records from segment `first` on, in order.
+    """Yield all records from segment `first` on, in order.
 
-    What a crash has left of the last record is cut off the last segment. Raises CheckpointError where a
-    record is missing or damaged before that.
+    The incomplete record that a crash left at the end of the last segment is cut off. Raises CheckpointError
+    if a record before that is missing or damaged.
     """
     paths = folder.segments()
     wanted = [number for number in paths if number >= first]
@@ -207,34 +211,34 @@ def _read_segment(path: Path, number: int, last: bool) -> Iterator[Item]:
 
 
 class Journal:
-    """Appends to the segments of `folder`, beginning with segment `number`.
+    """Appends records to the segments of `folder`, starting with segment `number`.
 
-    All calls come from the shard's thread. `fileno` can be read from whenever `release` has something to do.
-    What fails to be written is raised as JournalError by `append`, `when_written` or `release`, at the latest
-    by the next `release`.
+    All calls come from the shard's thread. `fileno` is readable when `release` has something to do. A write
+    error is raised as JournalError by `append`, `when_written` or `release`, by the next `release` at the
+    latest.
 
-    A journal that is not `required` breaks instead (`is_broken`, `trouble`): its segments are removed, since
-    nobody may go on from them; what waited for them is done, and nothing is written until `begin_segment`
-    begins anew, with the whole state.
+    A journal that is not `required` breaks instead (`is_broken`, `trouble`). Its segments are removed, since
+    they lack later records; waiting actions run, and nothing is written until `begin_segment` starts again
+    from the whole state.
     """
 
     def __init__(self, folder: Folder, number: int, *, sync: bool = False, required: bool = True) -> None:
         self.folder, self.number, self._sync = folder, number, sync
         self.required = required
-        self._first = number  # those below are of an earlier life
+        self._first = number  # segments below were written by an earlier process
         self.appended = 0  # records
         self.size = 0  # bytes of this segment
         self._stamp = 0
-        self._pending: list[Pending] = []  # appended, and nobody's job yet
+        self._pending: list[Pending] = []  # appended, not given to a writer yet
         self._pending_bytes = 0
         self._bytes_appended, self._bytes_written = 0, 0
         self._error = ""
         self._waiting = Waiting()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # What the journal's thread does; the shard's thread does it while that has no job.
-        self._written = 0  # records that may be told of
+        # Owned by the journal's thread; by the shard's thread while that one has no job.
+        self._written = 0  # records that are durable
         self._file: LogFile | None = None  # the segment
-        self._count = 0  # records in the system
+        self._count = 0  # records written
         self._items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._given, self._done = 0, 0  # jobs
         self._thread = threading.Thread(target=self._work, name="atoll-journal", daemon=True)
@@ -246,17 +250,17 @@ class Journal:
 
     @property
     def is_full(self) -> bool:
-        """Whether as much waits to be written as may."""
+        """True if the backlog of unwritten bytes is at its limit."""
         return not self.is_broken and self._bytes_appended - self._bytes_written > _BACKLOG
 
     @property
     def is_broken(self) -> bool:
-        """Whether nothing is written, and nobody may go on from this journal."""
+        """True if nothing is written, and the shard cannot be restored from this journal."""
         return bool(self._error) and not self.required
 
     @property
     def trouble(self) -> str:
-        """Why it is broken."""
+        """Why the journal is broken."""
         return self._error
 
     def begin_segment(
@@ -266,7 +270,7 @@ class Journal:
         *,
         fresh: bool = False,
     ) -> int:
-        """Have later records go to a new segment, which begins as Begun says; returns its number."""
+        """Direct later records to a new segment, which starts with a Begun record; returns its number."""
         if self.is_broken:
             self._mend()
         self._hand_over()
@@ -283,13 +287,13 @@ class Journal:
         return number
 
     def begin_anew(self) -> int:
-        """As `begin_segment`, and nothing of what was written before is left."""
+        """Remove all earlier segments and begin a new one; returns its number."""
         self._hand_over()
         self._give(self.folder.clear)
         return self.begin_segment()
 
     def append(self, record: Record, payload: Payload = None) -> None:
-        """Write this after all before; nobody may change the payload any more."""
+        """Append a record. The payload must not change any more."""
         if self.is_broken:
             return
         header = encode_header(record)
@@ -303,11 +307,11 @@ class Journal:
             self._hand_over()
 
     def drop_before(self, number: int) -> None:
-        """Let the segments below `number` go: a snapshot has what they led to."""
+        """Retire the segments below `number`, which a snapshot replaces."""
         self._give(lambda: self.folder.retire_before(number, self._first))
 
     def when_written(self, act: Callable[[], None]) -> None:
-        """Call `act` once all that was appended so far is written: at once, or in a `release`."""
+        """Call `act` once all records so far are written: at once, or in a later `release`."""
         if self._pending:
             if self._sync or self._done < self._given:
                 self._hand_over()
@@ -321,11 +325,12 @@ class Journal:
             act()
             return
         self._waiting.add(self.appended, act)
-        if self._written == self.appended:  # the thread has looked for who waits just before
+        if self._written == self.appended:  # the thread checked `_waiting` just before this act was added
             self.release()
 
     def release(self) -> None:
-        """Do what has waited and may be done now. Raises JournalError when the journal cannot be written."""
+        """Run the waiting actions whose records are written. Raises JournalError if the journal cannot be
+        written."""
         with contextlib.suppress(BlockingIOError):
             while len(os.read(self._woken, 4096)) == 4096:
                 pass
@@ -336,25 +341,26 @@ class Journal:
         self._waiting.release(self._written)
 
     def _let_go(self) -> None:
-        """Nothing is written any more: nothing waits for it."""
+        """Drop pending records of a broken journal and run all waiting actions."""
         self._pending, self._pending_bytes = [], 0
         self._waiting.release(None)
 
     def _mend(self) -> None:
-        """Let the thread write again: a segment begins. What was appended before is past."""
+        """Leave the broken state for a new segment: drain the thread's jobs and count earlier records as
+        written."""
         until = time.monotonic() + _WAIT_SECONDS
-        while self._done < self._given:  # it passes over what is left, which takes no time
+        while self._done < self._given:  # the thread skips remaining jobs, which takes no time
             if time.monotonic() > until:
                 raise JournalError(f"{self.folder.path}: the journal's thread stands still")
             time.sleep(0.001)
         self._let_go()
         self._written = self._count = self.appended
         self._bytes_written = self._bytes_appended
-        self.size = max(1, self.size)  # its number may be that of a snapshot
+        self.size = max(1, self.size)  # a snapshot may refer to this number
         self._error = ""
 
     def close(self) -> None:
-        """Write what is left, and end the thread."""
+        """Write pending records and end the thread."""
         self._hand_over()
         self._items.put(None)
         self._thread.join(_WAIT_SECONDS)
@@ -364,10 +370,10 @@ class Journal:
             for each in (self._woken, self._wake):
                 os.close(each)
 
-    # -- who writes ---------------------------------------------------------------------------------------
+    # -- writing ------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
-        """What is pending is the thread's to write."""
+        """Give pending records to the thread."""
         if self._pending:
             pending, size = self._pending, self._pending_bytes
             self._pending, self._pending_bytes = [], 0
@@ -378,7 +384,7 @@ class Journal:
         self._items.put(job)
 
     def _write_here(self) -> None:
-        """On the shard's thread, while the other one has nothing to do: write what is pending."""
+        """Write pending records on the shard's thread, while the journal's thread is idle."""
         pending, size = self._pending, self._pending_bytes
         self._pending, self._pending_bytes = [], 0
         if not self._error:
@@ -393,19 +399,19 @@ class Journal:
         self._written = self._count
 
     def _work(self) -> None:
-        """The thread."""
+        """Body of the journal's thread."""
         while (job := self._items.get()) is not None:
             written = self._written
             try:
                 if not self._error:
                     job()
-                    if not self._sync or self._items.empty():  # one wait for the disk for all that has come
+                    if not self._sync or self._items.empty():  # one sync for all queued jobs
                         self._publish()
             except OSError as error:
                 self._fail(error)
             news = self._written > written
-            self._done += 1  # from here on the shard's thread may write
-            if self._error or (news and self._waiting):  # else nobody needs to be woken
+            self._done += 1  # from here on the shard's thread may write itself
+            if self._error or (news and self._waiting):  # else nothing waits for it
                 self._tell()
 
     def _publish(self) -> None:
@@ -419,7 +425,7 @@ class Journal:
         if not self.required:
             try:
                 self._forsake()
-            except OSError:  # a shard that is started again would go on from what is there
+            except OSError:  # a restarted shard would resume from the remaining files
                 self.required = True
         if self.required:
             said += (
@@ -434,7 +440,7 @@ class Journal:
         self._error = said
 
     def _forsake(self) -> None:
-        """Remove all segments: they lack what is acknowledged from now on."""
+        """Remove all segments, which will lack records acknowledged from now on."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -442,7 +448,7 @@ class Journal:
         self.folder.clear()
 
     def _open(self, path: Path) -> None:
-        """Go on in a new segment: in the spare file, where there is one."""
+        """Continue in a new segment, in the spare file if there is one."""
         self._seal()
         try:
             if path.exists():
@@ -465,7 +471,7 @@ class Journal:
             os.close(folder)
 
     def _seal(self) -> None:
-        """Nothing more goes to this segment: what an earlier use has left behind its end goes."""
+        """Close the segment, and cut off leftovers of an earlier use behind its end."""
         file, self._file = self._file, None
         if file is not None:
             file.seal(sync=self._sync)

@@ -1,4 +1,4 @@
-"""A shard's own connections: to the hub, and to the shard that keeps the log."""
+"""A shard's outgoing connections: to the hub, and to the shard that keeps the log."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _LOOK_SECONDS = 0.05  # between looks at a connection that does not stand
 
 
 class HubLink:
-    """The connection to the hub, of shard `shard` or of the shard of `site`. `timeout` is for how many
-    seconds its welcome is waited for; `incarnation` what the hub gave this shard before it was started
-    again, and `token` the name of the directory that it keeps.
+    """The connection to the hub of shard `shard`, or of the shard of `site`.
 
-    Where shards are held twice, `duty` is the hub's latest word on what this one is; else None.
+    `timeout` is the most seconds to wait for the hub's welcome; `incarnation` the hub's number for this shard
+    before a restart; `token` the random name of the shard's directory. `duty` is the hub's latest word on the
+    shard's role if every shard has a standby, else None.
 
-    Heartbeats have a thread and a connection of their own, since a shard may be busy for long, taking in a
-    large model, say. After a lost connection the hub is told anew who is here: it may be another process.
+    Heartbeats have a thread and a connection of their own, since a shard may be busy for long, receiving a
+    large model say. After a lost connection the shard says Hello again, since the hub may be another process.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class HubLink:
         self.client = self._hub.client
         self.addresses: list[str] = []  # the shards', once all are there
         self.over = False  # the hub says that the run is over
-        self.steps = 0  # told with each heartbeat
-        self._stranger = 0  # an incarnation of ours that the hub does not know any more
+        self.steps = 0  # sent with each heartbeat
+        self._stranger = 0  # an incarnation of ours that the hub no longer knows
         self._left = False
         self._hello = Hello(
             version=VERSION,
@@ -109,18 +109,19 @@ class HubLink:
 
     @property
     def duty(self) -> Duty | None:
-        """The hub's latest word on which of a shard's two processes this is."""
+        """The hub's latest Duty: whether this process is the primary or the standby."""
         one, other = self._told, self._told_by_beat
         return one if other is None or (one is not None and one.term >= other.term) else other
 
     @property
     def standing(self) -> int:
-        """Grows with each process that the hub lets serve as this shard: an earlier one is told from it."""
+        """A number that grows with each process that the hub lets serve as this shard; earlier processes have
+        lower ones."""
         duty = self.duty
         return self.welcome.incarnation if duty is None else duty.term
 
     def say(self, message: AnyMessage) -> None:
-        """Tell the hub something, where there is a connection: it is said again."""
+        """Send a message if the hub is connected. The caller must repeat it."""
         self._hub.say(message)
 
     def _beat(self, link: Client, _at_once: bool) -> float:
@@ -129,8 +130,8 @@ class HubLink:
         return welcome.heartbeat or 1.0
 
     def _note(self, message: AnyMessage) -> bool:
-        """The answer to a heartbeat, where there is one; heartbeats end where the hub takes no shard of this
-        kind."""
+        """Handle the answer to a heartbeat; returns False if the hub refuses this shard, which ends the
+        heartbeats."""
         self.over = self.over or isinstance(message, Over)
         if isinstance(message, Duty) and message.term >= self._term(self._told_by_beat):
             self._told_by_beat = message
@@ -142,16 +143,18 @@ class HubLink:
         return duty.term if duty is not None else -1
 
     def goodbye(self) -> None:
-        """This site takes no part any more."""
+        """Tell the hub that this site leaves the run."""
         self._beats.stop()
         self._left = True
         self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
 
     def take(self) -> None:
-        """Take what the hub has sent, and see that it knows us. Raises RefusedError when it refuses, or
-        GivenUpError where shards are held twice."""
+        """Handle messages from the hub, and say Hello again where needed.
+
+        Raises RefusedError if the hub refuses this shard, GivenUpError if a standby exists as well.
+        """
         given_up = self._stranger == self.welcome.incarnation
-        # A hub that has given this shard up may take it back, as long as no other has come in its place.
+        # A hub that gave this shard up may take it back, unless another process has its place.
         hello = msgspec.structs.replace(self._hello, since=self.welcome.incarnation)
         if not self._left and self._hub.greet(hello, again=given_up):
             self._stranger = 0
@@ -171,11 +174,12 @@ class HubLink:
             raise RefusedError(f"hub at {self.client.address} refused: {refusal}")
 
     def ask_where(self) -> None:
-        """Ask where the shards are: one may have come back elsewhere. `addresses` gets the answer."""
+        """Ask the hub for the shards' addresses, one of which may have changed; the answer updates
+        `addresses`."""
         self._hub.say(WhereAreShards())
 
     def close(self) -> None:
-        """Leave; a hub that has said that the run is over waits for that word."""
+        """Disconnect. If the run is over, say Goodbye, for which the hub waits."""
         self._beats.stop()
         if self.over and not self._left:
             self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
@@ -183,10 +187,9 @@ class HubLink:
 
 
 class LogLink:
-    """A following shard's connection to shard 0. `apply(entry, header)` takes each line.
+    """A following shard's connection to shard 0. `apply(entry, header)` takes each log entry.
 
-    Where shard 0 keeps a journal, it may come back: `is_lost` says that this connection is of no use any
-    more, and another one is to take its place.
+    If shard 0 keeps a journal it may come back. `is_lost` then says that this connection is to be replaced.
     """
 
     def __init__(
@@ -210,24 +213,25 @@ class LogLink:
 
     @property
     def _may_come_back(self) -> bool:
-        """Whether it has said that it does, or could not say yet."""
+        """True if shard 0 announced that it may come back, or has sent no welcome yet."""
         return self.comes_back or not self._welcomed
 
     def follow(self, after: int) -> None:
-        """Ask for the log's lines from this sequence number on."""
+        """Request the log's entries from this sequence number on."""
         self._send(Follow(shard=self._shard, after=after))
 
     def staged(self, worker: int, incarnation: int, iteration: int) -> None:
-        """Tell the log that a contribution is whole here."""
+        """Report to the log that this shard has a whole contribution."""
         self._send(Staged(shard=self._shard, worker=worker, incarnation=incarnation, iteration=iteration))
 
     def take(self) -> None:
-        """Take what has come. Raises RunError when the log refuses, PeerLostError when it is gone."""
+        """Handle received messages. Raises RunError if the log refuses, PeerLostError if shard 0 is gone for
+        good."""
         while True:
             received = self.client.receive(0)
-            # After that, for it may have been lost, and come again, while the message before was applied.
+            # Checked after receiving: the connection may have been lost and reopened while `apply` ran.
             if self._may_come_back and self.client.losses:
-                self.is_lost = True  # who speaks on a connection that came by itself has heard no Hello
+                self.is_lost = True  # a connection that reopened by itself has sent no Hello
                 return
             if received is None:
                 break
@@ -236,7 +240,7 @@ class LogLink:
                 self._apply(message, received[0])
             elif isinstance(message, Welcome):
                 self.comes_back, self._welcomed = message.comes_back, True
-                self.is_lost = message.shard > 0  # another one, which has got shard 0's old port
+                self.is_lost = message.shard > 0  # another shard has shard 0's old port
             elif isinstance(message, Refused):
                 raise RunError(
                     f"shard 0 at {self.client.address} refused: {one_line(message.reason, MOST_REASON)}"
@@ -245,12 +249,12 @@ class LogLink:
         if not self.client.losses:
             waited = time.monotonic() - self._since
             if not self._welcomed and self.client.connected and waited > _UNWELCOME:
-                self.is_lost = True  # a standby, which will not answer, or a shard 0 that was one then
+                self.is_lost = True  # a standby never answers, nor does a shard 0 that was one then
             return
         if self._may_come_back:
             self.is_lost = True
             return
-        # At the end of a run all shards are told to stop, and the one that keeps the log may be the first.
+        # At the end of a run all shards are stopped, and shard 0 may stop first.
         self._lost_at = self._lost_at or time.monotonic()
         if time.monotonic() - self._lost_at > _GRACE:
             raise PeerLostError(
@@ -265,6 +269,6 @@ class LogLink:
 
 
 def earliest(times: Sequence[float | None], most: float) -> float:
-    """How many seconds to wait until the first of these monotonic times: at least 0, at most `most`."""
+    """Seconds until the first of these monotonic times, between 0 and `most`."""
     now = time.monotonic()
     return max(0.0, min([most, *(each - now for each in times if each is not None)]))

@@ -1,7 +1,5 @@
-"""What shard 0 is told for the log: what is said is checked here, and the log decides.
-
-Other shards refuse it all.
-"""
+"""Handlers of shard 0 for messages to the log. They validate; the log decides. Other shards refuse such
+messages."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from atoll.wire import messages
 
 
 class LogDesk:
-    """`log` is what shard 0 keeps; `training` is what it trains."""
+    """Handlers that pass valid messages to `log`; `training` has the model that they are checked against."""
 
     def __init__(self, log: LogKeeper, peers: Peers, training: Training) -> None:
         self._log, self._peers, self._training = log, peers, training
@@ -39,7 +37,7 @@ class LogDesk:
         }
 
     def _hear(self, heard: Heard) -> None:
-        """A worker has a word for the log, which answers on this connection."""
+        """Note that this connection speaks for its worker; the log's answers go there."""
         if self._peers.speaks(heard.peer):
             self._log.handle_speaker(*heard.life)
 
@@ -52,7 +50,7 @@ class LogDesk:
             return reason
         asynchronous = isinstance(message, messages.Commit) and model.setup.consistency != "bsp"
         if asynchronous or (isinstance(message, messages.Step) and message.accepted):
-            # What is in the log is done on every shard; so it must be something that can be done.
+            # Every shard carries out what the log has, so settings are checked before they enter it.
             try:
                 model.optimizer.check_hyperparameters(message.hyperparameters)
             except UserError as error:
@@ -81,7 +79,7 @@ class LogDesk:
         return ""
 
     def _handle_entering(self, heard: Heard) -> str:
-        """A worker comes late, or a living one gives it its state."""
+        """Handle a newcomer's message, or the state that a live worker gives to one."""
         self._hear(heard)
         message = heard.message
         if isinstance(message, messages.Arrive):
@@ -112,7 +110,7 @@ class LogDesk:
 
 
 def elsewhere(index: int) -> dict[type, Handler]:
-    """What shard `index`, which keeps no log, says to the log's messages."""
+    """Handlers of shard `index`, which keeps no log: they refuse all messages to the log."""
     told = Handler(lambda _heard: f"shard {index} keeps no log; shard 0 does", role="")
     kinds = (messages.Commit, messages.Step, messages.Meet, messages.Ends, messages.Mismatch, messages.Arrive)
     more = (messages.WantState, messages.GiveState, messages.Fence, messages.Look, messages.Follow)

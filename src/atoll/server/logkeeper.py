@@ -1,7 +1,7 @@
-"""Shard 0's second part: it keeps the log, and the meetings of the workers.
+"""The log of commits and the workers' meetings, kept by shard 0.
 
-Each Setup begins a new generation of the log (`session.load` brings another state). Sequence numbers tell the
-generations apart, so that shards that are set up a moment sooner or later never mix their lines.
+Each Setup begins a new generation of the log (`session.load` brings another state). Sequence numbers contain
+the generation, so shards that are set up at slightly different times never mix entries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from atoll.wire import messages
 from atoll.wire.messages import Count, Setup
 
 Outgoing: TypeAlias = Callable[[int, Entry], None]  # (sequence, entry): for this shard itself
-IN_FLIGHT = 2  # iterations of one worker that are pushed and not in the log
+IN_FLIGHT = 2  # iterations of one worker that may be pushed and not yet in the log
 _LONGEST_LINE = 4000  # characters of a mismatch's
 MEETING, LAST_MEETING = (
     "meeting",
@@ -33,18 +33,20 @@ MEETING, LAST_MEETING = (
 
 
 class LastMeeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The meeting that ended last: who has lost the answer asks again."""
+    """The latest finished meeting. A worker that lost its answer asks again."""
 
     met: messages.Met
     incarnations: list[Count]
 
 
 class KeeperState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """All that a LogKeeper remembers, but for payloads. `loose`: the next log's, as in CommitLog. `joined`
-    has each worker's latest incarnation, `used_before` what the commits of earlier generations used, and
-    `handles` how many payloads were brought to meetings. `follows` has the generation that each shard
-    follows, and `ahead` the words of shards that are set up before this one. `mismatch` says who stands
-    where, since the workers' scripts were found to differ: the run ends."""
+    """The full state of a LogKeeper, except payloads.
+
+    `joined` maps each worker to its latest incarnation, `used_before` has what commits of earlier generations
+    used, and `handles` counts payloads brought to meetings. `loose` is the next CommitLog's. `follows` has
+    the generation that each shard follows, and `ahead` messages from shards that were set up before this one.
+    `mismatch` is the line that ends the run when workers' scripts differ.
+    """
 
     meetings: CommitLog
     log: CommitLog | None = None
@@ -59,30 +61,30 @@ class KeeperState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     last: LastMeeting | None = None
     wants: dict[Life, Want] = {}
     mismatch: str = ""
-    met: Count = 0  # at a site: how many meetings of sites are over
+    met: Count = 0  # at a site: number of finished meetings of sites
 
 
 class LogKeeper:
-    """`apply(sequence, entry)` takes each new line for this shard; the run begins with `workers` workers.
+    """Keeps the log and the meetings for a run that begins with `workers` workers.
 
-    `payloads` are those of meetings under way by handle, and `last_payload` that of the meeting that ended
-    last. `above` is the global log, where this is a site's.
+    `apply(sequence, entry)` takes each new entry for this shard. `payloads` has those of open meetings by
+    handle, and `last_payload` that of the latest finished one. `above` is the global log if this is a site's.
     """
 
     def __init__(self, workers: int, peers: Peers, apply: Outgoing, above: Above | None = None) -> None:
         self._peers, self._apply, self._above = peers, apply, above
         self.takes_latecomers = True
-        # Workers meet before they say what they train. Asynchronous: who comes takes part at once.
+        # Workers meet before any Setup. Asynchronous: a worker takes part as soon as it joins.
         self.restore(KeeperState(meetings=CommitLog.begin("asp", 0, workers, 1)), {}, None)
 
     def restore(self, state: KeeperState, payloads: dict[int, memoryview], last: bytes | None) -> None:
-        """Go on from what another one has left."""
+        """Continue from another LogKeeper's state."""
         self.state, self.payloads, self.last_payload = state, payloads, last
         self._entrance = Entrance(self._peers, state.wants, self._above)
         self.followers = Followers(state, self._peers)
 
     def parts(self) -> list[tuple[Part, memoryview | bytes]]:
-        """The payloads that the state goes with."""
+        """Return the payloads that belong to the state."""
         parts: list[tuple[Part, memoryview | bytes]] = [
             (Part(MEETING, handle), payload) for handle, payload in self.payloads.items()
         ]
@@ -97,7 +99,7 @@ class LogKeeper:
         return self.state.log
 
     def greet_hub(self) -> None:
-        """The hub is there, perhaps anew: what it was told may have got lost."""
+        """Repeat to a hub that has connected what was used so far, since earlier messages may be lost."""
         if self._log is not None:
             self._log.used.tell_all(self._log.live)
         for (worker, incarnation), used in self.state.used_before.items():
@@ -108,14 +110,14 @@ class LogKeeper:
                 self._peers.send(self._peers.hub, news)
 
     def set_up(self, setup: Setup, holders: Collection[int]) -> None:
-        """Begin the log anew; `holders` are the shards that hold trainable chunks."""
+        """Begin a new generation of the log; `holders` are the shards that hold trainable chunks."""
         if self._log is not None:
             for worker, incarnation in {**self.state.joined, **self.state.fenced}.items():
                 self.state.used_before[worker, incarnation] = self._log.used.of(worker, incarnation).used + (
                     self.state.used_before.get((worker, incarnation), [])
                 )
         self.state.generation += 1
-        # Where the run has begun, as the meetings tell it, the dead are not waited for: those who live go on.
+        # Once the run has begun, as its meetings show, only live workers are waited for.
         workers = len(self._meetings.live) or setup.workers
         log = self.state.log = CommitLog.begin(
             setup.consistency,
@@ -137,8 +139,10 @@ class LogKeeper:
             self.handle_shard(shard, message)
 
     def handle_join(self, worker: int, incarnation: int) -> str:
-        """A worker has said Hello; returns why it may not take part. One that comes late does when it has
-        arrived: until then it sets itself up, and nobody waits for it."""
+        """Handle a worker's Hello; returns why it is refused.
+
+        A late worker takes part only after its Arrive; until then it sets itself up, and nobody waits for it.
+        """
         self._entrance.ask_again(worker, incarnation)
         self._see_to_entrance()
         if self.is_late(worker, incarnation):
@@ -146,12 +150,12 @@ class LogKeeper:
         return self.handle_arrive(worker, incarnation)
 
     def is_late(self, worker: int, incarnation: int) -> bool:
-        """Whether the run has begun without this worker, which has yet to arrive."""
+        """True if the run began without this worker, and the worker has not arrived yet."""
         return self.takes_latecomers and self._meetings.comes_late(worker, incarnation)
 
     def handle_arrive(self, worker: int, incarnation: int, meeting: int = -1) -> str:
-        """A worker takes part from now on; returns why it may not. A new group's members know the number of
-        their next `meeting`, which waits for them."""
+        """Let a worker take part from now on; returns why it is refused. Members of a new group give the
+        number of their next `meeting`, which waits for them."""
         outcome = self._meetings.handle_join(worker, incarnation)
         if outcome.refused:
             return outcome.refused
@@ -164,11 +168,11 @@ class LogKeeper:
         return self._act(self._log.handle_join(worker, incarnation, moves=meeting >= 0))
 
     def handle_speaker(self, worker: int, incarnation: int) -> None:
-        """Another member speaks for this group than before."""
+        """Handle a change of the member that speaks for a group."""
         self._entrance.remind(worker, incarnation)
 
     def handle_fence(self, fence: messages.Fence) -> None:
-        """The hub gives a worker up, or it has left."""
+        """Fence a worker that the hub gave up, or that has left, and report to the hub what it used."""
         worker, incarnation = fence.worker, fence.incarnation
         self.state.fenced[worker] = max(incarnation, self.state.fenced.get(worker, 0))
         self._act(self._meetings.handle_fence(worker, incarnation), entries=False)
@@ -182,23 +186,23 @@ class LogKeeper:
         self._peers.send(self._peers.hub, msgspec.structs.replace(answer, used=before + answer.used))
 
     def handle_want(self, worker: int, incarnation: int, want: messages.WantState) -> None:
-        """A worker that comes late asks for what is not at the shards."""
+        """Handle a late worker's request for a live worker's state."""
         self._entrance.want(worker, incarnation, want.iteration)
         self._see_to_entrance()
 
     def handle_give(self, give: messages.GiveState, payload: memoryview | None) -> None:
-        """A living worker gives its state to one that comes late."""
+        """Handle the state that a live worker gives to a late one."""
         wanted = self._entrance.give(give, payload)
         if not give.refused:
             self._meetings.handle_entered(give.worker, give.life, give.meeting, wanted)
 
     def _see_to_entrance(self) -> None:
-        """Have somebody who lives give what is wanted."""
+        """Look for givers of the state that newcomers wait for."""
         live = self._log.live if self._log is not None else {}
         self._entrance.look(live, self._meetings.meetings.next)
 
     def handle_worker(self, worker: int, message: messages.Commit | messages.Step) -> str:
-        """A worker's word on its contribution; returns why it is refused."""
+        """Handle a worker's Commit or Step; returns why it is refused."""
         if self._log is None:
             return "this shard is not set up yet"
         if self._has_ended(worker, message.incarnation):
@@ -245,7 +249,7 @@ class LogKeeper:
         return bool(self.state.mismatch)
 
     def handle_meet(self, worker: int, meet: messages.Meet, payload: memoryview | None) -> str:
-        """A worker comes to a meeting; returns why it is refused."""
+        """Handle a worker's arrival at a meeting; returns why it is refused."""
         if self._has_ended(worker, meet.incarnation):
             return ""
         if self._met_before(worker, meet):
@@ -256,7 +260,7 @@ class LogKeeper:
         self.state.handles += 1
         if payload is not None:
             self.payloads[self.state.handles] = payload
-        self._set_idle(worker, meet.incarnation, True)  # before the meeting, which may end at once
+        self._set_idle(worker, meet.incarnation, True)  # first, since the meeting may end at once
         refused = self._act(
             self._meetings.handle_meet(
                 worker, meet.incarnation, meet.number, meet.what, self.state.handles, meet.stand
@@ -269,8 +273,9 @@ class LogKeeper:
         return refused
 
     def _met_before(self, worker: int, meet: messages.Meet) -> bool:
-        """Whether it was at this meeting, which is over: the answer has not reached it. A group that is new
-        was there as its members were, by themselves or in other groups."""
+        """True if the worker took part in this meeting, which is over, and lacks the answer. A new group
+        counts as present if it is not listed, since its members were there by themselves or in other groups.
+        """
         last = self.state.last
         if last is None or last.met.number != meet.number or self._meetings.refusal(worker, meet.incarnation):
             return False
@@ -282,7 +287,7 @@ class LogKeeper:
             self._act(self._log.handle_idle(worker, incarnation, idle))
 
     def handle_shard(self, shard: int, message: messages.AnyMessage) -> str:
-        """Another shard follows the log, or has staged a contribution."""
+        """Handle another shard's Follow or Staged; returns why it is refused."""
         if isinstance(message, messages.Follow):
             return self.followers.follow(shard, message)
         assert isinstance(message, messages.Staged)
@@ -291,25 +296,25 @@ class LogKeeper:
         return self.handle_staged(shard, message.worker, message.incarnation, message.iteration)
 
     def handle_staged(self, shard: int, worker: int, incarnation: int, iteration: int) -> str:
-        """A shard, this one too, has a whole contribution."""
+        """Note that a shard, possibly this one, has a whole contribution."""
         assert self._log is not None
         return self._act(self._log.handle_staged(shard, worker, incarnation, iteration))
 
     def poll(self) -> None:
-        """Tell the hub what has been used; drop lines that nobody will ask for."""
+        """Report used samples to the hub, and drop entries that no follower will request."""
         if self._log is None:
             return
-        if self._peers.takes(self._peers.hub):  # else the log keeps them together
+        if self._peers.takes(self._peers.hub):  # else the log accumulates them
             for news in self._log.used.take_news():
                 self._peers.send(self._peers.hub, news)
         self._log.lines.keep(KEPT)
 
     def waiting_for(self) -> list[str]:
-        """Who is waited for and on what, in words."""
+        """Describe, in lines for people, what is waited for and from whom."""
         return self._meetings.met_by() or (self._log.waiting_for() if self._log is not None else [])
 
     def _act(self, outcome: Outcome, *, entries: bool = True) -> str:
-        """Do what the log's answer says; returns why it refused."""
+        """Carry out an outcome of the log; returns its refusal."""
         for reply in outcome.replies:
             self._peers.send(self._peers.worker(reply.worker, reply.incarnation), reply.message)
         if entries and outcome.entries:

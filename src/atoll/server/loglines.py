@@ -1,6 +1,6 @@
-"""The log's lines at a shard: in order, each until it is applied.
+"""The queue of log entries at a shard, in order, until they are applied.
 
-Shard 0 queues those of its own log. The others follow shard 0, and look for it where it may come back.
+Shard 0 queues entries of its own log. Other shards follow shard 0, and look for it again if it may come back.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from atoll.store.outcomes import StoreError
 from atoll.wire import messages
 from atoll.wire.messages import Hello
 
-_ASK_WHERE = 0.5  # seconds between questions where shard 0 is, while it is not to be reached
-_ASK_LINES = 0.5  # seconds between questions for a line of the log that did not come
+_ASK_WHERE = 0.5  # seconds between requests for shard 0's address while it is unreachable
+_ASK_LINES = 0.5  # seconds between requests for a missing entry
 
-_LOG = Hello(version=messages.VERSION, run="", role="shard", shard=0)  # from whom lines of the log come
+_LOG = Hello(
+    version=messages.VERSION, run="", role="shard", shard=0
+)  # the sender of log entries, for the journal
 
 
 class LogLines:
-    """The lines for shard `index` of `run`. `hub` says where shard 0 is; `training` is what is trained."""
+    """Queue of entries for shard `index` of `run`. `hub` knows shard 0's address; `training` the model."""
 
     def __init__(
         self,
@@ -40,12 +42,12 @@ class LogLines:
     ) -> None:
         self._index, self._run, self._keys, self._hub = index, run, keys, hub
         self._kept, self._training = kept, training
-        self.generation = 0  # how many Setups were put into effect
-        self.next_entry = 0  # of this generation
+        self.generation = 0  # number of Setups that took effect
+        self.next_entry = 0  # index of the next entry to apply, in this generation
         self._entries: deque[tuple[int, Entry]] = deque()  # sequence; not applied yet
         self._link: LogLink | None = None
-        self._asked_where = 0.0  # when the hub was asked where shard 0 is
-        self._asked_line = (-1, 0.0)  # the latest that did not come and was asked for, and when; monotonic
+        self._asked_where = 0.0  # when the hub was last asked for shard 0's address; monotonic
+        self._asked_line = (-1, 0.0)  # the missing entry requested last, and when; monotonic
 
     @property
     def client(self) -> Client | None:
@@ -55,29 +57,29 @@ class LogLines:
     # -- the queue ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Another generation: lines of the one before are nothing any more."""
+        """Begin a new generation and drop the entries of the one before."""
         self.generation += 1
         self.next_entry = 0
         self._entries.clear()
 
     @property
     def is_empty(self) -> bool:
-        """Whether no line waits to be applied."""
+        """True if no entry waits to be applied."""
         return not self._entries
 
     @property
     def _next_line(self) -> int:
-        """The sequence number of the line that is to come next."""
+        """The sequence number expected next."""
         return sequence_of(self.generation, self.next_entry + len(self._entries))
 
     def queue(self, sequence: int, entry: Entry) -> None:
-        """A line of the log, which come in order."""
+        """Queue the log's next entry. Raises StoreError if an entry is missing before it."""
         if sequence != self._next_line:
             raise StoreError(f"a line of the log is missing: {sequence} came, {self._next_line} is the next")
         self._entries.append((sequence, entry))
 
     def take_next(self) -> Entry | None:
-        """The line that is to be applied now, if there is one."""
+        """Return the entry to apply now; None if there is none, or it must wait."""
         if not self._entries or self.is_held:
             return None
         self.next_entry += 1
@@ -85,7 +87,7 @@ class LogLines:
 
     @property
     def is_held(self) -> bool:
-        """Whether the next line needs edited gradients that are still on their way here."""
+        """True if the next entry needs edited gradients that have not arrived yet."""
         model = self._training.model
         if not self._entries or model is None:
             return False
@@ -98,7 +100,7 @@ class LogLines:
     # -- following shard 0 --------------------------------------------------------------------------------
 
     def follow_at(self, address: str) -> None:
-        """Follow shard 0 at this address."""
+        """Connect to shard 0 at this address and follow its log."""
         again = self._link is not None and self._link.comes_back
         self._link = LogLink(
             address,
@@ -113,7 +115,7 @@ class LogLines:
             self.follow()
 
     def see_to_link(self) -> None:
-        """Take what shard 0 has sent, and see that it is followed where the hub says that it is."""
+        """Handle messages from shard 0, and follow it to the address that the hub knows."""
         if self._index and self._link is None and self._hub is not None and self._hub.addresses:
             self.follow_at(self._hub.addresses[0])
         if self._link is not None:
@@ -121,7 +123,7 @@ class LogLines:
             self._mend_link(self._link, self._hub)
 
     def _mend_link(self, link: LogLink, hub: HubLink | None) -> None:
-        """Where shard 0 is not to be reached, and may come back: look for it, here and elsewhere."""
+        """Reconnect to a shard 0 that is unreachable and may come back, at its old or a new address."""
         if hub is None:
             return
         moved = bool(hub.addresses) and hub.addresses[0] != link.client.address
@@ -136,7 +138,7 @@ class LogLines:
             hub.ask_where()
 
     def follow(self) -> None:
-        """Ask for the lines from the next one on, and say again what is whole here."""
+        """Request the entries from the next one on, and report again which contributions are whole here."""
         if self._link is None:
             return
         self._link.follow(self._next_line)
@@ -146,7 +148,7 @@ class LogLines:
                 self.tell_staged(*staged)
 
     def tell_staged(self, worker: int, incarnation: int, iteration: int) -> None:
-        """Tell the log, once it is in the journal, that a contribution is whole here."""
+        """Report to the log that a contribution is whole here, once that is durable."""
 
         def tell() -> None:
             reach("shard.journalled", iteration)
@@ -156,8 +158,11 @@ class LogLines:
         self._kept.when_kept(tell)
 
     def _handle_entry(self, message: messages.Entry, header: bytes) -> None:
-        """A line from shard 0. What is here already, or of an earlier Setup's log, is nothing to this shard;
-        where lines before it did not come, they are asked for, and it comes again after them."""
+        """Queue an entry from shard 0.
+
+        Duplicates and entries of an earlier generation are dropped. After a gap the missing entries are
+        requested; shard 0 then sends this one again after them.
+        """
         if message.sequence == self._next_line:
             entry = decode_entry_untrusted(message.entry)
             self._kept.note(_LOG, header)

@@ -1,5 +1,4 @@
-"""A shard's process: its keys, its door, its place at the hub, its folder; then it serves until it is told to
-stop."""
+"""A shard's process, from its start until it is stopped: keys, port, place at the hub, folder, service."""
 
 from __future__ import annotations
 
@@ -41,22 +40,21 @@ def serve(
     goes_on: Callable[[str], None] = lambda _line: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Be one shard of a run, until SIGTERM or SIGINT, or the hub says that the run is over.
+    """Run one shard until SIGTERM, SIGINT or the end of the run as announced by the hub.
 
-    A directory gets a journal of what the shard was told, snapshots, and what it decided. A shard that is
-    started in the directory of one that was killed goes on where that one stood. Where the journal cannot be
-    written, the shard serves on without one until a snapshot is whole; where it is required, or the shard has
-    a standby, it ends with JournalError. What comes through tunnels is shared out so that it does not pass
-    the link's rate.
+    The shard's directory gets a journal, snapshots and a record of decisions. A shard that is started in the
+    directory of a killed one continues from there. If the journal cannot be written, the shard serves on
+    without one until a snapshot is complete; if the journal is required, or the shard has a standby, it ends
+    with JournalError. Tunnels share the link's rate.
 
     Args:
-        options: what the shard is started with.
+        options: the shard's options.
         ready: called with the address once workers can reach it.
-        goes_on: called with a line that says from what the shard goes on.
-        stop: ends it too.
+        goes_on: called with a line that says where the shard continues from.
+        stop: an event that also ends the shard.
 
-    Raises UserError for what was given wrong, CheckpointError where the directory holds no whole journal,
-    RunError when the run cannot go on.
+    Raises UserError for wrong options, CheckpointError if the directory holds no whole journal, RunError if
+    the run cannot go on.
     """
     index, run, folder = options.shard or 0, options.run, options.directory or None
     torch.set_num_threads(1)  # chunks are stepped one by one, and a machine holds several shards
@@ -73,7 +71,7 @@ def serve(
             )
             kept_in = Folder(Path(folder), run, index)
             stack.callback(kept_in.close)
-            if (kept_in.path / MARK).exists():  # of a standby that did not get all of it
+            if (kept_in.path / MARK).exists():  # left by a standby whose copy was incomplete
                 kept_in.clear()
             found = find(kept_in)
             journal = Journal(
@@ -87,7 +85,7 @@ def serve(
         server = stack.enter_context(_door(options, keys, name))
         own = options.address or _reachable(server.address)
         identity = kept_in.identity if kept_in is not None else None
-        warm_up()  # while the workers are starting: at the model's set-up all of them would wait for it
+        warm_up()  # now, while workers start: at the model's set-up they would all wait for it
         hub = HubLink(
             options.hub,
             keys,
@@ -100,7 +98,7 @@ def serve(
         )
         stack.callback(hub.close)
         if journal is not None and hub.welcome.replicas > 1:
-            journal.required = True  # the other process has all of it, and goes on alone
+            journal.required = True  # the other process has the whole state, and goes on alone
         if kept_in is not None:
             kept_in.remember(incarnation=hub.welcome.incarnation)
 
@@ -128,7 +126,7 @@ def serve(
         until: Callable[[], bool] = lambda: stopped.is_set() or hub.over  # noqa: E731
         shard = None
         if hub.duty is not None and not hub.duty.primary:
-            found = None  # what an earlier life left is not gone on from, and its files are let go
+            found = None  # a standby takes its primary's state, not this folder's; unmap the files
             standby = Standby(
                 index,
                 run,
@@ -167,7 +165,7 @@ def serve(
 
 
 def _remember_end(kept_in: Folder, journal: Journal | None) -> None:
-    """Note that the run is over. On a full disk only a journal that is required makes that an error."""
+    """Note on disk that the run is over. A full disk is an error only if the journal is required."""
     try:
         kept_in.remember(over=True)
     except JournalError:
@@ -176,9 +174,9 @@ def _remember_end(kept_in: Folder, journal: Journal | None) -> None:
 
 
 def _drop_older(shard: Shard, journal: Journal, heading: Heading) -> None:
-    """A snapshot is whole: with the journal since, it is all that the shard holds."""
+    """Drop the journal segments that a finished snapshot replaces."""
     if journal.is_broken or heading.journal not in journal.folder.segments():
-        return  # it broke meanwhile
+        return  # the journal broke meanwhile
     shard.door.journal_is_whole()
     (journal.folder.path / MARK).unlink(missing_ok=True)
     journal.drop_before(heading.journal)
@@ -191,9 +189,10 @@ def serve_site(
     goes_on: Callable[[str], None] = lambda _line: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Be the shard of a site, until SIGTERM or SIGINT, or all of the site's workers have left: see `serve`.
+    """Run the shard of a site until SIGTERM or SIGINT, or until all of the site's workers have left: see
+    `serve`.
 
-    The directory gets its journal; it keeps no snapshots, since the parameters are the global shards'.
+    The directory gets a journal but no snapshots, since the global shards own the parameters.
     """
     site, run, folder = options.site, options.run, options.directory or None
     torch.set_num_threads(1)
@@ -239,7 +238,7 @@ def serve_site(
 
 
 def _door(options: ServerOptions, keys: Keys | None, name: str) -> TunnelServer:
-    """Where workers come in."""
+    """Open the port for workers."""
     return TunnelServer(
         options.listen,
         keys,
@@ -251,7 +250,7 @@ def _door(options: ServerOptions, keys: Keys | None, name: str) -> TunnelServer:
 
 
 def _reachable(address: str) -> str:
-    """Where others find what listens at `address`."""
+    """Replace an all-interfaces host in `address` by this machine's name."""
     for everywhere in ("tcp://0.0.0.0:", "tcp://[::]:"):
         if address.startswith(everywhere):
             return f"tcp://{platform.node()}:{address.removeprefix(everywhere)}"

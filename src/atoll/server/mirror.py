@@ -1,11 +1,10 @@
-"""A primary's side of a shard that is held twice: its standby gets the state, and then whatever the shard is
-told, before anybody is answered.
+"""The primary's side of replication: it sends its standby the state and all later records before answering.
 
-Everything for the standby is one stream of numbered messages (wire/messages.py: Begin and what follows it):
-the state first, its chunks one by one while records go on, each as it is at its place in the stream. The
-standby says how many it holds (Standing). Once it has all of the state the gate is closed: nothing leaves the
-shard before the standby holds what it may tell of. Only the hub's word that the standby is gone opens it
-again.
+All data for the standby forms one stream of numbered messages (wire/messages.py: Begin and those after it).
+The state comes first, its chunks one by one between records, each as it is at its place in the stream. The
+standby reports how many messages it holds (Standing). Once it has the whole state the gate is closed: no
+message leaves the shard before the standby holds the records that it depends on. The gate opens only when the
+hub says that the standby is gone.
 """
 
 from __future__ import annotations
@@ -48,24 +47,24 @@ from atoll.wire.messages import (
     encode,
 )
 
-_BACKLOG = 2**28  # bytes that the standby has not acknowledged; beyond, the shard takes no more messages
+_BACKLOG = 2**28  # unacknowledged bytes beyond which the shard takes no more messages
 MOST_BEHIND = 50_000  # the same, in messages
-_COPY_AHEAD = 2**26  # bytes on their way, beyond which no further chunk is copied
-_FRESH = 1.0  # seconds for which the standby's word counts that it still is one
-_SAY_AGAIN = 0.25  # seconds between the same words to the hub, or to a standby that has not answered
-_MOST_HISTORY = 10_000  # messages before the first Setup
+_COPY_AHEAD = 2**26  # unacknowledged bytes beyond which no further chunk is copied
+_FRESH = 1.0  # seconds after a message in which no probe checks that the standby still is one
+_SAY_AGAIN = 0.25  # seconds between repeated messages to the hub, or to a silent standby
+_MOST_HISTORY = 10_000  # retained records before the first Setup
 _FRAME = 2**31 - 1  # bytes
 
 
 class Source(Protocol):
-    """What the mirror needs of its shard."""
+    """The interface of a shard that a mirror reads."""
 
     @property
     def model(self) -> Model | None: ...
 
     @property
     def is_between_lines(self) -> bool:
-        """Whether no line of the log waits to be applied."""
+        """True if no log entry waits to be applied."""
 
     def image(self) -> tuple[ShardImage, Parts]: ...
 
@@ -79,10 +78,10 @@ class _Sent:
 
 
 class Mirror:
-    """Keeps shard `index`'s standby as the hub names it. All calls come from the shard's thread.
+    """Replicates shard `index` to the standby that the hub names. All calls come from the shard's thread.
 
-    `changed` is called when the shard gets a standby in sync, or loses it; `tell(choice, reason)` takes what
-    people are to know.
+    `changed` is called when an in-sync standby is gained or lost; `tell(choice, reason)` takes messages for
+    people.
     """
 
     def __init__(
@@ -106,51 +105,52 @@ class Mirror:
         self._stream, self._number, self._acked = "", 0, 0
         self._copied = 0  # the number of the last message of its state
         self._gate = 0  # the number at which the gate was closed
-        self._sent_at = 0.0  # when the latest message was; monotonic
+        self._sent_at = 0.0  # time of the latest message; monotonic
         self._unacked: deque[_Sent] = deque()
         self._bytes = 0  # of these
         self._copying: deque[int] = deque()  # chunks that are to be copied
-        self._model: Model | None = None  # whose they are
-        self._waiting = Waiting()  # what is written, until messages of the stream are acknowledged
+        self._model: Model | None = None  # the model of these chunks
+        self._waiting = Waiting()  # written actions that wait for the standby's acknowledgement
         self._history: list[tuple[Told, Any]] | None = []  # before the first Setup; else None, or if too much
-        self._said: dict[type, float] = {}  # when something was last said again; monotonic
+        self._said: dict[type, float] = {}  # time of the latest message of each repeated kind; monotonic
 
     # -- what is kept, and what waits for it --------------------------------------------------------------
 
     @property
     def is_full(self) -> bool:
-        """Whether the standby is as far behind as it may be."""
+        """True if the standby is as far behind as it may be."""
         return self._bytes > _BACKLOG or len(self._unacked) > MOST_BEHIND
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has something to do at once: a chunk to copy."""
+        """True if `poll` has a chunk to copy at once."""
         return bool(self._copying) and self._welcomed and self._bytes <= _COPY_AHEAD
 
     def remember(self, told: Told, payload: Any) -> None:
-        """The shard was told this before its first Setup, perhaps in an earlier life."""
+        """Retain a record from before the first Setup, perhaps replayed from the journal."""
         if self._history is not None:
             self._history.append((told, payload))
             if len(self._history) > _MOST_HISTORY:
                 self._history = None
 
     def append(self, told: Told, payload: Any) -> None:
-        """The shard is about to handle this; nobody may change the payload any more."""
+        """Send a record that the shard is about to handle. The payload must not change any more."""
         if self._stream:
             self._copy(told, payload)
         self.remember(told, payload)
 
     def set_up(self) -> None:
-        """The shard has been set up: from now on its state says all."""
+        """Drop the history of records: after a Setup the shard's state replaces it."""
         self._history = None
 
     def when_kept(self, act: Callable[[], None]) -> None:
-        """Call `act` once all that was appended so far is written here, and held by the standby."""
+        """Call `act` once all records so far are in the journal and, while the gate is closed, at the
+        standby."""
         if self.gated and time.monotonic() > self._sent_at + _FRESH:
-            self._send(Probe(), None)  # it may have taken this one's place meanwhile
+            self._send(Probe(), None)  # the standby may have taken this primary's place meanwhile
         stream, number = (self._stream, self._number) if self.gated else ("", 0)
 
-        def written() -> None:  # perhaps when the standby of that stream is gone
+        def written() -> None:  # may run after that stream's standby is gone
             self._waiting.add(number if stream == self._stream else 0, act)
 
         if self._journal is None:
@@ -160,13 +160,13 @@ class Mirror:
         self.release()
 
     def release(self) -> None:
-        """Let go what waited and may leave now."""
+        """Run the waiting actions that are allowed by now."""
         self._waiting.release(self._acked if self.gated else None)
 
     # -- the loop's part ----------------------------------------------------------------------------------
 
     def poll(self, source: Source) -> None:
-        """Do what the hub says, take what the standby has said, and go on with what it lacks."""
+        """Follow the hub's word, handle the standby's messages, and send what the standby lacks."""
         duty = self._hub.duty
         if duty is None or not duty.primary:
             return
@@ -183,7 +183,7 @@ class Mirror:
         self.release()
 
     def hear(self) -> None:
-        """Take what the standby says, while the shard is busy: what waited for it may leave."""
+        """Take the standby's acknowledgements while the shard is busy, and run released actions."""
         if self.client is not None and self._welcomed:
             self._hear(self.client)
             self.release()
@@ -201,12 +201,12 @@ class Mirror:
         return True
 
     def _turn_to(self, place: tuple[int, str, int]) -> None:
-        """The hub names another standby, or none; or this one's own name is another."""
+        """Switch to the standby that the hub names, or to none; or take over this shard's new incarnation."""
         before, self._place = self._place[0], place
         self._said.clear()
         if place[0] != before:
             self._forget_stream()
-            self._lost = False  # that was the one before
+            self._lost = False  # the flag was about the earlier standby
             if self.gated:
                 self.gated = False
                 self.release()
@@ -262,14 +262,14 @@ class Mirror:
         except WireError:
             return
         if not isinstance(message, Standing):
-            return  # it does not know its own duty yet, or is a primary itself: the hub tells who is right
+            return  # it knows no duty yet, or is a primary: the hub decides
         if self._stream and message.stream == self._stream:
             self._acknowledge(message.count)
         if self._welcomed:
             return
         if self._stream and message.stream != self._stream:
             if self.gated:
-                return  # it has lost what it held: the hub will say so
+                return  # the standby lost its state: the hub will report that
             self._forget_stream()
         self._welcomed, self._lost = True, False
         assert self.client is not None
@@ -282,7 +282,7 @@ class Mirror:
             self._bytes -= self._unacked.popleft().size
 
     def _send(self, message: AnyMessage, payload: Any) -> None:
-        """Add this to the stream."""
+        """Append a message to the stream."""
         header = encode(message)
         self._number += 1
         self._sent_at = time.monotonic()
@@ -295,15 +295,14 @@ class Mirror:
     # -- the state ----------------------------------------------------------------------------------------
 
     def _go_on(self, source: Source) -> None:
-        """Begin the stream, copy the next chunk, and close the gate once the standby holds all of them: until
-        then nobody waits for it."""
+        """Begin the stream, copy the next chunk, or close the gate once the standby holds all chunks."""
         if not self._welcomed:
             return
         if not self._stream:
             self._begin(source)
         elif self._copying:
             if self._model is not source.model:
-                self._copying.clear()  # another Setup has been told of
+                self._copying.clear()  # another Setup, recorded in the stream, replaced the model
             elif self.busy:
                 self._copy_chunk(self._copying.popleft())
             self._copied = self._number
@@ -315,7 +314,7 @@ class Mirror:
         model = source.model
         if model is None:
             if self._history is None:
-                return  # too much has happened: it begins when the shard is set up
+                return  # too many records: the stream begins after the Setup
             self._stream = secrets.token_hex(8)
             self._send(Begin(stream=self._stream), None)
             for told, payload in self._history:
@@ -335,7 +334,7 @@ class Mirror:
         self._send(Copy(record=msgspec.Raw(encode_header(record))), payload)
 
     def _copy_chunk(self, chunk: int) -> None:
-        """A chunk as it is between these two messages; its values are not copied, for they are lent."""
+        """Send a chunk as it is at this place of the stream. Its values are lent, not copied."""
         model = self._model
         assert model is not None
         reach("shard.copied", model.iterations)
