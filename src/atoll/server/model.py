@@ -1,4 +1,5 @@
-"""What a shard trains, from one Setup to the next: its chunks, their optimizer, and what is in flight."""
+"""The model that a shard trains between two Setups: its chunks, their optimizer and contributions in
+flight."""
 
 from __future__ import annotations
 
@@ -54,10 +55,10 @@ from atoll.wire.messages import (
     run_of,
 )
 
-Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
+Done: TypeAlias = Callable[[int], None]  # called with each finished chunk
 Send: TypeAlias = Callable[[AnyMessage, memoryview | None], None]
 _MOST_SHARDS = 4096
-# What a part of an image is of; its key is a handle, or a chunk.
+# Kinds of an image's parts; the key is a handle or a chunk.
 CONTRIBUTION, MEAN, HELD = "contribution", "mean", "held back"
 
 _layouts: msgspec.msgpack.Decoder[ChunkMap] = msgspec.msgpack.Decoder(ChunkMap)
@@ -65,14 +66,14 @@ _layouts: msgspec.msgpack.Decoder[ChunkMap] = msgspec.msgpack.Decoder(ChunkMap)
 
 @dataclass(frozen=True)
 class MeanOf:
-    """A mean that is there: each chunk's values and presence, and the sums of weights and samples."""
+    """A combined mean: values and presence of each chunk, and the sums of weights and samples."""
 
     iteration: int
     chunks: dict[int, tuple[Tensor, bytes]]
     weight: float
     samples: float
-    basis: str = KNOWN  # of the least certain weight
-    alike: float = 1.0  # workers that count
+    basis: str = KNOWN  # how certain the least certain weight is
+    alike: float = 1.0  # number of workers with weight
 
 
 class MeanState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,8 +88,9 @@ class MeanState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class SiteState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a site's model remembers beside: the Setup as the site's workers gave it, how many iterations of
-    the site count, and by chunk the weight of what is held back of it, which is a part."""
+    """Additional state of a site's model: the Setup as the site's workers sent it, the number of the site's
+    iterations that count, and for each chunk the weight of its residual, whose values are a part of the
+    image."""
 
     between: Setup
     hyperparameters: Hyperparameters
@@ -97,7 +99,8 @@ class SiteState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a Model remembers, but for what a snapshot has, and payloads: `payloads` are their handles."""
+    """The full state of a Model, except for the contents of a snapshot and the payloads, whose handles are in
+    `payloads`."""
 
     setup: Setup
     iterations: Count
@@ -110,12 +113,12 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def given(self) -> Setup:
-        """The Setup as workers gave it."""
+        """The Setup as workers sent it."""
         return self.setup if self.site is None else self.site.between
 
 
 class Holder(Protocol):
-    """Who holds the chunks: `ShardOptimizer`, which steps them too, or a site's values, which come and go."""
+    """Owner of the chunks' values: a `ShardOptimizer`, which also steps them, or a site's fetched values."""
 
     @property
     def chunks(self) -> tuple[int, ...]: ...
@@ -137,9 +140,10 @@ class Holder(Protocol):
 
 
 class Model:
-    """A Setup put into effect. Raises UserError where it makes no sense or cannot be run here."""
+    """A model under training, as one Setup describes it. Raises UserError for a contradictory Setup, or one
+    that cannot run here."""
 
-    has_values_at_once = True  # parameters may be asked for before it is complete
+    has_values_at_once = True  # parameters may be pulled before the Setup is complete
 
     def __init__(
         self, setup: Setup, shard: int, *, configured: str = "", fused: bool = False, codec: str = ""
@@ -156,15 +160,13 @@ class Model:
         self.pulls = Pulls(self.state)
         self.mean: MeanOf | None = None
         self.complete = False
-        self.awaited: set[int] = (
-            set()
-        )  # at a standby: chunks that the primary has yet to give, as they are then
-        self._valued: set[int] = set()  # chunks whose values have come
-        self._given: dict[int, dict[str, Tensor]] = {}  # state that has come: chunk -> key -> values
+        self.awaited: set[int] = set()  # at a standby: chunks that the primary has yet to send
+        self._valued: set[int] = set()  # chunks whose values have arrived
+        self._given: dict[int, dict[str, Tensor]] = {}  # received optimizer state: chunk -> key -> values
         self._numbers: dict[int, list[dict[str, Any]]] = {}
         self._payloads = InFlight()
         self.checks = Checks(setup, layout, self.optimizer)
-        self._lent: dict[int, Lent] = {}  # chunks whose values are, or were, on their way to workers
+        self._lent: dict[int, Lent] = {}  # chunks whose values are or were being sent to workers
         self._replaced: set[tuple[int, int, int]] = set()  # worker, iteration, chunk
         self.iterations = setup.steps
 
@@ -174,7 +176,7 @@ class Model:
         return self.state.consumed
 
     def _hold(self, layout: ChunkMap) -> Holder:
-        """Make room for the chunks."""
+        """Allocate the chunks."""
         setup = self.setup
         optimizer = ShardOptimizer(
             layout,
@@ -190,7 +192,7 @@ class Model:
 
     @property
     def own(self) -> ShardOptimizer:
-        """What steps the chunks here; a site's shard has nothing of the kind."""
+        """The optimizer that steps the chunks here; a site's shard has none."""
         assert isinstance(self.optimizer, ShardOptimizer)
         return self.optimizer
 
@@ -200,11 +202,12 @@ class Model:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all values are here."""
+        """True if all values are here."""
         return self.complete and not self.awaited
 
     def freshen(self, pull: AnyPull) -> None:
-        """Have the parameters that `pull` asks for: they are here, but for a site's."""
+        """Fetch the parameters that `pull` asks for, if the shard does not own them; a no-op except at a
+        site."""
 
     @property
     def held_bytes(self) -> int:
@@ -212,7 +215,7 @@ class Model:
         return sum(self.optimizer.nbytes(chunk) for chunk in self.chunks)
 
     def heading(self, run: str, shard: int, sequence: int) -> Heading:
-        """What a snapshot taken now is of."""
+        """Return the heading of a snapshot taken now."""
         return Heading(
             run=run,
             shard=shard,
@@ -223,10 +226,11 @@ class Model:
             steps=self.iterations,
         )
 
-    # -- a journal's --------------------------------------------------------------------------------------
+    # -- state for a journal ------------------------------------------------------------------------------
 
     def remembered(self) -> tuple[ModelState, list[tuple[Part, memoryview]]]:
-        """What it remembers beside the chunks and their optimizer, for a journal, and the payloads."""
+        """Return the state, except for the chunks and their optimizer, with the payloads that belong to
+        it."""
         mean = self.mean
         state = ModelState(
             setup=self.setup,
@@ -251,8 +255,8 @@ class Model:
         return state, parts + [(Part(MEAN, chunk), payload_of(flat)) for chunk, (flat, _) in values.items()]
 
     def remember(self, state: ModelState, parts: Mapping[str, Mapping[int, memoryview]]) -> None:
-        """Be what `remembered` gave, once the chunks and their optimizer are as they were then. `parts` are
-        payloads by kind and key."""
+        """Take over a state returned by `remembered`; chunks and optimizer must already be as they were then.
+        `parts` has payloads by kind and key."""
         self.state = state.held
         self.pulls = Pulls(self.state)
         self.iterations = state.iterations
@@ -273,7 +277,7 @@ class Model:
     # -- filling it ---------------------------------------------------------------------------------------
 
     def set_chunk(self, message: SetChunk, payload: memoryview | None) -> str:
-        """Take a chunk's values or a state of its optimizer; returns why not."""
+        """Set a chunk's values or one of its optimizer states; returns why the message is refused."""
         chunk = message.chunk
         if chunk not in self.chunks:
             return f"this shard does not hold chunk {chunk}"
@@ -300,7 +304,7 @@ class Model:
         return ""
 
     def finish(self) -> str:
-        """All SetChunk messages have come; returns what is missing or wrong."""
+        """Complete the Setup after the last SetChunk; returns what is missing or wrong."""
         missing = sorted(set(self.chunks) - self._valued)
         if missing:
             return f"the values of chunks {', '.join(map(str, missing[:8]))} have not come"
@@ -316,7 +320,7 @@ class Model:
         return ""
 
     def lend(self, chunk: int) -> memoryview:
-        """A chunk's values as a payload: where they lie, not copied, and unchanged by later steps."""
+        """Return a chunk's values as a payload, not copied. Later steps leave the payload unchanged."""
         lent = self._lent.get(chunk)
         if lent is None:
             lent = self._lent[chunk] = Lent(self.optimizer.values(chunk))
@@ -329,9 +333,11 @@ class Model:
         slots: list[dict[str, Any]],
         open_: OpenRecord | None,
     ) -> None:
-        """Take a chunk as the primary has it now. `tensors` are its values (""), its optimizer's state, under
-        "open." what an open step is made again from, and under "then." what contributors went on from.
-        Raises RunError for what does not fit."""
+        """Set a chunk as the primary has it now.
+
+        `tensors` has the values under "", optimizer states, inputs of an open step under "open.", and the
+        values that contributors continued from under "then.". Raises RunError for data that do not fit.
+        """
         values = tensors.get("")
         if chunk not in self.awaited or values is None or values.nbytes != self.optimizer.nbytes(chunk):
             raise RunError(f"the primary sent a chunk {chunk} that is none of those that are awaited")
@@ -342,7 +348,7 @@ class Model:
         self.awaited.discard(chunk)
 
     def send_state(self, asked: PullState, send: Send) -> None:
-        """Hand the optimizer's state, of all chunks or of one, to `send`, message by message."""
+        """Pass the optimizer's state, of all chunks or of one, to `send`, message by message."""
         for chunk in self.chunks:
             if asked.chunk not in (-1, chunk):
                 continue
@@ -356,8 +362,8 @@ class Model:
     # -- contributions ------------------------------------------------------------------------------------
 
     def decoded(self, push: Push, payload: memoryview | None) -> tuple[Push, memoryview | None]:
-        """A Push as it was before the run's codec wrote it, and before its link lost some of it. Raises
-        WireError where the payload is no such run."""
+        """Undo the run's codec, and describe the link's losses by element. Raises WireError for an invalid
+        payload."""
         held = push.chunk in self.chunks and push.share < push.shares
         if not held or not self.coding.writes(self._layout.chunks[push.chunk].dtype):
             return push, payload
@@ -368,7 +374,8 @@ class Model:
         return msgspec.structs.replace(push, lost=lost), bytes_of(values)
 
     def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
-        """Stage a chunk of a contribution; returns why not, and whether the contribution is now whole."""
+        """Stage a chunk of a contribution; returns why it is refused, and True if the contribution is now
+        whole."""
         refusal = self.checks.gradient(push, payload) if self.complete else NOT_SET_UP
         refusal = refusal or self.checks.finite(worker, push, payload)
         if not refusal and push.chunks_in_all != len(self.chunks):
@@ -384,7 +391,7 @@ class Model:
         return outcome.refused, outcome.staged
 
     def pull_with(self, push: Push) -> AnyPull:
-        """What a push asks for that is a pull as well: the mean under bsp, else the parameters."""
+        """Return the pull that a Push includes: of the mean under bsp, else of the parameters."""
         if self.setup.consistency == "bsp":
             return PullMean(
                 incarnation=push.incarnation,
@@ -397,17 +404,17 @@ class Model:
         )
 
     def lost_of(self, worker: int, pull: AnyPull, chunk: int) -> LostBlocks | None:
-        """What was lost of the contribution that the answer to `pull` is of: of the asker's own."""
+        """Return the blocks lost of the asker's own contribution, which the answer to `pull` reports."""
         if isinstance(pull, PullMean):
             iteration = pull.iteration
         elif self.setup.consistency == "bsp":
-            return None  # it was told with the mean
+            return None  # reported with the mean
         else:
             iteration = pull.clock - 1
         return self.state.lost_of(worker, pull, iteration, chunk, self.checks.extent(chunk))
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
-        """Take what a worker made of a chunk's mean; returns why not."""
+        """Store a worker's edited mean of a chunk; returns why it is refused."""
         refusal = self.checks.gradient(replace, payload) if self.complete else NOT_SET_UP
         if refusal:
             return refusal
@@ -418,17 +425,20 @@ class Model:
         return outcome.refused
 
     def lacks(self, worker: int, iteration: int, edited: Iterable[int]) -> bool:
-        """Whether some of the chunks that a worker has edited, of those held here, are still on their way."""
+        """True if some of the chunks that a worker has edited, of those held here, have not arrived yet."""
         return any(
             chunk in self.state.versions and (worker, iteration, chunk) not in self._replaced
             for chunk in edited
         )
 
-    # -- doing what the log says --------------------------------------------------------------------------
+    # -- the log's actions --------------------------------------------------------------------------------
 
     def act(self, action: Action, before: Done, done: Done) -> None:
-        """Do one action, chunk by chunk: `before(chunk)` is called before a chunk's values change, and
-        `done(chunk)` when its new values, or its mean, are there."""
+        """Carry out an action, chunk by chunk.
+
+        `before(chunk)` is called before the chunk's values change, `done(chunk)` when its new values or its
+        mean are ready.
+        """
         if isinstance(action, CombineChunks):
             self._combine(action, done)
         elif isinstance(action, StepChunks):
@@ -472,7 +482,9 @@ class Model:
                 handle, present = action.edited[chunk]
                 gradients = self._payloads.gradients(handle, self.optimizer.dtype(chunk))
             elif action.scale != 1:
-                gradients = gradients * action.scale  # the mean itself may still be on its way to a worker
+                gradients = (
+                    gradients * action.scale
+                )  # not in place: the mean may still be on its way to a worker
             if self.own.trains(chunk) and chunk not in self.awaited and any(present):
                 self._make_way(chunk, before)
                 with _told_of(chunk):
@@ -481,7 +493,8 @@ class Model:
             done(chunk)
 
     def _make_way(self, chunk: int, before: Done) -> None:
-        """A chunk's values are about to change; those on their way to workers stay as they are."""
+        """Prepare a chunk for a change: `before` runs, and values being sent stay unchanged in their old
+        memory."""
         before(chunk)
         lent = self._lent.pop(chunk, None)
         if lent is not None and lent.is_held:
@@ -508,7 +521,8 @@ class Model:
             done(chunk)
 
     def _compensated(self, action: ApplyChunks, chunk: int, gradients: Tensor) -> Tensor:
-        """A contribution's gradients for the parameters that its step is made from."""
+        """Compensate a contribution's gradients for the steps between its parameters and those of its
+        step."""
         origins, factor = self.own.origins, self.setup.compensation
         who, clock = (action.worker, action.incarnation), action.iteration - action.behind
         then = origins.find(chunk, who, clock) if origins is not None else None
@@ -517,7 +531,7 @@ class Model:
         return compensated(gradients, self.own.base(chunk, action.opens), then, factor)
 
     def _goes_on(self, action: ApplyChunks, chunk: int) -> None:
-        """The contributor begins its next iteration with the chunk as it is now."""
+        """Retain the chunk's present values, from which the contributor's next iteration begins."""
         origins = self.own.origins
         if origins is None:
             return
@@ -528,7 +542,7 @@ class Model:
 
 @contextlib.contextmanager
 def _told_of(chunk: int) -> Iterator[None]:
-    """Raise a RunError that names the chunk for whatever its optimizer raises."""
+    """Turn any exception of the optimizer into a RunError that names the chunk."""
     try:
         yield
     except Exception as error:  # an optimizer of the operator's may raise anything
@@ -541,7 +555,7 @@ def _in_order(parts: Parts) -> list[tuple[int, tuple[int, bytes]]]:
 
 
 def _layout_untrusted(setup: Setup) -> ChunkMap:
-    """The layout in a Setup; raises UserError for what is none."""
+    """Decode the layout in a Setup; raises UserError if it is invalid."""
     layout = decoded(_layouts, setup.layout, UserError, "the layout cannot be read")
     for index, chunk in enumerate(layout.chunks):
         where = f"the layout's chunk {index}"
@@ -558,7 +572,7 @@ def _layout_untrusted(setup: Setup) -> ChunkMap:
 
 
 def _check(setup: Setup, layout: ChunkMap, shard: int) -> Sequence[int]:
-    """Raise UserError for a Setup that contradicts itself; returns each trainable chunk's shard."""
+    """Check that a Setup is consistent; returns each trainable chunk's shard. Raises UserError."""
     if setup.consistency not in CONSISTENCIES:
         raise UserError(f"no such consistency: {setup.consistency!r} ({', '.join(CONSISTENCIES)})")
     if setup.staleness not in SCALED:

@@ -1,4 +1,4 @@
-"""What a shard of the parameter server is started with, by the command, by `atoll run` and by tests."""
+"""Options of a shard of the parameter server, for the command, `atoll run` and tests."""
 
 from __future__ import annotations
 

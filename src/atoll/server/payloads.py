@@ -1,4 +1,4 @@
-"""Chunks as bytes: a tensor as what goes into a message, and the mean of what came."""
+"""Chunks as payloads of messages, and the weighted mean of received gradients."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Part: TypeAlias = tuple[float, Tensor, bytes]  # a contribution's weight, gradie
 
 
 def payload_of(flat: Tensor) -> memoryview:
-    """The memory of a 1-D contiguous tensor on the CPU, as it is."""
+    """Return the memory of a 1-D contiguous tensor on the CPU, not copied."""
     raw: memoryview = flat.view(torch.uint8).numpy().data
     return raw
 
 
 class Lent:
-    """Values that are sent from where they lie, by messages which are let go of one by one.
+    """A chunk's values, shared without a copy by messages that are being sent.
 
-    ZeroMQ drops a payload once all of it is the system's; until then the memory must not change.
+    ZeroMQ drops a payload once the system has all of it; until then the memory must not change.
     """
 
     def __init__(self, flat: Tensor) -> None:
@@ -32,7 +32,7 @@ class Lent:
         self._held: weakref.ref[numpy.ndarray[Any, Any]] | None = None
 
     def payload(self) -> memoryview:
-        """The memory, as a message's payload."""
+        """Return the memory as a message's payload."""
         array = self._held() if self._held is not None else None
         if array is None:
             array = self._flat.view(torch.uint8).numpy()
@@ -41,18 +41,18 @@ class Lent:
 
     @property
     def is_held(self) -> bool:
-        """Whether some message is not sent yet."""
+        """True if a message is still being sent."""
         return self._held is not None and self._held() is not None
 
 
 def weighted_mean(parts: Sequence[Part], absent: Sequence[Spans] = ()) -> tuple[Tensor, bytes]:
-    """The mean of a chunk's gradients by weight, and in which slots anyone had one.
+    """Weighted mean of a chunk's gradients, and for each slot whether any contribution has a gradient.
 
-    In order, in the chunk's own dtype, each times its share of the weight; so one contribution's mean is
-    itself, to the bit. Without weight, nobody had anything.
+    Summed in order, in the chunk's dtype, each part times its share of the weight; so the mean of one part
+    equals that part to the bit. Without any weight the mean is zero, and no slot has a gradient.
 
-    `absent`, of each part: elements that did not come, where zeros stand. There the mean is over the others,
-    by their weights, and 0 where nobody is left; only these elements are computed otherwise.
+    `absent` has, for each part, spans of lost elements, which hold zeros. There the mean is over the other
+    parts, by their weights, or 0 if none is left. Only these elements are computed in this way.
     """
     total = sum(weight for weight, _, _ in parts)
     counted = [part for part in parts if part[0] > 0]
@@ -71,10 +71,10 @@ def weighted_mean(parts: Sequence[Part], absent: Sequence[Spans] = ()) -> tuple[
 
 
 def _mean_over_the_others(mean: Tensor, parts: Sequence[Part], absent: Sequence[Spans]) -> None:
-    """Put into `mean`, wherever some part is absent, the mean of those that are not.
+    """Put into `mean`, at elements that some part lacks, the mean over the other parts.
 
-    Between two neighbouring ends of spans, of whichever part, the same parts are absent. What is computed is
-    by these pieces, and then by their elements. Half precision is summed in single.
+    Span ends cut the chunk into pieces in which the same parts are absent; shares are computed by piece, sums
+    by element. Half precision is summed in single precision.
     """
     ends = numpy.unique(numpy.concatenate([spans.reshape(-1) for spans in absent]))
     begins, ends = ends[:-1], ends[1:]
@@ -95,6 +95,8 @@ def _mean_over_the_others(mean: Tensor, parts: Sequence[Part], absent: Sequence[
 
 
 def _covers(spans: Spans, at: Spans) -> Any:
-    """For each of these elements, whether it lies in one of the spans, which are in order."""
-    last = numpy.searchsorted(spans[:, 0], at, side="right") - 1  # that begins there or before
+    """For each element of `at`, True if one of the sorted spans contains it."""
+    last = (
+        numpy.searchsorted(spans[:, 0], at, side="right") - 1
+    )  # the last span that begins at or before the element
     return (last >= 0) & (at < numpy.append(spans[:, 1], 0)[last])

@@ -1,4 +1,4 @@
-"""Who is connected to a shard, by what they said in their Hello, and sending that never waits."""
+"""The peers connected to a shard, by their Hello, and non-blocking sends to them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from atoll.wire.base import MOST_AHEAD
 from atoll.wire.messages import VERSION, AnyMessage, Hello, Ping, Refused, encode
 
 ROLES = ("worker", "shard", "hub")
-_MOST = 16_384  # peers that are remembered
+_MOST = 16_384  # peers that may be connected
 
 # A role; the worker's number or the shard's index; the member, where a worker is a group of several.
 Name: TypeAlias = tuple[str, int, int]
 
 
 class Peers:
-    """One connection for each worker, shard and hub: the latest that said Hello. A group of several is one
-    worker, and has one for each of its members."""
+    """Connections of workers, shards and the hub.
+
+    A name has one connection, of the latest Hello. A group is one worker, with a connection for each of its
+    members.
+    """
 
     def __init__(
         self,
@@ -28,19 +31,19 @@ class Peers:
         run: str,
         when_kept: Callable[[Callable[[], None]], None] = lambda send: send(),
     ) -> None:
-        """`when_kept` lets nothing leave before what it may tell of is in the journal, where there is one."""
+        """`when_kept` delays each message until the records that it depends on are durable."""
         self._server, self._run = server, run
         self._hellos: dict[bytes, Hello] = {}
         self._connections: dict[Name, bytes] = {}
         self._members: dict[int, set[int]] = {}  # worker -> the members that are connected
-        self._highest = 0  # of the incarnations that are known
+        self._highest = 0  # the highest known incarnation
         self._speakers: dict[int, int] = {}  # worker -> the member that spoke to the log last
-        self._lost: dict[int, int] = {}  # worker -> its incarnation, all of whose connections have gone
-        self._waiting: dict[bytes, deque[tuple[bytes, Any]]] = {}  # what a full queue did not take
+        self._lost: dict[int, int] = {}  # worker -> its incarnation, if all connections of that are gone
+        self._waiting: dict[bytes, deque[tuple[bytes, Any]]] = {}  # messages that a full queue did not take
         self.when_kept = when_kept
 
     def greet(self, peer: bytes, hello: Hello) -> str:
-        """Remember who this is; returns why not, in one line."""
+        """Register a peer's Hello; returns in one line why it is refused."""
         if hello.version != VERSION:
             return (
                 f"this shard speaks version {VERSION} of the protocol and the {hello.role[:16]} version "
@@ -80,11 +83,11 @@ class Peers:
         return ""
 
     def heard_of(self, incarnation: int) -> None:
-        """The hub has given this number."""
+        """Note an incarnation that the hub has assigned."""
         self._highest = max(self._highest, incarnation)
 
     def _displace(self, hello: Hello) -> None:
-        """Tell the processes whose place a later incarnation of their worker takes."""
+        """Notify processes whose place a later incarnation of their worker takes."""
         worker, new = hello.worker, hello.incarnation
         for member in sorted(self._members.get(worker, ())):
             peer = self._connections["worker", worker, member]
@@ -98,25 +101,25 @@ class Peers:
                 self.send(peer, Refused(reason=reason))
 
     def _known_as(self, name: Name) -> list[Hello]:
-        """What those of this name have said, all members of a group."""
+        """Return the Hellos of all connections with this name, whichever member they are of."""
         role, number, member = name
         members = self._members.get(number, ()) if role == "worker" else (member,)
         peers = [self._connections.get((role, number, each)) for each in members]
         return [self._hellos[peer] for peer in peers if peer is not None]
 
     def _look_for_gone(self) -> None:
-        """Forget connections that nobody has told of their end: groups come and go, and nothing is sent to
-        one that is no more."""
+        """Forget connections that ended without notice. Nothing is ever sent to a dissolved group, so pings
+        find them."""
         for peer in list(self._hellos):
             if peer not in self._waiting:
                 self._offer(peer, encode(Ping()), None)
 
     def who(self, peer: bytes) -> Hello | None:
-        """What this connection said it is."""
+        """Return the Hello of a connection."""
         return self._hellos.get(peer)
 
     def forget(self, peer: bytes) -> None:
-        """The connection is no more, or another's."""
+        """Remove a connection, which has ended or has another owner."""
         hello = self._hellos.pop(peer, None)
         if hello is not None:
             self._connections.pop(_name(hello), None)
@@ -129,7 +132,7 @@ class Peers:
         self._waiting.pop(peer, None)
 
     def _gone(self, peer: bytes) -> None:
-        """The connection has broken."""
+        """Handle a broken connection."""
         hello = self._hellos.get(peer)
         self.forget(peer)
         if hello is None or hello.role != "worker":
@@ -138,15 +141,15 @@ class Peers:
             self._lost[hello.worker] = max(hello.incarnation, self._lost.get(hello.worker, 0))
 
     def has_lost(self, worker: int, incarnation: int) -> bool:
-        """Whether this worker was connected, and is not any more, no member of it. Connections are tried, to
-        know."""
+        """True if this worker was connected and no member of it still is. Pings test the connections."""
         for peer in self.members(worker, incarnation):
-            if peer not in self._waiting:  # else what waits for it is tried anyway
+            if peer not in self._waiting:  # else `flush` tests the connection
                 self._offer(peer, encode(Ping()), None)
         return self._lost.get(worker) == incarnation
 
     def speaks(self, peer: bytes) -> bool:
-        """A worker has said a word to the log; whether the log's words went to another of its members."""
+        """Make this connection its worker's speaker to the log; True if the log's messages went to another
+        member before."""
         hello = self._hellos.get(peer)
         if hello is None or hello.role != "worker":
             return False
@@ -155,8 +158,8 @@ class Peers:
         return before != peer
 
     def worker(self, worker: int, incarnation: int) -> bytes | None:
-        """The connection of this incarnation of a worker, for the log's words: of a group, that of the member
-        that spoke to the log last, or of any, where that one is not connected."""
+        """The connection for the log's messages to this incarnation of a worker. Of a group: that of the
+        member that spoke to the log last, or of any member if that one is not connected."""
         speaker = self.member(worker, incarnation, self._speakers.get(worker, 0))
         return speaker or next(iter(self.members(worker, incarnation)), None)
 
@@ -166,16 +169,16 @@ class Peers:
         return peer if peer is not None and self._hellos[peer].incarnation == incarnation else None
 
     def members(self, worker: int, incarnation: int) -> list[bytes]:
-        """The connections of this incarnation of a worker."""
+        """Connections of all members of this incarnation of a worker."""
         found = (self.member(worker, incarnation, each) for each in sorted(self._members.get(worker, ())))
         return [peer for peer in found if peer is not None]
 
     def workers(self) -> list[bytes]:
-        """The connections of all workers."""
+        """Connections of all workers."""
         return [peer for (role, _, _), peer in self._connections.items() if role == "worker"]
 
     def shards(self) -> list[bytes]:
-        """The connections of all shards that follow this one."""
+        """Connections of all shards that follow this one."""
         return [peer for (role, _, _), peer in self._connections.items() if role == "shard"]
 
     def shard(self, index: int) -> bytes | None:
@@ -186,7 +189,8 @@ class Peers:
         return self._connections.get(("hub", 0, 0))
 
     def send(self, peer: bytes | None, message: AnyMessage, payload: Any = None) -> None:
-        """Send, or keep until the connection takes it. A payload is not copied: nobody changes it."""
+        """Send a message, or queue it until the connection takes it. The payload is not copied and must not
+        change."""
         if peer is not None:
             self.when_kept(partial(self._offer, peer, encode(message), payload))
 
@@ -202,17 +206,17 @@ class Peers:
             self._gone(peer)
 
     def takes(self, peer: bytes | None) -> bool:
-        """Whether there is such a connection, and nothing waits for it: who has more to say that can wait,
-        waits for this."""
+        """True if the connection exists and nothing is queued for it. Senders of messages that can wait check
+        this first."""
         return peer is not None and peer not in self._waiting
 
     @property
     def busy(self) -> bool:
-        """Whether something waits for a connection to take it."""
+        """True if messages are queued."""
         return bool(self._waiting)
 
     def flush(self) -> None:
-        """Try again with what waits."""
+        """Retry the queued messages."""
         for peer, waiting in list(self._waiting.items()):
             while waiting:
                 offered = self._server.offer(peer, *waiting[0], copy=False)

@@ -1,8 +1,8 @@
-"""Records of a shard's journal: what the shard was told, in the order in which it took effect.
+"""Records of a shard's journal: messages that the shard handled, in the order in which they took effect.
 
-A standby is sent the same records (wire/shards.py: Copy). On disk a record is a frame (`logs/frames.py`): its
-header is the record as MessagePack, its payload a chunk. The stamp of a segment's frames has the segment's
-number in its lower half: a file that was another segment before, and is not written yet, has no record.
+A standby is sent the same records (wire/shards.py: Copy). On disk a record is a frame (`logs/frames.py`): the
+header is the record as MessagePack, the payload a chunk. A frame's stamp has the segment's number in its
+lower half, so leftovers in a file that was another segment before are not taken for records.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _HALF = 2**32
 
 
 class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="told"):
-    """A message that was handled: `message` is one of wire's, as it came from this peer. The payload is its.
+    """A message that was handled: one of wire's, in `message`, with its payload.
 
-    `role` is the sender's, "worker", "shard" or "hub"; `index` the worker's rank or the shard's index;
-    `member` whose connection it was, of a worker that is a group.
+    `role` is the sender's ("worker", "shard" or "hub"), `index` the worker's rank or the shard's index, and
+    `member` the member of a group that sent it.
     """
 
     role: Name
@@ -37,8 +37,8 @@ class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 
 class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="begun"):
-    """A segment's first record: whose it is, and from what its records go on: from nothing (`fresh`), from
-    `state`, whose payloads follow as `parts` records of Part, or from the end of the segment before."""
+    """A segment's first record. The segment continues from nothing (`fresh`), from `state`, whose payloads
+    follow as `parts` records of Part, or from the end of the segment before."""
 
     run: Name
     shard: Count
@@ -48,7 +48,7 @@ class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="part"):
-    """The payload is a part of the state: `kind` says of what, `key` which of them."""
+    """A payload that belongs to the state: `kind` is its kind, `key` its number within that kind."""
 
     kind: Name
     key: Count
@@ -61,35 +61,35 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def stamp_of(segment: int, drawn: int) -> int:
-    """The stamp of a segment's frames; `drawn` is 32 random bits."""
+    """Stamp of a segment's frames; `drawn` is 32 random bits."""
     return drawn % _HALF * _HALF + segment % _HALF
 
 
 def encode_header(record: Record) -> bytes:
-    """The record as a frame's header."""
+    """Encode a record as a frame's header."""
     return _encoder.encode(record)
 
 
 def encode_record(
     record: Record, payload: Buffer | None = None, summed: bool = True, stamp: int = 0
 ) -> list[Buffer]:
-    """The record's bytes, in pieces; the payload's are not copied. `summed`: with the payload's sum."""
+    """Encode a record in pieces, without copying the payload. With `summed` the frame has the payload's
+    checksum."""
     return encode_frame(SHARD, stamp, encode_header(record), payload, summed)
 
 
 def records(
     journal: memoryview, segment: int | None = None
 ) -> Iterator[tuple[Record, memoryview | None, int]]:
-    """Each whole record of a segment, its payload in place, and the offset of its end.
+    """Yield each whole record of a segment, its payload in place, and the offset of its end.
 
-    Ends before the first that is cut off, or of another use of the file: with `segment`, of another segment.
-    Nothing is allocated for what a length says. Raises StoreError for a record that is whole and yet none of
-    these, and DamagedLogError as `replay` does.
+    Stops before a record that is cut off or, with `segment`, of another segment. Allocates nothing by stored
+    lengths. Raises StoreError for a whole but invalid record, and DamagedLogError as `replay` does.
     """
     for frame in replay(journal, SHARD, lambda stamp: segment is None or stamp % _HALF == segment % _HALF):
         yield decode_record(frame.header), frame.payload, frame.end
 
 
 def decode_record(header: bytes | memoryview) -> Record:
-    """The record in a frame's header; raises StoreError for what is none."""
+    """Decode the record in a frame's header; raises StoreError if it is invalid."""
     return decoded(_decoder, header, StoreError, "no record of a journal")

@@ -1,7 +1,7 @@
-"""How a shard that is started again goes on: from its latest snapshot, and the records that came after it.
+"""A restarted shard's starting point: its latest snapshot, and the journal's records after that.
 
-A site's shard has no snapshots: the parameters are the global shards', and are fetched from there. It goes on
-from the latest state in its journal, and what came after it.
+A site's shard has no snapshots, since the parameters are fetched from the global shards. It starts from the
+latest state in its journal and the records after that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KeptParts: TypeAlias = dict[str, dict[int, memoryview]]  # payloads by kind and 
 
 
 class ShardImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a shard remembers between two messages, but for what its snapshot has, and payloads."""
+    """The full state of a shard between two messages, except for the contents of a snapshot and payloads."""
 
     generation: int
     next_entry: int
@@ -46,19 +46,19 @@ def encode_image(image: ShardImage) -> bytes:
 
 
 def decode_image(raw: bytes | memoryview) -> ShardImage:
-    """What `encode_image` gave; raises CheckpointError for what is none."""
+    """Decode an image; raises CheckpointError if it is invalid."""
     return decoded(_decoder, raw, CheckpointError, "not a shard's state")
 
 
 def no_parts() -> KeptParts:
-    """Room for the payloads of a state."""
+    """Return an empty mapping for the payloads of a state."""
     return {kind: {} for kind in (CONTRIBUTION, MEAN, MEETING, LAST_MEETING, HELD)}
 
 
 @dataclass(frozen=True)
 class Found:
-    """What lies in a shard's folder: the latest snapshot with the image that goes with it, or neither (a
-    site's: the image alone), and the records since then. `next_segment` is where the journal goes on."""
+    """Contents of a shard's folder: the latest snapshot with its image, or neither (a site's: the image
+    alone), and the messages recorded since. `next_segment` is the number of the journal's next segment."""
 
     snapshot: Path | None
     image: ShardImage | None
@@ -68,15 +68,13 @@ class Found:
 
 
 def first_segment(folder: Folder) -> int:
-    """The number of a journal that begins anew: above those that old snapshots go with."""
+    """Number of a new journal's first segment, above those that old snapshots refer to."""
     return max([-1, *(heading.journal for _, heading in whole_snapshots(folder.path))]) + 1
 
 
 def find(folder: Folder) -> Found | None:
-    """What a shard left in this folder; None where there is nothing.
-
-    Raises CheckpointError where what is left does not suffice.
-    """
+    """Find a shard's saved state in its folder; None if there is none. Raises CheckpointError if the state is
+    incomplete."""
     segments = folder.segments()
     snapshots = whole_snapshots(folder.path)
     if not segments:
@@ -88,7 +86,7 @@ def find(folder: Folder) -> Found | None:
     records = read_segments(folder, start)
     first = next(records, None)
     if first is None and heading is None and len(segments) == 1:
-        return None  # a shard that died as it began
+        return None  # a shard that died at its start
     image, parts = _begin(folder, first, heading, records)
     return Found(snapshot, image, parts, _told(records), max(numbers) + 1)
 
@@ -99,7 +97,7 @@ def _begin(
     heading: Heading | None,
     records: Iterator[tuple[Record, Payload]],
 ) -> tuple[ShardImage | None, KeptParts]:
-    """The image at the beginning, and its payloads by kind and key."""
+    """Return the image at the start and its payloads by kind and key."""
     begun = first[0] if first is not None else None
     if not isinstance(begun, Begun) or not (begun.fresh or heading is not None):
         raise CheckpointError(
@@ -119,9 +117,9 @@ def _begin(
 
 
 def find_site(folder: Folder) -> Found | None:
-    """What a site's shard left in this folder; None where there is nothing.
+    """Find the saved state of a site's shard in its folder; None if there is none.
 
-    Raises CheckpointError where what is left does not suffice.
+    Raises CheckpointError if the state is incomplete.
     """
     segments = folder.segments()
     for start in sorted(segments, reverse=True):
@@ -129,13 +127,13 @@ def find_site(folder: Folder) -> Found | None:
         first = next(records, None)
         begun = first[0] if first is not None else None
         if not isinstance(begun, Begun):
-            continue  # it was killed as it began this one
+            continue  # the shard was killed as it began this segment
         parts = no_parts() if begun.fresh else _parts_of(begun, records) if begun.state else None
         if parts is not None:
             image = None if begun.fresh else _image(folder, begun, start)
             return Found(None, image, parts, _told(records), max(segments) + 1)
     if len(segments) < 2:
-        return None  # a shard that died as it began
+        return None  # a shard that died at its start
     raise CheckpointError(
         f"{folder.path}: holds a part of a site's journal, and no state that it goes on from; the site's "
         "shard cannot go on from it"
@@ -143,7 +141,7 @@ def find_site(folder: Folder) -> Found | None:
 
 
 def _parts_of(begun: Begun, records: Iterator[tuple[Record, Payload]]) -> KeptParts | None:
-    """The payloads of a state; None where it was killed before all were written."""
+    """Return the payloads of a state; None if some were never written."""
     parts = no_parts()
     for _ in range(begun.parts):
         part, payload = next(records, (None, None))
@@ -161,7 +159,7 @@ def _image(folder: Folder, begun: Begun, segment: int) -> ShardImage:
 
 
 def _told(records: Iterator[tuple[Record, Payload]]) -> Iterator[tuple[Told, memoryview | None]]:
-    """The messages among the records; states are what the messages before them lead to."""
+    """Yield the handled messages. State records are skipped, since earlier messages lead to that state."""
     for record, payload in records:
         if isinstance(record, Told):
             yield record, payload

@@ -1,4 +1,4 @@
-"""How a shard's memory outlives it: its image, and how another one stands where it stood."""
+"""Saving a shard's state as an image, and restoring it in another process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from atoll.wire.messages import Hello, decode_untrusted
 
 
 class Revival:
-    """`handlers` take what is heard again, and `apply` applies the log's lines."""
+    """Takes and restores a shard's image. `handlers` handle replayed messages, and `apply` applies log
+    entries."""
 
     def __init__(
         self, common: Common, setups: SetUps, handlers: Mapping[type, Handler], apply: Callable[[], None]
@@ -31,17 +32,19 @@ class Revival:
 
     @property
     def model(self) -> Model | None:
-        """What is trained, once it is described."""
+        """The model, once a Setup describes it."""
         return self._training.model
 
     @property
     def is_between_lines(self) -> bool:
-        """Whether no line of the log waits to be applied."""
+        """True if no log entry waits to be applied."""
         return self._lines.is_empty
 
     def image(self) -> tuple[ShardImage, Parts]:
-        """All that the shard remembers between two messages, beside what a snapshot has. It is the parts'
-        own: encode it at once."""
+        """Return the shard's state between two messages, except for a snapshot's contents.
+
+        The image shares live objects: encode it at once.
+        """
         log, setups = self._log, self._setups
         model, parts = self._training.there.remembered()
         image = ShardImage(
@@ -56,11 +59,12 @@ class Revival:
         return image, [*parts, *(log.parts() if log is not None else [])]
 
     def heading(self) -> Heading:
-        """What a snapshot taken now is of."""
+        """Return the heading of a snapshot taken now."""
         return self._training.there.heading(self._run, self._index, self._lines.next_entry)
 
     def recover(self, found: Found) -> str:
-        """Go on where the shard stood that left this; returns what that was, in words."""
+        """Restore the saved state and replay its records; returns a line for people. Raises
+        CheckpointError."""
         self._kept.replaying, count = True, 0
         try:
             if found.image is not None:
@@ -87,12 +91,12 @@ class Revival:
         self.stand_as(model, image, parts)
 
     def make_model(self, image: ShardImage) -> Model:
-        """The model that an image describes, without its chunks. Raises UserError for one that this shard
-        cannot hold."""
+        """Make the model that an image describes, without its chunks. Raises UserError for one that this
+        shard cannot hold."""
         return self._setups.make(image.model.given, image.generation)
 
     def stand_as(self, model: Model, image: ShardImage, parts: KeptParts) -> None:
-        """Be as `image` says, with a model whose chunks are as they were then, or are awaited."""
+        """Take over the state in `image`. The model's chunks are as they were then, or are awaited."""
         model.remember(image.model, parts)
         self._training.model = model
         self._lines.generation, self._lines.next_entry = image.generation, image.next_entry
@@ -104,7 +108,8 @@ class Revival:
             self._log.restore(image.log, parts[MEETING], None if last is None else bytes(last))
 
     def hear_again(self, told: Told, payload: memoryview | None) -> None:
-        """Handle once more what the journal has, or what the primary has heard: it leads to the same."""
+        """Handle a recorded message from the journal or the primary, with the same effect as the first
+        time."""
         self._kept.remember(told, payload)
         message = decode_untrusted(bytes(told.message))
         hello = Hello(

@@ -1,4 +1,5 @@
-"""How a shard is set up: which set-up each worker is at, who brings the values, and who waits for them."""
+"""Set-up of a shard: each worker's position in the sequence of set-ups, the bringer of values, and waiting
+workers."""
 
 from __future__ import annotations
 
@@ -14,18 +15,21 @@ from atoll.wire.messages import Ready, Setup
 
 
 class SetUps:
-    """All workers make the same sequence of set-ups; each begins a generation of the log's `lines`, and
-    `make(setup, generation)` makes its model."""
+    """Handles set-ups. All workers make the same sequence of them; each begins a generation of the log's
+    `lines`.
+
+    `make(setup, generation)` makes the model.
+    """
 
     def __init__(self, common: Common, door: Door, make: Callable[[Setup, int], Model]) -> None:
         self._lines, self._peers, self._kept = common.lines, common.peers, common.kept
         self._log, self._training, self._tell = common.log, common.training, common.tell
         self._door, self.make = door, make
-        self.setter: Life = (-1, 0)  # who brought the Setup
-        self._setter_member = 0  # which of its members did, the latest that has
-        self.bases: dict[Life, int] = {}  # the generation that a worker's set-up 0 would be
-        self.readies: dict[Life, int] = {}  # the generation that a worker's latest Ready is for
-        # By worker, incarnation and member, with the generation that it is for.
+        self.setter: Life = (-1, 0)  # the worker that brought the Setup
+        self._setter_member = 0  # the member of it that sent the Setup last
+        self.bases: dict[Life, int] = {}  # generation of a worker's set-up 0
+        self.readies: dict[Life, int] = {}  # generation of a worker's latest Ready
+        # Unanswered Readys by (worker, incarnation, member), each with its generation.
         self._waiting: dict[tuple[int, int, int], tuple[int, Ready]] = {}
         self.handlers: dict[type, Handler] = {
             Setup: Handler(self._handle_setup, "a worker brings the Setup"),
@@ -34,8 +38,8 @@ class SetUps:
         }
 
     def _next_of(self, who: Life, number: int = 0) -> int:
-        """The generation that a worker's Setup and Ready of this number are for (0: its next): who comes late
-        begins with the one under way."""
+        """The generation of a worker's Setup and Ready with this number (0: its next). A late worker starts
+        with the present generation."""
         latest = max(self._lines.generation, 1)
         if number:
             return self.bases.setdefault(who, latest - number) + number
@@ -50,7 +54,7 @@ class SetUps:
             if setup.digest != model.setup.digest:
                 return self._trains_another()
             if wanted <= self._lines.generation:
-                return ""  # a first worker that has come anew: what is here is the truth, it pulls it
+                return ""  # a restarted first worker: the values here count, and the worker pulls them
         if setup.number and wanted <= self._lines.generation and who == self.setter:
             self._setter_member = heard.hello.member
             return ""  # it comes again
@@ -62,17 +66,17 @@ class SetUps:
         return ""
 
     def _made(self, setup: Setup) -> Model | str:
-        """The model, or why none can be made."""
+        """Return the model, or why none can be made."""
         try:
             return self.make(setup, self._lines.generation + 1)
-        except Exception as error:  # a layout that no memory holds, say: the sender's mistake
+        except Exception as error:  # the sender's mistake, such as a layout too large for memory
             return (str(error) or type(error).__name__).splitlines()[0]
 
     def _trains_another(self) -> str:
         return f"this shard trains another model or optimizer, brought by worker {self.setter[0]}"
 
     def _begin(self, model: Model, setter: Life) -> None:
-        """Train this from now on; `setter` brings it."""
+        """Train this model from now on; `setter` brings its values."""
         setup = model.setup
         self._kept.abandon_snapshot()
         self._training.model, self.setter = model, setter
@@ -103,7 +107,7 @@ class SetUps:
         return model.set_chunk(heard.message, heard.payload)
 
     def _handle_ready(self, heard: Heard) -> str:
-        """A worker asks to be told when all is there that its set-up brings."""
+        """Answer a worker's Ready once all values of its set-up have arrived."""
         model, member = self._training.model, heard.hello.member
         brings = heard.life == self.setter and member == self._setter_member
         if model is not None and brings and not model.complete and (reason := model.finish()):
@@ -114,7 +118,7 @@ class SetUps:
         return ""
 
     def _answer(self, model: Model | None) -> None:
-        """Answer all who wait for what `model` is of, or for a set-up before it, once it is complete."""
+        """Once `model` is complete, answer all workers that wait for its set-up or an earlier one."""
         if model is None or not model.complete:
             return
         for who, (generation, ready) in list(self._waiting.items()):
@@ -137,7 +141,7 @@ class SetUps:
 
 
 def _unlike_codecs(worker: int, own: str, other: int, others: str) -> str:
-    """The line for two workers that write gradients by unlike codecs."""
+    """Message for two workers with different codecs."""
     return (
         f"worker {worker} has sync.codec {own!r}, and worker {other} has {others!r}: a run's gradients are "
         "written by one codec; set sync.codec to the same on all"

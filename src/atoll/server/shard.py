@@ -1,9 +1,9 @@
-"""A shard at work: one thread, one loop, that takes messages and does what the store decides.
+"""A shard's main loop: one thread that takes messages and carries out the store's decisions.
 
-What messages lead to is done by its parts: `inbox` has what came, `door` lets in and refuses, `setups` and
-`contributions` take what workers bring, and `logdesk` what is for the log; `loglines` has the log's lines in
-order, and `stepper` does what they say; `durability` notes what changes the shard, and `revival` has another
-one stand where it stood.
+Components do the work. `inbox` queues messages; `door` admits and refuses peers; `setups` and `contributions`
+take what workers send, and `logdesk` messages to the log. `loglines` has the log's entries in order, and
+`stepper` carries them out. `durability` records changes of the shard, and `revival` restores its state in
+another process.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from atoll.wire import messages
 from atoll.wire.messages import Refused, Setup
 
 _LONGEST_WAIT = 0.5  # seconds, for timers that no message announces
-_RETRY = 0.01  # seconds, while a connection takes nothing more
-_AT_ONCE = 64  # messages taken before timers and links have their turn
-_LAST_WORDS = 0.3  # seconds for these to leave
+_RETRY = 0.01  # seconds between retries of full connections and held entries
+_AT_ONCE = 64  # messages handled before timers and links are served
+_LAST_WORDS = 0.3  # seconds for the last messages to leave
 
 
 class Shard:
     """Shard `index` of `run`, which begins with `workers` workers; shard 0 keeps the log.
 
-    `server` is where workers come in. `hub` is the link to the hub, without which `log_address` says where
-    shard 0 is. `configured` is the operator's own optimizer ("package.module:Class"), and `codec` the one
-    codec that it may load beside Atoll's own; `fused` as in ShardOptimizer. `emit` takes core's events, of
-    worker -1. With a `journal` nothing leaves before what it may tell of is written there, and `revival` has
-    a shard go on where the one before it was killed. With a `mirror` a standby holds it too; a standby's own
-    shard is driven by `server/standby.py` until it `serves`. With `site`, it is that site's.
+    `server` accepts connections. `hub` is the link to the hub; without one, `log_address` is shard 0's
+    address. `configured` is the operator's own optimizer ("package.module:Class"), `codec` the one codec that
+    may be loaded beside Atoll's own, and `fused` as in ShardOptimizer. `emit` takes core's events, of worker
+    -1. With a `journal` no message leaves before the records that it depends on are written, and `revival`
+    continues from a killed shard's state. With a `mirror` the standby must have them too. `server/standby.py`
+    drives a standby's own shard until it `serves`. With `site`, the shard is that site's.
     """
 
     in_box = IN_BOX
@@ -128,26 +128,26 @@ class Shard:
         return {}
 
     def _again(self, handlers: Mapping[type, Handler]) -> Mapping[type, Handler]:
-        """Who takes what is heard again."""
+        """Handlers of replayed messages."""
         return handlers
 
     @property
     def name(self) -> str:
-        """As its workers know it."""
+        """The shard's name, as its workers know it."""
         return self._tell.name
 
     @property
     def dropped(self) -> int:
-        """Messages that were none of ours."""
+        """Number of undecodable messages."""
         return self._server.dropped
 
     @property
     def model(self) -> Model | None:
-        """What is trained, once it is described."""
+        """The model, once a Setup describes it."""
         return self._training.model
 
     def waiting_for(self) -> list[str]:
-        """Who is waited for and on what, as the log knows it: empty on other shards."""
+        """Describe what the log waits for, and from whom; empty on shards without a log."""
         return self._log.waiting_for() if self._log is not None else []
 
     def _handle_who_is_missing(self, heard: Heard) -> str:
@@ -158,13 +158,13 @@ class Shard:
     # -- the loop -----------------------------------------------------------------------------------------
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Serve until `until()`, which is asked at least twice a second. When the shard cannot go on, all
-        workers are told why, and the error is raised."""
+        """Serve until `until()` is true, which is checked at least twice a second. When the shard cannot go
+        on, it sends all workers the reason and raises the error."""
         try:
             while not until():
                 self._turn()
         except (JournalError, GivenUpError):
-            raise  # the workers wait: it may be started again, or another has its place
+            raise  # workers wait: for a restart, or for the process that has taken over
         except Exception as error:
             if self.kept.is_gated:
                 raise  # its standby takes its place
@@ -176,12 +176,13 @@ class Shard:
             raise
 
     def close(self) -> None:
-        """Drop the connections that this shard made, and the snapshot under way; write the journal's rest."""
+        """Drop this shard's outgoing connections and the snapshot in progress; write the rest of the
+        journal."""
         self.kept.close()
         self._lines.close()
 
     def _turn(self) -> None:
-        """Wait for something to happen, and see to it."""
+        """Wait for an event and handle what is due."""
         kept, now = self.kept, time.monotonic()
         retry = now + _RETRY if self._peers.busy or self._lines.is_held else None
         busy, full = bool(self._inbox) or kept.busy, kept.is_full
@@ -200,7 +201,7 @@ class Shard:
         self.rest()
 
     def rest(self) -> None:
-        """What a standby does between two messages, too."""
+        """Work due between two messages, on a standby too."""
         if self._log is not None:
             self._log.poll()
         self._poll_snapshots()
@@ -209,7 +210,7 @@ class Shard:
         self.kept.poll_snapshots(self.revival)
 
     def _links(self) -> list[Endpoint]:
-        """The connections that this shard has made."""
+        """Outgoing connections of this shard."""
         links = (self._hub, self._lines, self.kept.mirror)
         return [link.client for link in links if link is not None and link.client is not None]
 
@@ -225,16 +226,16 @@ class Shard:
     # -- as a standby -------------------------------------------------------------------------------------
 
     def stand_by(self) -> None:
-        """Hear only what the primary has heard, and answer nobody, until `serves`."""
+        """Handle only records from the primary, and answer no peer, until `serves`."""
         self.kept.replaying = True
 
     def serves(self) -> None:
-        """Be the primary from now on, and say so at once."""
+        """Become the primary, and announce that at once."""
         self.kept.replaying = False
         self._see_to_links()
 
     def takes_over(self) -> str:
-        """Say that this was the standby, and is the primary now; returns that, in words."""
+        """Record that this standby is now the primary; returns a line for people."""
         line = f"{self.name} takes its primary's place: iteration {self._training.iterations}"
         self._tell.decide("shard", "takes its primary's place", line)
         return line

@@ -1,8 +1,7 @@
-"""A site's shard: one process that is the whole parameter server to the site's workers, and one worker to the
-global shards.
+"""A site's shard: the whole parameter server for the site's workers, and one worker to the global shards.
 
-With a directory it keeps a journal, as other shards do, and may be killed and started again: to the global
-shards it is the same worker then, of the same incarnation, and what was under way is sent up once more.
+With a directory it keeps a journal and can be killed and started again. It is then the same worker, of the
+same incarnation, to the global shards, and sends once more what was in progress.
 """
 
 from __future__ import annotations
@@ -41,22 +40,24 @@ from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Hello, Setup
 
 IN_BOX = 4096  # messages of the site's workers that wait while the global shards are waited for
-_FAREWELL = 0.5  # seconds from the last worker's end to the site's: for what the hub is yet to be told
+_FAREWELL = 0.5  # seconds from the last worker's end to the site's, for last messages to the hub
 _LOOK_SECONDS = 0.25  # between looks at the journal, while it is waited for
-_LARGE_JOURNAL = 8  # times what the chunks hold: the journal begins anew
-_SMALL_JOURNAL = 2**28  # bytes that are no reason for it
-_GRACE_SECONDS = 2.0  # at the end of a run all are told to stop, and the global shards may be the first
+_LARGE_JOURNAL = 8  # a journal of this many times the chunks' bytes begins anew
+_SMALL_JOURNAL = 2**28  # journal bytes below which size is no reason to begin anew
+_GRACE_SECONDS = 2.0  # at the end of a run the global shards may stop first
 
-_ABOVE = Hello(version=messages.VERSION, run="", role="shard", shard=LOG)  # who says that sites have met
+_ABOVE = Hello(
+    version=messages.VERSION, run="", role="shard", shard=LOG
+)  # the sender of global shards' messages, for the journal
 
 
 class _StoppedError(BaseException):
-    """The process is told to end while it waits: no error, and nobody's to handle but the loop's."""
+    """The process is to end while it waits. Not an error; only the loop handles it."""
 
 
 class SiteSetUps(SetUps):
-    """All workers make the same sequence of set-ups: the first to come with its n-th begins the n-th.
-    `find(why)` connects to the global shards, where that is not done."""
+    """Set-ups at a site. The first worker to reach its n-th set-up begins the n-th; `find(why)` connects to
+    the global shards if needed."""
 
     def __init__(
         self,
@@ -87,15 +88,15 @@ class SiteSetUps(SetUps):
 
 
 class SiteShard(Shard):
-    """The shard of a site of `run`; `hub` knows which one and who belongs to it.
+    """The shard of a site of `run`; the site and its workers are known to `hub`.
 
-    `server` is where the site's workers come in. `timeout` in seconds is the deadline of each wait for the
-    global shards. With a `journal`, which begins anew every `image_seconds`, `revival` has it go on where the
-    one before it was killed. `link` is how it reaches the global shards.
+    `server` accepts the site's workers. `timeout` in seconds is the deadline of each wait for the global
+    shards. With a `journal`, which begins anew every `image_seconds`, `revival` continues from a killed
+    shard's state. `link` has the options of the way to the global shards.
     """
 
     in_box = IN_BOX
-    # Another site may wait for what a worker gives, and this one for that site.
+    # GiveState must not wait: another site may wait for it, and this site for that one.
     at_once = (messages.WhoIsMissing, messages.Goodbye, messages.GiveState)
 
     def __init__(
@@ -142,8 +143,8 @@ class SiteShard(Shard):
             f"site {self._place.name}",
             lambda kind, **fields: emit(kind(time=record_time(), worker=-1, site=self._place.name, **fields)),
         )
-        self._alone_since = math.inf  # monotonic: when the last of its workers was lost
-        self.is_over = False  # the site has ended: nobody is to come back
+        self._alone_since = math.inf  # since when the site has had no worker; monotonic
+        self.is_over = False  # the site has ended for good
         self._ends_at = math.inf  # monotonic
         self._until: Callable[[], bool] = lambda: False
 
@@ -205,7 +206,7 @@ class SiteShard(Shard):
         }
 
     def _handle_goodbye(self, heard: Heard) -> str:
-        """A worker leaves: the site does not wait for it to come back."""
+        """Note that a worker leaves for good."""
         self.kept.note(heard.hello, messages.encode(heard.message))
         self._site_log.handle_goodbye(*heard.life)
         return ""
@@ -217,11 +218,11 @@ class SiteShard(Shard):
         return above or super().waiting_for()
 
     def run(self, until: Callable[[], bool]) -> None:
-        """As Shard's, and it ends while it waits too, and when all of the site's workers have left. The hub
-        is told when the site cannot go on."""
+        """Serve like Shard.run. Also ends during a wait, and once all of the site's workers have left. Tells
+        the hub when the site cannot go on."""
         self._until = until
         try:
-            if isinstance(self.model, SiteModel):  # before anybody is answered: do what was under way
+            if isinstance(self.model, SiteModel):  # finish the work in progress before any answer
                 link = self._find(f"to go on from iteration {self.model.iterations}")
                 assert link is not None
                 self.model.go_on(link)
@@ -229,10 +230,10 @@ class SiteShard(Shard):
         except _StoppedError:
             return
         except JournalError:
-            raise  # it may be started again
+            raise  # the shard may be started again
         except Exception:
             if not self.is_over:
-                self._link_up.goodbye()  # the other sites need not wait until the hub misses it
+                self._link_up.goodbye()  # else the other sites wait until the hub misses this one
             raise
 
     def close(self) -> None:
@@ -257,7 +258,7 @@ class SiteShard(Shard):
             self._see_to_end()
 
     def _see_to_end(self) -> None:
-        """A site whose workers have left ends; where they have died, it waits for some to come back."""
+        """End the site once all workers have left. If they died, wait for some to come back."""
         if not self._site_log.is_over:
             self._alone_since = math.inf
             return
@@ -269,7 +270,7 @@ class SiteShard(Shard):
             self._leave(f"all its workers were lost, and nobody came back for {waited:.1f} s")
 
     def _leave(self, reason: str) -> None:
-        """No other site is to wait for this one."""
+        """End the site, so that no other site waits for it."""
         self.is_over, self._ends_at = True, time.monotonic() + _FAREWELL
         self._tell_of_links(self._links_seen.tell)
         last = self._site_log.last
@@ -282,7 +283,7 @@ class SiteShard(Shard):
     # -- the global shards --------------------------------------------------------------------------------
 
     def _find(self, why: str) -> Link | None:
-        """Connect to the global shards once the hub knows where all are; not while a journal is replayed."""
+        """Connect to the global shards once the hub knows all addresses; None while a journal is replayed."""
         since = time.monotonic()
         while self._up.link is None and not self.kept.replaying:
             if self._up.is_found(since, why):
@@ -304,7 +305,7 @@ class SiteShard(Shard):
         self._tell.decide("link", self._options.transport, f"link.transport: to {shards}")
 
     def _meanwhile(self) -> None:
-        """While the global shards are waited for: see to what cannot wait."""
+        """Handle urgent work while the global shards are waited for."""
         if self._until():
             raise _StoppedError
         self._link_up.take()
@@ -312,7 +313,7 @@ class SiteShard(Shard):
         self.applier.see_to_others()
 
     def _door_with_room(self) -> list[Endpoint]:
-        """Where the site's workers come in, if more of their messages may wait."""
+        """The site's port, if more messages of workers may wait."""
         return [self._server] if self._inbox.has_room else []
 
     def _handle_mismatch_from_above(
@@ -341,13 +342,13 @@ class SiteShard(Shard):
     def _handle_given_from_above(self, _shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, messages.GiveState)
         self._up.asked()
-        self.kept.note(_ABOVE, messages.encode(message))  # its payload is only passed on
+        self.kept.note(_ABOVE, messages.encode(message))  # the payload is only forwarded
         self._site_log.handle_given_from_above(message, payload)
 
     # -- the journal --------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """What is about to go up tells of all that was taken in: wait until that is in the journal."""
+        """Wait until the journal has all input, on which the message about to go up depends."""
         journal, since = self.kept.journal, time.monotonic()
         if journal is None:
             return
@@ -365,8 +366,8 @@ class SiteShard(Shard):
             journal.release()
 
     def _poll_snapshots(self) -> None:
-        """Now and then the journal begins anew, with all that is remembered: between two iterations, when
-        no payloads have to be written with it but those that came early."""
+        """Begin the journal anew from the full state if due, between two iterations, when few payloads belong
+        to the state."""
         journal, model = self.kept.journal, self.model
         if journal is None or model is None or not model.complete:
             return

@@ -1,4 +1,4 @@
-"""The log of a site's own workers, whose meetings are parts of meetings of all sites."""
+"""The log of a site's own workers, whose meetings are part of meetings of all sites."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from atoll.wire.messages import WorkerStand
 
 
 class GlobalLog(Above, Protocol):
-    """The global log, to a site's."""
+    """The global log, as a site's log uses it."""
 
     def meet(self, number: int, what: str, part: bytes, stand: WorkerStand | None) -> None:
-        """Take the site's part of a meeting of sites, with one worker's place."""
+        """Send up the site's part of a meeting of sites, with one worker's place."""
 
     def differ(self, line: str) -> None:
-        """Scripts differ in this site: all sites are to hear that `line`."""
+        """Report to all sites the `line` that says how this site's scripts differ."""
 
 
 class SiteLog(LogKeeper):
-    """`above` is the global log. `end` is called when all sites have come to a meeting."""
+    """A site's log. `above` is the global log. `end` is called once all sites have come to a meeting."""
 
     def __init__(self, workers: int, peers: Peers, apply: Outgoing, above: GlobalLog) -> None:
         super().__init__(workers, peers, apply, above)
         self._global = above
-        self.last: WorkerStand | None = None  # where the worker stood that was the last to end
-        self._complete: dict[int, Meeting] = {}  # meetings that the other sites are waited for in
-        self._left: set[tuple[int, int]] = set()  # who has said goodbye: worker, incarnation
+        self.last: WorkerStand | None = None  # place of the worker that ended last
+        self._complete: dict[int, Meeting] = {}  # meetings complete in this site, which wait for other sites
+        self._left: set[tuple[int, int]] = set()  # (worker, incarnation) of those that said goodbye
         self._last_gone = (-1, 0)
 
     def handle_goodbye(self, worker: int, incarnation: int) -> None:
-        """A worker leaves; the hub fences it, too."""
+        """Note that a worker leaves for good; the hub fences it too."""
         self._left.add((worker, incarnation))
 
     def handle_fence(self, fence: messages.Fence) -> None:
@@ -45,12 +45,12 @@ class SiteLog(LogKeeper):
         super().handle_fence(fence)
 
     def handle_want_from_above(self, want: messages.WantState) -> None:
-        """Another site asks for the state of a living worker."""
+        """Handle another site's request for the state of a live worker."""
         self._entrance.want(want.worker, want.life, want.iteration, outside=True)
         self._see_to_entrance()
 
     def handle_given_from_above(self, give: messages.GiveState, payload: memoryview | None) -> None:
-        """Another site's worker gives its state to those who come late here."""
+        """Forward another site's state to this site's newcomers."""
         for given in self._entrance.given_from_above(give, payload, self._meetings.meetings.next):
             if given.members and not given.refused:
                 self._meetings.meetings.skip_to(given.meeting)
@@ -58,25 +58,26 @@ class SiteLog(LogKeeper):
 
     @property
     def has_left(self) -> bool:
-        """Whether nobody is left, and who was the last has said goodbye: nobody comes back."""
+        """True if no worker is left, and the last one said goodbye: none comes back."""
         return self.is_over and self._last_gone in self._left
 
     @property
     def is_over(self) -> bool:
-        """Whether all of the site's workers have been here, and none is left."""
+        """True if all of the site's workers were here, and none is left."""
         return self._meetings.is_over
 
     def incarnation(self, worker: int) -> int:
-        """The incarnation of a worker of this site that takes part; 0 for any other."""
+        """The incarnation of a live worker of this site; 0 for any other."""
         return self._meetings.live.get(worker, 0)
 
     def used(self) -> list[messages.Used]:
-        """The samples that contributions have used since this was asked last."""
+        """Take the samples that contributions used since the last call."""
         news = self._log.used.take_news() if self._log is not None else []
         return [used for each in news for used in each.used]
 
     def poll(self) -> None:
-        """What has been used goes up with the contributions: the global log tells the hub."""
+        """Drop entries that no follower will request. Used samples go up with contributions, not to the
+        hub."""
         if self._log is not None:
             self._log.lines.keep(KEPT)
 
@@ -104,7 +105,7 @@ class SiteLog(LogKeeper):
         self._global.differ(line)
 
     def end(self, message: messages.Met, payload: memoryview | None) -> None:
-        """All sites have come to a meeting: answer this site's workers."""
+        """Answer this site's workers once all sites have come to a meeting."""
         meeting = self._complete.pop(message.number, None)
         if meeting is None:
             return

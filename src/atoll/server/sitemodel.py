@@ -1,14 +1,14 @@
-"""What a site's shard trains: it aggregates its own workers, and has the global shards do the rest.
+"""The model at a site's shard, which aggregates its own workers and leaves the steps to the global shards.
 
-Inside the site it is always bsp. Between the sites it is what the run's `sync.consistency` says: under `bsp`
-the site's mean goes up as soon as it is made, and the global mean and the new parameters come down; under
-`ssp` and `asp` the site's workers see their site's mean, and what their step makes of it goes up as one
-contribution. Each waits for the global shards, chunk by chunk. Source: docs/server.md, "Levels".
+Inside the site training is always bsp; between sites, `sync.consistency` of the run. Under `bsp` the site's
+mean goes up as soon as it is ready, and the global mean and the new parameters come down. Under `ssp` and
+`asp` the site's workers see their site's mean, and the gradients of their step go up as one contribution.
+Each operation waits for the global shards, chunk by chunk. Source: docs/server.md, "Levels".
 
-A site's shard that is started again goes through its journal without the global shards. At most one thing
-was on its way up when it was killed, the last: that one it does once more, and what comes twice counts once.
-Where parts of what goes up may be lost (`exchange/feedback.py`), the journal has what the global shards said
-was lost of all before, and so what is held back is what it was.
+A restarted site's shard replays its journal without the global shards. At most the last operation was in
+progress when it was killed. That one is repeated, and the global shards ignore duplicates. On a lossy link
+(`exchange/feedback.py`) the journal has the global shards' reports of lost blocks, from which the residuals
+are restored exactly.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from atoll.tensors.payload import tensor_of
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Setup, Used, WorkerStand
 
-Passing: TypeAlias = Callable[[Link], None]  # what is to be done with the global shards
-Gradients: TypeAlias = tuple[Tensor, bytes]  # a chunk's, and which of its parameters have one
+Passing: TypeAlias = Callable[[Link], None]  # an operation with the global shards
+Gradients: TypeAlias = tuple[Tensor, bytes]  # a chunk's gradients, and their presence by slot
 
 
 class PassingValues:
-    """The values of a site's chunks, as they came last. New ones take the place of the old ones, which may
-    still be on their way to a worker."""
+    """Values of a site's chunks, as fetched last. New tensors replace old ones, which may still be on their
+    way to a worker."""
 
     def __init__(self, layout: ChunkMap, held: Sequence[int], hyperparameters: Sequence[Mapping[str, Any]]):
         self.layout, self._held = layout, tuple(held)
@@ -77,7 +77,7 @@ class PassingValues:
         self._values[chunk] = values
 
     def check_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
-        """Raise UserError for other param groups than the run's; the global shards look closer."""
+        """Raise UserError for param groups other than the run's. The global shards check further."""
         own = self._hyperparameters  # a scheduler adds keys of its own
         if len(hyperparameters) != len(own) or any(
             group.keys() - given.keys() for group, given in zip(own, hyperparameters, strict=True)
@@ -96,13 +96,13 @@ class SiteModel(Model):
     of the site, and `shards` the number of global shards.
 
     `used()` returns the samples behind the iteration that goes up. `stand()` is the place of one worker's
-    script. `alive()` says whether any worker of the site is left or may return, and `met()` how many meetings
-    of sites are over: who asks for the newest parameters gets those after the latest. `settle()` waits until
-    all input is in the journal, and `note` writes a global shard's answer there. Without `upstream` a journal
-    is replayed, and `go_on` finishes the work under way. `link` says how the site's gradients go up.
+    script. `alive()` is True if any worker of the site is left or may return, and `met()` the number of
+    finished meetings of sites, after which a pull of the newest parameters must fetch again. `settle()` waits
+    until all input is in the journal, and `note` writes a global shard's answer there. Without `upstream` a
+    journal is replayed, and `go_on` finishes the work in progress. `link` has the options of the way up.
     """
 
-    has_values_at_once = False  # the global shards give them
+    has_values_at_once = False  # values come from the global shards
     optimizer: PassingValues
 
     def __init__(
@@ -128,7 +128,7 @@ class SiteModel(Model):
         self.between, self._place, self._shards, self._number = setup, place, shards, number
         self._above, self._used, self._alive, self._settle, self._note = upstream, used, alive, settle, note
         self._met, self._refreshed = met, 0
-        self._due: list[Passing] = []  # of a journal: what may not have been done
+        self._due: list[Passing] = []  # while a journal is replayed: operations that may be unfinished
         sizes = {chunk.id: chunk.nbytes for chunk in self.optimizer.layout.trainable}
         places = balance(list(sizes.values()), shards)
         self._shard_of = dict(zip(sizes, places, strict=True))
@@ -137,8 +137,8 @@ class SiteModel(Model):
         )
         self._up = Uplink(place.incarnation, self._shard_of, self.feedback, stand, upstream)
         self.clock = setup.steps  # iterations of the site that count globally
-        self._lacking: set[int] = set()  # chunks that are waited for
-        self._consumed = setup.consumed  # by all sites, as the global shards have told
+        self._lacking: set[int] = set()  # chunks whose answers are missing
+        self._consumed = setup.consumed  # samples of all sites, as the global shards report
 
     @property
     def consumed(self) -> float:
@@ -150,7 +150,7 @@ class SiteModel(Model):
     def remembered(self) -> tuple[ModelState, list[tuple[Part, memoryview]]]:
         state, parts = super().remembered()
         held = self.feedback.state()
-        # What is held now is changed while the journal still writes it.
+        # Cloned: the residual changes while the journal still writes it.
         parts += [(Part(HELD, chunk), payload_of(values.clone())) for chunk, (values, _) in held.items()]
         site = SiteState(
             between=self.between,
@@ -175,7 +175,9 @@ class SiteModel(Model):
     # -- with the global shards, and without --------------------------------------------------------------
 
     def _pass(self, passing: Passing, *, begins: bool = True) -> None:
-        """Do this, once what it tells of is in the journal. `begins`: all before it is done."""
+        """Run an operation with the global shards once the journal has all input before it. While a journal
+        is replayed the operation is queued; one with `begins` drops those queued before, which were
+        finished."""
         if self._above is not None:
             if begins:
                 self._settle()
@@ -187,7 +189,7 @@ class SiteModel(Model):
         self._due.append(passing)
 
     def go_on(self, upstream: Link) -> None:
-        """The journal is at its end: do once more what may not have been done, and fetch the values."""
+        """Finish the work in progress at the end of a replayed journal, and fetch the values."""
         self._above = self._up.link = upstream
         due, self._due = self._due, []
         for passing in due:
@@ -203,12 +205,12 @@ class SiteModel(Model):
     # -- setting up ---------------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """One of this site's workers brings the values: tell the global shards what they are of."""
+        """Describe the model to the global shards; a worker of this site then brings the values."""
         setup = msgspec.structs.replace(self.between, workers=len(self._place.names), number=self._number)
         self._pass(lambda _: self._up.describe(setup, self._shards), begins=False)
 
     def set_chunk(self, message: messages.SetChunk, payload: memoryview | None) -> str:
-        """Pass on a chunk's values or a state of its optimizer."""
+        """Send up a chunk's values or one of its optimizer states."""
         shard = self._shard_of.get(message.chunk)
         if shard is None:
             return f"there is no chunk {message.chunk} to train"
@@ -217,7 +219,7 @@ class SiteModel(Model):
         return ""
 
     def finish(self) -> str:
-        """All values have gone up; never refuses."""
+        """Complete the set-up after all values went up; never refuses."""
         self.begin()
         return ""
 
@@ -245,7 +247,7 @@ class SiteModel(Model):
             self.refresh()
 
     def refresh(self) -> None:
-        """Fetch the parameters as the global shards have them now."""
+        """Fetch the global shards' present parameters."""
         self._refreshed = self._met()
         self._fetch(self.clock, _nothing)
 
@@ -262,7 +264,7 @@ class SiteModel(Model):
                 lambda _: self._pass_mean(action, lambda chunk: self._mean_of(action, chunk), used, done)
             )
             return
-        # The gradients are let go before this is done, if it is.
+        # Computed now: the gradients are dropped before the operation is repeated, if it is.
         means = {chunk: self._mean_of(action, chunk) for chunk in self.chunks}
         for chunk, (values, present) in means.items():
             self._up.outgoing(chunk, values, present, action.weight, self.clock)
@@ -271,7 +273,7 @@ class SiteModel(Model):
     def _pass_mean(
         self, action: CombineChunks, mean: Callable[[int], Gradients], used: list[Used], done: Done
     ) -> None:
-        """bsp: the site's mean goes up, and the mean over all sites comes down."""
+        """Under bsp: send up the site's mean and wait for the mean over all sites."""
         for chunk in self.chunks:
             self._up.push(chunk, *mean(chunk), action.weight, self.clock, CONTRIBUTION)
         counted = action.weight, action.samples, action.basis, action.alike
@@ -309,7 +311,7 @@ class SiteModel(Model):
             self.feedback.answered(iteration, answer.chunk, answer.lost)
 
     def hear_losses(self, answer: messages.Mean | messages.Parameters) -> None:
-        """Of a journal: what a global shard had said was lost."""
+        """Handle a global shard's report of lost blocks, from the journal."""
         iteration = answer.iteration if isinstance(answer, messages.Mean) else answer.asked - 1
         self.feedback.answered(iteration, answer.chunk, answer.lost)
 
@@ -320,7 +322,7 @@ class SiteModel(Model):
         if action.accepted:
             self.optimizer.set_hyperparameters(action.hyperparameters)
         if not self._alive():
-            return  # nobody has said this step, and the hub takes the site out of the run
+            return  # no worker made this step, and the hub removes the site from the run
         clock, told = self.clock, done if self._above is not None else _nothing
         edits = {
             chunk: (self._payloads.held[handle], present)
@@ -328,15 +330,15 @@ class SiteModel(Model):
         }
         word: Callable[[], None]
         if self.between.consistency == "bsp":
-            # Where nobody has said this step, the other sites do; as a rule they accept it.
+            # If no worker here made this step, the other sites decide; as a rule they accept it.
             self._settle_losses(action.accepted or action.nobody)
             word = partial(self._up.say_step, action, edits, clock)
         else:
             assert mean is not None
-            # What nobody has stepped with is in no step: its samples are dealt again once the site ends.
+            # Without a step by any worker the samples count nowhere: they are dealt again once the site ends.
             used = self._used()
             settings, used = self.optimizer.hyperparameters, [] if action.nobody else used
-            self._settle_losses()  # of a journal: the contribution before this one is over
+            self._settle_losses()  # while a journal is replayed: the earlier contribution is over
             word = partial(self._contribute, action, mean, edits, settings, used, clock)
             if self._above is None and self.feedback.loses:
                 for chunk, values, present in self._made_of(action, mean, edits):
@@ -360,14 +362,14 @@ class SiteModel(Model):
         used: list[Used],
         clock: int,
     ) -> None:
-        """ssp, asp: what the site's workers have made of their mean is the site's contribution."""
+        """Under ssp and asp: send up the gradients of the site's step as one contribution."""
         weight = _weight(action, mean)
         for chunk, values, present in self._made_of(action, mean, edits):
             self._up.push(chunk, values, present, weight, clock, STEP)
         self._up.commit((weight, mean.samples, mean.basis, mean.alike), settings, used, clock, STEP)
 
     def _made_of(self, action: StepChunks, mean: MeanOf, edits: Edits) -> Iterator[tuple[int, Tensor, bytes]]:
-        """What the site's workers have made of their mean: chunk, gradients, presence."""
+        """Yield the gradients of the site's step: chunk, gradients, presence."""
         for chunk, (values, present) in mean.chunks.items():
             if not action.accepted:
                 yield chunk, torch.zeros_like(values), bytes(len(present))
@@ -378,12 +380,12 @@ class SiteModel(Model):
                 yield chunk, values if action.scale == 1 else values * action.scale, present
 
     def _settle_losses(self, counted: bool = True) -> None:
-        """The contribution that is under way, if one is, is over."""
+        """Settle the residuals of the contribution in progress, if there is one."""
         for clock in self.feedback.under_way:
             self.feedback.settle(clock, counted=counted)
 
     def _fetch(self, clock: int, done: Done) -> None:
-        """Have the parameters with which a site that has committed `clock` iterations goes on."""
+        """Fetch the parameters for a site that has committed `clock` iterations."""
         self._lacking = set(self.chunks)
 
         def take(shard: int, message: AnyMessage, payload: memoryview | None) -> None:
@@ -413,7 +415,7 @@ class SiteModel(Model):
     # -- the optimizer's state ----------------------------------------------------------------------------
 
     def send_state(self, _asked: messages.PullState, send: Send) -> None:
-        """Hand all of the optimizer's state, as the global shards have it, to `send`, message by message."""
+        """Pass the optimizer's state, as the global shards have it, to `send`, message by message."""
         upstream, ended = self._upstream, dict[int, int]()
 
         def end(shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
@@ -444,4 +446,4 @@ def _weight(action: StepChunks, mean: MeanOf) -> float:
 
 
 def _nothing(_chunk: int) -> None:
-    """Nobody waits for it."""
+    """Do nothing: no pull waits for the chunk."""

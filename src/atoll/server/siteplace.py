@@ -1,4 +1,4 @@
-"""A site among those of a run, and what it is to the global shards: one worker."""
+"""A site's place among those of a run. To the global shards, a site is one worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atoll.wire.messages import VERSION, Hello
 
 @dataclass(frozen=True)
 class Place:
-    """A site among the run's `names`, and its shard's incarnation."""
+    """Position of a site among the run's `names`, and the incarnation of its shard."""
 
     index: int
     names: list[str]
@@ -48,7 +48,7 @@ class Place:
 
 
 def in_sites(line: str, names: Sequence[str]) -> str:
-    """A global shard's line, to which the sites are workers, with their names."""
+    """Replace "worker N" by the site's name in a global shard's line, since its workers are sites."""
 
     def name(found: re.Match[str]) -> str:
         index = int(found[1])

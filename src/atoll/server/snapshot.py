@@ -1,15 +1,14 @@
-"""Snapshots of a shard to disk, taken while it serves.
+"""Snapshots of a shard on disk, taken while the shard serves.
 
-A snapshot shows the shard as it was between two entries of the log. It is taken a chunk at a time, each
-between two messages: one chunk is copied, and a thread of its own writes the copy. A chunk that is about to
-change before its turn is copied first. So no message waits for longer than one chunk's copy, and never for
-the disk.
+A snapshot shows the shard between two entries of the log. Chunks are copied one at a time, between two
+messages; a thread writes the copies. A chunk that is about to change is copied first. So a message waits for
+one chunk's copy at most, and never for the disk.
 
-    FOLDER/snapshot-000000000042/          42: the log's sequence; written beside, renamed when whole
-        snapshot.json                      what it is of, each chunk's version, checksums, per-slot states
-        chunk-7.safetensors                "values" and each element-wise state of the optimizer, and under
-                                           "open." what a step that is open is made again from, and under
-                                           "then." what contributors went on from
+    FOLDER/snapshot-000000000042/          42: the log's sequence number; renamed from .partial when complete
+        snapshot.json                      heading, each chunk's version, checksum and per-slot states
+        chunk-7.safetensors                "values" and each element-wise state of the optimizer; "open.":
+                                           inputs of an open step; "then.": values that contributors
+                                           continued from
 """
 
 from __future__ import annotations
@@ -38,12 +37,13 @@ from atoll.tensors.wholechunk import OPEN, THEN, OpenRecord, WholeChunk
 _VALUES = "values"
 _FILE = "snapshot.json"
 _PARTIAL = ".partial"
-_LOOKS = 10  # at a folder whose snapshots are replaced meanwhile
-_JOURNAL_SECONDS = 60.0  # for what the snapshot goes with to be in the journal
+_LOOKS = 10  # attempts to read a folder whose snapshots are being replaced
+_JOURNAL_SECONDS = 60.0  # most seconds to wait for the snapshot's records to be in the journal
 
 
 class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A chunk in a snapshot: `size` in bytes and CRC-32 of its file, and its slots' states."""
+    """A chunk in a snapshot: its version, the size in bytes and CRC-32 of its file, and its per-slot
+    states."""
 
     chunk: int
     version: int
@@ -54,7 +54,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Heading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a snapshot is of; `sequence` is how many entries of the log had been applied."""
+    """Identity of a snapshot. `sequence` is the number of entries of the log that were applied."""
 
     run: str
     shard: int
@@ -63,11 +63,11 @@ class Heading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     hyperparameters: list[dict[str, Any]]
     sequence: int
     steps: int
-    journal: int = -1  # the segment whose records go on from here
+    journal: int = -1  # the segment whose records follow this snapshot
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """snapshot.json."""
+    """Contents of snapshot.json."""
 
     format: int = 1
     heading: Heading
@@ -78,10 +78,10 @@ _contents = msgspec.json.Decoder(Contents)
 
 
 class Snapshots:
-    """Takes a snapshot of a shard every `seconds`, in `folder`, and keeps the latest.
+    """Takes a snapshot of a shard every `seconds` in `folder`, and keeps the latest.
 
-    Raises UserError if the folder holds one of another run or of another shard. `failed(line)` is told, on
-    the shard's thread, when one could not be written; the shard serves on.
+    Raises UserError if the folder has a snapshot of another run or shard. `failed(line)` is called on the
+    shard's thread when a snapshot could not be written; the shard serves on.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class Snapshots:
     ) -> None:
         self.folder, self._run, self._shard = folder, run, shard
         self._seconds, self._failed = seconds, failed
-        self._due: float | None = None  # by the loop's clock
+        self._due: float | None = None  # monotonic
         self._taking: _Taking | None = None
         self._has_failed = False
-        self.may_end = threading.Event()  # until it is set, what is being taken gets no name
+        self.may_end = threading.Event()  # until set, a finished snapshot is not renamed
         self.may_end.set()
-        self.taken: Callable[[Heading], None] = lambda _heading: None  # told of each that is whole
+        self.taken: Callable[[Heading], None] = lambda _heading: None  # called with each complete snapshot
         _refuse_others(folder, run, shard)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"snapshot-*{_PARTIAL}"):  # by a shard that was killed
+            for left in folder.glob(f"snapshot-*{_PARTIAL}"):  # left by a killed shard
                 shutil.rmtree(left)
         except OSError as error:
             raise UserError(f"{folder}: cannot keep snapshots there: {error.strerror}") from None
@@ -111,9 +111,10 @@ class Snapshots:
         heading: Callable[[], Heading],
         wanted: bool = False,
     ) -> None:
-        """Do the next bit of work, if any is due; between two messages, at the monotonic time `now`.
+        """Do the next bit of work, if any is due, between two messages, at the monotonic time `now`.
 
-        `wanted`: one is due at once, unless the latest has failed, which is tried again in its time."""
+        `wanted`: start one at once, unless the latest failed; then the next starts at its usual time.
+        """
         if self._taking is not None:
             self._taking.copy_one()
             self._finish(now)
@@ -128,17 +129,17 @@ class Snapshots:
         versions: Mapping[int, int],
         heading: Heading,
     ) -> None:
-        """Begin one now, of the shard as it stands; `poll` goes on with it."""
+        """Begin a snapshot of the present state; `poll` continues it."""
         if self._taking is None:
             self._taking = _Taking(self.folder, optimizer, dict(versions), heading, self.may_end)
 
     def before_change(self, chunk: int) -> None:
-        """A chunk is about to be stepped."""
+        """Copy a chunk that is about to be stepped, if a snapshot in progress still needs it."""
         if self._taking is not None:
             self._taking.copy_now(chunk)
 
     def abandon(self) -> None:
-        """The shard gets other contents: drop what is under way."""
+        """Drop the snapshot in progress, because the shard gets other contents."""
         if self._taking is not None:
             self._taking.abandon()
             self._taking = None
@@ -146,15 +147,15 @@ class Snapshots:
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has something to do at once: a chunk to copy."""
+        """True if `poll` has a chunk to copy at once."""
         return self._taking is not None and self._taking.wants_to_copy
 
     def next_deadline(self) -> float | None:
-        """When `poll` is next due, while nothing is under way."""
+        """Monotonic time at which `poll` starts a snapshot; None while one is in progress."""
         return self._due if self._taking is None else None
 
     def close(self) -> None:
-        """Give up what is under way; the latest whole snapshot stays."""
+        """Drop the snapshot in progress; the latest complete one stays."""
         self.abandon()
 
     def _finish(self, now: float) -> None:
@@ -177,7 +178,7 @@ class _Copy:
 
 
 class _Taking:
-    """One snapshot under way, and the thread that writes it."""
+    """A snapshot in progress, with the thread that writes it."""
 
     def __init__(
         self,
@@ -192,7 +193,7 @@ class _Taking:
         self._left = dict.fromkeys(optimizer.chunks)  # in order, not copied yet
         self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._folder, self._final = folder, folder / f"snapshot-{heading.sequence:012d}"
-        if self._final.exists():  # of another Setup, or of an earlier life: it stays until this one is whole
+        if self._final.exists():  # from another Setup or process: it stays until this one is complete
             self._final = folder / f"{self._final.name}-{max(0, heading.journal)}"
         self._stop = False
         self.over = threading.Event()
@@ -202,7 +203,7 @@ class _Taking:
 
     @property
     def wants_to_copy(self) -> bool:
-        # One copy waits for the writer at most, but for those of chunks that were about to change.
+        # At most one copy waits for the writer, apart from chunks copied before a change.
         return bool(self._left) and self._copies.empty()
 
     def copy_one(self) -> None:
@@ -224,7 +225,7 @@ class _Taking:
         self.over.wait(60.0)
 
     def _write(self) -> None:
-        """On the thread: every copy to its file, then the heading, then the new name."""
+        """Body of the thread: write each copy to a file, then the contents, then rename the folder."""
         writing = self._final.with_name(self._final.name + _PARTIAL)
         try:
             _remove_partial(writing)
@@ -259,7 +260,7 @@ class _Taking:
             for older in _wholes(self._folder):
                 if older != self._final:
                     _remove(older)
-        except Exception as error:  # a full disk, say: told by the shard, which serves on
+        except Exception as error:  # a full disk, say: the shard reports it and serves on
             self.error = str(error) or type(error).__name__
             with contextlib.suppress(OSError):
                 _remove_partial(writing)
@@ -268,25 +269,26 @@ class _Taking:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole snapshot in a shard's folder; the shard may be at work, and take another's place."""
+    """Return the newest complete snapshot in a shard's folder, even while the shard replaces snapshots; None
+    if there is none."""
     for _ in range(_LOOKS):
         wholes, found = _wholes(folder), []
         for path in wholes:
             with contextlib.suppress(FileNotFoundError):
                 found.append((path.stat().st_mtime, path.name, path))
-        if found or not wholes:  # else those that were there have been replaced by one that was not listed
+        if found or not wholes:  # else a newer snapshot replaced all listed ones
             return max(found)[2] if found else None
     return None
 
 
 def whole_snapshots(folder: Path) -> list[tuple[Path, Heading]]:
-    """The whole snapshots in a shard's folder that have a segment of its journal, the oldest first."""
+    """Complete snapshots in a shard's folder that belong to a journal segment, the oldest first."""
     found = [(path, read_contents(path).heading) for path in _wholes(folder)]
     return sorted((each for each in found if each[1].journal >= 0), key=lambda each: each[1].journal)
 
 
 def read_contents(snapshot: Path) -> Contents:
-    """What a snapshot is of; raises CheckpointError if that cannot be read."""
+    """Read a snapshot's contents file; raises CheckpointError if it cannot be read."""
     try:
         raw = (snapshot / _FILE).read_bytes()
     except OSError as error:
@@ -295,7 +297,8 @@ def read_contents(snapshot: Path) -> Contents:
 
 
 def restore(snapshot: Path, optimizer: ShardOptimizer) -> Contents:
-    """Put a snapshot's chunks into `optimizer`; raises CheckpointError if it is damaged or of others."""
+    """Put a snapshot's chunks into `optimizer`. Raises CheckpointError if the snapshot is damaged, or of
+    another model."""
     contents = read_contents(snapshot)
     if sorted(record.chunk for record in contents.chunks) != sorted(optimizer.chunks):
         raise CheckpointError(f"{snapshot}: a snapshot of other chunks than this shard's")
@@ -318,7 +321,8 @@ def restore(snapshot: Path, optimizer: ShardOptimizer) -> Contents:
 
 
 def _remove(snapshot: Path) -> None:
-    """Remove a whole snapshot; half removed, it has the name of one that is none."""
+    """Remove a complete snapshot. It is renamed first, so that a half-removed one is never taken for
+    complete."""
     going = snapshot.with_name(snapshot.name + ".old" + _PARTIAL)
     _remove_partial(going)
     snapshot.rename(going)

@@ -1,12 +1,11 @@
-"""A standby: it holds what its primary holds, and takes its place when the hub says so.
+"""A standby: a second process that replicates a primary shard and takes its place when the hub decides so.
 
-It listens where it will serve, and hears its primary alone. What comes is written into its own journal, where
-it has a directory, and acknowledged; then it is handled as a shard that was started again handles its
-journal. So it is warm: when it is made the primary, what is left to do is what it has acknowledged and not
-handled yet.
+It listens on its future address and takes data from its primary alone. Records are written to its own
+journal, if it has a directory, and acknowledged; then they are handled as in a journal's replay. On promotion
+it only handles the records that it has acknowledged and not handled yet.
 
-Its directory holds the whole shard once its first snapshot is written. Until then a file, `standby`, says
-that nothing there is to be gone on from.
+Its directory holds the whole shard once the first snapshot is written. Until then the file `standby` marks
+the directory as unusable for a restart.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ from atoll.wire.messages import (
     encode,
 )
 
-MARK = "standby"  # in a directory that does not hold the whole shard yet
-MOST_PENDING = 2**28  # bytes that are acknowledged and not handled yet; beyond, no more are taken
+MARK = "standby"  # file in a directory that does not hold the whole shard yet
+MOST_PENDING = 2**28  # bytes taken and not handled, beyond which no more are taken
 _LOOK_SECONDS = 0.1  # between looks at the hub and the connection
-_SAY_AGAIN = 0.25  # seconds between the same words to the hub
-_AT_ONCE = 256  # messages taken in one go
+_SAY_AGAIN = 0.25  # seconds between repeated messages to the hub
+_AT_ONCE = 256  # messages taken at a time
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,9 @@ class _Pending:
 
 
 class Standby:
-    """The standby of shard `index`. `make` makes a shard that has heard nothing.
+    """The standby of shard `index`. `make` makes a shard without any state.
 
-    Where there is a `journal`, `folder` is its directory, and `snapshots` those of the shard.
+    With a `journal`, `folder` is its directory, and `snapshots` those of the shard.
     """
 
     def __init__(
@@ -82,16 +81,16 @@ class Standby:
         self._journal, self._folder, self._snapshots = journal, folder, snapshots
         self._primary: bytes | None = None  # its connection
         self._of = 0  # the primary's incarnation
-        self._lost = False  # the primary's connection is gone, and there is no other
-        self._stream, self._count = "", 0  # what has come
-        self._held = 0  # messages of it that are written too, where there is a journal
+        self._lost = False  # the primary's connection is gone and not replaced
+        self._stream, self._count = "", 0  # the stream, and the number of its messages taken
+        self._held = 0  # number of messages that are also written, if there is a journal
         self._pending: deque[_Pending] = deque()
         self._bytes = 0  # of these
         self._looked, self._said = 0.0, 0.0  # when; monotonic
-        self._image: ShardImage | None = None  # while its parts come
+        self._image: ShardImage | None = None  # until all its parts have arrived
         self._parts, self._parts_left = no_parts(), 0
         self._groups: list[dict[str, Any]] = []
-        self._tensors: dict[str, memoryview] = {}  # of the chunk that comes
+        self._tensors: dict[str, memoryview] = {}  # of the chunk being received
         self.shard = self._anew()
 
     def _anew(self) -> Shard:
@@ -101,8 +100,10 @@ class Standby:
         return shard
 
     def run(self, until: Callable[[], bool]) -> bool:
-        """Stand by until the hub makes this the primary (True), or `until()`. Raises RunError when the hub
-        refuses it, or it cannot do what its primary did."""
+        """Stand by until the hub makes this process the primary (returns True) or `until()` is true (False).
+
+        Raises RunError if the hub refuses this process, or a record of the primary cannot be handled.
+        """
         warm_up()
         while not until():
             duty = self._hub.duty
@@ -128,7 +129,7 @@ class Standby:
         self._look_after()
 
     def _meanwhile(self) -> None:
-        """Between two chunks of a step: others need not wait for all of it."""
+        """Take data between two chunks of a step, so that the primary need not wait for the whole step."""
         self._take_in()
         self._release()
         self._look_after()
@@ -138,7 +139,7 @@ class Standby:
             self._journal.release()
 
     def _look_after(self) -> None:
-        """See whether the primary's connection stands, and tell the hub where it does not."""
+        """Check the primary's connection, and report its loss to the hub."""
         now = time.monotonic()
         if now < self._looked + _LOOK_SECONDS:
             return
@@ -158,7 +159,7 @@ class Standby:
     # -- taking in ----------------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
-        """Take what has come from the primary; whoever else speaks to this shard asks the hub again."""
+        """Take messages from the primary. Other peers are ignored, and ask the hub again."""
         before = self._count
         for _ in range(_AT_ONCE):
             if self._bytes > MOST_PENDING or self._must_rest():
@@ -172,7 +173,7 @@ class Standby:
             self._acknowledge()
 
     def _must_rest(self) -> bool:
-        """Whether a snapshot waits for a moment in which all that came is handled."""
+        """True if a due snapshot waits until all taken messages are handled."""
         return bool(self._pending) and self._is_snapshot_due()
 
     def _is_snapshot_due(self) -> bool:
@@ -195,7 +196,7 @@ class Standby:
             self._note(message, received.payload)
 
     def _greet(self, peer: bytes, hello: Hello) -> None:
-        """The primary says who it is: the hub must have said so too."""
+        """Admit the primary, if the hub names it as such."""
         duty = self._hub.duty
         if duty is None or duty.primary or hello.role != "primary":
             return
@@ -203,12 +204,12 @@ class Standby:
         if says != (VERSION, self._run, self.index, duty.partner):
             return
         if peer != self._primary:
-            self._primary, self._of = None, duty.partner  # nothing more is taken on the connection before
+            self._primary, self._of = None, duty.partner  # the earlier connection is ignored from now on
         stream, count = self._stream, self._count
         self._when_written(lambda: self._welcome(peer, stream, count))
 
     def _welcome(self, peer: bytes, stream: str, count: int) -> None:
-        """All that had come is written: from there on the primary is to send."""
+        """Report how many messages are written; the primary sends from there on."""
         self._primary, self._lost = peer, False
         if stream == self._stream:
             self._held = max(self._held, count)
@@ -225,7 +226,7 @@ class Standby:
         return self._server.offer(self._primary, encode(Standing(stream=self._stream, count=self._held)))
 
     def _note(self, message: AnyMessage | Record, payload: memoryview | None) -> None:
-        """Hold a message of the stream."""
+        """Journal and queue a message of the stream."""
         if isinstance(message, Begin):
             self._stream = message.stream
             self._begin()
@@ -239,7 +240,7 @@ class Standby:
         self._bytes += size
 
     def _acknowledge(self) -> None:
-        """Tell the primary what is held, once it is written."""
+        """Acknowledge the messages taken so far, once they are written."""
         stream, count = self._stream, self._count
 
         def written() -> None:
@@ -251,7 +252,7 @@ class Standby:
         self._when_written(written)
 
     def _begin(self) -> None:
-        """Another stream: what was held is nothing any more."""
+        """Begin a new stream, and drop the state of the earlier one."""
         self._count, self._held, self._bytes = 0, 0, 0
         self._pending.clear()
         if self._snapshots is not None:
@@ -265,15 +266,15 @@ class Standby:
     # -- handling -----------------------------------------------------------------------------------------
 
     def _handle_next(self) -> None:
-        """Handle the next message of the stream. Raises RunError, with its name, where it makes no sense: a
-        shard that went on from it would not be what its primary is."""
+        """Handle the next message of the stream. Raises RunError, which names the message, if that fails: the
+        shard would no longer equal its primary."""
         pending = self._pending.popleft()
         self._bytes -= pending.size
         message, payload = pending.message, pending.payload
         try:
             self._handle(message, payload)
         except (JournalError, GivenUpError):
-            raise  # of this process, and not of what the primary sent
+            raise  # errors of this process, not of the primary's data
         except Exception as error:
             why = one_line(str(error), 400) or type(error).__name__
             what = f"a {type(message).__name__} of the stream makes no sense here"
@@ -299,7 +300,7 @@ class Standby:
             self._stand()
 
     def _stand(self) -> None:
-        """Be what the primary was when the stream began, once all but the chunks is here."""
+        """Take over the primary's state at the start of the stream, once all but the chunks has arrived."""
         if self._image is None or self._parts_left:
             return
         image, self._image = self._image, None
@@ -320,7 +321,7 @@ class Standby:
         model.receive(message.chunk, tensors, message.slots, opened)
 
     def _take_over(self) -> None:
-        """Handle what is held, and be the primary. The one before gets no word any more."""
+        """Handle the queued messages and become the primary. The old primary is answered no more."""
         self._primary = None
         while self._pending:
             self._handle_next()
@@ -330,6 +331,6 @@ class Standby:
             raise RunError(f"shard {self.index} is to take its primary's place, and has not got all of it")
         until = time.monotonic() + _LOOK_SECONDS
         while self._server.receive(0) is not None and time.monotonic() < until:
-            pass  # of those who took this one for another: they ask the hub, and come again
+            pass  # from peers with an old address: they ask the hub and reconnect
         reach("shard.promoted", model.iterations if model is not None else -1)
         self.shard.serves()

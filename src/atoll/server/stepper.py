@@ -1,5 +1,5 @@
-"""A shard's steps: what a line of the log says is done chunk by chunk, and each chunk goes to those who wait
-for it as soon as it is ready."""
+"""Steps of a shard's model: log entries are carried out chunk by chunk, and each finished chunk is sent at
+once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from atoll.wire.messages import Hello
 
 
 class Stepper:
-    """Steps what is trained."""
+    """Carries out log entries on the model, and answers pulls."""
 
     def __init__(self, common: Common) -> None:
         self._peers, self._kept, self._training = common.peers, common.kept, common.training
-        self._active: list[Asked] = []  # those who get each chunk as it is ready
-        self._done: list[int] | None = None  # while a line is applied: the chunks that are
+        self._active: list[Asked] = []  # pulls that get each chunk as it finishes
+        self._done: list[int] | None = None  # finished chunks of the entry being applied
         pull = Handler(self.handle_pull)
         self.handlers: dict[type, Handler] = {
             messages.Pull: pull,
@@ -37,8 +37,10 @@ class Stepper:
         return self._training.there
 
     def apply(self, entry: Entry, meanwhile: Callable[[], None]) -> None:
-        """Do what a line says, and answer those whom it makes ready, chunk by chunk. `meanwhile` is called
-        between two chunks, to see to others."""
+        """Carry out an entry and send each finished chunk to those whose pulls the entry makes ready.
+
+        `meanwhile` is called between two chunks to serve others.
+        """
         model = self._model
         if not self._kept.replaying:
             reach("shard.logged", getattr(entry, "iteration", -1))
@@ -47,7 +49,7 @@ class Stepper:
         done = self._done = []
 
         def finish(chunk: int) -> None:
-            """Send a chunk to all who are to get it, and those before it to whoever has asked meanwhile."""
+            """Send a finished chunk to all active pulls, then let `meanwhile` serve others."""
             done.append(chunk)
             for asked in self._active:
                 self._answer(asked, chunk)
@@ -61,13 +63,15 @@ class Stepper:
         self._active, self._done = [], None
 
     def join(self, asked: Asked) -> None:
-        """One who is ready has asked meanwhile: it gets what is done, and the rest as it comes."""
+        """Answer a pull that became ready while an entry is carried out: finished chunks now, the others as
+        they finish."""
         for chunk in self._done or ():
             self._answer(asked, chunk)
         self._active.append(asked)
 
     def handle_pull(self, heard: Heard) -> str:
-        """Send all chunks to one who asks for them, if it is ready; else it waits for a line."""
+        """Answer a pull with all chunks if it is ready; else it waits for an entry. Returns why it is
+        refused."""
         model, pull = self._training.model, heard.message
         if model is None or not (model.complete or model.has_values_at_once):
             return NOT_SET_UP
@@ -82,7 +86,7 @@ class Stepper:
         return reason
 
     def may_pull(self, hello: Hello, pull: AnyPull) -> bool:
-        """Whether this one may be answered between two chunks."""
+        """True if this pull may be answered between two chunks."""
         return (
             self._done is not None
             and (self._model.complete or self._model.has_values_at_once)
@@ -93,11 +97,11 @@ class Stepper:
         )
 
     def is_ready(self, asked: Asked) -> bool:
-        """Whether what is asked for is there; if not, it is remembered who asks."""
+        """True if the pull can be answered now; if not, it is queued."""
         return self._model.pulls.ask(asked)
 
     def _answer(self, asked: Asked, chunk: int) -> None:
-        """Send one chunk, or the share of it that is asked for, to one who waits for it."""
+        """Send one chunk, or the requested share of it, to a waiting peer."""
         model, pull, worker = self._model, asked.pull, asked.worker
         if pull.chunks and chunk not in pull.chunks:
             return

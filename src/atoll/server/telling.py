@@ -1,4 +1,4 @@
-"""What a shard tells: into its records, and to people."""
+"""Reports of a shard, to its records and to people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.observe.lastwords import say
 
 
 class Teller:
-    """`emit` takes core's events, of worker -1; `name` is whose words these are."""
+    """Reports in the name of the shard `name`. `emit` takes core's events, of worker -1."""
 
     def __init__(self, name: str, emit: Callable[[AnyEvent], None]) -> None:
         self.name, self._emit = name, emit
@@ -22,11 +22,11 @@ class Teller:
         self._emit(Decided(time=record_time(), worker=-1, what=what, choice=choice, reason=reason))
 
     def warn(self, line: str) -> None:
-        """Tell people something that does not stop the run."""
+        """Record a warning, which does not stop the run."""
         self._emit(Warned(time=record_time(), worker=-1, message=line))
 
     def people(self, line: str) -> None:
-        """Tell it in the records, in this process's log, and to `atoll run`, whatever the disk takes."""
+        """Report in the records, in this process's log and to `atoll run`, even if the disk is full."""
         self.warn(line)
         say(Warned(time=record_time(), worker=-1, message=line))
         with contextlib.suppress(OSError):

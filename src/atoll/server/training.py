@@ -1,4 +1,4 @@
-"""What is trained at a shard now."""
+"""The model that a shard trains at present."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from atoll.server.model import Model
 
 
 class Training:
-    """`model` is what the latest Setup describes; None before the first."""
+    """Holds the present model: `model` is described by the latest Setup, and None before the first."""
 
     def __init__(self) -> None:
         self.model: Model | None = None
 
     @property
     def there(self) -> Model:
-        """The model, where a Setup has come."""
+        """The model, after the first Setup."""
         assert self.model is not None
         return self.model
 
     @property
     def iterations(self) -> int:
-        """How many iterations are made; 0 before the first Setup."""
+        """Number of finished iterations; 0 before the first Setup."""
         return self.model.iterations if self.model is not None else 0

@@ -1,4 +1,4 @@
-"""What a site contributes, as its messages to the global shards, to which it is one worker."""
+"""Messages that carry a site's contributions to the global shards, to which the site is one worker."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from atoll.store.actions import StepChunks
 from atoll.wire import messages
 from atoll.wire.messages import Setup, Used, WorkerStand
 
-# What messages are sent again until, to a global shard that was lost.
+# Milestones until which messages are resent to a global shard that comes back.
 SET_UP, CONTRIBUTION, STEP, STATE = "set-up", "contribution", "step", "state"
 
 Edits: TypeAlias = dict[int, tuple[memoryview, bytes]]  # by chunk
 
 
 class Uplink:
-    """Sends over `link`, of which there is none while a journal is replayed. `shard_of` has each chunk's
-    shard, and `stand()` is the place of one worker's script."""
+    """Sends a site's contributions over `link`, which is None while a journal is replayed.
+
+    `shard_of` maps each chunk to its shard; `stand()` is the place of one worker's script.
+    """
 
     def __init__(
         self,
@@ -47,18 +49,18 @@ class Uplink:
         return sorted(set(self._shard_of.values()))
 
     def describe(self, setup: Setup, shards: int) -> None:
-        """Tell each of the global shards what it is to train."""
+        """Send each global shard its part of the Setup."""
         for shard in range(shards):
             chunks = [chunk for chunk, place in self._shard_of.items() if place == shard]
             own = msgspec.structs.replace(setup, chunks=chunks, shards=shards)
             self._up.send(shard, own, until=SET_UP)
 
     def outgoing(self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int) -> Written:
-        """What is sent of a chunk's gradients, (extent,), with what was held back; and how."""
+        """Encode a chunk's gradients, (extent,), with the residual added."""
         return self._feedback.write(clock, chunk, values, present, weight)
 
     def push(self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int, until: str) -> None:
-        """Send a chunk of the site's contribution to its `clock`-th iteration."""
+        """Send a chunk of the site's contribution to iteration `clock`."""
         shard = self._shard_of[chunk]
         written = self.outgoing(chunk, values, present, weight, clock)
         push = messages.Push(
@@ -79,8 +81,8 @@ class Uplink:
         clock: int,
         until: str,
     ) -> None:
-        """Commit the contribution; `counted` are its weight, samples, basis, and weight where all count
-        alike."""
+        """Commit the contribution. `counted` has its weight, samples, basis of the weight, and number of
+        workers (the weight if all workers count equally)."""
         weight, samples, basis, alike = counted
         commit = messages.Commit(
             incarnation=self._incarnation,
@@ -96,7 +98,7 @@ class Uplink:
         self._up.send(LOG, commit, until=until)
 
     def say_step(self, action: StepChunks, edits: Edits, clock: int) -> None:
-        """bsp: have the global shards step with the mean that all sites have."""
+        """Under bsp: send edited means, and make the global shards step with the mean of all sites."""
         digest = hashlib.blake2b(digest_size=16)
         for chunk, (payload, present) in sorted(edits.items()):
             digest.update(present)

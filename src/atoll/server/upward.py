@@ -1,4 +1,4 @@
-"""A site's way up: what its shard sends to the global shards, to which it is one worker."""
+"""A site's connection to the global shards, to which the site is one worker."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from atoll.server.siteplace import Place
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, WorkerStand
 
-_ASK_SECONDS = 1.0  # of a wait, between questions to the global log for whom it waits
+_ASK_SECONDS = 1.0  # seconds of a wait between queries to the global log about whom it waits for
 _LOOK_SECONDS = 0.25  # between looks at the hub, while it is waited for
-_MEETING = "meeting"  # what a Meet is sent again until, with its number
-_ENTERING = "entering"  # the same, of a WantState
+_MEETING = "meeting"  # with the meeting's number: a Meet is resent until this milestone
+_ENTERING = "entering"  # a WantState is resent until this milestone
 
-# The site's shard that was here before may have asked for what comes now.
+# Answers to an earlier process of this site's shard may still arrive.
 _ANSWERS: tuple[type[AnyMessage], ...] = (
     messages.Ready,
     messages.Committed,
@@ -34,10 +34,12 @@ _ANSWERS: tuple[type[AnyMessage], ...] = (
 
 
 class Upward:
-    """Of the site at `place` of `run`. `hub` says where the global shards are, `options` how they are
-    reached, and `timeout` in seconds is the deadline of each wait. `warn` takes lines for people, and
-    `when_kept` lets nothing leave before what it tells of is in the journal. `link` is there once the global
-    shards are found."""
+    """The connection of the site at `place` of `run`.
+
+    `hub` knows the global shards' addresses, `options` configures the link, and `timeout` in seconds is the
+    deadline of each wait. `warn` takes lines for people, and `when_kept` delays an action until the journal
+    has all earlier records. `link` is None until the global shards are found.
+    """
 
     def __init__(
         self,
@@ -54,11 +56,11 @@ class Upward:
         self._timeout, self._options = timeout, options
         self._warn, self._when_kept = warn, when_kept
         self.link: Link | None = None
-        self.meets: dict[int, tuple[messages.Meet, memoryview]] = {}  # that are not over, by number
+        self.meets: dict[int, tuple[messages.Meet, memoryview]] = {}  # open meetings, by number
 
     def is_found(self, since: float, why: str) -> bool:
-        """Look whether the hub knows where all global shards are: they may come later than the site's
-        workers. Raises DeadlineError, with `why` they are waited for, where they do not come."""
+        """True if the hub knows all global shards, which may join later than the site's workers. Raises
+        DeadlineError, with `why` they are needed, after `timeout`."""
         if self._hub.addresses:
             return True
         waited = time.monotonic() - since
@@ -79,8 +81,8 @@ class Upward:
         meanwhile: Callable[[], None],
         beside: Callable[[], list[Endpoint]],
     ) -> Link:
-        """Connect to the global shards; `handlers` take what comes without being asked for, and `meanwhile`
-        and `beside` are as Link's."""
+        """Connect to the global shards. `handlers` take unsolicited messages; `meanwhile` and `beside` are
+        Link's."""
         link = self.link = Link(
             self._hub.addresses,
             self._keys,
@@ -126,7 +128,7 @@ class Upward:
         link.waits.expect(f"every site's part in {meet.what}", LOG)
 
     def met(self, number: int) -> bool:
-        """All sites have met; False for the answer to what was sent twice."""
+        """Note that all sites have met; False for a duplicate answer."""
         if number not in self.meets or self.link is None:
             return False
         self.link.waits.came()
@@ -134,28 +136,28 @@ class Upward:
         return True
 
     def differ(self, line: str) -> None:
-        """Scripts differ in this site: all sites are to hear that `line`."""
+        """Report to all sites the `line` that says how this site's scripts differ."""
         if self.link is not None:
             self.link.send(LOG, messages.Mismatch(line=line))
 
     def end(self, stand: WorkerStand) -> None:
-        """The site's scripts have ended; one of them stood there."""
+        """Report that the site's scripts have ended, with the place of one of them."""
         if self.link is not None:
             self.link.send(LOG, messages.Ends(incarnation=self._place.incarnation, stand=stand))
 
     # -- who comes late where nobody lives ----------------------------------------------------------------
 
     def ask(self, iteration: int) -> None:
-        """Ask the global log for the state of another site's worker."""
-        if self.link is not None:  # else who comes late asks again
+        """Request from the global log the state of another site's worker."""
+        if self.link is not None:  # else the newcomer asks again
             self.link.send(LOG, messages.WantState(iteration=iteration), until=_ENTERING)
 
     def asked(self) -> None:
-        """Another site's worker has given its state."""
+        """Note that another site's worker has given its state."""
         if self.link is not None:
             self.link.answered(_ENTERING)
 
     def give(self, give: messages.GiveState, payload: memoryview | None) -> None:
-        """Pass up what this site's worker gives to another site."""
+        """Send up the state that a worker of this site gives to another site."""
         if self.link is not None:
             self.link.send(LOG, give, payload)
