@@ -195,7 +195,7 @@ def test_clipping_that_is_given_parameters_says_how_it_is_called(memory: Memory 
         session.prepare(model, optimizer, memory=memory)
         model(torch.ones(2, 64)).sum().backward()
         for given in (model.parameters(), list(model.parameters()), next(model.parameters())):
-            with pytest.raises(UserError, match=r"so call it as clip_grad_norm_\(0\.5\)$"):
+            with pytest.raises(UserError, match=r"so call clip_grad_norm_\(0\.5\)$"):
                 session.clip_grad_norm_(given, 0.5)  # type: ignore[arg-type]
         session.clip_grad_norm_(torch.tensor(0.5))  # type: ignore[arg-type]
 
