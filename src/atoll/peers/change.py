@@ -54,12 +54,13 @@ from atoll.wire.peerviews import (
 
 
 class Change:
-    """Decides what follows `view`, at its member `me`; a node makes one for each view that it comes to.
+    """Decides which view follows `view`, at member `me`; a node creates one Change for each view that it
+    installs.
 
-    Each method takes `now` in seconds and this node's report as it is then. `promised`: nothing more of
-    `view` is to be acknowledged, to others or to oneself. `ready`: this node holds what `view` began with,
-    and has a state at all (`has_state`: a newcomer's is set when it is here); before that it has no vote.
-    `wanted` is what it should fetch; call `poll` when some of it has come. `deadline` is when to poll next.
+    Each method takes `now` (seconds) and this node's current report. `promised`: this node acknowledges
+    nothing more of `view`, to others or to itself. `ready`: this node holds all that `view` began with, and
+    has a state (`has_state`; set once a newcomer's state has arrived); before that it has no vote. `wanted`
+    lists what to fetch; call `poll` when some of it has arrived. `deadline` is when to poll next.
     """
 
     def __init__(self, me: int, view: View, settings: Settings, rng: np.random.Generator) -> None:
@@ -70,7 +71,7 @@ class Change:
         self.deadline = math.inf
         self._rng, self._voters = rng, voters(view)
         self._acceptor, self._rounds, self._wishes = Acceptor(), Rounds(), Wishes(view)
-        self._asked: tuple[int, Accept] | None = None  # not accepted yet: something is lacking
+        self._asked: tuple[int, Accept] | None = None  # not accepted yet: this node lacks something
         self._saying = Saying(view)
         self._proposer = Proposer(
             me, view, settings, rng, self._acceptor, self._rounds, self._wishes, self._saying
@@ -79,7 +80,7 @@ class Change:
     # -- input --------------------------------------------------------------------------------------------
 
     def handle_wish(self, now: float, wish: Wish, report: Report) -> Step:
-        """This is what this member wants changed from now on, instead of what it wanted before."""
+        """Replace this member's wish for the next view."""
         self._wishes.wish = wish
         if not self.promised and not self._wishes.is_any:
             self._rounds.attempt_at = math.inf
@@ -88,8 +89,8 @@ class Change:
         return self._step(now, report)
 
     def handle_message(self, now: float, sender: int, message: ViewMessage, report: Report) -> Step:
-        """Another voter says something. Where that is of a newer view, this is `decided`, and the message is
-        lost; who sent it tries again."""
+        """Handle another voter's message. A message of a newer view is not answered: that view becomes
+        `decided`, and the sender tries again."""
         if isinstance(message, ViewDecided):
             self._learn(message.view)
         elif isinstance(message, (Prepare, Accept)):
@@ -100,12 +101,12 @@ class Change:
         return self._step(now, report)
 
     def _note_round(self, sender: int, ballot: Ballot) -> None:
-        """Of who has no vote, nothing is taken."""
+        """Note the round of a voter's ballot; ignore nodes without a vote."""
         if sender in self._voters:
             self._rounds.note(ballot)
 
     def poll(self, now: float, report: Report) -> Step:
-        """Time has passed, or this node has come to hold more."""
+        """Go on: time has passed, or this node holds more."""
         return self._step(now, report)
 
     # -- as a voter ---------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class Change:
             self._asked = (sender, message)
 
     def _accept(self, report: Report) -> None:
-        """Accept what was asked, once all that it begins with is here."""
+        """Accept the view that a proposer asked for, once this node holds all that the view begins with."""
         if self._asked is None:
             return
         sender, asked = self._asked
@@ -180,7 +181,7 @@ class Change:
             return math.inf
         if self._proposer.proposal is not None:
             return self._proposer.deadline
-        # What holds an attempt up ends with a report: who polls with a new one is not kept to a time.
+        # An attempt that is due waits only for a new report, and a poll with a new report needs no deadline.
         attempt_at = self._rounds.attempt_at
         return attempt_at if attempt_at > now else now + self.settings.answer
 
@@ -190,7 +191,7 @@ class Change:
         return self.ready
 
     def _want(self, report: Report) -> tuple[Fetch, ...]:
-        """What this node is to fetch."""
+        """Return what this node is to fetch."""
         if not self.ready:
             found = lacking(report, (*self.view.members, *self.view.removed))
             return tuple(Fetch(held, None) for held in found)

@@ -1,4 +1,5 @@
-"""What the members of a view have contributed, as a node knows it: what it holds, and what others hold."""
+"""The contributions of a view's members, as one node knows them: those that it holds and those that others
+hold."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from atoll.wire.base import MOST_AHEAD
 from atoll.wire.peers import Key
 from atoll.wire.peerviews import Held, Life, Report, View
 
-MOST_MEETINGS = 256  # ahead of this node whose parts are taken; the others wait for it in the next
+MOST_MEETINGS = 256  # meetings ahead of this node whose parts are taken; scripts wait in the next one
 
 
 class Contributions:
-    """The iterations and the parts of meetings of all contributors.
+    """The iterations and meeting parts of all contributors.
 
-    `wanted` is what the change of the view waits for. `frozen` is what this node acknowledges since it has
-    promised a change; None: all that it holds. `has_met`: it has been in a meeting of its own.
+    `wanted` is what the change of the view waits for. `frozen` is what this node acknowledges since it
+    promised a change; None: all that it holds. `has_met`: this node has been in a meeting of its own.
     """
 
     def __init__(self, standing: Standing, settings: Settings, out: Outbox, due: Due) -> None:
@@ -34,7 +35,7 @@ class Contributions:
         self._impossible: set[Life] = set()  # members whose reports cannot be true
 
     def install(self, view: View, base: int | None) -> None:
-        """A view holds from now on; `base` as Ledger.install's."""
+        """Begin a view; `base` as in Ledger.install."""
         me = self._standing.life
         dropped = self.iterations.install(view, me, base) + self.meetings.install(view, me, base)
         if dropped:
@@ -49,7 +50,7 @@ class Contributions:
 
     @property
     def met(self) -> int:
-        """The meetings that have taken place here."""
+        """Number of meetings that have taken place at this node."""
         return self.meetings.done
 
     def ledger(self, key: Key) -> Ledger:
@@ -60,8 +61,8 @@ class Contributions:
         return [life for life in self.iterations.members if life != self._standing.life]
 
     def applied_by(self, life: Life) -> int:
-        """At least so many iterations another member has applied: it has said so, or has made what takes
-        them."""
+        """Lower bound of the iterations that another member has applied: its own report, or what it needed
+        to make its newest iteration."""
         made, told = self.iterations.prefix[life], self.iterations.floors[life]
         has_made = made > self.iterations.firsts[life]
         return max(told, made - 1 - self._settings.stale_max) if has_made else told
@@ -69,8 +70,11 @@ class Contributions:
     # -- what is taken ------------------------------------------------------------------------------------
 
     def refusal(self, key: Key) -> str:
-        """Why the payload of `key` is not taken now, in one line; empty where it is: ask before anything is
-        allocated. What is refused for want of room is asked for again in time; iteration W_i never is."""
+        """Return why the payload of `key` is not taken now, in one line; empty if it is taken.
+
+        Ask before any allocation. A payload refused for want of room is requested again later; iteration W_i
+        is never refused for want of room.
+        """
         if (useless := self.useless(key)) or key.number < self.room(key.life, self.ledger(key)):
             return useless
         return (
@@ -78,7 +82,7 @@ class Contributions:
         )
 
     def useless(self, key: Key) -> str:
-        """Why the payload of `key` will never be taken; empty where it may be."""
+        """Return why the payload of `key` will never be taken; empty if it may be."""
         ledger = self.ledger(key)
         if key.life not in ledger.cuts or not self._standing.is_member:
             return f"{name_of(key.life)} is in no view that is known here"
@@ -89,35 +93,38 @@ class Contributions:
         return ""
 
     def room(self, life: Life, ledger: Ledger) -> float:
-        """Below which a contributor's numbers are taken."""
+        """Return the number below which a contributor's iterations or meetings are taken."""
         if ledger is self.meetings:
             return MOST_MEETINGS + (self.met if self.has_met else ledger.prefix[life])
         asked = max((each.held.iterations for each in self.wanted if each.held.life == life), default=0)
         return max(self.applied + self._settings.slots, asked)
 
     def hold(self, key: Key) -> None:
-        """Its payload is here."""
+        """Record that the payload of `key` is here."""
         self.ledger(key).hold(key)
         self._due.change = True
 
     def settle(self, iteration: int) -> None:
-        """This node has a state of global iteration `iteration`: nothing below is needed here."""
+        """Record that this node has the state of global iteration `iteration` and needs nothing below."""
         ledger = self.iterations
         ledger.done = ledger.ordered = iteration
         for life in ledger.prefix:
             ledger.settle(life, iteration)
 
     def meet_first(self, number: int) -> None:
-        """This node's first meeting is `number`. Others' parts of meetings before are held by who holds them:
-        votes hang on that."""
+        """Set this node's first meeting to `number`. Other contributors' earlier parts stay held: votes
+        depend on them."""
         self.meetings.done = self.meetings.ordered = number
         self.meetings.settle(self._standing.life, number)
         self.has_met = True
 
     def pass_meetings(self, below: int) -> None:
-        """Somebody counts this newcomer's parts below as held, and its script has come to no meeting yet: so
-        those meetings are over for all who were in them (`Dropping`), and nobody keeps anything of them. The
-        next view may begin with them all the same."""
+        """Settle all meetings below `below`, which somebody reports of a newcomer whose script has come to no
+        meeting yet.
+
+        Those meetings are over for all who were in them (`Dropping`), so nobody keeps their parts, but the
+        next view may still begin with them.
+        """
         if self.has_met or below <= self.meetings.prefix[self._standing.life]:
             return
         for life in self.meetings.prefix:
@@ -127,12 +134,12 @@ class Contributions:
     # -- reports ------------------------------------------------------------------------------------------
 
     def freeze(self, report: Report) -> None:
-        """Acknowledge no more than this, until the next view."""
+        """Acknowledge no more than `report` until the next view."""
         if self.frozen is None:
             self.frozen = {held.life: held for held in report.held}
 
     def report(self, live: bool = False) -> Report:
-        """Where this node is. Not `live`: what it has promised not to acknowledge is not in it."""
+        """Return this node's report; unless `live`, without what it has promised not to acknowledge."""
         if self.frozen is not None and not live:
             held = tuple(self.frozen.values())
         else:
@@ -144,7 +151,8 @@ class Contributions:
         return Report(at.life, at.view.number, at.iteration, self.applied, met, held)
 
     def shared(self, ledger: Ledger, life: Life) -> int:
-        """What a majority is known to hold; of its own holding only what it may acknowledge counts."""
+        """Return the number below which a majority is known to hold all; of this node's holding, only what
+        it may acknowledge counts."""
         own = ledger.prefix[life]
         if self.frozen is not None:
             held = self.frozen[life]
@@ -152,9 +160,12 @@ class Contributions:
         return ledger.shared(life, own)
 
     def is_possible(self, report: Report) -> bool:
-        """Whether a member of this view can be there. Nothing is applied without this node's contribution, so
-        nobody is far ahead of it; MOST_AHEAD leaves room for all that is honest. What is not possible is told
-        of once, and not taken: it would move what this node waits for out of reach."""
+        """True if a member of this view can have the counts of `report`.
+
+        Nothing is applied without this node's contribution, so nobody is far ahead of it; MOST_AHEAD leaves
+        room for every honest report. An impossible report would move what this node waits for out of reach:
+        it is not taken, and noted once per member.
+        """
         own = self._standing.iteration
         counts = [report.iteration, report.applied, *(held.iterations for held in report.held)]
         met = [report.met, *(held.meetings for held in report.held)] if self.has_met else [0]
@@ -171,7 +182,7 @@ class Contributions:
         return False
 
     def absorb(self, report: Report) -> bool:
-        """Note what a member holds and has done; False where it is none of the other members."""
+        """Note what a member holds and has done; False if `report` is of none of the other members."""
         life = report.life
         if life not in self.iterations.acks:
             return False
@@ -188,8 +199,8 @@ class Contributions:
     # -- what may be done ---------------------------------------------------------------------------------
 
     def next_iteration(self) -> tuple[Key, ...] | None:
-        """The contributions to the next iteration to be applied, once a majority is known to hold each, and
-        this node all of them; else None."""
+        """Return the contributions to the next iteration to apply, once a majority is known to hold each
+        and this node holds all; else None."""
         ledger = self.iterations
         number = ledger.ordered
         lives = ledger.contributors(number)
@@ -198,8 +209,8 @@ class Contributions:
         return self._whole(ledger, number, lives)
 
     def meeting(self, number: int, at: int) -> tuple[Key, ...] | None:
-        """The parts in a meeting, for a script that was last at iteration `at`, once it may take place; else
-        None."""
+        """Return the parts of a meeting once it may take place, else None. The script was last at
+        iteration `at`."""
         return self._whole(self.meetings, number, self.meetings.parties(number, at))
 
     def _whole(self, ledger: Ledger, number: int, lives: list[Life]) -> tuple[Key, ...] | None:
@@ -208,8 +219,8 @@ class Contributions:
         return keys if is_whole else None
 
     def floors(self, ledger: Ledger) -> list[float]:
-        """What each other member has done. A newcomer that has not begun with meetings needs none of those
-        that are under way."""
+        """Return what each other member has done. For a newcomer that has reported no meeting: the number
+        of its first part that is here, or infinity."""
         floors: list[float] = []
         for member in self._standing.view.members:
             if member.life == self._standing.life:
@@ -223,6 +234,6 @@ class Contributions:
         return floors
 
     def _begun(self, life: Life) -> float:
-        """The number of the first part of a newcomer that is here; infinity while there is none."""
+        """Return the number of the first part of a newcomer that is here; infinity if there is none."""
         here = self.meetings.here.get(life)
         return min(here) if here else math.inf

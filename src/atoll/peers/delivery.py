@@ -1,4 +1,4 @@
-"""When a node's own contributions go to the others, and when it drops what is kept."""
+"""Sending a node's own contributions, and dropping payloads that nobody needs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from atoll.wire.peerviews import Life
 
 
 class Delivery:
-    """The node's own contributions, which go to everybody that has room for them."""
+    """Sends the node's own contributions to every member that has room for them."""
 
     def __init__(
         self, standing: Standing, contributions: Contributions, settings: Settings, out: Outbox
     ) -> None:
         self._standing, self._contributions, self._settings = standing, contributions, settings
         self._out = out
-        self._withheld: dict[Life, list[Key]] = {}  # for which a member has no room yet
+        self._withheld: dict[Life, list[Key]] = {}  # by a member that has no room for them yet
 
     def install(self, _now: float, /) -> None:
-        """A view holds from now on."""
+        """Begin a view."""
         others = self._contributions.others()
         self._withheld = {life: keys for life, keys in self._withheld.items() if life in others}
 
     def give(self, key: Key) -> None:
-        """A contribution of its own goes to everybody."""
+        """Hold a contribution of this node, and send it to every other member that has room."""
         self._contributions.hold(key)
         for life in self._contributions.others():
             if key.stream == "iterations" and key.number >= self._room(life):
@@ -38,7 +38,7 @@ class Delivery:
                 self._out.add(SendPart(life.node, key))
 
     def release(self) -> None:
-        """Send what there was no room for at the receiver, where there is now."""
+        """Send the withheld contributions for which the receiver has room now."""
         acks = self._contributions.iterations.acks
         for life, keys in list(self._withheld.items()):
             room = self._room(life)
@@ -54,15 +54,15 @@ class Delivery:
 
 
 class Dropping:
-    """What every member has applied is kept no longer, nor what has come in part and is of no use."""
+    """Drops what every member has applied, and partly received payloads that will never be taken."""
 
     def __init__(self, contributions: Contributions, out: Outbox) -> None:
         self._contributions, self._out = contributions, out
-        self._dropped: tuple[float, float] = (-1, -1)  # below which iterations and meetings
-        self._arriving: set[Key] = set()  # some of whose payload is here
+        self._dropped: tuple[float, float] = (-1, -1)  # iterations and meetings below these
+        self._arriving: set[Key] = set()  # keys with part of their payload here
 
     def install(self, _now: float, /) -> None:
-        """A view holds from now on."""
+        """Begin a view."""
         self._dropped = (-1, -1)
 
     def handle_arriving(self, key: Key) -> None:
@@ -72,7 +72,7 @@ class Dropping:
         self._arriving.discard(key)
 
     def drop(self) -> None:
-        """Drop what is of no use by now."""
+        """Drop the payloads that are of no use by now."""
         contributions = self._contributions
         if useless := sorted(key for key in self._arriving if contributions.useless(key)):
             self._arriving.difference_update(useless)

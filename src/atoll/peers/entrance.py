@@ -1,4 +1,4 @@
-"""How a node that is not among the members comes in, and gets its state."""
+"""Entry of a node that is not a member: requests to join, and the transfer of its state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atoll.wire.peerviews import Accept, Life, Member, Prepare, View, ViewDecide
 
 @dataclass(frozen=True)
 class Asking:
-    """What a joiner says of itself, and to whom."""
+    """A joiner's name, its address, and the nodes that it asks."""
 
     token: str
     address: str
@@ -24,10 +24,10 @@ class Asking:
 
 
 class Entrance:
-    """Of a founding member, which has nothing to ask for (`asking` is None), or of a joiner.
+    """Entry of a joiner; a founding member's has nothing to ask for (`asking` is None).
 
-    `known` is the newest view that a joiner's process knows: others may have not heard of it. `has_state`:
-    this node may vote. With the witness alone, a joiner without a state could decide that the run has none.
+    `known` is the newest view that a joiner's process knows; others may not know it. `has_state`: this node
+    may vote. Otherwise a joiner without state could decide, with the witness alone, that the run has none.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Entrance:
         self._standing, self._contributions, self._settings = standing, contributions, settings
         self._out, self._asking, self._known = out, asking, known
         self._ask_at = now
-        self._refused: set[Life] = set()  # who did not give its state
+        self._refused: set[Life] = set()  # members that did not give their state
         self.has_state = True
 
     def install(self, _now: float, /) -> None:
-        """A view holds from now on."""
+        """Begin a view."""
         self._refused.clear()
         self.has_state = self._standing.source is None
 
@@ -64,11 +64,11 @@ class Entrance:
 
     @property
     def deadline(self) -> float:
-        """When it asks again to be let in; infinity: never."""
+        """Time of the next request to join; infinity: never."""
         return self._ask_at if self._asking is not None else math.inf
 
     def poll(self, now: float) -> None:
-        """Ask to be in the next view."""
+        """Ask to be in the next view, if a request is due."""
         if self._asking is None or now < self._ask_at:
             return
         self._ask_at = now + self._settings.heartbeat
@@ -77,11 +77,11 @@ class Entrance:
         self._out.send_all(asking.contacts, ask)
 
     def is_over(self, message: JoinOver) -> bool:
-        """Whether this joiner was let in and removed again before it knew."""
+        """True if this joiner was let in and removed again before it knew."""
         return self._asking is not None and self.asks and message.token == self._asking.token
 
     def tell_known(self, sender: int, message: PeerMessage) -> None:
-        """To a joiner somebody speaks of a view, which may be older than one that it knows."""
+        """Send a joiner's known view to a node whose message is about an older one."""
         number = math.inf
         if isinstance(message, (Prepare, Accept)):
             number = message.view.number
@@ -91,14 +91,15 @@ class Entrance:
             self._out.send(sender, ViewDecided(view=self._known))
 
     def entry(self, view: View) -> Member | None:
-        """This joiner's entry in a view, where it has one."""
+        """Return this joiner's entry in `view`, or None."""
         if self._asking is None:
             return None
         mine = (self._standing.life.node, self._asking.token)
         return next((each for each in view.members if (each.life.node, each.token) == mine), None)
 
     def ask_for_state(self) -> None:
-        """The state comes from any member; newcomers may not have one either, and are asked last."""
+        """Ask a member for its state. Newcomers, which may have none either, and members that refused come
+        last."""
         self.has_state = False
         view, refused = self._standing.view, self._refused
         members = sorted(view.members, key=lambda each: (each.life in refused, bool(each.token)))
@@ -110,7 +111,7 @@ class Entrance:
             self._out.add(FetchState(others[0].node, base, reason))
 
     def take_state(self, iteration: int) -> None:
-        """The state is here. Raises ValueError for one that is older than was asked for."""
+        """Record that the state has arrived. Raises ValueError if it is older than was asked for."""
         if iteration < self._contributions.applied:
             settled = self._contributions.applied
             raise ValueError(f"a state at {iteration}, where {settled} is settled")
@@ -118,7 +119,7 @@ class Entrance:
         self._contributions.settle(iteration)
 
     def ask_another(self, source: int) -> None:
-        """`source` does not give its state: ask the next member."""
+        """Ask the next member for its state, since `source` does not give its own."""
         lives = {member.life for member in self._standing.view.members if member.life.node == source}
         self._refused |= lives
         if self._refused >= set(self._contributions.others()):

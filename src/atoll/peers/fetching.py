@@ -1,4 +1,4 @@
-"""What others hold and this node lacks: when it is asked for, and whom."""
+"""When and from whom a node requests contributions that others hold and it lacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from atoll.peers.pace import Limit
 from atoll.wire.peers import Key
 
-_DOUBLINGS = 5  # of the wait for what was asked for and has not come
+_DOUBLINGS = 5  # of the wait after each request without an answer
 BATCH = 256  # keys in one message
 
 
@@ -21,8 +21,8 @@ class _Missing:
 
 
 class Fetching:
-    """The keys that are missing. Most are on their way when they are noticed, so each has `limit` to come;
-    where nothing is, in a `hurry`, none."""
+    """The missing keys. Most are on their way when they are noticed, so each has `limit` to arrive; in a
+    `hurry` none is, and all are requested at once."""
 
     def __init__(self, limit: Limit) -> None:
         self._limit = limit
@@ -31,25 +31,28 @@ class Fetching:
         self.asked = 0  # keys, since the beginning
 
     def update(self, now: float, keys: Iterable[Key], hurry: bool = False) -> None:
-        """These are missing now, and no others."""
+        """Replace the missing keys."""
         due = now if hurry else now + self._limit.seconds
         self._missing = {key: self._missing.get(key) or _Missing(now, due) for key in keys}
         self._set_deadline()
 
     def handle_arriving(self, now: float, key: Key) -> None:
-        """Some of it has come: no need to ask yet."""
+        """Put the request for `key` off: part of its payload has arrived."""
         self._put_off(now, key)
 
     def handle_arrived(self, now: float, key: Key) -> None:
-        """All of it has come."""
+        """Remove `key`, whose whole payload has arrived."""
         missing = self._missing.pop(key, None)
         if missing is not None:
             self._limit.note(now - missing.noticed, key.life.node)
         self._put_off(now, key)
 
     def _put_off(self, now: float, key: Key) -> None:
-        """A node's parts come in order: what it made later is on its way as long as those before it come, be
-        the link ever so slow. Asked for, it would come twice, and make the link slower."""
+        """Put the requests for a node's later parts off.
+
+        A node's parts come in order, so later ones are on their way while earlier ones arrive, however slow
+        the link is. A requested part would come twice and slow the link further.
+        """
         due = now + self._limit.seconds
         for other, missing in self._missing.items():
             if (other.stream, other.life) == (key.stream, key.life) and other.number >= key.number:
@@ -57,8 +60,8 @@ class Fetching:
         self._set_deadline()
 
     def poll(self, now: float, sources: Callable[[Key], list[int]]) -> dict[int, list[Key]]:
-        """Whom to ask for which keys. `sources`: the nodes that have one, the best first; each is asked in
-        its turn."""
+        """Return the keys to request now, by node. `sources` gives the nodes that have a key, best first;
+        each is asked in turn."""
         asks: dict[int, list[Key]] = {}
         for key, missing in self._missing.items():
             if now < missing.due:

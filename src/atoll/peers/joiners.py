@@ -1,4 +1,4 @@
-"""Who asks a member to be let in."""
+"""The nodes that ask a member to be let in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atoll.wire.peerviews import ViewDecided
 
 
 class Joiners:
-    """The nodes that ask to be in the next view, each for as long as it goes on asking."""
+    """The nodes that ask to be in the next view, each until it stops asking."""
 
     def __init__(self, standing: Standing, settings: Settings, out: Outbox) -> None:
         self._standing, self._settings, self._out = standing, settings, out
@@ -19,7 +19,7 @@ class Joiners:
         self._known: set[str] = set()  # tokens of all that were let in
 
     def install(self, _now: float, /) -> None:
-        """A view holds from now on."""
+        """Begin a view."""
         self._known |= {member.token for member in self._standing.view.members if member.token}
         self._joiners = {n: pair for n, pair in self._joiners.items() if pair[0].token not in self._known}
 
@@ -41,7 +41,7 @@ class Joiners:
         return set(self._joiners)
 
     def latest(self, now: float) -> tuple[Joiner, ...]:
-        """Return those who still ask, and forget the others."""
+        """Return the joiners that still ask, and forget the others."""
         late = now - self._settings.silence[1]
         self._joiners = {node: pair for node, pair in self._joiners.items() if pair[1] > late}
         return tuple(joiner for joiner, _ in self._joiners.values())

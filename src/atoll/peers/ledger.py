@@ -1,4 +1,5 @@
-"""What was contributed: what is held here, what others are known to hold, and what may be applied."""
+"""Numbered contributions: those held here, those that others are known to hold, and those that may be
+applied."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from collections.abc import Iterator
 from atoll.wire.peers import Key, Stream
 from atoll.wire.peerviews import Life, Member, View
 
-MOST_MISSING = 1024  # numbers of a contributor that are asked for at a time
+MOST_MISSING = 1024  # numbers of a contributor that are requested at a time
 
 
 class Ledger:
-    """One stream of numbered contributions, iterations or meetings, at node `me`.
+    """One stream of numbered contributions, iterations or meetings, of one node.
 
-    All counts are "all below". `done` is how many are applied (or have met) here, `ordered` how many were
-    handed out for that. `prefix` is, for each contributor, what is held whole or is settled; `acks`, for each
-    other member of the view, what it has said of that in this view, and `floors` what it has done.
+    Every count means "all numbers below". `done` counts those applied (or met) here, `ordered` those handed
+    out for that. `prefix` is, per contributor, what is held whole or is settled; `acks` is, per other member
+    of the view, what it has reported to hold in this view, and `floors` what it has done.
     """
 
     def __init__(self, stream: Stream, done: int = 0) -> None:
@@ -35,8 +36,10 @@ class Ledger:
     # -- views --------------------------------------------------------------------------------------------
 
     def install(self, view: View, me: Life, base: int | None) -> list[Key]:
-        """A view holds from now on; what is held and does not count is given back. `base`: this node comes
-        new, and everything below is settled; None: it does not. What others have said is forgotten."""
+        """Begin a view, forget what others reported to hold, and return the keys that no longer count.
+
+        `base`: this node is new, and everything below is settled; None: it is not new.
+        """
         old = self.cuts
         self.members = tuple(member.life for member in view.members)
         self._majority = len(self.members) // 2 + 1
@@ -55,11 +58,11 @@ class Ledger:
         return list(self._beyond_cuts())
 
     def _start(self, entry: Member) -> int:
-        """Where the view begins with a contributor; a removed one's is its cut."""
+        """Return where the view begins with a contributor; for a removed one this is its cut."""
         return entry.held if self.stream == "iterations" else entry.meetings
 
     def _beginning(self, entry: Member, base: int | None) -> int:
-        """What counts as held of a contributor that was not known."""
+        """Return what counts as held of a contributor that was not known before."""
         if self.stream == "meetings":
             return entry.meetings if base is not None or entry.token else 0
         return max(entry.first, base or 0)
@@ -74,8 +77,11 @@ class Ledger:
                 self.prefix[life] = int(min(self.prefix[life], cut))
 
     def acknowledge(self, member: Life, life: Life, below: int) -> bool:
-        """What another member holds of a contributor, which never becomes less; whether it became more.
-        Of one that no view here has, nothing is noted."""
+        """Note that another member holds a contributor's numbers below `below`; True if that is more than
+        before.
+
+        Contributors that no view here has are ignored.
+        """
         acks = self.acks[member]
         if life in self.cuts and below > acks.get(life, 0):
             acks[life] = below
@@ -87,20 +93,20 @@ class Ledger:
     # -- what is held -------------------------------------------------------------------------------------
 
     def has(self, key: Key) -> bool:
-        """Whether its payload is kept."""
+        """True if the payload of `key` is kept."""
         return key.number in self.here.get(key.life, ())
 
     def is_settled(self, key: Key) -> bool:
-        """Whether it is held, or was, or need not be."""
+        """True if the payload of `key` is held, was held, or need not be."""
         return key.number < self.prefix.get(key.life, 0) or self.has(key)
 
     def hold(self, key: Key) -> None:
-        """Its payload is kept from now on."""
+        """Record that the payload of `key` is kept."""
         self.here.setdefault(key.life, set()).add(key.number)
         self.extend(key.life)
 
     def settle(self, life: Life, below: int) -> None:
-        """Nothing of a contributor below this is needed here."""
+        """Record that this node needs no number of a contributor below `below`."""
         self.prefix[life] = max(self.prefix[life], int(min(below, self.cuts[life])))
         self.extend(life)
 
@@ -110,8 +116,10 @@ class Ledger:
             self.prefix[life] += 1
 
     def missing(self, life: Life, limit: float) -> list[int]:
-        """What somebody holds of a contributor, below `limit`, and this node does not: the first MOST_MISSING
-        numbers from the first that is missing on are looked at, the rest in their turn."""
+        """Return the numbers of a contributor below `limit` that somebody holds and this node lacks.
+
+        Only the MOST_MISSING numbers from the first missing one on are looked at; later calls reach the rest.
+        """
         stop = int(min(self._known[life], limit, self.cuts[life], self.prefix[life] + MOST_MISSING))
         if stop <= self.prefix[life]:
             return []
@@ -119,29 +127,30 @@ class Ledger:
         return [number for number in range(self.prefix[life], stop) if number not in here]
 
     def holders(self, key: Key) -> list[Life]:
-        """Who has said to hold it, its own node first."""
+        """Return the members that have reported to hold `key`, its own node first."""
         holding = [life for life, acks in self.acks.items() if acks.get(key.life, 0) > key.number]
         return sorted(holding, key=lambda life: (life != key.life, life))
 
     # -- what may be done ---------------------------------------------------------------------------------
 
     def contributors(self, number: int) -> list[Life]:
-        """Whose contributions of an iteration count, in order of node."""
+        """Return the nodes whose contributions to an iteration count, in order of node."""
         lives = (life for life, cut in self.cuts.items() if self.firsts[life] <= number < cut)
         return sorted(lives)
 
     def parties(self, number: int, at: int) -> list[Life]:
-        """Whose parts in a meeting count, for a script that was last at the beginning of iteration `at`."""
+        """Return the nodes whose parts in a meeting count, for a script that was last at the beginning of
+        iteration `at`."""
         return sorted(life for life, cut in self.cuts.items() if self.firsts[life] <= at and number < cut)
 
     def shared(self, life: Life, own: int) -> int:
-        """What a majority of the view is known to hold of a contributor; `own` is what counts of this node's
-        holding."""
+        """Return the number below which a majority of the view is known to hold a contributor's. `own` is
+        what counts of this node's holding."""
         counts = sorted([own, *(acks.get(life, 0) for acks in self.acks.values())], reverse=True)
         return counts[self._majority - 1]
 
     def unneeded(self, floor: float) -> list[Key]:
-        """What every member has done: it is kept no longer."""
+        """Remove and return all keys below `floor`, which every member has done."""
         keys = []
         for life, numbers in self.here.items():
             for number in [number for number in numbers if number < floor]:
@@ -150,5 +159,5 @@ class Ledger:
         return sorted(keys)
 
     def held(self) -> list[Key]:
-        """The keys of all payloads that are kept."""
+        """Return the keys of all payloads that are kept."""
         return sorted(Key(self.stream, number, life) for life, here in self.here.items() for number in here)

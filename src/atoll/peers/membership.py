@@ -1,4 +1,4 @@
-"""Which views a node is in, and its part in what follows each."""
+"""The views of a node, and the node's part in changing them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from atoll.wire.peerviews import Accept, Prepare, Promised, Report, View, ViewMe
 
 
 class OfView(Protocol):
-    """A part of a node that begins anew with each view."""
+    """A part of a node that is reset with each view."""
 
     def install(self, now: float, /) -> None: ...
 
 
 class Membership:
-    """The changes of views, one after the other. `parts` begin anew with each view, in their order."""
+    """The changes of views, one after the other. `parts` are reset with each view, in their order."""
 
     def __init__(
         self,
@@ -52,18 +52,18 @@ class Membership:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this node holds all that its view began with, and so votes on the next."""
+        """True if this node holds all that its view began with, and so votes on the next."""
         return self._standing.is_whole and self._change is not None and self._change.ready
 
     @property
     def deadline(self) -> float:
-        """When the change of the view is to be polled; infinity: never."""
+        """Time at which to poll the change of the view; infinity: never."""
         return self._change.deadline if self._change is not None else math.inf
 
     # -- what others say of views -------------------------------------------------------------------------
 
     def may_say(self, sender: int, message: ViewMessage) -> bool:
-        """Whether a voter can say this of views: of a later one than this node's only its members can ask."""
+        """True if a voter can send this message: only the members of a later view can ask about that view."""
         if isinstance(message, Promised):
             return message.report is None or self._contributions.is_possible(message.report)
         if isinstance(message, (Prepare, Accept)) and message.view.number > self._standing.view.number:
@@ -72,21 +72,21 @@ class Membership:
         return True
 
     def may_tell(self, sender: int, view: View) -> bool:
-        """Whether a node can know of a decided view: it has been a member before it; of another beginning of
-        the run it is one."""
+        """True if `sender` can know of a decided view: the hub can, a node that was a member up to it,
+        and, for another founding of the run, its members."""
         if sender == WITNESS or view.founding == self._standing.view.founding:
             return sender == WITNESS or sender in view.last
         return any(each.life.node == sender for each in view.members)
 
     def handle_message(self, now: float, sender: int, message: ViewMessage) -> None:
-        """Another voter says something that it may."""
+        """Handle a message of another voter that passed `may_say`."""
         if self._change is not None:
             report = self._contributions.report(live=True)
             self._change.has_state = self._entrance.has_state
             self._after(now, report, self._change.handle_message(now, sender, message, report))
 
     def _descends(self, view: View) -> bool:
-        """Whether a view can come after this node's own: each remembers all incarnations that were before."""
+        """True if a view can come after this node's own: a view remembers all incarnations before it."""
         own = self._standing.view
         if view.founding != own.founding:
             return view.founding > own.founding
@@ -108,7 +108,7 @@ class Membership:
             self._after(now, report, change.poll(now, report))
 
     def wish(self, now: float) -> None:
-        """Look whom this node would have removed, and who wants to join."""
+        """Update whom this node would remove, and who wants to join."""
         if not self._suspicion.is_due(now):
             return
         old, wish = self._suspicion.wish, self._suspicion.look(now)
@@ -141,7 +141,7 @@ class Membership:
     # -- a view that is decided ---------------------------------------------------------------------------
 
     def learn(self, view: View, now: float) -> None:
-        """A view was decided."""
+        """Handle a decided view: install it, or leave if this node is not in it."""
         at = self._standing
         if at.is_over or (view.founding, view.number) <= (at.view.founding, at.view.number):
             return
@@ -164,13 +164,13 @@ class Membership:
             self.leave(f"view {view.number} was decided without it")
 
     def leave(self, reason: str) -> None:
-        """This node is no member any more."""
+        """Stop being a member."""
         at = self._standing
         at.is_member, at.is_over = False, True
         self._out.add(Removed(at.view, f"{name_of(at.life)}: {reason}"))
 
     def install(self, now: float, view: View, base: int | None) -> None:
-        """Be in this view from now on; `base` as Ledger.install's."""
+        """Be in `view` from now on; `base` as in Ledger.install."""
         at = self._standing
         at.view, at.is_member = view, True
         self._contributions.install(view, base)

@@ -1,4 +1,4 @@
-"""A node: what it has made, what it holds, what may be applied, and what it waits for."""
+"""A node's state machine: what it has made, what it holds, what may be applied, and what it waits for."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _OF_VIEWS = (Prepare, Promised, Accept, Accepted, Outbid)
 
 
 class Node:
-    """A node of a run under strategy `peers`. Each call takes `now` (seconds of a clock that only rises) and
-    gives what is to be done, in order; `deadline` says when `poll` is due at the latest.
+    """A node of a run under strategy `peers`. Each call takes `now` (seconds of a monotonic clock) and
+    returns what is to be done, in order; `deadline` says when `poll` is due at the latest.
 
-    Payloads are the runtime's, under their keys. Iterations are numbered without ever going back: where a
-    script loads an earlier checkpoint the runtime keeps the difference. Source: docs/peers.md.
+    The runtime keeps the payloads under their keys. Iteration numbers never go back: if a script loads an
+    earlier checkpoint the runtime keeps the difference. Source: docs/peers.md.
 
     `waits` says what the node waits for, and `sync` has its synchronisation rounds.
     """
@@ -67,9 +67,11 @@ class Node:
         known: View | None = None,
         judge: Judge = unseen,
     ) -> None:
-        """A founding member of `view`; `poll` makes it begin. Its first iteration is its `first` in the view,
-        and so is its W. `judge` looks at the processes of silent members. Raises ValueError where it is not
-        in `view`. (`asking` and `known` are `joining`'s own.)"""
+        """Create a founding member of `view`; `poll` makes it begin.
+
+        Its first iteration and its W are its `first` in the view. `judge` looks at the processes of silent
+        members. `asking` and `known` are for `joining` alone. Raises ValueError if `life` is not in `view`.
+        """
         entry = next((member for member in view.members if member.life == life), None)
         if asking is None and entry is None:
             raise ValueError(f"{name_of(life)} is not in view {view.number}")
@@ -120,9 +122,12 @@ class Node:
         known: View | None = None,
         judge: Judge = unseen,
     ) -> Node:
-        """One that asks to be in the next view, at any of `contacts` (node ids), until it is: then it hands
-        out ViewChanged, and FetchState. `token` is a name that no other process has. `known` is the newest
-        view that this process knows, of Removed: others may have not heard of it, and its members be gone."""
+        """Create a node that asks `contacts` (node ids) until it is in a view; then it hands out ViewChanged
+        and FetchState.
+
+        `token` is a name that no other process has. `known` is the newest view that this process knows (from
+        Removed): others may not know it, and its members may be gone.
+        """
         asking = Asking(token, address, tuple(contact for contact in contacts if contact != node))
         return cls(Life(node, 0), View(0, 0, ()), settings, rng, now, asking, known, judge)
 
@@ -130,17 +135,17 @@ class Node:
 
     @property
     def life(self) -> Life:
-        """Its own; of a joiner incarnation 0, until it is in a view."""
+        """The node and its incarnation; a joiner's incarnation is 0 until it is in a view."""
         return self._at.life
 
     @property
     def view(self) -> View:
-        """The newest that it is in."""
+        """The newest view that the node knows."""
         return self._at.view
 
     @property
     def iteration(self) -> int:
-        """k, that it makes next."""
+        """The iteration k that the node makes next."""
         return self._at.iteration
 
     @property
@@ -150,12 +155,12 @@ class Node:
 
     @property
     def met(self) -> int:
-        """The meetings that have taken place here."""
+        """Number of meetings that have taken place at this node."""
         return self._held.met
 
     @property
     def has_met(self) -> bool:
-        """Whether it has been in a meeting of its own."""
+        """True once the node has been in a meeting of its own."""
         return self._held.has_met
 
     @property
@@ -165,20 +170,20 @@ class Node:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is a member that has its state: a joiner has none at first."""
+        """True for a member that has its state; a joiner has none at first."""
         return self._at.is_whole
 
     @property
     def is_ready(self) -> bool:
-        """Whether it holds all that its view began with, and so votes on the next. A majority that is not
-        ready cannot go on without the others."""
+        """True if the node holds all that its view began with, and so votes on the next. A majority that
+        is not ready cannot go on without the others."""
         return self._membership.is_ready
 
     # -- the devices --------------------------------------------------------------------------------------
 
     def handle_contributed(self, now: float, iteration: int) -> list[Output]:
-        """The node's own contribution is in M_i, whole; k becomes `iteration` + 1. Raises ValueError where it
-        is not this node's next."""
+        """Record that the node's own contribution is whole in M_i: k becomes `iteration` + 1. Raises
+        ValueError if `iteration` is not this node's next."""
         at = self._at
         if not at.is_whole:
             return self._out.take()  # what it computed counts nowhere
@@ -207,7 +212,8 @@ class Node:
         return self.poll(now)
 
     def handle_applied(self, now: float, iteration: int) -> list[Output]:
-        """An Apply is done: W_i is `iteration` + 1."""
+        """Record that an Apply is done: W_i becomes `iteration` + 1. Raises ValueError if it was not this
+        node's next Apply."""
         if iteration != self.applied or iteration >= self._held.iterations.ordered:
             raise ValueError(
                 f"iteration {iteration} is applied at {name_of(self.life)}, whose W is {self.applied}"
@@ -235,16 +241,17 @@ class Node:
         return self.poll(now)
 
     def handle_finished(self, now: float) -> list[Output]:
-        """The script has ended: no other iteration and no other meeting. Finished is handed out when every
-        member has all that this one has made (or has gone), or `linger` seconds have passed."""
+        """Record that the script has ended: it makes no other iteration and comes to no other meeting.
+        Finished is handed out when every member has all that this one has made (or is gone), or after
+        `linger` seconds."""
         if self._script.finished_at == math.inf:
             self._script.finish(now)
             self._due.report = True
         return self.poll(now)
 
     def handle_replaced(self, now: float) -> list[Output]:
-        """What is trained was replaced, as the scripts of all members load a checkpoint: a newcomer that has
-        not begun is to come in once more, for its state may be of before."""
+        """Record that all scripts load a checkpoint. Newcomers that have not begun must join once more,
+        since their state may be from before."""
         self._suspicion.handle_replaced()
         return self.poll(now)
 
@@ -254,8 +261,8 @@ class Node:
         return self._out.take()
 
     def handle_state(self, now: float, iteration: int) -> list[Output]:
-        """A joiner: the state is here, and stands at global iteration `iteration`, which is W_i now. Raises
-        ValueError for one that is older than was asked for."""
+        """Record that a joiner's state, of global iteration `iteration`, has arrived: W_i is `iteration`
+        now. Raises ValueError if it is older than was asked for."""
         if self._at.source is None or not self.is_member:
             return self._out.take()
         self._entrance.take_state(iteration)
@@ -263,7 +270,7 @@ class Node:
         return self.poll(now)
 
     def handle_state_failed(self, now: float, source: int, reason: str) -> list[Output]:
-        """A joiner: `source` does not give its state (in time)."""
+        """Ask another member for a joiner's state: `source` does not give its own (in time)."""
         if self._at.source is not None and self.is_member:
             self._out.note("no state", f"node {source}", reason)
             self._entrance.ask_another(source)
@@ -272,8 +279,8 @@ class Node:
     # -- the network --------------------------------------------------------------------------------------
 
     def handle_message(self, now: float, sender: int, message: PeerMessage) -> list[Output]:
-        """A message from a node, by its id (WITNESS: the hub). One of an old view changes nothing, and is
-        answered by the newest; one of another incarnation than the view's is dropped."""
+        """Handle a message from a node, by its id (WITNESS: the hub). A message of an old view changes
+        nothing and is answered by the newest view; one of another incarnation than the view's is dropped."""
         membership = self._membership
         if isinstance(message, AskJoin):
             self._joiners.handle_ask(now, sender, message)
@@ -327,29 +334,29 @@ class Node:
             self.sync.handle_over(message.round, "given up by its starter")
 
     def _absorb(self, now: float, report: Report) -> None:
-        """What a member holds and has done."""
+        """Take over what a member holds and has done."""
         if self._held.absorb(report):
             self.watch.handle_iteration(now, report.life, report.iteration, report.applied)
 
     def refusal(self, key: Key) -> str:
-        """Why the payload of `key` is not taken now, as Contributions.refusal."""
+        """Return why the payload of `key` is not taken now; empty if it is taken."""
         return self._held.refusal(key)
 
     def handle_heard(self, now: float, life: Life) -> None:
-        """Anything has come from a node in this life: a chunk, say."""
+        """Record that anything, such as a chunk, has come from a node in this life."""
         if life in self._held.iterations.acks:
             self.watch.handle_heard(now, life.node)
 
     def handle_arriving(self, now: float, key: Key) -> list[Output]:
-        """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet.
-        Where that will never be of use, what is here comes back in a Drop."""
+        """Record that part of the payload of `key` has arrived and the rest is on its way, so that `key`
+        is not requested yet. If it will never be of use, a Drop follows."""
         self._dropping.handle_arriving(key)
         self._fetching.handle_arriving(now, key)
         return self._out.take()
 
     def handle_part(self, now: float, key: Key, since: int = 0) -> list[Output]:
-        """The payload of `key` is here, whole, from whomever. `since`, of a part in a meeting: the first
-        number of its node's meetings (0, but for joiners). What nobody needs comes back in a Drop."""
+        """Record that the whole payload of `key` is here, from whomever. `since`, for a part in a meeting:
+        the first number of its node's meetings (0, but for joiners). A Drop follows if nobody needs it."""
         ledger = self._held.ledger(key)
         self._dropping.handle_arrived(key)
         if self.refusal(key):
@@ -370,11 +377,11 @@ class Node:
 
     @property
     def deadline(self) -> float:
-        """When to call `poll`; infinity: no need to."""
+        """Time at which to call `poll`; infinity: no need to."""
         return min(self.timers().values(), default=math.inf)
 
     def timers(self) -> dict[str, float]:
-        """Each timer that runs, by name, and when it is due."""
+        """Return each running timer by name, with the time at which it is due."""
         if self._at.is_over:
             return {}
         if not self.is_member:
@@ -392,7 +399,7 @@ class Node:
         return {name: when for name, when in timers.items() if when < math.inf}
 
     def poll(self, now: float) -> list[Output]:
-        """Do all that may be done by `now`."""
+        """Return all that may be done by `now`."""
         at = self._at
         if at.is_over:
             return self._out.take()

@@ -1,4 +1,4 @@
-"""What a call of a node leads to."""
+"""The outputs of one call of a node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atoll.wire.messages import Message
 
 
 class Outbox:
-    """The outputs of one call, in order; all parts of a node put theirs here."""
+    """Collects the outputs of all parts of a node during one call, in order."""
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
@@ -27,6 +27,6 @@ class Outbox:
         self._outputs.append(Note(what, about, reason))
 
     def take(self) -> list[Output]:
-        """Return all outputs, and begin anew."""
+        """Return all outputs, and clear them."""
         outputs, self._outputs = self._outputs, []
         return outputs

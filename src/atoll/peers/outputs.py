@@ -1,4 +1,4 @@
-"""What a node's decisions hand to its runtime, to be done in this order."""
+"""The actions that a node's decisions hand to its runtime, to be done in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.wire.peerviews import View
 
 @dataclass(frozen=True)
 class Send:
-    """Send this to a node, by its id; WITNESS is the hub. It may be lost: then it is said again in time."""
+    """Send a message to a node, by its id; WITNESS is the hub. A lost message is sent again in time."""
 
     to: int
     message: Message
@@ -20,7 +20,7 @@ class Send:
 
 @dataclass(frozen=True)
 class SendPart:
-    """Send the payload under `key` to a node. It may be lost: then the node asks for it."""
+    """Send the payload under `key` to a node. If it is lost, the node requests it."""
 
     to: int
     key: Key
@@ -28,8 +28,8 @@ class SendPart:
 
 @dataclass(frozen=True)
 class Apply:
-    """Make the global parameters' step `iteration` of these contributions, which are all here, in order of
-    node; without any, it only counts. Calls come in order of iteration, each once."""
+    """Make step `iteration` of the global parameters from these contributions, all of which are here, in
+    order of node. Without any, the step only counts. Applies come in order of iteration, each once."""
 
     iteration: int
     keys: tuple[Key, ...]
@@ -38,7 +38,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Meet:
-    """Meeting `number` takes place, of these parts, in order of node."""
+    """Hold meeting `number` with these parts, in order of node."""
 
     number: int
     keys: tuple[Key, ...]
@@ -47,15 +47,15 @@ class Meet:
 
 @dataclass(frozen=True)
 class Drop:
-    """Free what is held under these keys, if anything is: nobody needs it any more, or it does not count."""
+    """Free any payloads under these keys: nobody needs them any more, or they do not count."""
 
     keys: tuple[Key, ...]
 
 
 @dataclass(frozen=True)
 class Grant:
-    """The devices may compute `iteration` on parameters of global iteration `applied` or a newer one: where
-    theirs are older, they take those in M_i first."""
+    """Let the devices compute `iteration` on parameters of global iteration `applied` or newer; devices
+    with older parameters take those in M_i first."""
 
     iteration: int
     applied: int
@@ -64,9 +64,12 @@ class Grant:
 
 @dataclass(frozen=True)
 class FetchState:
-    """A joiner: take the state from `source`, of global iteration `base` or later; then `handle_state`, or
-    `handle_state_failed`, after which another is asked; the latest one counts. Who is asked gives its state
-    once its own W is at `base`, it is whole, and its view has this joiner, by its incarnation."""
+    """Fetch a joiner's state from `source`, of global iteration `base` or later, and call `handle_state`, or
+    `handle_state_failed`, after which another member is asked. The latest FetchState counts.
+
+    `source` gives its state once its own W is at `base`, it is whole, and its view has this joiner's
+    incarnation.
+    """
 
     source: int
     base: int
@@ -75,7 +78,7 @@ class FetchState:
 
 @dataclass(frozen=True)
 class ViewChanged:
-    """This view holds from now on; this node is in it. To a joiner it is the word that it has joined."""
+    """Install this view, which has this node in it. To a joiner it means that it has joined."""
 
     view: View
     reason: str
@@ -83,8 +86,11 @@ class ViewChanged:
 
 @dataclass(frozen=True)
 class Removed:
-    """This node is no longer a member: nothing of it is taken any more, and this state machine is at its end.
-    To come back: `Node.joining`, with a new token; `view` says whom to ask, where it has members."""
+    """Stop: this node is no longer a member, nothing of it is taken any more, and its state machine has
+    ended.
+
+    To come back, use `Node.joining` with a new token; `view`, if it has members, says whom to ask.
+    """
 
     view: View
     reason: str
@@ -92,15 +98,15 @@ class Removed:
 
 @dataclass(frozen=True)
 class Finished:
-    """Every member has all that this node held, or the deadline for that has passed: it may end."""
+    """End: every member has all that this node made, or the deadline for that has passed."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Note:
-    """For the journal: `what` ("round started", "round refused", "suspected" ...), in which round or of which
-    node, and why."""
+    """Write to the journal: `what` happened ("round started", "round refused", "suspected" ...), `about`
+    which round or node, and why."""
 
     what: str
     about: str
@@ -109,7 +115,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Differ:
-    """The members' scripts wait for each other in vain and the run ends. `line` names each script's place."""
+    """End the run: the members' scripts wait for each other in vain. `line` names each script's place."""
 
     line: str
 

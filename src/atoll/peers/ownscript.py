@@ -1,4 +1,4 @@
-"""What a node's own devices and script wait for."""
+"""The iteration or meeting that a node's own devices and script wait for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atoll.wire.workerstand import WorkerStand
 
 
 class OwnScript:
-    """What the devices want, and the meeting that the script is in.
+    """The iteration that the devices want, and the meeting that the script is in.
 
     Attributes:
         wanted: an iteration, and the least global iteration for it; None: the devices compute.
@@ -26,7 +26,7 @@ class OwnScript:
         self.meeting: tuple[int, int] | None = None
         self.met_since = math.inf
         self.finished_at = math.inf
-        self._stand: WorkerStand | None = None  # where it waits, as far as it has said
+        self._stand: WorkerStand | None = None  # the script's place while it waits, as far as known
 
     def want(self, now: float, iteration: int, least: int, stand: WorkerStand | None) -> None:
         """Record what the devices wait for, in place of what they waited for before."""
@@ -37,14 +37,14 @@ class OwnScript:
             self._stand = stand
 
     def finish(self, now: float) -> None:
-        """The script has ended."""
+        """Record that the script has ended."""
         self.finished_at, self.wanted = now, None
 
     def granted(self) -> None:
         self.wanted, self.wanted_since, self._stand = None, math.inf, None
 
     def come_to(self, now: float, number: int, at: int, stand: WorkerStand | None) -> None:
-        """The script comes to a meeting."""
+        """Record that the script comes to a meeting."""
         self.meeting, self.met_since, self._stand = (number, at), now, stand
 
     def met(self) -> None:

@@ -1,4 +1,4 @@
-"""Limits in time that follow what was measured: how long an answer, an iteration, a round may take.
+"""Time limits that follow measurements: how long an answer, an iteration or a round may take.
 
 Each is the median plus a multiple of the deviation, never a fixed guess. Source: docs/notes/peers.md.
 """
@@ -12,15 +12,15 @@ from collections import deque
 from atoll.core.units import format_seconds
 
 _WINDOW = 64  # measurements that count
-_FEWEST = 4  # of which a limit is made
+_FEWEST = 4  # measurements for a limit
 _MULTIPLE = 8.0  # of the deviation, above the median
-_LEAST_DEVIATION = 1 / 8  # of the median: where all were alike, the limit is twice the median
+_LEAST_DEVIATION = 1 / 8  # of the median: if all are equal, the limit is twice the median
 
 
 class Limit:
-    """How many `seconds` something may take: the median of what was measured plus a multiple of the median
-    absolute deviation, between `low` and `high`; `start` (`high`, if not given) before enough was measured.
-    `what` names it."""
+    """A time limit of `seconds` for `what`: the measurements' median plus a multiple of the median
+    absolute deviation, between `low` and `high`. Before enough was measured it is `start`, or `high` if
+    that is lower."""
 
     def __init__(self, what: str, low: float, high: float, start: float = math.inf) -> None:
         self.what, self.low, self.high = what, low, high
@@ -30,8 +30,8 @@ class Limit:
         self._sources: deque[int] = deque(maxlen=_WINDOW)
 
     def note(self, seconds: float, source: int = 0) -> None:
-        """It took this long, at node `source`. What did not end within the limit is noted with the time that
-        it was given: so the limit grows where everything has become slower."""
+        """Record a duration, measured at node `source`. Record what did not end within the limit with the
+        limit itself: then the limit grows if everything becomes slower."""
         self._measured.append(seconds)
         self._sources.append(source)
         if len(self._measured) < _FEWEST:
@@ -45,7 +45,7 @@ class Limit:
         return self._median + _MULTIPLE * self._deviation
 
     def reason(self) -> str:
-        """Why the limit is what it is, in words."""
+        """Return in words why the limit is what it is."""
         limit, count = format_seconds(self.seconds), len(self._measured)
         if count < _FEWEST:
             allowed = "the most allowed" if self.seconds == self.high else "to begin with"

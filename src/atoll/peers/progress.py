@@ -1,4 +1,4 @@
-"""Which iterations are applied, which meetings take place, and when the devices may compute."""
+"""Handing out iterations to apply, meetings that take place, and grants to compute."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from atoll.peers.standing import Due, Standing
 
 
 class Progress:
-    """Hands out what may be done now. `risen`: when W last rose; `ordered_at`: when the latest iteration was
-    handed out to be applied."""
+    """Hands out what may be done now. `risen`: time at which W last rose; `ordered_at`: time at which the
+    latest iteration was handed out."""
 
     def __init__(
         self,
@@ -29,19 +29,20 @@ class Progress:
         self.risen = self.ordered_at = now
 
     def handle_applied(self, now: float, iteration: int) -> float:
-        """An Apply is done; returns the seconds since the one before."""
+        """Record that an Apply is done; return the seconds since the one before."""
         self._contributions.iterations.done = iteration + 1
         since, self.risen = now - self.risen, now
         self._due.suspects_at, self._due.missing = -math.inf, True
         return since
 
     def poll(self, now: float) -> None:
-        """Hand out the iterations to be applied, and the meeting that takes place."""
+        """Hand out the iterations to apply, and the meeting that takes place."""
         self._apply(now)
         self._meet()
 
     def _apply(self, now: float) -> None:
-        """Iterations of which a majority is known to hold every contribution, and this node all of them."""
+        """Hand out the iterations of which this node holds every contribution and a majority is known to
+        hold each."""
         ledger = self._contributions.iterations
         while self._standing.is_whole and (keys := self._contributions.next_iteration()) is not None:
             number = ledger.ordered
@@ -65,7 +66,7 @@ class Progress:
         self._out.add(Meet(number, keys, reason))
 
     def grant(self) -> None:
-        """Let the devices compute, once the iteration that they want is applied."""
+        """Let the devices compute, once the global iteration that they need is applied."""
         wanted, applied = self._script.wanted, self._contributions.applied
         if wanted is not None and applied >= wanted[1] and self._standing.is_whole:
             iteration, least = wanted

@@ -1,4 +1,4 @@
-"""A node's own ballots on what follows a view."""
+"""A node's own ballots on the view that follows its view."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from atoll.wire.peerviews import (
     does_follow,
 )
 
-_DOUBLINGS = 3  # of a wait, at most
-_TIMES = 4  # that a voter is asked within the time for its answer: a message may be lost
+_DOUBLINGS = 3  # of a wait, at most, one with each round
+_TIMES = 4  # a voter is asked within the time for its answer: a message may be lost
 
 
 class Saying:
-    """What a member says about what follows `view`, until it is taken. `decided` is the view that follows,
-    once that is known."""
+    """Collects a member's messages about what follows `view`, until they are taken. `decided` is the view
+    that follows, once known."""
 
     def __init__(self, view: View) -> None:
         self.decided: View | None = None
@@ -60,7 +60,7 @@ class Saying:
         self._sends += [(node, message) for node in sorted(nodes)]
 
     def reason(self, line: str) -> None:
-        """Say why something was decided here."""
+        """Add the reason of a decision."""
         self._reasons.append(line)
 
     def take(self) -> Step:
@@ -70,31 +70,31 @@ class Saying:
 
 
 class Rounds:
-    """The rounds of ballots about one view: the highest that was seen, and when this node begins a ballot of
-    its own (`attempt_at`; infinity: it does not)."""
+    """The rounds of ballots about one view: the highest seen, and the time at which this node begins a
+    ballot of its own (`attempt_at`; infinity: it does not)."""
 
     def __init__(self) -> None:
         self.attempt_at = math.inf
         self._highest = 0
 
     def note(self, ballot: Ballot) -> None:
-        """Ballots of this node's own are to be higher. Of a round that leaves no room for a higher one,
-        nothing is taken."""
+        """Make this node's own ballots higher than `ballot`. A round that leaves no room for a higher one
+        is ignored."""
         if ballot.round < MOST_ROUND:
             self._highest = max(self._highest, ballot.round)
 
     def begin(self) -> int:
-        """Return the round of a ballot of one's own, higher than any that was seen."""
+        """Return the round of a ballot of this node, higher than any seen."""
         self._highest += 1
         return self._highest
 
     def wait(self, seconds: float) -> float:
-        """It doubles with each round, so that a slow network is waited for in the end."""
+        """Return a wait that doubles with each round, so that even a slow network gets enough time."""
         return seconds * 2.0 ** min(max(self._highest - 1, 0), _DOUBLINGS)
 
 
 class Wishes:
-    """What this member wants changed of `view`; `wish` is set anew at any time."""
+    """A member's wish to change `view`; `wish` may be set at any time."""
 
     def __init__(self, view: View) -> None:
         self.wish = Wish()
@@ -102,12 +102,13 @@ class Wishes:
 
     @property
     def is_any(self) -> bool:
-        """Whether the wish changes anything, and could come true."""
+        """True if the wish changes anything and can come true."""
         possible = self.possible()
         return bool(possible.remove or possible.join)
 
     def possible(self) -> Wish:
-        """The wish, less what concerns nobody; nothing of it where too few voters would be left to decide."""
+        """Return the wish without nodes that it cannot concern; an empty wish if too few voters would be
+        left to decide."""
         nodes = {member.life.node for member in self._view.members}
         tokens = {member.token for member in self._view.members if member.token}
         join = [joiner for joiner in self.wish.join if joiner.token not in tokens]
@@ -121,13 +122,13 @@ class Wishes:
 
 @dataclass
 class _Proposal:
-    """This node's own ballot. `following` is known once enough have promised; it is `told` to the voters when
-    this node holds what it begins with."""
+    """A node's own ballot. `following` is known once enough voters have promised; it is `told` to the
+    voters once this node holds what that view begins with."""
 
     ballot: Ballot
-    until: float  # then it is given up, or makes do with a majority
-    late: float  # then the last voters are asked too
-    again: float  # then whoever has not answered is asked again
+    until: float  # when the ballot is given up, or makes do with a majority
+    late: float  # when the last voters are asked too
+    again: float  # when voters that have not answered are asked again
     promises: dict[int, Promised] = field(default_factory=dict)
     following: View | None = None
     told: bool = False
@@ -136,7 +137,7 @@ class _Proposal:
 
 
 class Proposer:
-    """Node `me`, one of the voters, as it proposes. `proposal` is its ballot; None: it has none.
+    """Node `me`, one of the voters, as proposer. `proposal` is its ballot; None: it has none.
 
     Ballots, promises and accepted views are Paxos's (`change.py`).
     """
@@ -159,19 +160,19 @@ class Proposer:
 
     @property
     def deadline(self) -> float:
-        """When to go on with the ballot; infinity: there is none."""
+        """Time at which to go on with the ballot; infinity: there is none."""
         proposal = self.proposal
         if proposal is None:
             return math.inf
         return min(proposal.until, proposal.again, math.inf if proposal.asked_last else proposal.late)
 
     def give_way(self, ballot: Ballot) -> None:
-        """This node has promised another's ballot: its own is over, where that is lower."""
+        """Give up a ballot of this node that is lower than one that it has promised."""
         if self.proposal is not None and self.proposal.ballot < ballot:
             self.proposal = None
 
     def wanted(self, report: Report) -> list[tuple[Held, int | None]]:
-        """What this node lacks of what it would propose, each with the voter that has it."""
+        """Return what this node lacks of the view that it would propose, each with the voter that has it."""
         if self.proposal is None or self.proposal.following is None:
             return []
         found = lacking_of(self._view, report, self.proposal.following)
@@ -194,13 +195,13 @@ class Proposer:
             proposal.promises[sender] = message
 
     def _is_of_voter(self, sender: int, promised: Promised) -> bool:
-        """Whether a voter can have promised this: with its own report, and with what can follow the view."""
+        """True if a voter can have promised this: its own report, and a view that can follow this one."""
         report, accepted = promised.report, promised.accepted
         is_own = report is None or report.life.node == sender
         return is_own and (accepted is None or does_follow(self._view, accepted[1]))
 
     def begin(self, now: float, report: Report) -> None:
-        """A ballot of one's own, higher than any that was seen."""
+        """Begin a ballot of this node, higher than any seen."""
         ballot = Ballot(self._rounds.begin(), self._me)
         wait = self._rounds.wait(self._settings.answer)
         self._acceptor.promise(ballot)
@@ -238,14 +239,15 @@ class Proposer:
             self._stand_back(now, "what it begins with did not come" if lacks else f"no answer from {names}")
 
     def _has_promises(self, now: float, proposal: _Proposal) -> bool:
-        """All whose answer is hoped for have promised; when their time is over, a majority will do."""
+        """True once all voters that may answer have promised; after their time is over, a majority is
+        enough."""
         if len(proposal.promises) < majority(self._view):
             return False
         hoped = {member.life.node for member in self._view.members} - self._wishes.wish.remove.keys()
         return now >= proposal.until or hoped <= proposal.promises.keys()
 
     def _choose(self, proposal: _Proposal) -> View:
-        """What was accepted in the highest ballot; where nothing was, a new view by reports and wishes."""
+        """Return the view accepted in the highest ballot; if none was, a new view by reports and wishes."""
         accepted = [
             promise.accepted for promise in proposal.promises.values() if promise.accepted is not None
         ]
@@ -255,17 +257,17 @@ class Proposer:
         return next_view(self._view, self._wishes.possible(), reports, self._settings.ahead)
 
     def _ask(self, now: float, proposal: _Proposal, following: View) -> None:
-        """This node holds all that the next view begins with: it accepts, and asks the others to."""
+        """Accept the next view, and ask the others to: this node holds all that the view begins with."""
         proposal.told = True
         wait = self._rounds.wait(self._settings.answer)
         proposal.late, proposal.until = now + wait, now + 2 * wait
         staying = self._staying(following)
         self._ask_to_accept(proposal, following, staying)
-        if len(staying) < majority(self._view):  # they cannot be enough
+        if len(staying) < majority(self._view):  # those that stay are no majority
             self._ask_last(proposal, following)
 
     def _ask_again(self, now: float, proposal: _Proposal) -> None:
-        """A question or its answer may have been lost: whoever has not answered is asked once more."""
+        """Repeat the question to voters that have not answered: it or the answer may be lost."""
         proposal.again = now + self._rounds.wait(self._settings.answer) / _TIMES
         if proposal.following is None:
             silent = self._voters - proposal.promises.keys()
@@ -295,7 +297,7 @@ class Proposer:
         self._saying.reason(describe(self._view, following, self._wishes.wish.remove))
 
     def _stand_back(self, now: float, reason: str) -> None:
-        """Give the ballot up, and begin again after a while, with jitter: so duels end."""
+        """Give the ballot up, and begin again after a wait with jitter, so that duels end."""
         self.proposal = None
         wait = self._rounds.wait(self._settings.backoff) * (0.5 + float(self._rng.random()))
         self._rounds.attempt_at = now + wait
@@ -303,7 +305,7 @@ class Proposer:
 
 
 def _holder(promises: Mapping[int, Promised], wanted: Held) -> int | None:
-    """A voter that holds this much."""
+    """Return a voter that holds at least `wanted`, or None."""
     for node, promise in sorted(promises.items()):
         for held in promise.report.held if promise.report is not None else ():
             enough = held.iterations >= wanted.iterations and held.meetings >= wanted.meetings

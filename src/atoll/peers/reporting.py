@@ -1,4 +1,4 @@
-"""What a node says of itself to the others, and what it hears of where they are."""
+"""A node's reports to the others, and its handling of theirs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from atoll.wire.peerviews import Life, Report, ViewDecided
 
 
 class Reporting:
-    """The node's reports: one when an iteration has become whole, and one each heartbeat at least (the
-    next at `heartbeat_at`)."""
+    """Sends the node's reports: one when an iteration has become whole, and at least one each heartbeat
+    (the next at `heartbeat_at`)."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class Reporting:
         self._standing, self._contributions = standing, contributions
         self._script, self._scripts, self._watch = script, scripts, watch
         self._settings, self._out, self._due = settings, out, due
-        self._whole = -1  # what was last acknowledged by a report of its own
+        self._whole = -1  # iterations below this were acknowledged by a report
         self.heartbeat_at = now
-        self._newest_told: dict[int, float] = {}  # by node, when it was last told of the view
+        self._newest_told: dict[int, float] = {}  # by node, when it was last notified of the view
 
     def poll(self, now: float) -> None:
-        """Say what is held."""
+        """Send a report if one is due."""
         ledger = self._contributions.iterations
         needed = [prefix for life, prefix in ledger.prefix.items() if prefix < ledger.cuts[life]]
         whole = min(needed, default=self._whole)
@@ -64,8 +64,11 @@ class Reporting:
         )
 
     def is_current(self, now: float, sender: int, report: Report) -> bool:
-        """Whether a report is of a member of this view, in this view. One of an old view is answered by the
-        newest, and who is in a newer one is asked for it: it answers so."""
+        """True if a report is of a member of this view, in this view.
+
+        An older report is answered with this view. The sender of a newer report gets this node's report, and
+        answers with its view.
+        """
         at = self._standing
         if not at.is_member or report.life.node != sender:
             return False
@@ -80,14 +83,14 @@ class Reporting:
     # -- scripts that wait for each other -----------------------------------------------------------------
 
     def handle_report(self, message: NodeReport) -> None:
-        """Store a member's report on whether its script waits."""
+        """Store where a member's script waits, if it does."""
         life = message.report.life
         first = self._contributions.iterations.firsts[life]
         if self._scripts.note(life, message, first):
             self._due.suspects_at = -math.inf
 
     def compare_scripts(self) -> None:
-        """End all scripts where the members' scripts wait for each other in vain."""
+        """End all scripts if the members' scripts wait for each other in vain."""
         waits, others = self._script.waits(), self._contributions.others()
         if waits is None or not others:
             return
@@ -97,7 +100,7 @@ class Reporting:
             self.tell_differ(line)
 
     def tell_differ(self, line: str) -> None:
-        """End the run here and at the others: scripts stand at inconsistent places, as `line` says."""
+        """End the run here and at the others: scripts stand at inconsistent places, which `line` names."""
         if not self._standing.is_over:
             differ = ScriptsDiffer(report=self._contributions.report(), line=line)
             self._out.send_all(self._nodes, differ)
@@ -113,18 +116,18 @@ class Reporting:
 
     @property
     def ends_at(self) -> float:
-        """When a node whose script has ended goes at the latest; infinity: its script goes on."""
+        """Time at which a node whose script has ended goes at the latest; infinity: its script goes on."""
         return self._script.finished_at + self._settings.linger
 
     def end(self, now: float) -> None:
-        """Go, once all have what this node has made, or are gone."""
+        """Finish, once all others have what this node has made, or are gone."""
         if self._script.finished_at == math.inf:
             return
         missing = [life for life in self._contributions.others() if not self._has_all(now, life)]
         if missing and now < self.ends_at:
             return
         names = ", ".join(name_of(life) for life in missing)
-        # To those who were left out as well: who waits to come in again is to know that the run is over.
+        # Removed nodes get the report too: those that wait to join again must learn that the run is over.
         ever = {*self._standing.view.last, *self._nodes} - {self._standing.life.node}
         self._out.send_all(sorted(ever), self.report())
         self._out.add(Finished(f"{names} did not take all in time" if missing else "all have taken all"))

@@ -1,4 +1,4 @@
-"""When a node asks others for what it lacks."""
+"""Requests of a node for the contributions that it lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.wire.peers import FetchParts, Key
 
 
 class Requests:
-    """Asks for what others hold and a node lacks."""
+    """Requests the contributions that others hold and this node lacks."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Requests:
                     numbers = ledger.missing(life, contributions.room(life, ledger))
                     keys += [Key(ledger.stream, number, life) for number in numbers]
         keys += [key for key in self._wanted() if key not in keys]
-        # What was made before the others knew a newcomer was never sent to it.
+        # Contributions made before the others knew a newcomer were never sent to it.
         self._fetching.update(now, keys, hurry=self._entrance.is_new)
         if now < self._fetching.deadline:
             return
@@ -47,7 +47,7 @@ class Requests:
             self._out.send(node, FetchParts(report=contributions.report(), keys=asked))
 
     def _wanted(self) -> list[Key]:
-        """What the change of the view waits for."""
+        """Return the keys that the change of the view waits for."""
         keys, contributions = [], self._contributions
         for each in contributions.wanted:
             for ledger, stop in (
@@ -55,13 +55,13 @@ class Requests:
                 (contributions.meetings, each.held.meetings),
             ):
                 start = ledger.prefix.get(each.held.life, stop)
-                stop = min(stop, start + MOST_MISSING)  # the rest in its turn
+                stop = min(stop, start + MOST_MISSING)  # later calls request the rest
                 numbers = (Key(ledger.stream, number, each.held.life) for number in range(start, stop))
                 keys += [key for key in numbers if not ledger.has(key)]
         return keys
 
     def _sources(self, key: Key) -> list[int]:
-        """Who has it: who has said so, then all others."""
+        """Return the nodes to request `key` from: those that report to hold it, then all others."""
         contributions = self._contributions
         holding = [life.node for life in contributions.ledger(key).holders(key)]
         return holding + [life.node for life in contributions.others() if life.node not in holding]

@@ -1,4 +1,4 @@
-"""The synchronisation round, a1 to a6: who may start one, who takes part, and how it ends."""
+"""The synchronisation round, steps a1 to a6: starting, taking part, and ending."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Event: TypeAlias = Literal[
     "wanted", "free", "taken", "freed", "answered", "refused", "late", "lower", "due", "eased", "reset"
 ]
 
-# A node's own round: what each event makes of each state, and why. An event that has no line changes nothing.
+# A node's own round: the next state after each event in a state, and why. Other events change nothing.
 TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
     ("idle", "wanted"): ("waiting", "4: M_i is no newer; what is on its way has its usual time"),
     ("waiting", "due"): ("looking", "4: W has not risen in that time"),
@@ -41,10 +41,10 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
 
 @dataclass
 class Rounds:
-    """A node's own round, and its flag V_i: `flag` is the round of another's that it takes part in.
+    """A node's own round, and its flag V_i: `flag` is another node's round in which it takes part.
 
-    Timers: `until` ends the state "asking" (then the round is late), "backing" and "waiting" (then it is
-    due); `flag_until` gives another's round up, whose starter has not ended it.
+    Timers: `until` ends the states "asking" (the round is late), "backing" and "waiting" (the round is due);
+    `flag_until` gives up another node's round that its starter has not ended.
     """
 
     node: int
@@ -59,7 +59,8 @@ class Rounds:
     over: dict[int, int] = field(default_factory=dict)  # by starter, the latest that it has ended
 
     def go(self, event: Event, until: float = math.inf) -> str:
-        """An event of its own round; why the state changed, or nothing where it did not."""
+        """Handle an event of the node's own round; return why the state changed, or an empty string if it
+        did not."""
         if (self.state, event) not in TRANSITIONS:
             return ""
         self.state, why = TRANSITIONS[self.state, event]
@@ -69,7 +70,7 @@ class Rounds:
         return why
 
     def start(self, now: float, iteration: int, until: float) -> RoundId:
-        """a2, a3: V is false, and a round is needed."""
+        """Start a round (a2, a3): V is false, and a round is needed."""
         self.go("free", until)
         self.started += 1
         self.began = now
@@ -77,13 +78,13 @@ class Rounds:
         return self.round
 
     def stop(self) -> RoundId | None:
-        """Its own round, which is no more."""
+        """Remove and return the node's own round."""
         stopped, self.round = self.round, None
         return stopped
 
     def take_part(self, asked: RoundId, until: float) -> bool:
-        """a1: test-and-set of V_i, with a timer; whether to answer. A round that is asked again is answered
-        again, and its timer goes on."""
+        """Test and set V_i, with a timer (a1); return whether to answer. A repeated request is answered
+        again and does not restart the timer."""
         if asked.number <= self.over.get(asked.node, 0):
             return False
         flag = self.flag
@@ -92,7 +93,7 @@ class Rounds:
         return self.flag == asked
 
     def clear(self, ended: RoundId | None) -> bool:
-        """END, ABORT, or (None) the timer: V_i is false again; whether it was of this round."""
+        """Make V_i false after END, ABORT, or (None) its timer; return whether V_i was set for this round."""
         if ended is not None:
             self.over[ended.node] = max(ended.number, self.over.get(ended.node, 0))
         if self.flag is None or (ended is not None and self.flag != ended):

@@ -46,7 +46,7 @@ def mismatch(scripts: Mapping[Life, Script | None], newcomers: Collection[Life])
 
 
 def _in_vain(one: Script, other: Script) -> bool:
-    """True where `one` waits in a meeting for `other`, and `other` waits for an iteration of `one`."""
+    """True if `one` waits in a meeting for `other`, and `other` waits for an iteration of `one`."""
     meeting, wants = one.waits, other.waits.least
     if meeting.meeting is None or wants is None:
         return False
@@ -55,7 +55,7 @@ def _in_vain(one: Script, other: Script) -> bool:
 
 
 class Scripts:
-    """The other members' scripts, as each last reported; None: it computes."""
+    """The other members' scripts, as last reported; None: the script computes."""
 
     def __init__(self) -> None:
         self._scripts: dict[Life, Script | None] = {}
@@ -65,20 +65,20 @@ class Scripts:
         self._scripts = {life: script for life, script in self._scripts.items() if life in others}
 
     def note(self, life: Life, message: NodeReport, first: int) -> bool:
-        """Store a member's report; whether its script has begun or ceased to wait. `first` is the member's
-        first iteration."""
+        """Store a member's report; return whether its script has begun or ceased to wait. `first` is the
+        member's first iteration."""
         before, script = self._scripts.get(life), _script_of(message, first)
         self._scripts[life] = script
         return (before is None) != (script is None)
 
     def in_meetings(self) -> set[Life]:
-        """Whose scripts wait in a meeting."""
+        """Return the members whose scripts wait in a meeting."""
         return {life for life, script in self._scripts.items() if script and script.waits.meeting is not None}
 
     def mismatch(
         self, others: Collection[Life], own: NodeReport, first: int, newcomers: Collection[Life]
     ) -> str:
-        """`mismatch` of all `others` and this node, whose report is `own`."""
+        """Return `mismatch` of all `others` and this node, whose report is `own`."""
         scripts = {life: self._scripts.get(life) for life in others}
         scripts[own.report.life] = _script_of(own, first)
         return mismatch(scripts, newcomers)

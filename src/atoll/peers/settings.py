@@ -1,4 +1,4 @@
-"""What a node's decisions go by."""
+"""The settings of a node's decisions."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from atoll.core.errors import UserError
 
 @dataclass(frozen=True)
 class Settings:
-    """A node's; the same at all nodes, but for the limits. Raises UserError for what is out of its range.
+    """Settings of a node; equal at all nodes, but for the limits. Raises UserError for values out of range.
 
-    `stale_max`: the most iterations that a node's own may be ahead of the global one whose parameters it
-    computes on. `room`: how many iterations from the global one on are taken from each sender. The rest are
-    bounds, in seconds, of limits that follow what was measured (peers/pace.py).
+    `stale_max`: the most iterations that a node may compute ahead of the global iteration of its parameters.
+    `room`: number of iterations, from the global one on, that are taken from each sender. The rest are
+    seconds: bounds of limits that follow measurements (peers/pace.py), but for heartbeat and linger.
     """
 
     stale_max: int = 4
     room: int = 0  # 0: stale_max + 2
-    heartbeat: float = 0.5  # the longest that a node says nothing
+    heartbeat: float = 0.5  # between a node's reports, at most
     silence: tuple[float, float] = (3.5, 15.0)  # of a member, until it counts as gone
-    progress: tuple[float, float] = (10.0, 300.0)  # without an iteration of one that the others wait for
+    progress: tuple[float, float] = (10.0, 300.0)  # without an iteration of a member that others wait for
     round: tuple[float, float] = (0.05, 10.0)  # for the answers to a round
     backoff: tuple[float, float] = (0.01, 2.0)  # T, after a refusal, before jitter
     rest: tuple[float, float] = (0.2, 30.0)  # for W to rise, before a round and between two
-    fetch: tuple[float, float] = (0.25, 10.0)  # until what others hold is asked for (again)
-    linger: float = 30.0  # at the end, for those who have not got everything
+    fetch: tuple[float, float] = (0.25, 10.0)  # until contributions that others hold are requested (again)
+    linger: float = 30.0  # at the end, for members that lack contributions
 
     def __post_init__(self) -> None:
         if self.stale_max < 0:
@@ -42,11 +42,13 @@ class Settings:
 
     @property
     def slots(self) -> int:
-        """Iterations from the global one on that are taken from each sender."""
+        """Number of iterations, from the global one on, that are taken from each sender."""
         return self.room or self.stale_max + 2
 
     def most_held(self, contributors: int) -> int:
-        """The most iterations' contributions that a node holds, own ones too, of so many contributors: those
-        from its W on for which there is room, and those below it that the slowest member may still lack; as
-        long as a newcomer has no state, those since it was let in."""
+        """Return the most contributions to iterations that a node holds, own ones included.
+
+        From its W on these are all for which there is room; below W, those that the slowest member may still
+        lack. While a newcomer has no state, they are those since it was let in.
+        """
         return contributors * (self.slots + 4 * self.stale_max + 4)

@@ -1,4 +1,4 @@
-"""Where a node stands in its run."""
+"""Position of a node in its run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NOBODY = View(0, 0, ())
 
 @dataclass
 class Standing:
-    """Where a node stands, for all of its parts.
+    """A node's position in its run, shared by all of its parts.
 
     Attributes:
         life: its own; of a joiner incarnation 0, until it is in a view.
-        view: the newest that it is in.
+        view: the newest that it knows.
         iteration: k, that it makes next.
         is_member: False for a joiner that is in no view yet, and for a node that was removed.
         source: the member whose state a joiner waits for; None: it has a state, or is no joiner.
@@ -32,23 +32,23 @@ class Standing:
 
     @property
     def is_whole(self) -> bool:
-        """True for a member that has its state: a joiner has none at first."""
+        """True for a member that has its state; a joiner has none at first."""
         return self.is_member and self.source is None
 
     @property
     def newcomers(self) -> set[Life]:
-        """The members that came when the run was under way."""
+        """The members that joined while the run was under way."""
         return {member.life for member in self.view.members if member.token}
 
 
 @dataclass
 class Due:
-    """What a node looks at again before its time, because something has changed."""
+    """Checks that a node makes before their time, since something has changed."""
 
-    report: bool = True  # the others are to hear where it is
-    missing: bool = True  # others may hold what it lacks
-    change: bool = True  # it holds more than when the change of the view was last polled
-    suspects_at: float = -math.inf  # when somebody may be suspected; minus infinity: now
+    report: bool = True  # the others need a report
+    missing: bool = True  # others may hold contributions that the node lacks
+    change: bool = True  # the node holds more than when the change of the view was last polled
+    suspects_at: float = -math.inf  # when a member may be suspected; minus infinity: now
 
 
 def name_of(life: Life) -> str:

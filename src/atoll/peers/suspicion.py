@@ -1,4 +1,4 @@
-"""Whom a node would have removed, and whom it would let in."""
+"""A node's wish for the next view: members to remove, and joiners to let in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OVERTAKEN = "it came in while a checkpoint was loaded"
 
 
 class Suspicion:
-    """The node's wish for the next view: `wish`."""
+    """Decides on the node's wish for the next view, `wish`."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class Suspicion:
         self._standing, self._contributions, self._script = standing, contributions, script
         self._scripts, self._progress, self._watch, self._joiners = scripts, progress, watch, joiners
         self._due = due
-        self._overtaken: set[Life] = set()  # newcomers whose state is of before a checkpoint was loaded
+        self._overtaken: set[Life] = set()  # newcomers whose state predates a loaded checkpoint
         self.wish = Wish()
 
     def install(self, now: float, /) -> None:
-        """A view holds from now on."""
+        """Begin a view."""
         others = self._contributions.others()
         self.wish = Wish()
         self._overtaken &= set(others)
@@ -46,7 +46,7 @@ class Suspicion:
         self._watch.install(now, others)
 
     def handle_replaced(self) -> None:
-        """A checkpoint was loaded: newcomers that have not begun are to come in once more."""
+        """Record that a checkpoint was loaded: newcomers that have not begun must join once more."""
         at = self._standing
         new = {each.life for each in at.view.members if each.token and each.first >= at.iteration}
         if at.is_member and not self._overtaken >= new:
@@ -57,7 +57,7 @@ class Suspicion:
         return bool(now >= self._due.suspects_at or self._joiners.nodes or self.wish.remove or self.wish.join)
 
     def look(self, now: float) -> Wish:
-        """Return what this node would change now."""
+        """Return the changes that this node wishes now."""
         awaited, absent = self._awaited(), dict.fromkeys(self.absent(), self._script.met_since)
         meeting = self._scripts.in_meetings() - self._standing.newcomers
         suspects = self._watch.suspects(now, awaited, absent, meeting)
@@ -65,18 +65,19 @@ class Suspicion:
         self._due.suspects_at = self._watch.deadline(awaited, absent)
         joiners = self._joiners.latest(now)
         if self._watch.without_state() - remove.keys() - self._joiners.nodes:
-            joiners = ()  # one newcomer after the other: or a majority might be left that has no state
+            joiners = ()  # one newcomer at a time: otherwise a majority might have no state
         return Wish(remove, joiners)
 
     def _awaited(self) -> dict[Life, float]:
-        """Whose next iteration this node's devices or its script wait for, and since when."""
+        """Return the members whose next iteration this node's devices or script await, with the time since
+        when."""
         awaited: dict[Life, float] = {}
         script, iterations = self._script, self._contributions.iterations
         if script.wanted is not None:
-            # Not since W rose: behind one that was left out many are handed out at once, and applied later.
+            # Not W's rise alone: after a removal many iterations are handed out at once, and applied later.
             since = max(script.wanted_since, self._progress.ordered_at, self._progress.risen)
             number = iterations.ordered
-            for life in self._contributions.others():  # who has made it is on its way, or fetched
+            for life in self._contributions.others():  # one that exists is on its way, or fetched
                 has_made = self._watch.iteration(life) > number or iterations.prefix[life] > number
                 if iterations.firsts[life] <= number and not has_made:
                     awaited[life] = since
@@ -87,7 +88,7 @@ class Suspicion:
         return awaited
 
     def absent(self) -> list[Life]:
-        """Who has not come to the meeting that this node is in."""
+        """Return the members that have not come to the meeting that this node is in."""
         if self._script.meeting is None:
             return []
         number, meetings = self._script.meeting[0], self._contributions.meetings

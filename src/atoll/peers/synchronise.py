@@ -1,4 +1,4 @@
-"""A node's part in synchronisation rounds: its own, and others'. The rules are in `rounds.py`."""
+"""A node's part in synchronisation rounds, its own and other nodes'. `rounds.py` has the rules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from atoll.wire.peers import AbortRound, AnswerRound, AskRound, EndRound, Refuse
 
 
 class Synchronisation:
-    """`rounds` has this node's own round, and its flag V_i. `answer`, `backoff` and `rest` are its limits,
-    which others may go by too."""
+    """Runs synchronisation rounds. `rounds` has the node's own round and its flag V_i; `answer`, `backoff`
+    and `rest` are measured limits, which other parts use too."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class Synchronisation:
         self._contributions, self._out = contributions, out
 
     def install(self, _now: float, /) -> None:
-        """The view has changed: no round goes on."""
+        """Begin a view: all rounds end."""
         self.rounds.go("reset")
         self.rounds.stop()
         self.rounds.clear(None)
 
     def poll(self, now: float, is_wanted: bool) -> None:
-        """What is due; `is_wanted`: the devices wait for a newer W than M_i has."""
+        """Do what is due. `is_wanted`: the devices wait for a newer W than M_i has."""
         rounds = self.rounds
         flag = rounds.flag
         if flag is not None and now >= rounds.flag_until and rounds.clear(None):
@@ -65,7 +65,7 @@ class Synchronisation:
             self._seek(now)
 
     def _seek(self, now: float) -> None:
-        """a2: the node needs a round."""
+        """Start a round, or wait for the end of another node's (a2)."""
         rounds, report = self.rounds, self._contributions.report()
         if rounds.flag is not None:
             rounds.go("taken")
@@ -77,7 +77,7 @@ class Synchronisation:
         self._look_at_answers(now)
 
     def handle_ask(self, now: float, sender: int, asked: RoundId) -> None:
-        """a1, a4: another's request."""
+        """Handle another node's request to take part (a1, a4)."""
         rounds, report = self.rounds, self._contributions.report()
         if asked.node != sender:
             return
@@ -103,13 +103,14 @@ class Synchronisation:
             self._give_up(now, "refused", f"node {sender} takes part in another's")
 
     def handle_over(self, ended: RoundId, why: str) -> None:
-        """END or ABORT of another's."""
+        """Handle the END or ABORT of another node's round."""
         if self.rounds.clear(ended):
             self._note("round over", ended, why)
             self.rounds.go("freed")
 
     def _look_at_answers(self, now: float) -> None:
-        """a6: with all answers in, the least iteration among them is the new global one."""
+        """End the node's round once all answers are in (a6): the least iteration among them is the new
+        global one."""
         rounds = self.rounds
         if any(life.node not in rounds.answers for life in self._contributions.others()):
             return
@@ -123,7 +124,7 @@ class Synchronisation:
         self._to_all(EndRound(report=own, round=ended, iteration=least, reports=reports))
 
     def _give_up(self, now: float, event: Event, why: str) -> None:
-        """a3, a5: its own round is dropped; another follows after T, with jitter."""
+        """Give the node's own round up (a3, a5); another follows after T, with jitter."""
         own = self.rounds.round
         assert own is not None
         self._abort()

@@ -1,6 +1,6 @@
-"""Views: the numbered lists of the nodes that take part, and what may follow one.
+"""Views: the numbered lists of the nodes that take part, and the views that may follow one.
 
-How that is decided, and why nothing is lost: `change.py`.
+`change.py` explains how the next view is decided, and why nothing is lost.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from atoll.wire.peers import WITNESS
 from atoll.wire.peerviews import Ballot, Held, Life, Member, Promised, Report, View, ViewMessage
 
-_NONE = Ballot(0, 0)  # below every proposer's
+_NONE = Ballot(0, 0)  # below every proposer's ballot
 
 
 @dataclass(frozen=True)
 class Joiner:
-    """A node that asks to join; `token` is its own name for this life, `address` where others reach it."""
+    """A node that asks to join. `token` names this process alone; other nodes reach it at `address`."""
 
     node: int
     token: str
@@ -25,7 +25,7 @@ class Joiner:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a member would change: whom it wants removed, each with the reason, and who asks to join."""
+    """The changes that a member wishes: nodes to remove, each with the reason, and nodes that ask to join."""
 
     remove: Mapping[int, str] = field(default_factory=dict)
     join: Sequence[Joiner] = ()
@@ -33,9 +33,12 @@ class Wish:
 
 @dataclass
 class Settings:
-    """`answer` is within how many seconds voters answer, and `backoff` how many a proposer stands back before
-    it begins again; both are measured (`pace.py`) and may be set anew at any time. A newcomer's first
-    iteration is `ahead` above the voters': with stale_max + 1 no member can be past it."""
+    """Settings of a change of the view.
+
+    Voters answer within `answer` seconds, and a proposer stands back for `backoff` seconds before it begins
+    again; both are measured (`pace.py`) and may be set at any time. A newcomer's first iteration is `ahead`
+    above the voters'; with stale_max + 1 no member can be past it.
+    """
 
     answer: float
     backoff: float
@@ -44,8 +47,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Fetch:
-    """What a member must come to hold, of one stream (0 of the other), and which member of the view has it;
-    None: whoever has."""
+    """The contributions to hold, of one stream (0 of the other), and the node of a member that has them;
+    None: any member."""
 
     held: Held
     source: int | None
@@ -53,8 +56,8 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Step:
-    """What to send, to which node (WITNESS: the hub); the view that follows, where it is known now; and what
-    was decided here, in words."""
+    """The messages to send, each with its node (WITNESS: the hub); the view that follows, if known now;
+    and the decisions made here, in words."""
 
     sends: tuple[tuple[int, ViewMessage], ...] = ()
     decided: View | None = None
@@ -63,27 +66,27 @@ class Step:
 
 @dataclass
 class Acceptor:
-    """What a voter has promised and accepted, for what follows one view."""
+    """The promise and vote of one voter on what follows one view."""
 
     promised: Ballot = _NONE
     accepted: tuple[Ballot, View] | None = None
 
     def promise(self, ballot: Ballot) -> bool:
-        """Whether it takes part in this ballot, and so in no lower one."""
+        """Promise a ballot, and so take part in no lower one; False if a higher one is promised."""
         if ballot < self.promised:
             return False
         self.promised = ballot
         return True
 
     def vote(self, ballot: Ballot, following: View) -> bool:
-        """Whether it accepts."""
+        """Accept `following` in a ballot; False if a higher ballot is promised."""
         if not self.promise(ballot):
             return False
         self.accepted = (ballot, following)
         return True
 
     def said(self, view: View, report: Report) -> Promised:
-        """Return the promise to tell who asks what follows `view`."""
+        """Return the promise as a message, for a proposer."""
         return Promised(
             founding=view.founding,
             view=view.number,
@@ -94,25 +97,26 @@ class Acceptor:
 
 
 def first_view(founding: int, members: Iterable[Member]) -> View:
-    """The view that a run begins with: number 1, all from their first iterations on."""
+    """Return the view that a run begins with: number 1, all members from their first iterations on."""
     ordered = tuple(sorted(members, key=lambda member: member.life))
     return View(founding, 1, ordered, last={member.life.node: member.life.incarnation for member in ordered})
 
 
 def majority(view: View) -> int:
-    """How many voters decide what follows `view`, and how many members must hold what is applied in it."""
+    """Return the number of voters that decide what follows `view`, which is also the number of members
+    that must hold what is applied in it."""
     return len(view.members) // 2 + 1
 
 
 def voters(view: View) -> set[int]:
-    """The nodes that vote on what follows; in a view of two with the witness."""
+    """Return the nodes that vote on what follows `view`; in a view of two members, these and the witness."""
     nodes = {member.life.node for member in view.members}
     return nodes | {WITNESS} if len(nodes) == 2 else nodes
 
 
 def next_view(view: View, wish: Wish, reports: Sequence[Report], ahead: int) -> View:
-    """What follows `view` by the reports of a majority of its members, with `wish` granted; of those who ask
-    to join as many as can be let in at a time."""
+    """Return the view that follows `view` by the reports of a majority, with `wish` granted. Of the nodes
+    that ask to join, as many as possible at a time are let in."""
     joiners = {joiner.node: joiner for joiner in reversed(wish.join)}
     out = wish.remove.keys() | joiners.keys()
     top = _top(reports)
@@ -121,7 +125,7 @@ def next_view(view: View, wish: Wish, reports: Sequence[Report], ahead: int) -> 
     removed = [member for member in entries if member.life.node in out]
     voted = {report.life for report in reports} & {member.life for member in staying}
     while len(staying) > 1 and joiners and len(voted) < (len(staying) + len(joiners)) // 2 + 1:
-        joiners.popitem()  # or a majority might be left that has no state
+        joiners.popitem()  # otherwise a majority might have no state
     removed = [each for each in view.removed if not _is_done(each, staying, reports)] + removed
     highest = max(
         [report.iteration for report in reports]
@@ -146,7 +150,7 @@ def next_view(view: View, wish: Wish, reports: Sequence[Report], ahead: int) -> 
 
 
 def describe(before: View, after: View, reasons: Mapping[int, str] = {}) -> str:
-    """What has changed from view to view, in words."""
+    """Return the changes between two views, in words."""
     was, now = ({member.life for member in view.members} for view in (before, after))
     words = [
         f"node {each.life.node} is out{_because(reasons.get(each.life.node))}: its iterations below "
@@ -168,7 +172,7 @@ def _because(reason: str | None) -> str:
 
 
 def _top(reports: Iterable[Report]) -> dict[Life, Held]:
-    """The most that anybody holds of each life."""
+    """Return the most that any report holds of each life."""
     top: dict[Life, Held] = {}
     for report in reports:
         for held in report.held:
@@ -195,7 +199,7 @@ def _with_top(member: Member, top: Mapping[Life, Held]) -> Member:
 
 
 def _is_done(removed: Member, staying: Sequence[Member], reports: Sequence[Report]) -> bool:
-    """Whether all who stay have said that they have applied all of a removed one that counts."""
+    """True if all who stay report to have applied all of a removed member's contributions that count."""
     applied = {report.life: report for report in reports}
     return all(
         member.life in applied
@@ -218,8 +222,8 @@ def lacking(report: Report, entries: Iterable[Member]) -> list[Held]:
 
 
 def lacking_of(view: View, report: Report, following: View) -> list[Held]:
-    """What a member of `view` does not hold of what `following` begins with; newcomers have given nothing
-    yet."""
+    """Return what a member of `view` does not hold of what `following` begins with. Newcomers have given
+    nothing yet."""
     known = {member.life for member in (*view.members, *view.removed)}
     entries = (*following.members, *following.removed)
     return lacking(report, (entry for entry in entries if entry.life in known))

@@ -1,4 +1,4 @@
-"""What a node waits for, in words."""
+"""A node's waits, in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from atoll.peers.suspicion import Suspicion
 
 
 class Waits:
-    """Whom a node waits for, and whether anybody is left who can end that."""
+    """The nodes and events that a node waits for, and whether enough members are left to end the wait."""
 
     def __init__(
         self,
@@ -25,11 +25,11 @@ class Waits:
 
     @property
     def is_meeting(self) -> bool:
-        """Whether the script has come to a meeting that has not taken place."""
+        """True if the script has come to a meeting that has not taken place."""
         return self._script.meeting is not None
 
     def lines(self) -> list[str]:
-        """Whom and what this node waits for, a line each; empty where it waits for nobody."""
+        """Return whom and what this node waits for, a line each; empty if it waits for nobody."""
         at, contributions = self._standing, self._contributions
         if not at.is_member:
             return ["a view that has this node in it"] if self._entrance.asks else []
@@ -54,14 +54,18 @@ class Waits:
         return [lost, *lines] if lost else lines
 
     def without(self) -> list[int]:
-        """The nodes without which there is no majority of the view; none: as far as is known there is one."""
+        """Return the suspected nodes without which the view has no majority; empty while a majority is
+        left, and in a view of two."""
         nodes = [each.life.node for each in self._standing.view.members]
         gone = [node for node in nodes if node in self._suspicion.wish.remove]
         return [] if len(nodes) == 2 or 2 * (len(nodes) - len(gone)) > len(nodes) else gone
 
     def lost_majority(self) -> str:
-        """Who must answer before anything more can be decided, where too few others are left for that, in
-        words; else empty. (In a view of two the witness may be the other voter.)"""
+        """Return in words which nodes must answer before anything more can be decided; empty if enough are
+        left.
+
+        In a view of two the witness may be the other voter.
+        """
         gone, view = self.without(), self._standing.view
         if not gone:
             return ""

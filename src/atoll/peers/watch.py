@@ -1,4 +1,4 @@
-"""Who is heard, who goes on, and whom a node would have removed."""
+"""Liveness and progress of the other members: which ones a node would remove."""
 
 from __future__ import annotations
 
@@ -13,43 +13,45 @@ from atoll.peers.pace import Limit
 from atoll.peers.settings import Settings
 from atoll.wire.peerviews import Life
 
-SILENT, IDLE = "silent", "no iteration"  # what a member lacks: words of it, or iterations
+SILENT, IDLE = "silent", "no iteration"  # what a member lacks: messages, or iterations
 # Judges the processes of a member that lacks something for so many seconds; the last number is the longest
-# that is borne of one that computes.
+# that is tolerated of a member that computes.
 Judge: TypeAlias = Callable[[Life, str, float, float], Judgement]
 
 
 def unseen(_life: Life, _lack: str, _seconds: float, _most: float) -> Judgement:
-    """Judge a member of whose process nothing is known."""
+    """Judge a member about whose process nothing is known."""
     return Judgement(False)
 
 
 @dataclass
 class _Seen:
-    """What is known of another member."""
+    """The state of another member, as far as known."""
 
     heard: float  # when
     silence: Limit
     progress: Limit
-    iteration: int = 0  # its k, as it last said
+    iteration: int = 0  # its k, as last reported
     advanced: float = 0.0  # when that rose
-    applied: int = 0  # its W, as it last said
+    applied: int = 0  # its W, as last reported
     moved: float = 0.0  # when k or W rose
     finished: bool = False
-    whole: bool = False  # it has a state, as far as is known
-    spared: float = -math.inf  # until when its silence is borne, for its process lives
-    starved: float = -math.inf  # until when it may make no iteration, for its processes get no CPU
+    whole: bool = False  # the member has a state, as far as is known
+    spared: float = -math.inf  # until when its silence is tolerated, since its process lives
+    starved: float = -math.inf  # until when it may make no iteration, since its processes get no CPU
 
     @property
     def silent_at(self) -> float:
-        """When it counts as gone, if nothing is heard of it until then."""
+        """Time at which the member counts as gone, if it stays silent until then."""
         return max(self.heard + self.silence.seconds, self.spared)
 
 
 class Watch:
-    """The other members of the view, by life. Two limits follow what was measured of each: how long it may be
-    silent, and how long it may make no iteration while this node waits for one of it. `judge` looks at the
-    process of one that is silent for too long."""
+    """Watches the other members of the view, by life.
+
+    Two limits follow each member's measurements: how long it may be silent, and how long it may make no
+    iteration while this node waits for one. `judge` looks at the processes of members that exceed a limit.
+    """
 
     def __init__(self, settings: Settings, judge: Judge = unseen) -> None:
         self._settings, self._judge = settings, judge
@@ -57,7 +59,7 @@ class Watch:
         self._checked = -math.inf  # when it was last asked for suspects
 
     def install(self, now: float, others: Iterable[Life]) -> None:
-        """These are the others now; one that is new has all the time that is allowed."""
+        """Set the other members; new ones get all the time that is allowed."""
         silence, progress = self._settings.silence, self._settings.progress
         new = {
             life: _Seen(now, Limit("silence", *silence), Limit("progress", *progress), 0, now, 0, now)
@@ -66,19 +68,19 @@ class Watch:
         self._seen = {life: self._seen.get(life, each) for life, each in new.items()}
 
     def handle_heard(self, now: float, node: int) -> None:
-        """Something came from a member."""
+        """Record that something came from a member."""
         for life, seen in self._seen.items():
             if life.node == node:
                 seen.silence.note(now - seen.heard, node)
                 seen.heard = now
 
     def handle_absence(self, now: float, seconds: float) -> None:
-        """This node itself has stood still for so long: meanwhile nobody was silent."""
+        """Extend all members' time: this node itself has stood still for so many seconds."""
         for seen in self._seen.values():
             seen.heard = min(now, seen.heard + seconds)
 
     def handle_iteration(self, now: float, life: Life, iteration: int, applied: int = 0) -> None:
-        """Its k, as itself or others have it, and its W, where that is known."""
+        """Record a member's k, as reported by itself or others, and its W if known."""
         seen = self._seen.get(life)
         if seen is not None and iteration > seen.iteration:
             seen.progress.note((now - seen.advanced) / (iteration - seen.iteration), life.node)
@@ -95,15 +97,15 @@ class Watch:
             self._seen[life].whole = True
 
     def without_state(self) -> set[int]:
-        """The nodes of newcomers that have no state yet, as far as is known."""
+        """Return the nodes of members that have no state yet, as far as is known."""
         return {life.node for life, seen in self._seen.items() if not seen.whole}
 
     def iteration(self, life: Life) -> int:
-        """The k of another."""
+        """Return another member's k."""
         return self._seen[life].iteration
 
     def is_gone(self, now: float, life: Life) -> bool:
-        """Whether a member has finished and is silent."""
+        """True if a member has finished and is silent."""
         seen = self._seen[life]
         return seen.finished and now >= seen.silent_at
 
@@ -146,7 +148,7 @@ class Watch:
         return found
 
     def _silence_of(self, now: float, life: Life, seen: _Seen) -> str:
-        """Return why a silent member is to be removed; empty where its process lives, and is waited for."""
+        """Return why a silent member is to be removed; empty while its process lives."""
         judgement = self._judge(life, SILENT, now - seen.heard, seen.silence.high)
         if judgement.alive:
             seen.spared = now + AGAIN_SECONDS
@@ -155,20 +157,23 @@ class Watch:
         return f"silent for {format_seconds(now - seen.heard)}; {saw}{seen.silence.reason()}"
 
     def _spares(self, now: float, life: Life, idle: float) -> bool:
-        """Whether a member that is heard, and makes no iteration, is waited for since it gets no CPU."""
+        """True if a member that is heard but makes no iteration is spared, since its processes get no CPU."""
         seen = self._seen[life]
         if now >= seen.starved and self._judge(life, IDLE, idle, 0.0).alive:
             seen.starved = now + AGAIN_SECONDS
         return now < seen.starved
 
     def _allowed(self, seen: _Seen, usual: float = 0.0) -> float:
-        """How long a member may stand still that others wait for: its own limit, or `usual`. One that waits
-        itself has longer than any limit, for those whom it waits for are to go first."""
+        """Return how long a member may stand still while others wait for it: its own limit, or `usual`.
+
+        A member that waits itself gets more time than any limit, since the members that it waits for are to
+        go first.
+        """
         waits = seen.iteration - seen.applied > self._settings.stale_max
         return sum(self._settings.progress) if waits else usual or seen.progress.seconds
 
     def deadline(self, awaited: Mapping[Life, float], absent: Mapping[Life, float]) -> float:
-        """When the next of them would be suspected, who is not yet."""
+        """Return the time at which the next member not suspected yet would be."""
         due = [seen.silent_at for seen in self._seen.values()]
         for life, since in awaited.items():
             seen = self._seen[life]

@@ -1,7 +1,7 @@
-"""The third voter where a view has two members: it votes, holds nothing, and belongs to the hub.
+"""The third voter of a view of two members: it votes, holds nothing, and belongs to the hub.
 
-It remembers what it has promised and accepted for what follows the newest view that it was asked about. Who
-asks of an older view is told that one: it would be no view if what is asked had not been decided.
+The witness remembers what it promised and accepted for the newest view that it was asked about. A question
+about an older view is answered with the newest one: this one exists only because what is asked was decided.
 
 Source: docs/peers.md, "When an iteration may be applied"; `change.py` says why two halves never both decide.
 """
@@ -29,7 +29,7 @@ Answer: TypeAlias = Union[Promised, Accepted, Outbid, ViewDecided]
 
 
 class WitnessState(Part, frozen=True):
-    """All that a witness knows: the newest view, and its vote on what follows it."""
+    """A witness's whole knowledge: the newest view, and its vote on what follows."""
 
     view: View
     promised: Ballot
@@ -37,8 +37,8 @@ class WitnessState(Part, frozen=True):
 
 
 class Witness:
-    """A run's witness. Its votes must outlive it: `state` is to be kept before an answer is given, and a
-    witness that is made again is made of what was kept, or must not vote."""
+    """A run's witness. Its votes must outlive it: keep `state` before giving an answer. A restarted
+    witness starts from the kept state, or must not vote."""
 
     def __init__(self, state: WitnessState | None = None) -> None:
         self._view = state.view if state is not None else None
@@ -46,14 +46,14 @@ class Witness:
 
     @property
     def state(self) -> WitnessState | None:
-        """What to keep; None where nobody has asked yet."""
+        """The state to keep; None if nobody has asked yet."""
         if self._view is None:
             return None
         return WitnessState(self._view, self._acceptor.promised, self._acceptor.accepted)
 
     def handle(self, sender: int, message: Prepare | Accept) -> Answer | None:
-        """The answer to a member's question; None to who has no business here: a view that does not have two
-        members, a node that is not in it, or an older founding of the run."""
+        """Return the answer to a member's question, or None if the sender may not ask: its view does not
+        have two members, it is not in the view, or it asks for an older founding of the run."""
         view, ballot = message.view, message.ballot
         if WITNESS not in voters(view) or sender not in voters(view) or sender != ballot.node:
             return None

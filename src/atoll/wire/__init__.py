@@ -1,1 +1,1 @@
-"""What goes over the network: messages and limits. Parsers of bytes from outside end in `_untrusted`."""
+"""Messages on the network, and their limits. Parsers of bytes from outside end in `_untrusted`."""

@@ -1,4 +1,4 @@
-"""What messages are made of, and those that all roles say: who comes says Hello, and is welcomed or refused.
+"""The base of all messages, and the messages of all roles: Hello, and Welcome or Refused in answer.
 
 Sizes, counts and names are bounded here, before anything is allocated for them. Source: docs/server.md.
 """
@@ -14,8 +14,8 @@ from atoll.core.decoding import decoded
 from atoll.core.errors import AtollError
 
 VERSION = 17  # of the protocol; both sides must have the same
-GUEST = "guest"  # the role of who only asks which run this is; a shard's process says which one it will be
-MOST_AHEAD = 2**20  # how far an incarnation may be beyond the highest that is known: they are counted
+GUEST = "guest"  # the role of a sender that only asks which run this is; a shard's process gives its index
+MOST_AHEAD = 2**20  # how far an incarnation may be beyond the highest known one: incarnations are counted
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -32,21 +32,21 @@ _Kind = TypeVar("_Kind")
 
 
 class WireError(AtollError):
-    """Bytes from outside that are no message of ours; the line says why."""
+    """Bytes from outside that are no message of this protocol; the line says why."""
 
 
 def decode_with(
     decoder: msgspec.msgpack.Decoder[_Kind], raw: bytes | bytearray | memoryview, what: str
 ) -> _Kind:
-    """The message in `raw`, called `what` where it is too large; raises WireError, with one line, for
-    anything that is none."""
+    """Return the message in `raw`, called `what` in the error if it is too large. Raises WireError, with
+    one line, for anything else."""
     if len(raw) > HEADER_BYTES:
         raise WireError(f"a {what} of {len(raw)} bytes, where {HEADER_BYTES} is the most")
     return decoded(decoder, raw, WireError, "no message of this protocol")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
-    """What every message is."""
+    """Base of all messages."""
 
 
 class Hello(Message, frozen=True):
@@ -118,8 +118,8 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """No, and why: one line. What was asked has changed nothing. `request` is the refused message's name, and
-    `number` its number; 0: it has none, or it is none."""
+    """A refusal, with the reason in one line; the request has changed nothing. `request` is the refused
+    message's name, and `number` its number; 0: it has none, or is unknown."""
 
     reason: Text
     request: Name = ""
@@ -127,8 +127,7 @@ class Refused(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Whoever sends it wants to know whether the connection stands, and the system tells: nothing is to be
-    done."""
+    """A probe of the connection, which the operating system answers; the receiver does nothing."""
 
 
 class Used(Message, frozen=True):

@@ -1,9 +1,9 @@
 """The datagrams of the loss-tolerant transport: layouts, writers and parsers, by whole arrays.
 
-A burst of datagrams is one array of bytes, a row each, and all of a burst have one length: so headers are
+A burst of datagrams is one array of bytes, a row each, and all of a burst have one length: headers are
 written, and payloads scattered, without a step of Python for each. Numbers are little-endian. A datagram is a
-header in clear, which the seal covers, and a body, which it hides. docs/ltp.md has the same as tables.
-Source: docs/ltp.md, "Datagrams".
+header in clear, which the seal authenticates, and a body, which the seal encrypts. Source: docs/ltp.md,
+"Datagrams", which has the layouts as tables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST_DATAGRAM_BYTES, MOST_DATAGRAM_BYTES = 256, 65_000
 SEAL_BYTES = 16  # AES-GCM's tag, at a datagram's end
 NO_GROUP = 0xFFFF
 NOT_SAID = 0xFFFF
-ACK_BITS = 8000  # the most that one Ack tells of
+ACK_BITS = 8000  # datagrams that one Ack covers, at most
 MOST_STRIPES = 8
 MOST_NUMBER = (
     2**62
@@ -35,7 +35,7 @@ MOST_NUMBER = (
 
 
 class Kind(IntEnum):
-    """What a datagram's body is."""
+    """The kind of a datagram's body."""
 
     DATA = 1  # a slice of a chunk: SLICE, then the elements
     PARITY = 2  # of a group of DATA: SLICE, whose second half is coded as the elements are
@@ -44,12 +44,12 @@ class Kind(IntEnum):
 
 
 class Element(IntEnum):
-    """What a slice's elements are."""
+    """The type of a slice's elements."""
 
     FLOAT32 = 1
     FLOAT64 = 2
     FLOAT16 = 3
-    BFLOAT16 = 4  # numpy has none: uint16 that hold it
+    BFLOAT16 = 4  # numpy has no such type: uint16 holds it
     BYTE = 5
 
 
@@ -74,8 +74,8 @@ HEADER = np.dtype(
 SESSION_AT = 4  # the byte of a datagram at which HEADER has the session
 _HEADER_OF_ONE = struct.Struct("<BBBBIQ")  # HEADER, without numpy
 _FIRST_KIND, _LAST_KIND = int(Kind.DATA), int(Kind.CONTROL)
-# The first half is alike in the datagrams of a group of forward error correction but for `place`; the second
-# half is what differs, and is coded with the elements: so what is restored tells where it belongs.
+# The first half is equal in the datagrams of a group of forward error correction but for `place`; the second
+# half differs, and is coded with the elements: so a restored datagram has its own place.
 SLICE = np.dtype(
     [
         ("transfer", "<u4"),
@@ -92,7 +92,7 @@ SLICE = np.dtype(
         ("reserved", "u1"),  # 0
         ("offset", "<u4"),  # of the first element in the chunk
         ("index", "<u4"),  # in the transfer's order of sending, from 0
-        ("scale", "<f4"),  # what the elements are to be multiplied by
+        ("scale", "<f4"),  # factor to multiply the elements by
         ("count", "<u2"),  # elements
         ("nonzero", "<u2"),  # how many of them are not 0; NOT_SAID: a slice of low priority
     ]
@@ -104,27 +104,28 @@ FLAGS = HIGH | RELIABLE
 
 ACK = np.dtype(
     [
-        ("largest", "<u8"),  # number that has come
-        ("arrived", "<u8"),  # when that one came, by the receiver's own clock, microseconds
-        ("delay", "<u4"),  # from then until this Ack was made, microseconds
+        ("largest", "<u8"),  # number that has arrived
+        ("arrived", "<u8"),  # time of its arrival, by the receiver's own clock, microseconds
+        ("delay", "<u4"),  # from its arrival until this Ack was made, microseconds
         ("of", "u1"),  # the stripe whose datagrams these are
         ("reserved", "u1"),  # 0
         ("bits", "<u2"),  # that follow
-        ("base", "<u8"),  # the first bit's number; of lower ones nothing is told
+        ("base", "<u8"),  # the first bit's number; the Ack covers no lower ones
         ("delivered", "<u8"),  # bytes of datagrams that came whole, over all stripes, since the session began
     ]
 )
 
 
 def payload_bytes(datagram_bytes: int) -> int:
-    """Bytes of elements that a DATA datagram of this size, seal included, has room for (a multiple of 8)."""
+    """Return the room for elements in a DATA datagram of this size, seal included, in bytes (a multiple of
+    8)."""
     return (datagram_bytes - HEADER.itemsize - SLICE.itemsize - SEAL_BYTES) // 8 * 8
 
 
 @dataclass(frozen=True)
 class Datagrams:
-    """Opened datagrams of one kind, in the order in which they came: `frames` is (n, size), header and body
-    without the seal, and `headers` a view of the headers, (n,)."""
+    """Opened datagrams of one kind, in order of arrival. `frames` is (n, size), header and body without
+    the seal, and `headers` a view of the headers, (n,)."""
 
     kind: Kind
     frames: Bytes
@@ -138,27 +139,27 @@ class Datagrams:
 
     @property
     def slices(self) -> Records:
-        """Of DATA and PARITY, (n,)."""
+        """The slices of DATA and PARITY, (n,)."""
         return records_of(self.frames, SLICE, HEADER.itemsize)
 
     @property
     def bodies(self) -> Bytes:
-        """What stands behind the header, (n, bytes): of CONTROL, the message."""
+        """The bytes behind the header, (n, bytes); for CONTROL, the message."""
         return self.frames[:, HEADER.itemsize :]
 
     @property
     def elements(self) -> Bytes:
-        """Of DATA and PARITY, (n, payload bytes)."""
+        """The elements of DATA and PARITY, (n, payload bytes)."""
         return self.frames[:, HEADER.itemsize + SLICE.itemsize :]
 
     @property
     def coded(self) -> Bytes:
-        """What forward error correction works on, (n, bytes)."""
+        """The bytes that forward error correction works on, (n, bytes)."""
         return self.frames[:, HEADER.itemsize + CODED_FROM :]
 
 
 def records_of(frames: Bytes, layout: np.dtype[Any], start: int) -> Records:
-    """The records that stand at byte `start` of each row: a view, (n,). A row's bytes lie side by side."""
+    """Return the records at byte `start` of each row, (n,), as a view. A row's bytes must be contiguous."""
     return frames[:, start : start + layout.itemsize].view(layout)[:, 0]
 
 
@@ -166,14 +167,14 @@ def records_of(frames: Bytes, layout: np.dtype[Any], start: int) -> Records:
 
 
 def new_frames(datagrams: int, body_bytes: int) -> Bytes:
-    """Room for that many datagrams, all zeros: header, body and seal, (n, size)."""
+    """Return room for that many datagrams, all zeros: header, body and seal, (n, size)."""
     return np.zeros((datagrams, HEADER.itemsize + body_bytes + SEAL_BYTES), dtype=np.uint8)
 
 
 def write_headers(
     frames: Bytes, kind: Kind, phase: int, stripe: int, session: int, first_number: int
 ) -> None:
-    """Writes the headers of a burst, whose numbers rise from `first_number` on."""
+    """Write the headers of a burst, with numbers that rise from `first_number`."""
     headers = records_of(frames, HEADER, 0)
     headers["version"] = LTP_VERSION
     headers["kind"] = kind
@@ -184,7 +185,7 @@ def write_headers(
 
 
 def control_datagram(message: bytes) -> Bytes:
-    """A datagram with an encoded control message, (1, size); its header is still to be written."""
+    """Return a datagram with an encoded control message, (1, size); the caller writes its header."""
     frames = new_frames(1, len(message))
     frames[0, HEADER.itemsize : HEADER.itemsize + len(message)] = np.frombuffer(message, dtype=np.uint8)
     return frames
@@ -192,34 +193,34 @@ def control_datagram(message: bytes) -> Bytes:
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """What an Ack tells, in seconds and numbers; times are by the receiver's own clock."""
+    """The contents of an Ack, in seconds and numbers; times are by the receiver's own clock."""
 
     of: int  # the stripe
     largest: int
-    arrived: float  # when `largest` came
-    delay: float  # from then until the Ack was made
+    arrived: float  # time of arrival of `largest`
+    delay: float  # from that arrival until the Ack was made
     base: int
     received: npt.NDArray[np.bool_]  # of the numbers from `base` on, at most ACK_BITS
     delivered: int  # bytes, over all stripes, since the session began
 
     @property
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Those that came, rising."""
+        """The numbers that arrived, rising."""
         return np.flatnonzero(self.received).astype(np.int64) + self.base
 
 
 def ack_bits(datagram_bytes: int) -> int:
-    """How many datagrams one Ack tells of that is no longer than this, seal included."""
+    """Return the number of datagrams that one Ack of this size, seal included, covers."""
     return min((datagram_bytes - HEADER.itemsize - ACK.itemsize - SEAL_BYTES) * 8, ACK_BITS)
 
 
 def ack_bytes(bits: int) -> int:
-    """How long an Ack of so many datagrams is, seal included."""
+    """Return the size in bytes of an Ack of so many datagrams, seal included."""
     return HEADER.itemsize + ACK.itemsize + (bits + 7) // 8 + SEAL_BYTES
 
 
 def ack_datagram(told: Acknowledgement) -> Bytes:
-    """A datagram that tells it, (1, size); its header is still to be written."""
+    """Return a datagram with this Ack, (1, size); the caller writes its header."""
     bits = np.packbits(told.received, bitorder="little")
     frames = new_frames(1, ACK.itemsize + len(bits))
     record = records_of(frames, ACK, HEADER.itemsize)
@@ -236,7 +237,7 @@ def ack_datagram(told: Acknowledgement) -> Bytes:
 
 
 def read_ack(frame: Bytes) -> Acknowledgement:
-    """What a row of an ACK's Datagrams tells: split_untrusted has checked it."""
+    """Return the Ack in a row of an ACK's Datagrams, which split_untrusted has checked."""
     record = records_of(frame[None], ACK, HEADER.itemsize)[0]
     bits = np.unpackbits(
         frame[HEADER.itemsize + ACK.itemsize :], count=int(record["bits"]), bitorder="little"
@@ -257,8 +258,8 @@ def read_ack(frame: Bytes) -> Acknowledgement:
 
 @dataclass(frozen=True)
 class Flow:
-    """Sealed datagrams of one session, stripe and phase, in the order in which they came; none of it is to be
-    believed before the seal was opened. Rows of `frames` (n, width) are filled to `sizes`, seal included."""
+    """Sealed datagrams of one session, stripe and phase, in order of arrival, not to be believed before
+    the seal is opened. Rows of `frames` (n, width) are filled to `sizes`, seal included."""
 
     session: int
     stripe: int
@@ -269,8 +270,8 @@ class Flow:
 
 
 def headers_untrusted(frames: Bytes, sizes: npt.NDArray[np.int64], drops: Counter[str]) -> list[Flow]:
-    """What sealed datagrams say of themselves, by flows; what is none of ours is counted in `drops` by its
-    reason, "another version" apart from the rest. Flows share memory with `frames` where all are of one."""
+    """Return sealed datagrams by flow, as their headers name it. Bad ones are counted in `drops` by
+    reason, "another version" apart from the rest. Flows share memory with `frames` if all are of one flow."""
     width = frames.shape[1]
     sizes = np.asarray(sizes, dtype=np.int64)
     if len(frames) == 1 and (flow := _flow_of_one(frames, sizes)) is not None:
@@ -302,7 +303,8 @@ def _flow_of(frames: Bytes, sizes: npt.NDArray[np.int64]) -> Flow:
 
 
 def _flow_of_one(frames: Bytes, sizes: npt.NDArray[np.int64]) -> Flow | None:
-    """Read a single good datagram in a tenth of the time: acknowledgements come so, and many hostile ones."""
+    """Read a single good datagram in a tenth of the time: acknowledgements arrive singly, and many hostile
+    ones."""
     size, width = int(sizes[0]), frames.shape[1]
     if not HEADER.itemsize + SEAL_BYTES < size <= min(width, MOST_DATAGRAM_BYTES):
         return None
@@ -318,8 +320,8 @@ def _flow_of_one(frames: Bytes, sizes: npt.NDArray[np.int64]) -> Flow | None:
 
 
 def _are_one_good_flow(frames: Bytes, sizes: npt.NDArray[np.int64]) -> bool:
-    """Whether all are good and of one flow, as in most bursts: asked in a third of the time. What passes here
-    passes the questions one by one too."""
+    """True if all are good and of one flow, as in most bursts; takes a third of the time of the single
+    checks. What passes here passes the single checks too."""
     if not len(frames) or frames.shape[1] < HEADER.itemsize:
         return False
     words, kinds = frames[:, :8].view("<u8")[:, 0] | np.uint64(0xFF00), frames[:, 1]
@@ -336,8 +338,8 @@ def _are_one_good_flow(frames: Bytes, sizes: npt.NDArray[np.int64]) -> bool:
 
 
 def split_untrusted(frames: Bytes, sizes: npt.NDArray[np.int64], drops: Counter[str]) -> list[Datagrams]:
-    """Opened datagrams of one flow by kind and size, in the order in which they came within each; `sizes`
-    have the seal's room in them still. What is out of bounds is counted in `drops` by its reason."""
+    """Return the opened datagrams of one flow by kind and size, in order of arrival within each; `sizes`
+    include the seal. Datagrams out of bounds are counted in `drops` by reason."""
     if not len(frames) or frames.shape[1] <= HEADER.itemsize:
         drops["too short"] += len(frames)
         return []
@@ -359,13 +361,13 @@ def split_untrusted(frames: Bytes, sizes: npt.NDArray[np.int64], drops: Counter[
 
 
 def restored_untrusted(batch: Datagrams, drops: Counter[str]) -> npt.NDArray[np.bool_]:
-    """Which rows of DATA that the code gave back are within bounds, (n,): a sender's parity may be of
-    anything."""
+    """Return which restored rows of DATA are within bounds, (n,): a sender's parity may be of anything."""
     return _check_data(batch, drops)
 
 
 def _groups(keys: npt.NDArray[np.int64]) -> list[tuple[int, Any]]:
-    """Each key and its rows, by first appearance; where there is one key, a slice of all: no copy is made."""
+    """Return each key and its rows, by first appearance; for a single key, a slice of all rows, without a
+    copy."""
     if (keys == keys[0]).all():
         return [(int(keys[0]), slice(None))]
     order = np.argsort(keys, kind="stable")
@@ -374,7 +376,7 @@ def _groups(keys: npt.NDArray[np.int64]) -> list[tuple[int, Any]]:
 
 
 def _drop(keep: npt.NDArray[np.bool_], bad: npt.NDArray[np.bool_], reason: str, drops: Counter[str]) -> None:
-    """Takes bad rows out of `keep`; each is counted once, by its first reason."""
+    """Take bad rows out of `keep`, and count each once, by its first reason."""
     bad = bad & keep
     if bad.any():
         drops[reason] += int(np.count_nonzero(bad))
@@ -382,7 +384,7 @@ def _drop(keep: npt.NDArray[np.bool_], bad: npt.NDArray[np.bool_], reason: str, 
 
 
 def _check_slices(batch: Datagrams, drops: Counter[str]) -> npt.NDArray[np.bool_]:
-    """The half of SLICE that is not coded: alike for DATA and PARITY."""
+    """Check the half of SLICE that is not coded, for DATA and PARITY."""
     keep = np.ones(len(batch), dtype=bool)
     if batch.frames.shape[1] < HEADER.itemsize + SLICE.itemsize:
         _drop(keep, keep.copy(), "too short", drops)
@@ -404,8 +406,8 @@ def _check_slices(batch: Datagrams, drops: Counter[str]) -> npt.NDArray[np.bool_
 
 
 def _are_good_data(batch: Datagrams) -> bool:
-    """Whether all rows are good data of one transfer, not in groups, and full, as in most bursts: asked in a
-    third of the time. What passes here passes the questions one by one too."""
+    """True if all rows are good, full data of one transfer, not in groups, as in most bursts; takes a
+    third of the time of the single checks. What passes here passes the single checks too."""
     start, end = HEADER.itemsize, HEADER.itemsize + SLICE.itemsize
     if batch.frames.shape[1] < end:
         return False
@@ -491,7 +493,7 @@ def _check_acks(batch: Datagrams, drops: Counter[str]) -> npt.NDArray[np.bool_]:
 
 
 def _check_controls(batch: Datagrams, drops: Counter[str]) -> npt.NDArray[np.bool_]:  # noqa: ARG001
-    """What they say is decoded one by one: linkcontrol.decode_untrusted."""
+    """Keep all: linkcontrol.decode_untrusted checks each message as it is decoded."""
     return np.ones(len(batch), dtype=bool)
 
 

@@ -1,8 +1,8 @@
-"""What a node's training process and its CPU side say to one another, over one Unix socket of packets.
+"""Messages between a node's training process and its CPU side, over one Unix socket of packets.
 
-Both are of one installation and of one machine, and each trusts the other; tensors lie in memory that they
-share (exchange/hostmemory.py), so messages are small. `Post` (net/post.py) cuts a larger one into
-packets, and carries file descriptors with it.
+Both are of one installation and one machine, and trust each other; tensors lie in shared memory
+(exchange/hostmemory.py), so messages are small. `Post` (net/post.py) cuts a larger one into packets, and
+carries file descriptors with it.
 
 The order: Begin, Listening, Introduce; then meetings; SetUp, Ready; then iterations, until Leave and Left.
 Source: docs/peers.md, "What a step does".
@@ -30,13 +30,13 @@ from atoll.wire.base import (
 from atoll.wire.workerstand import WorkerStand
 
 NO_STATE = "a node that comes late gets no state of the script"  # why follows
-NO_MORE = 2**52  # in the place of an iteration: the script has made all of its own
-Note: TypeAlias = Annotated[bytes, Meta(max_length=2**16)]  # the session's own words on a contribution
+NO_MORE = 2**52  # in place of an iteration: the script has made all of its own
+Note: TypeAlias = Annotated[bytes, Meta(max_length=2**16)]  # the session's own data on a contribution
 Buffer: TypeAlias = Annotated[int, Meta(ge=0, lt=16)]
 
 
 class NodeAt(msgspec.Struct, frozen=True):
-    """A node of the run, and where its CPU side listens."""
+    """A node of the run, and the address at which its CPU side listens."""
 
     node: Count
     incarnation: Count
@@ -44,7 +44,7 @@ class NodeAt(msgspec.Struct, frozen=True):
 
 
 class Clip(msgspec.Struct, frozen=True):
-    """What the script asked of the mean's global norm: clip_grad_norm_'s arguments."""
+    """The script's request to clip the mean's global norm: clip_grad_norm_'s arguments."""
 
     max_norm: float
     norm_type: float = 2.0
@@ -84,17 +84,19 @@ class Begin(Message, frozen=True):
 
 
 class Listening(Message, frozen=True):
-    """The CPU side's door is open: where other nodes reach it."""
+    """The CPU side is ready: other nodes reach it at `address`."""
 
     address: Name
 
 
 class Introduce(Message, frozen=True):
-    """The nodes that the run begins with, this one too; where it goes on (`late`), those who may know of it.
-    From here on meetings work, but for one that comes late, which takes part in them from Ready on.
-    `founding` counts the run's beginnings under one hub, so that none is mistaken for an earlier one.
-    `known_from` is the folder where this node has left word of them when it lived before; empty: it was
-    introduced."""
+    """The nodes that the run begins with, this one included; if the run is under way (`late`), nodes that may
+    know of it.
+
+    Meetings work from here on; a late node takes part from Ready on. `founding` counts the run's beginnings
+    under one hub, so that none is mistaken for an earlier one. `known_from` is the folder where an earlier
+    incarnation of this node left the addresses; empty: this node was introduced.
+    """
 
     nodes: list[NodeAt]
     late: bool = False
@@ -135,8 +137,9 @@ class SetUp(Message, frozen=True):
 
 class Ready(Message, frozen=True):
     """Set up; iteration `iteration` is the first that this node makes, its next meeting is `meeting`.
-    Parameters to begin with follow as Published. `script`: of one that comes late, what a member's Captured
-    had for that iteration. `door`: where the node's other devices may ask (cpuside/door.py)."""
+    Parameters to begin with follow as Published. `script`: for a late node, the state in a member's
+    Captured for that iteration. `door`: the address where the node's other devices may ask
+    (cpuside/door.py)."""
 
     iteration: Count
     incarnation: Count
@@ -193,7 +196,7 @@ class Applied(Message, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A contribution that was applied: whose, and what its node said of it."""
+    """An applied contribution: its node, and the values that the node gave with it."""
 
     node: Count
     incarnation: Count
@@ -204,8 +207,8 @@ class Part(msgspec.Struct, frozen=True):
 
 class Published(Message, frozen=True):
     """Buffer `buffer` holds local parameters: the global ones at iteration `taken`, and over them pending
-    contributions, of which this node's own are those before `through`. It stays as it is until Release.
-    Writing it took `seconds`."""
+    contributions, of which this node's own are those before `through`. The buffer is unchanged until
+    Release. Writing it took `seconds`."""
 
     buffer: Buffer
     taken: Count
@@ -214,23 +217,22 @@ class Published(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """The worker has copied these buffers, or will not look at them."""
+    """The worker has copied these buffers, or will not read them."""
 
     buffers: list[Buffer]
 
 
 class Want(Message, frozen=True):
-    """The worker waits: it may not begin `iteration` before the global iteration is `least`, or it wants to
-    see all that was contributed applied (a checkpoint, the end). Answered by Published, when it is so, and by
-    Waiting while it is not."""
+    """The worker waits: it may not begin `iteration` before the global iteration is `least`, or it needs
+    all contributions applied (a checkpoint, the end). Answered by Published, and by Waiting until then."""
 
     iteration: Count
     least: Count
-    stand: WorkerStand | None = None  # where its script waits so
+    stand: WorkerStand | None = None  # the place in its script
 
 
 class Meet(Message, frozen=True):
-    """This node's part in the members' `number`-th meeting on `what`. Answered by Met.
+    """A node's part in the members' `number`-th meeting on `what`. Answered by Met.
 
     `at` is the last iteration whose boundary (the end of its backward) the script has come to; `NO_MORE` once
     it has made all of them. A node that comes in takes part from its first iteration's boundary on.
@@ -240,7 +242,7 @@ class Meet(Message, frozen=True):
     what: Text
     payload: bytes
     at: Count = 0
-    stand: WorkerStand | None = None  # where its script waits so
+    stand: WorkerStand | None = None  # the place in its script
 
 
 class Met(Message, frozen=True):
@@ -252,30 +254,30 @@ class Met(Message, frozen=True):
 
 
 class WantState(Message, frozen=True):
-    """Pack the optimizer's state into the memory whose file descriptor comes with this, once the global
-    iteration is `least`: all that this node has contributed when it is asked, so there is no later one before
-    the answer. Answered by State, and by Waiting while it is not. The worker asks, or another device of its
-    node at the CPU side's door."""
+    """Pack the optimizer's state into the memory whose file descriptor comes with this message, once the
+    global iteration is `least`, the number of iterations that this node has contributed: no later one
+    comes before the answer. Answered by State, and by Waiting until then. The worker asks, or another
+    device of its node at the CPU side's door."""
 
     least: Count = 0
 
 
 class State(Message, frozen=True):
-    """What was wanted lies in the memory given: `packed` bytes, at global iteration `iteration`."""
+    """The wanted state lies in the memory given: `packed` bytes, at global iteration `iteration`."""
 
     iteration: Count
     packed: Count
 
 
 class CaptureAt(Message, frozen=True):
-    """A node comes in with `iteration`: answer at exactly that boundary with Captured."""
+    """A node comes in with `iteration`: answer exactly at that boundary with Captured."""
 
     iteration: Count
 
 
 class Captured(Message, frozen=True):
-    """The script's state (samplers, random numbers) before `iteration`, for one that comes late, and the
-    first meeting that it takes part in."""
+    """The script's state (samplers, random numbers) before `iteration`, for a late node, and the first
+    meeting that this node takes part in."""
 
     iteration: Count
     script: bytes
@@ -283,15 +285,15 @@ class Captured(Message, frozen=True):
 
 
 class Waiting(Message, frozen=True):
-    """What keeps the global iteration where it is ("node 2's contribution of iteration 41"), while the worker
-    waits; for its deadline's error."""
+    """The reason why the global iteration stands ("node 2's contribution of iteration 41") while the
+    worker waits; for its deadline's error."""
 
     what: Text
 
 
 class Members(Message, frozen=True):
-    """The members are others than before, from view `view` on. `known` are all nodes that this one knows, and
-    where: for whoever wants to come back later. `reason` is the decision's."""
+    """The members have changed, from view `view` on. `known` are all nodes that this one knows, with
+    addresses, for a node that wants to come back later. `reason` is the decision's."""
 
     view: Count
     members: list[NodeAt]
@@ -300,18 +302,19 @@ class Members(Message, frozen=True):
 
 
 class LeftOut(Message, frozen=True):
-    """The others went on without this node. It asks to be let in again once the worker says Awake: they would
-    wait for its next contribution, in vain where the worker or another device of the node stands still."""
+    """The others went on without this node. It asks to be let in again only once the worker says Awake:
+    the others would wait for its next contribution, in vain if the worker or another device of the node
+    stands still."""
 
 
 class Awake(Message, frozen=True):
-    """After LeftOut: the script, on all of the node's devices, has come to a call of the session's."""
+    """After LeftOut: the script, on all of the node's devices, has come to a call of the session."""
 
 
 class Returned(Message, frozen=True):
-    """The others went on without this node, and it is a member anew: of another `incarnation`, and its next
-    iteration is `iteration`, its next meeting `meeting`; what it had contributed beyond what they hold counts
-    nowhere. Published follows. `script` as in Ready."""
+    """The others went on without this node, and it is a member again, with another `incarnation`; its next
+    iteration is `iteration`, its next meeting `meeting`. Its contributions beyond those that the others
+    hold count nowhere. Published follows. `script` as in Ready."""
 
     incarnation: Count
     iteration: Count
@@ -321,8 +324,8 @@ class Returned(Message, frozen=True):
 
 
 class Resumed(Message, frozen=True):
-    """The worker has taken Returned: what it says from here on is of that incarnation. What it said before
-    is dropped."""
+    """The worker has taken Returned. Its messages from here on are of that incarnation; earlier ones are
+    dropped."""
 
     incarnation: Count
 
@@ -336,15 +339,17 @@ class Told(Message, frozen=True):
 
 
 class Figures(Message, frozen=True):
-    """What the CPU side has counted since it began; sent about once a second while that changes. `staleness`
-    is by how much each applied contribution's iteration was past what its node had taken: counts by value,
-    the last for all above. Seconds and bytes are sums."""
+    """Counts of the CPU side since it began, sent about once a second while they change.
+
+    `staleness` counts applied contributions by how far their iteration was past the one whose parameters they
+    used; the last count is for all above. Seconds and bytes are sums.
+    """
 
     applied: Count = 0
     rounds: Count = 0  # synchronisation rounds that this node started
-    joined: Count = 0  # and took part in
+    joined: Count = 0  # rounds that this node took part in
     refusals: Count = 0
-    fetched: Count = 0  # contributions that were asked for
+    fetched: Count = 0  # contributions that this node requested
     waits: Count = 0  # of the worker's, for the global iteration
     waited: Seconds = 0.0
     no_room: Count = 0  # contributions that had to wait for room
@@ -363,11 +368,11 @@ class Leave(Message, frozen=True):
 
 
 class Left(Message, frozen=True):
-    """This node has left, and nobody waits for it."""
+    """The node has left, and no other waits for it."""
 
 
 class Failed(Message, frozen=True):
-    """The CPU side cannot go on: the error's class (core/errors.py) and its line. It ends after this."""
+    """The CPU side cannot go on, and ends: the error's class (core/errors.py) and its line."""
 
     error: Name
     reason: Text
@@ -388,5 +393,5 @@ def encode(message: DeviceMessage) -> bytes:
 
 
 def decode(packet: bytes | bytearray | memoryview) -> DeviceMessage:
-    """The message in `packet`; raises WireError, with one line, for anything that is none."""
+    """Return the message in `packet`. Raises WireError, with one line, for anything else."""
     return decode_with(_decoder, packet, "message")

@@ -1,9 +1,10 @@
-"""What members of a group that hold one model together ask of one another: a payload of a chunk, as a number
-of optimizer steps has left it.
+"""Requests between members of a group that share one model: a payload of a chunk, after a number of optimizer
+steps.
 
 A connection begins with the server's challenge; the client answers with one of its own and a proof that it
-knows the server's secret, and the server proves the same. Then the client asks, as often as it likes, by a
-head and the payload's kind; each answer is a head and the bytes that were asked for, or why there are none.
+knows the server's secret, and the server proves that it knows the secret too. Then the client sends any
+number of requests, each a head and the payload's kind; each answer is a head and the bytes, or the reason why
+there are none.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ PROOF_BYTES = 32
 MOST_REASON = 2**12  # bytes of a refusal
 
 _OPENING = struct.Struct(f"<I{CHALLENGE_BYTES}s{PROOF_BYTES}s")  # the client's rank, challenge and proof
-_FETCH = struct.Struct("<IqQB")  # chunk, version, bytes, and how many bytes the kind has, which follow
-_ANSWER = struct.Struct("<BQ")  # whether it is a refusal, and how many bytes follow
+_FETCH = struct.Struct("<IqQB")  # chunk, version, bytes, and the length of the kind, which follows
+_ANSWER = struct.Struct("<BQ")  # 1 for a refusal, and the number of bytes that follow
 
 OPENING_BYTES, FETCH_BYTES, ANSWER_BYTES = _OPENING.size, _FETCH.size, _ANSWER.size
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """The first `nbytes` of a chunk's payload `kind`, as `version` optimizer steps have made it."""
+    """A request for the first `nbytes` of a chunk's payload `kind`, after `version` optimizer steps."""
 
     chunk: int
     kind: str
@@ -37,12 +38,13 @@ class Fetch:
 
 
 def opening(rank: int, own: bytes, theirs: bytes, secret: bytes) -> bytes:
-    """What the client of `rank` says to the server's challenge, `theirs`; `own` is its own challenge."""
+    """Return the answer of the client of `rank` to the server's challenge, `theirs`; `own` is its own
+    challenge."""
     return _OPENING.pack(rank, own, _proof(secret, b"asks", rank, theirs, own))
 
 
 def opening_untrusted(said: bytes, challenge: bytes, secret: bytes) -> tuple[int, bytes]:
-    """The client's rank and challenge. Raises WireError unless it knows the secret."""
+    """Return the client's rank and challenge. Raises WireError unless the client knows the secret."""
     if len(said) != OPENING_BYTES:
         raise WireError(f"an opening of {len(said)} bytes")
     rank, theirs, proof = _OPENING.unpack(said)
@@ -52,7 +54,7 @@ def opening_untrusted(said: bytes, challenge: bytes, secret: bytes) -> tuple[int
 
 
 def server_proof(rank: int, challenge: bytes, secret: bytes) -> bytes:
-    """What the server says to the challenge of the client of `rank`."""
+    """Return the server's answer to the challenge of the client of `rank`."""
     return _proof(secret, b"answers", rank, challenge, b"")
 
 
@@ -66,12 +68,12 @@ def encode_fetch(fetch: Fetch) -> bytes:
 
 
 def kind_bytes(head: bytes) -> int:
-    """How many bytes of the kind follow a fetch's head."""
+    """Return the number of bytes of the kind, which follow a fetch's head."""
     return int(_FETCH.unpack(head)[3])
 
 
 def fetch_untrusted(head: bytes, kind: bytes) -> Fetch:
-    """Raises WireError for what is no fetch."""
+    """Return the fetch. Raises WireError for anything else."""
     chunk, version, nbytes, length = _FETCH.unpack(head)
     if len(kind) != length or not kind or not nbytes:
         raise WireError(f"a fetch of {nbytes} bytes, whose kind has {len(kind)} bytes")
@@ -86,7 +88,8 @@ def encode_answer(refused: bool, nbytes: int) -> bytes:
 
 
 def answer_untrusted(head: bytes, asked: int) -> int:
-    """How many bytes of a refusal follow; 0: the `asked` bytes do. Raises WireError for any other answer."""
+    """Return the number of bytes of a refusal that follow; 0: the `asked` bytes do. Raises WireError for
+    any other answer."""
     refused, nbytes = _ANSWER.unpack(head)
     if refused == 1 and 0 < nbytes <= MOST_REASON:
         return int(nbytes)

@@ -1,4 +1,4 @@
-"""What is said with the hub: by workers, by shards, and by the hub to them and to the log."""
+"""Messages with the hub: of workers and shards, and of the hub to them and to the log."""
 
 from __future__ import annotations
 
@@ -84,11 +84,13 @@ class Echo(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """A worker leaves in good order: it commits nothing any more, and what it had leased is free. From a
-    shard: it ends, as Over has told it to. From a site's: all its workers have left, or it cannot go on.
-    To a site's shard, from its worker: it leaves, so that nobody is to come back in its place.
-    `finished`: its session came to its end together with the other members' of its ring. Else `reason` says
-    why the worker leaves, for people."""
+    """A worker leaves in good order: it commits nothing any more, and its leases are free.
+
+    From a shard: it ends, since Over was sent. From a site's shard: all its workers have left, or it cannot
+    go on. To a site's shard, from its worker: it leaves, and nobody is to come back in its place. `finished`:
+    its session ended together with the other members' of its ring. Else `reason` says why the worker leaves,
+    for people.
+    """
 
     incarnation: Count
     finished: bool = False
@@ -100,7 +102,8 @@ class Over(Message, frozen=True):
 
 
 class WhereAreShards(Message, frozen=True):
-    """Answered by Shards, once all are there: to a worker of a site, that site's alone."""
+    """A request for the shards' addresses. Answered by Shards, once all are there; a worker of a site gets
+    the site's shard alone."""
 
 
 class Shards(Message, frozen=True):

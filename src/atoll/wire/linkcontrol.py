@@ -1,8 +1,8 @@
-"""The control messages of the loss-tolerant transport: what a datagram of kind CONTROL carries, one each.
+"""The control messages of the loss-tolerant transport, one in each datagram of kind CONTROL.
 
 A message is a MessagePack map, whose key `m` names it. Each has a `sequence`, which rises by one with every
-message of its sender: one that is lost goes again with the same sequence, and is handled once. Sizes and
-counts are bounded here. Source: docs/ltp.md, "Control messages".
+message of its sender: a lost message is sent again under its sequence, and handled once. Sizes and counts are
+bounded here. Source: docs/ltp.md, "Control messages".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from atoll.core.decoding import decoded
 from atoll.wire.base import Count, WireError
 from atoll.wire.datagrams import HEADER, MOST_DATAGRAM_BYTES, SEAL_BYTES
 
-TOKEN_BYTES = 8  # not to be guessed: who sends it back has read it at the address that it was sent to
+TOKEN_BYTES = 8  # unguessable: a sender that returns it receives at the address to which it was sent
 MOST_RANGES = 4096  # in one Need: 10 bytes each at most, so that it goes into the largest datagram
 FRAME_BYTES = 160  # the most that a Need takes beside its ranges, and a Closed beside its bitmap
 RANGE_BYTES = 11  # the most that one range takes
@@ -26,42 +26,43 @@ RANGE_BYTES = 11  # the most that one range takes
 U32: TypeAlias = Annotated[int, Meta(ge=0, lt=2**32)]
 Token: TypeAlias = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Range: TypeAlias = tuple[U32, U32]  # from, and up to but not with
-Filled: TypeAlias = Literal["none", "borne", "zero", "last", "rescaled"]  # what takes the lost blocks' place
+Filled: TypeAlias = Literal["none", "borne", "zero", "last", "rescaled"]  # values in place of lost blocks
 # The rule by which a transfer was handed on; or it was "refused" for its bounds, or "dropped", being silent.
 How: TypeAlias = Literal["complete", "enough", "deadline", "refused", "dropped"]
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
-    """What every control message is."""
+    """Base of all control messages."""
 
     sequence: Count
 
 
 class Hello(Control, frozen=True):
-    """The client's first, to the server: its address is validated by the server's Challenge. `padding` makes
-    the datagram whole, so that the server may answer three times as much, and the path's size is known."""
+    """The client's first message, which the server answers with a Challenge to validate its address.
+    `padding` makes the datagram as long as the path allows: the server may then answer three times as
+    much."""
 
     padding: Annotated[bytes, Meta(max_length=MOST_DATAGRAM_BYTES)] = b""
 
 
 class Challenge(Control, frozen=True):
-    """To an address that is to be validated, and only there: 8 random bytes."""
+    """A challenge to an address to be validated: 8 random bytes."""
 
     token: Token
 
 
 class Answer(Control, frozen=True):
-    """The token of a Challenge, from the address at which it came."""
+    """The token of a Challenge, sent from the challenged address."""
 
     token: Token
 
 
 class Ping(Control, frozen=True):
-    """Nothing is to be done but to acknowledge it."""
+    """A message that only needs an acknowledgement."""
 
 
 class Early(Control, frozen=True):
-    """The receiver has enough: what is unsent of the transfer's low blocks is not to be sent any more."""
+    """The receiver has enough: the sender drops the transfer's unsent low blocks."""
 
     transfer: U32
 
@@ -128,17 +129,19 @@ _decoder: msgspec.msgpack.Decoder[AnyControl] = msgspec.msgpack.Decoder(AnyContr
 
 
 def encode(message: AnyControl) -> bytes:
-    """The body of a datagram of kind CONTROL."""
+    """Return the body of a datagram of kind CONTROL."""
     return _encoder.encode(message)
 
 
 def decode_untrusted(body: bytes | memoryview | npt.NDArray[np.uint8]) -> AnyControl:
-    """The message in `body`, which may be a row of Datagrams.bodies; raises WireError, with one line."""
+    """Return the message in `body`, which may be a row of Datagrams.bodies. Raises WireError, with one
+    line, for anything else."""
     return decoded(_decoder, body, WireError, "no control message")
 
 
 def padded(hello: Hello, datagram_bytes: int) -> Hello:
-    """The Hello with as much padding as makes its datagram, seal included, exactly so long (at least 256)."""
+    """Return the Hello with padding that makes its datagram, seal included, exactly so long (at least
+    256)."""
     room = datagram_bytes - HEADER.itemsize - SEAL_BYTES
     padding = b""
     for _ in range(3):  # MessagePack says a length with 2, 3 or 5 bytes
@@ -151,8 +154,8 @@ def _with(hello: Hello, padding: bytes) -> Hello:
 
 
 def need_of(sequence: int, transfer: int, missing: npt.NDArray[np.bool_], datagram_bytes: int) -> Need | None:
-    """Asks for the missing blocks (bool, by index), or as many of the first ranges as a datagram holds; None:
-    nothing is missing."""
+    """Return a Need of the missing blocks (bool, by index), or of as many of the first ranges as a
+    datagram holds; None: nothing is missing."""
     room = (datagram_bytes - HEADER.itemsize - SEAL_BYTES - FRAME_BYTES) // RANGE_BYTES
     edges = np.flatnonzero(np.diff(missing, prepend=False, append=False))
     ranges = [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)[: min(room, MOST_RANGES)]]
@@ -168,7 +171,7 @@ def closed_of(
     datagram_bytes: int,
     order: int = 0,
 ) -> list[Closed]:
-    """The parts that tell which blocks are missing (bool, by index); their sequences follow one another."""
+    """Return the parts that list the missing blocks (bool, by index), with consecutive sequences."""
     room = datagram_bytes - HEADER.itemsize - SEAL_BYTES - FRAME_BYTES
     bitmap = np.packbits(missing, bitorder="little").tobytes()
     parts = max(-(-len(bitmap) // room), 1)
@@ -189,8 +192,8 @@ def closed_of(
 
 
 def mark_missing(closed: Closed, missing: npt.NDArray[np.bool_]) -> None:
-    """Sets what one part tells in `missing` (bool, by index). Raises WireError where it tells of blocks that
-    the transfer has not."""
+    """Copy one part into `missing` (bool, by index). Raises WireError if it has blocks beyond the
+    transfer's."""
     bits = np.unpackbits(np.frombuffer(closed.missing, dtype=np.uint8), bitorder="little").astype(bool)
     there = missing[closed.first : closed.first + len(bits)]
     if bits[len(there) :].any() or len(bits) - len(there) >= 8:

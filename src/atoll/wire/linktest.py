@@ -1,7 +1,7 @@
-"""What `atoll link test` and `atoll link serve` say to each other, over the authenticated channel: clocks are
-compared, transports opened, and each transfer that has become usable is told with its time.
+"""Messages between `atoll link test` and `atoll link serve`, over the authenticated channel: they compare
+clocks, open transports, and report each usable transfer with its time.
 
-The bytes that are measured go elsewhere: over a TCP connection of their own, or as datagrams.
+The measured bytes go elsewhere: over a TCP connection of their own, or as datagrams.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from atoll.wire.base import Count, Message, Text
 
-LINK_ROLE = "link"  # in Hello and Welcome: who measures, and who is measured against
+LINK_ROLE = "link"  # the role in Hello and Welcome, at both ends
 TOKEN_BYTES = 16
 SECRET_BYTES = 32
 MOST_TRANSFER = 2**30  # bytes of one transfer
@@ -24,7 +24,7 @@ _Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES
 
 
 class ReadClock(Message, frozen=True):
-    """What time is it at the server? Answered at once, which also tells the round trip."""
+    """A request for the server's time. The prompt answer also gives the round trip."""
 
     number: Count
 
@@ -44,8 +44,8 @@ class OpenTcp(Message, frozen=True):
 
 
 class TcpOpened(Message, frozen=True):
-    """Where to connect to, and what to say first: the token. A transfer is its length, 8 bytes little-endian,
-    and its bytes."""
+    """The port to connect to, and the token to send first. A transfer is its length, 8 bytes
+    little-endian, and its bytes."""
 
     number: Count
     flow: Count
@@ -95,7 +95,7 @@ class Taken(Message, frozen=True):
 
 
 class FlowLost(Message, frozen=True):
-    """The server takes no more transfers of this flow, and why."""
+    """The server takes no more transfers of this flow, and the reason."""
 
     flow: Count
     reason: Text

@@ -1,8 +1,8 @@
-"""The messages between workers, hub and shards: a header, MessagePack by msgspec, and for some a payload of
-raw little-endian values behind it (a chunk).
+"""The messages between workers, hub and shards: a MessagePack header, and for some a payload of raw
+little-endian values behind it (a chunk).
 
-They are in modules by who speaks: `base`, `hub`, `served`, `shards`, `linktest`, `peers`, `peerviews`.
-Everybody else imports them from here.
+Modules hold them by sender: `base`, `hub`, `served`, `shards`, `linktest`, `peers`, `peerviews`. Other
+packages import them from here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atoll.wire.served import *
 from atoll.wire.shards import *
 from atoll.wire.tunnel import LinkLost as LinkLost
 from atoll.wire.tunnel import LinkOpened as LinkOpened
-from atoll.wire.tunnel import OpenLink as OpenLink  # beside it are frames of its own
+from atoll.wire.tunnel import OpenLink as OpenLink  # the tunnel has frames of its own besides
 from atoll.wire.workerstand import *
 
 AnyMessage: TypeAlias = Union[
@@ -49,12 +49,12 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 def encode(message: AnyMessage) -> bytes:
-    """The header's bytes."""
+    """Return the header's bytes."""
     return _encoder.encode(message)
 
 
 def decode_untrusted(header: bytes | memoryview) -> AnyMessage:
-    """The message in `header`; raises WireError, with one line, for anything that is none."""
+    """Return the message in `header`. Raises WireError, with one line, for anything else."""
     message = decode_with(_decoder, header, "header")
     if isinstance(message, _OF_VIEWS) and (reason := peers.flaw(message)):
         raise WireError(f"no message of this protocol: {reason}")
@@ -62,8 +62,9 @@ def decode_untrusted(header: bytes | memoryview) -> AnyMessage:
 
 
 def plain_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> Hyperparameters:
-    """A torch optimizer's param groups as they can be sent: without parameters; tensors of one element as
-    numbers. Other tensors stay what they are: whoever runs the optimizer says that they are no number."""
+    """Return a torch optimizer's param groups in a form to send: without parameters; tensors of one
+    element as numbers. Other tensors are left as they are: the optimizer's own process reports that they
+    are no numbers."""
     return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
@@ -72,5 +73,5 @@ def _plain(value: Any) -> Any:
         return [_plain(part) for part in value]
     try:
         return value.item() if hasattr(value, "item") else value
-    except (RuntimeError, ValueError):  # torch's and numpy's word for many elements
+    except (RuntimeError, ValueError):  # torch and numpy raise these for several elements
         return value

@@ -1,9 +1,8 @@
-"""What the CPU sides of nodes say to one another below the decisions' own messages (wire/peers.py): who they
-are, contributions chunk by chunk, and the state that a node takes over. Source: docs/peers.md, "What
-a step does".
+"""Messages between nodes' CPU sides below the decisions' own (wire/peers.py): greetings, contributions by
+chunk, and the state that a newcomer takes over.
 
-A node says all this on connections that it has made, and hears on those that others have made to it; back on
-them go only Greeted and Refused.
+A node sends these on connections that it has made, and receives them on those that others have made to it;
+only Greeted and Refused go back on a connection. Source: docs/peers.md, "What a step does".
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Greet(Message, frozen=True):
 
 
 class Greeted(Message, frozen=True):
-    """The answer: who this is, and what it trains."""
+    """The answer to Greet: the receiver's node and incarnation, and a digest of what it trains."""
 
     node: Count
     incarnation: Count
@@ -75,14 +74,14 @@ class Trains(Message, frozen=True):
 
 
 class Word(Message, frozen=True):
-    """A message of the decisions' (wire/peers.py: PeerMessage)."""
+    """A message of the decisions (wire/peers.py: PeerMessage)."""
 
     body: PeerMessage
 
 
 class About(Message, frozen=True):
-    """An iteration's contribution, and what its node says of it (wire/device.py: Contribute). Its chunks
-    follow as Piece."""
+    """An iteration's contribution, with the values that its node gives with it (wire/device.py:
+    Contribute). Its chunks follow as Piece."""
 
     key: Key
     taken: Count
@@ -93,7 +92,7 @@ class About(Message, frozen=True):
     clip: Clip | None = None
     note: Note = b""
     refused: bool = False
-    basis: Name = KNOWN  # as Contribute's
+    basis: Name = KNOWN  # as in Contribute
     alike: Weight = 1.0
 
 
@@ -113,11 +112,11 @@ class MeetingPart(Message, frozen=True):
     key: Key
     what: Text
     since: Count = 0
-    stand: WorkerStand | None = None  # where its script stands
+    stand: WorkerStand | None = None  # the script's place
 
 
 class Stands(Message, frozen=True):
-    """The sender has applied iteration `iteration`, and what its global parameters are by their digest."""
+    """The sender has applied iteration `iteration`; `digest` is of its global parameters."""
 
     iteration: Count
     digest: Annotated[bytes, Meta(max_length=64)]
@@ -171,12 +170,12 @@ _decoder: msgspec.msgpack.Decoder[NodeMessage] = msgspec.msgpack.Decoder(NodeMes
 
 
 def encode(message: NodeMessage) -> bytes:
-    """The header's bytes."""
+    """Return the header's bytes."""
     return _encoder.encode(message)
 
 
 def decode_untrusted(header: bytes | memoryview) -> NodeMessage:
-    """The message in `header`; raises WireError, with one line, for anything that is none."""
+    """Return the message in `header`. Raises WireError, with one line, for anything else."""
     message = decode_with(_decoder, header, "header")
     reason = ""
     if isinstance(message, MeetingPart):

@@ -1,6 +1,7 @@
-"""What nodes say to one another under strategy `peers`: reports, rounds, what is missing, and views.
+"""Messages between nodes under strategy `peers`: reports, rounds, requests for missing contributions, and
+views.
 
-Whatever is counted here is "all below": a node that holds a member's iterations up to 7 says 8. Source:
+Every count means "all numbers below": a node that holds a member's iterations up to 7 reports 8. Source:
 docs/peers.md.
 """
 
@@ -33,8 +34,8 @@ Stream: TypeAlias = Literal["iterations", "meetings"]
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True, order=True, forbid_unknown_fields=True):
-    """What a node contributes: the `number`-th of a stream, which is an iteration's gradients or its part in
-    a meeting. Of an incarnation there is one for each number."""
+    """A node's contribution: the `number`-th of a stream, which is an iteration's gradients or the node's
+    part in a meeting. An incarnation makes one for each number."""
 
     stream: Stream
     number: Count
@@ -85,29 +86,29 @@ class ScriptsDiffer(Message, frozen=True):
 
 
 class AskRound(Message, frozen=True):
-    """a3: the starter's iteration and what it holds are the report's."""
+    """a3: a request to take part; the report has the starter's iteration and holdings."""
 
     report: Report
     round: RoundId
 
 
 class AnswerRound(Message, frozen=True):
-    """a4: what the starter lacks, and the answerer holds, comes beside."""
+    """a4: the sender takes part. Contributions that it holds and the starter lacks are sent separately."""
 
     report: Report
     round: RoundId
 
 
 class RefuseRound(Message, frozen=True):
-    """a4: it takes part in another's round."""
+    """a4: a refusal, since the sender takes part in another node's round."""
 
     report: Report
     round: RoundId
 
 
 class EndRound(Message, frozen=True):
-    """a6: all have answered, and `iteration`, the least among them, is the new global iteration.
-    `reports` are the answers: they acknowledge to everyone who is told."""
+    """a6: all have answered, and `iteration`, the least among them, is the new global iteration. `reports`
+    are the answers, which also acknowledge contributions to every receiver."""
 
     report: Report
     round: RoundId
@@ -123,14 +124,14 @@ class AbortRound(Message, frozen=True):
 
 
 class FetchParts(Message, frozen=True):
-    """Asks for what is missing; who holds it sends it."""
+    """A request for missing contributions; the receiver sends those that it holds."""
 
     report: Report
     keys: Annotated[list[Key], Meta(min_length=1, max_length=NODES)]
 
 
 class AskJoin(Message, frozen=True):
-    """From one who is in no view: it wants to be in the next. Answered by ViewDecided, once it is in one."""
+    """From a node in no view: a request to be in the next. Answered by ViewDecided, once it is in one."""
 
     node: Count
     token: Name
@@ -138,8 +139,8 @@ class AskJoin(Message, frozen=True):
 
 
 class JoinOver(Message, frozen=True):
-    """To one who asks to join: it was in a view already, by this token, and was removed. So it must ask anew,
-    by another."""
+    """To a node that asks to join: it was in a view under this token already, and was removed. It must ask
+    again under another token."""
 
     token: Name
 
@@ -160,9 +161,9 @@ PeerMessage: TypeAlias = Union[
 
 
 def flaw(message: PeerMessage) -> str:
-    """Return why a node's message makes no sense in any run; empty where it may.
+    """Return why a node's message makes no sense in any run; empty if it may.
 
-    Types say how large each number may be; this says what numbers and lives cannot stand together.
+    Types bound each number; this checks which numbers and lives cannot stand together.
     """
     views: list[View] = []
     if isinstance(message, (Prepare, Accept, ViewDecided)):

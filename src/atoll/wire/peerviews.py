@@ -1,8 +1,7 @@
-"""What the nodes of strategy `peers`, and the hub as their witness, say to one another about views.
+"""Messages about views between the nodes of strategy `peers` and the hub as their witness.
 
-A view is a numbered list of members; the next one is decided by consensus (`peers/change.py`). All numbers of
-contributions are counts: below 7 are 0 to 6. Source: docs/peers.md, "When an iteration
-may be applied".
+A view is a numbered list of members; the next one is decided by consensus (`peers/change.py`). Every number
+of contributions is a count: below 7 are 0 to 6. Source: docs/peers.md, "When an iteration may be applied".
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from msgspec import Meta
 from atoll.wire.base import Count, Message, Name
 
 NODES = 1024  # in a view, at most
-MOST_ROUND = 2**52  # of a ballot, or of what a view counts: above it there are higher ones yet
+MOST_ROUND = 2**52  # of a ballot, or of a count in a view; leaves room for higher ones
 
 
 class Life(NamedTuple):
@@ -35,16 +34,16 @@ class Ballot(NamedTuple):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What every part of these messages is."""
+    """Base of the parts of these messages."""
 
 
 class Member(Part, frozen=True):
     """A node's place in a view: its contributions count from iteration `first` on.
 
-    Of a member, the view began with those below `held`, and its parts of meetings below `meetings`: who does
-    not hold them yet does not vote. Of one that was removed these are its cut: what is below counts, and
-    nothing else. A newcomer takes a state that stands at global iteration `base` or later; `token` is what
-    it called itself when it asked to join, `address` where others reach it.
+    For a member, the view began with its contributions below `held` and its parts of meetings below
+    `meetings`: a voter that lacks some of them does not vote. For a removed node these are its cut: only what
+    is below counts. A newcomer takes a state at global iteration `base` or later; `token` is its name when it
+    asked to join, and other nodes reach it at `address`.
     """
 
     life: Life
@@ -82,9 +81,9 @@ class Held(Part, frozen=True):
 
 
 class Report(Part, frozen=True):
-    """Where a member stands in view number `view`: the `iteration` it contributes to next, how many
-    iterations it has `applied`, how many meetings it has `met`, and what it holds whole or has applied, of
-    all members and removed ones of that view."""
+    """A member's progress in view number `view`: the `iteration` it contributes to next, the numbers of
+    iterations `applied` and of meetings `met`, and what it holds whole or has applied (`held`), of all
+    members and removed ones of that view."""
 
     life: Life
     view: Count
@@ -96,16 +95,16 @@ class Report(Part, frozen=True):
 
 class Prepare(Message, frozen=True):
     """To the voters of `view`: take part in no lower ballot on what follows it. Answered by Promised, by
-    Outbid, by ViewDecided where what follows is known; by nothing from who does not hold yet what the view
-    began with."""
+    Outbid, or by ViewDecided if the next view is known; not answered by a voter that lacks something that
+    the view began with."""
 
     view: View
     ballot: Ballot
 
 
 class Promised(Message, frozen=True):
-    """This voter acknowledges nothing more of view number `view`, the old one. `accepted` is what it has
-    accepted to follow it, in which ballot. The witness holds nothing, and has no `report`."""
+    """A voter acknowledges nothing more of view number `view`, the old one. `accepted` is the view that it
+    has accepted to follow, and in which ballot. The witness holds nothing, and has no `report`."""
 
     founding: Count
     view: Count
@@ -124,7 +123,7 @@ class Accept(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
-    """Done, for what follows view number `view`."""
+    """A voter has accepted what follows view number `view`."""
 
     founding: Count
     view: Count
@@ -132,7 +131,7 @@ class Accepted(Message, frozen=True):
 
 
 class Outbid(Message, frozen=True):
-    """No: this voter has promised more to `ballot`."""
+    """A refusal: this voter has promised the higher `ballot`."""
 
     founding: Count
     view: Count
@@ -140,7 +139,8 @@ class Outbid(Message, frozen=True):
 
 
 class ViewDecided(Message, frozen=True):
-    """This view is decided: told to its members, to whom it removes, and to who speaks of an older one."""
+    """A decided view: sent to its members, to those that it removes, and to senders of messages about an
+    older one."""
 
     view: View
 
@@ -182,6 +182,7 @@ def does_follow(view: View, following: View) -> bool:
 
 
 def _flaw_of_counts(what: str, counts: Sequence[int]) -> str:
-    """Numbers are counted up from 0: one that leaves no room for a higher one is none."""
+    """Return why a count is impossible; empty if all are possible. Counts rise from 0, so each must leave
+    room for a higher one."""
     most = max(counts, default=0)
     return f"{what} with the number {most}, where {MOST_ROUND} is the most" if most > MOST_ROUND else ""

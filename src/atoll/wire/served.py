@@ -1,4 +1,4 @@
-"""What workers and shards say to one another; shard 0 keeps the log."""
+"""Messages between workers and shards; shard 0 keeps the log."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Setup(Message, frozen=True):
     steps: Count = 0  # iterations made before, by the checkpoint that the values come from
     first: Count = 0
     number: Count = 0
-    staleness: Name = "weight"  # asynchronous modes: what of a stale contribution is scaled; "rate", "none"
+    staleness: Name = "weight"  # asynchronous modes: what to scale of a stale contribution; "rate", "none"
     compensation: Annotated[float, Meta(ge=0)] = 0.0  # of its delay: the factor of g * g * (w_now - w_then)
     pipeline: Count = 0  # the most iterations of a worker's own that are in flight while it computes the next
     consumed: Weight = 0.0
@@ -49,12 +49,12 @@ class Setup(Message, frozen=True):
 
 class SetChunk(Message, frozen=True):
     """The payload is a chunk's values (`key` empty), or one element-wise state of its optimizer, such as
-    "exp_avg". `values` are the states of each slot that are one number, such as "step"."""
+    "exp_avg". `values` are, per slot, the states that are single numbers, such as "step"."""
 
     chunk: Count
     key: Name = ""
     values: list[dict[str, Any]] = []
-    number: Count = 0  # as the Setup's
+    number: Count = 0  # as in Setup
 
 
 class Ready(Message, frozen=True):
@@ -67,19 +67,19 @@ class Ready(Message, frozen=True):
 
 
 class Push(Message, frozen=True):
-    """A chunk of this worker's contribution to `iteration`. Payload: gradients, by the run's codec,
-    applied by the commit alone.
+    """A chunk of this worker's contribution to `iteration`. Payload: gradients, by the run's codec, applied
+    by the commit alone.
 
-    `present[i]` says whether slot i has a gradient; zeros stand where not. `chunks_in_all` is how many chunks
-    of this iteration the worker sends to this shard. `pull`: answer, too, with what comes of the iteration,
-    as to a PullMean of it under bsp, else to a Pull at the clock after it.
+    `present[i]` says whether slot i has a gradient; missing ones are zeros. `chunks_in_all` is the number of
+    chunks of this iteration that the worker sends to this shard. `pull`: also answer with the result of the
+    iteration, as to a PullMean of it under bsp, else to a Pull at the clock after it.
 
     A group's members may each send a part: the payload is then the `share`-th of `shares` runs of the chunk,
-    as `run_of` cuts it, and the answer that is pulled is that run alone.
+    as `run_of` cuts it, and the answer is that run alone.
 
-    `late`: what the link loses of the payload comes with a later one, so it counts as zeros now, and not as
-    if this worker were not there. `lost` is the shard's own word on the payload, by what the link has told
-    it, in its journal and to its standby: a worker does not say it.
+    `late`: parts of the payload that the link loses come with a later one, so they count as zeros now, not as
+    absent. `lost` is set by the shard, from the link's report, for its journal and standby; a worker does not
+    set it.
     """
 
     incarnation: Count
@@ -105,10 +105,10 @@ class Commit(Message, frozen=True):
     hyperparameters: Hyperparameters = []  # asynchronous modes: this worker's
     used: list[Used] = []
     grouping: Count = 0  # the hub's latest that the worker, or its group, knows of
-    behind: Count = 0  # iterations of its own that the parameters it was computed at lacked: in flight
+    behind: Count = 0  # iterations of its own missing from the parameters it was computed with: in flight
     stand: WorkerStand | None = None  # BSP: where the worker waits for the mean
     basis: Name = KNOWN  # how certain the weight is (core/weighing.py)
-    alike: Weight = 1.0  # its weight where all workers count alike: how many it is of
+    alike: Weight = 1.0  # its weight where all workers count equally: the number of workers in it
     members: Annotated[list[Count], Meta(max_length=4096)] = []  # of a group: whose gradients it has
 
 
@@ -148,7 +148,7 @@ class Step(Message, frozen=True):
     scale: float
     hyperparameters: Hyperparameters
     edited: list[Count] = []
-    edits: Name = ""  # a digest of what was made of the edited chunks: the same from all
+    edits: Name = ""  # a digest of the edited chunks: equal from all
     accepted: bool = True  # False: leave this step out (NaN, policy "skip")
     follows: bool = False  # from a site whose workers are gone: whatever the others say
     stand: WorkerStand | None = None  # of a worker that waits for the step; None: it goes on computing
@@ -225,8 +225,8 @@ class Parameters(Message, frozen=True):
 
 
 class PullState(Message, frozen=True):
-    """For a checkpoint: answered by State for each chunk and key, then StateEnd. With `words` only by what
-    has no payload; with `chunk`, of that chunk alone."""
+    """A request for a checkpoint: answered by State for each chunk and key, then StateEnd. With `words`
+    only by messages without payload; with `chunk`, for that chunk alone."""
 
     incarnation: Count
     words: bool = False
@@ -324,17 +324,18 @@ class GiveState(Message, frozen=True):
 
 
 class WhoIsMissing(Message, frozen=True):
-    """To the log, when a deadline has passed: who is waited for? Answered by Missing."""
+    """To the log, after a deadline has passed: a request for the contributors that it waits for. Answered
+    by Missing."""
 
 
 class Missing(Message, frozen=True):
-    """Who is waited for and on what, a line each; empty where the log waits for nobody."""
+    """The contributors that the log waits for, and on what, a line each; empty if it waits for nobody."""
 
     lines: Annotated[list[Text], Meta(max_length=8192)]
 
 
 def run_of(extent: int, share: int, shares: int) -> tuple[int, int]:
-    """Where the `share`-th of `shares` runs of `extent` elements begins and ends: equal runs of as many as
-    needed, so that the last may be shorter, or empty."""
+    """Return the begin and end of the `share`-th of `shares` runs of `extent` elements. Runs are equal,
+    and as long as needed; the last may be shorter, or empty."""
     size = -(-extent // shares)
     return min(extent, share * size), min(extent, (share + 1) * size)

@@ -1,4 +1,4 @@
-"""What shards say to one another: who follows the log to it, and a primary to its standby."""
+"""Messages between shards: between the log and its followers, and between a primary and its standby."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Standing(Message, frozen=True):
 
 class Begin(Message, frozen=True):
     """The first message of a stream. The payload is the primary's state (server/recovery.py: ShardImage),
-    whose `parts` follow as Copy, and its chunks as CopyChunk, while messages go on; none: it has not been
-    set up, and all that it was told follows."""
+    whose `parts` follow as Copy, and its chunks as CopyChunk, while messages go on. Without payload the
+    primary has not been set up, and all messages that it received follow."""
 
     stream: Name
     parts: Count = 0
@@ -51,8 +51,8 @@ class Begin(Message, frozen=True):
 
 class CopyChunk(Message, frozen=True):
     """A chunk as it is at this place of the stream: the payload is its values (`key` empty), or else one
-    tensor of its optimizer's. That with the values comes last, and brings the slots' numbers; `present` and
-    `open_slots` are of a step that is open, if one is."""
+    tensor of its optimizer. The message with the values comes last, and has the slots' numbers; `present`
+    and `open_slots` are of an open step, if there is one."""
 
     chunk: Count
     key: Name = ""
@@ -63,12 +63,12 @@ class CopyChunk(Message, frozen=True):
 
 
 class Copy(Message, frozen=True):
-    """What the primary was told, or a part of its state, with its payload: a record of server/records.py, as
-    MessagePack."""
+    """A message that the primary received, or a part of its state, with its payload: a record of
+    server/records.py, as MessagePack."""
 
     record: msgspec.Raw
 
 
 class Probe(Message, frozen=True):
-    """A primary that has long said nothing asks its standby whether it still is one: a message of the stream
-    that means nothing else."""
+    """A check by a primary that has sent nothing for long that its standby still is one: a message of the
+    stream with no other meaning."""

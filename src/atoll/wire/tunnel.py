@@ -1,8 +1,8 @@
-"""What opens a tunnel, and what goes through it: messages on one session of the loss-tolerant transport.
+"""Messages that open a tunnel and go through it, on one session of the loss-tolerant transport.
 
 The session's id, ports and secret are given over the authenticated connection (OpenLink, LinkOpened). Then
 each end numbers its messages from 0 on. Headers go in batches, each a reliable transfer; a payload is in the
-batch too, or a transfer of its own. docs/ltp.md, "The tunnel".
+batch too, or a transfer of its own. Source: docs/ltp.md, "The tunnel".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atoll.wire.linktest import SECRET_BYTES
 
 BATCHES = 2**32 - 1  # the chunk of a transfer that is a batch
 PAYLOADS = 2**32 - 2  # and of one that is a reliable payload; a lossy one has its own chunk, which is below
-WINDOW_MESSAGES = 1024  # that the other end's application has not taken, so a batch has no more
+WINDOW_MESSAGES = 1024  # messages not yet taken by the other end's application; also the most in a batch
 BATCH_BYTES = 2**16  # of headers and payloads in one batch; one message may pass it
 MOST_MESSAGES = 2**32  # that an end may number in a session: a transfer's `iteration` names them
 
@@ -52,7 +52,7 @@ class LinkOpened(Message, frozen=True):
 
 
 class LinkLost(Message, frozen=True):
-    """The session that the server had with this client is over, and why."""
+    """The server's session with this client has ended, and the reason."""
 
     reason: Text
 
@@ -81,12 +81,12 @@ _decoder: msgspec.msgpack.Decoder[Batch] = msgspec.msgpack.Decoder(Batch)
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """The bytes of the transfer."""
+    """Return the bytes of the transfer."""
     return _encoder.encode(batch)
 
 
 def decode_batch_untrusted(raw: bytes | memoryview) -> Batch:
-    """The batch in `raw`; raises WireError, with one line, for what is none."""
+    """Return the batch in `raw`. Raises WireError, with one line, for anything else."""
     if len(raw) > HEADER_BYTES + 2 * BATCH_BYTES:
         raise WireError(f"a batch of {len(raw)} bytes, where a header of {HEADER_BYTES} is the most")
     batch = decoded(_decoder, raw, WireError, "no batch of messages")
