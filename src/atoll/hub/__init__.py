@@ -1,2 +1,2 @@
-"""The hub: who takes part, where the shards are, which samples are whose, and why. No tensor passes through
-it."""
+"""The hub, which keeps membership, shard addresses, dealt samples and the reasons of decisions. No tensor
+passes through it."""

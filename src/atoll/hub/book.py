@@ -1,7 +1,8 @@
-"""What the hub knows of its run, as a function of its records: the pure machines of `store`, put together.
+"""The hub's knowledge of its run: a deterministic function of its records, built from the machines of
+`store`.
 
-Live and after a restart the same methods take the same records in the same order, so that a hub that was
-killed knows what it knew.
+The same methods take the same records in the same order, live and after a restart, so a restarted hub has the
+same state.
 """
 
 from __future__ import annotations
@@ -39,57 +40,57 @@ from atoll.store.members import Membership
 from atoll.store.silence import FLOOR_SECONDS
 from atoll.wire.messages import AnyMessage, Lease, Leased, Used
 
-GLOBAL = ""  # the name of the log that shard 0 keeps; a site's has the site's
+GLOBAL = ""  # the name of shard 0's log; a site's log has the site's name
 
 
 class GroupsOf(Protocol):
-    """What the book needs of the hub's groups (`hub/groups.py`)."""
+    """The interface of the hub's groups (`hub/groups.py`) for the book."""
 
     def joined(self, rank: int, incarnation: int, site: str) -> None:
-        """A worker has come, which is at `site`, if it says so."""
+        """Handle a worker that joined, at `site` if it named one."""
 
     def left(self, now: float, rank: int, *, finished: bool = False) -> None:
-        """A worker is no more; who is to be fenced for it is added to the book's fences."""
+        """Handle a worker that left or died; contributors to be fenced are added to the book's fences."""
 
     def replay(self, record: Paced | Linked | Decided | InGroups | TimePassed) -> None:
-        """Take again what was written before."""
+        """Apply a record again after a restart."""
 
     def lease(self, rank: int, lease: Lease) -> Leased:
-        """A worker asks for samples."""
+        """Handle a worker's request for samples."""
 
     def fenced(self, key: Key) -> None:
-        """A log has answered to a fence."""
+        """Note a log's answer to a fence."""
 
     @property
     def changes(self) -> int:
-        """Grows with each answer to a lease that a journal would have to know."""
+        """Counter of lease answers that a journal has to record."""
 
     def state(self) -> bytes:
-        """All that is known of groups."""
+        """Encode the state of groups."""
 
     def restore(self, now: float, state: bytes) -> None:
-        """Know that again."""
+        """Restore an encoded state."""
 
 
 class RingsOf(Protocol):
-    """What the book needs of the hub's rings (`hub/rings.py`)."""
+    """The interface of the hub's rings (`hub/rings.py`) for the book."""
 
     def replay(self, now: float, message: AnyMessage) -> None:
-        """Take a worker's word again, and answer nobody."""
+        """Apply a worker's message again, without answering."""
 
     def left(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
-        """A worker is no more."""
+        """Handle a worker that left or died."""
 
     def state(self) -> bytes:
-        """All that is known of rings."""
+        """Encode the state of rings."""
 
     def restore(self, now: float, state: bytes) -> None:
-        """Know that again."""
+        """Restore an encoded state."""
 
 
 @dataclass(frozen=True)
 class Gone:
-    """Who left or died: a worker of this rank, a shard of this index, or a site's shard."""
+    """A member that left or died: a worker by rank, a shard by index, or a site's shard."""
 
     worker: int | None = None
     shard: int | None = None
@@ -98,15 +99,15 @@ class Gone:
 
 @dataclass(frozen=True)
 class Word:
-    """What came of a log's word: how many samples are free again (None: it was not asked for it), and the
-    epochs that are over with it, each with the samples that every rank had leased."""
+    """Effects of a log's message: the number of samples that are free again (None: the hub had not asked),
+    and the epochs finished by it, each with the number of samples leased by each rank."""
 
     returned: int | None = None
     epochs: list[tuple[tuple[int, int], dict[int, int]]] = field(default_factory=list)
 
 
 class Book:
-    """Members, leases, sites, and the fences that a log has yet to answer, by the log's name."""
+    """Members, leases, sites, and unanswered fences by the name of their log."""
 
     def __init__(
         self,
@@ -128,12 +129,12 @@ class Book:
         }
         self.begun = self.over = False
         self.witness = Witness()
-        self._site_of: dict[Key, str] = {}  # of every worker that has ever come
+        self._site_of: dict[Key, str] = {}  # of every worker that ever joined
         self._site_by_incarnation: dict[int, str] = {}
         self._dealt: dict[tuple[int, int], Counter[int]] = {}  # (sampler, epoch) under way -> rank -> samples
 
     def apply(self, record: AnyRecord) -> None:
-        """Take a record that was written before."""
+        """Apply a record that was written before."""
         if isinstance(record, Came):
             self.come(record)
         elif isinstance(record, Left):
@@ -166,7 +167,7 @@ class Book:
     # -- members ------------------------------------------------------------------------------------------
 
     def come(self, record: Came) -> Admission:
-        """Somebody says Hello; a refusal changes nothing."""
+        """Handle a Hello; a refusal changes nothing."""
         admission = self._come(record)
         if member := self.members.roll.known.get(admission.incarnation):
             member.origin = record.origin or member.origin
@@ -204,12 +205,12 @@ class Book:
         return admission
 
     def pair(self, record: Paired) -> bool:
-        """What a primary says of itself and its standby; gives whether that is new."""
+        """Handle a primary's report on itself and its standby; True if it is news."""
         pair = self.members.shards.pairs[record.shard]
         return pair.sync(record.primary, record.standby) if record.standby else pair.serve(record.primary)
 
     def leave(self, record: Left | Died) -> Gone | None:
-        """Somebody leaves; None where nobody of this incarnation is there."""
+        """Remove a member; None if no member has this incarnation."""
         site = self.members.sites.leave(record.incarnation)
         if site:
             self._fence_site(site, record.incarnation)
@@ -224,18 +225,18 @@ class Book:
         return Gone(worker=rank)
 
     def die(self, record: Died) -> Gone | None:
-        """Somebody is dead. A site's log goes with its shard, and with it whom it was to fence."""
+        """Remove a dead member. With a site's shard its log is lost, and the fences waiting there with it."""
         gone = self.leave(record)
         if gone is not None and gone.site:
             self.fences.pop(gone.site, None)
         return gone
 
     def site_of(self, incarnation: int) -> str:
-        """The site of a worker that has ever come; empty for anyone else."""
+        """The site of a worker that ever joined; empty for any other incarnation."""
         return self._site_by_incarnation.get(incarnation, "")
 
     def _fence(self, rank: int, record: Left | Died) -> None:
-        """The log that knows a worker is to take nothing from it."""
+        """Fence a worker at its log, which then takes nothing from it."""
         incarnation, said_goodbye = record.incarnation, isinstance(record, Left)
         if self.rings is not None:
             finished = isinstance(record, Left) and record.finished
@@ -251,18 +252,20 @@ class Book:
             fences.add((rank, incarnation))
 
     def _fence_site(self, site: str, incarnation: int) -> None:
-        """To the global log a site is one worker."""
+        """Fence a site at the global log, to which it is one worker."""
         self.fences[GLOBAL].add((list(self.members.sites.workers).index(site), incarnation))
 
     def vote(self, record: Voted) -> Answer | None:
-        """A node wants the witness's vote; None to who has no business to ask."""
+        """Handle a node's request for the witness's vote; None if the node may not ask."""
         return self.witness.handle(record.node, record.message)
 
     # -- samples ------------------------------------------------------------------------------------------
 
     def lease(self, record: Asked) -> tuple[Leased, bool]:
-        """A worker asks for samples; the answer, and whether it is the epoch's first. Raises UserError, and
-        changes nothing, for what `Leases.handle_lease` refuses."""
+        """Handle a worker's request for samples; returns the answer, and True if it is the epoch's first.
+
+        Raises UserError, and changes nothing, if `Leases.handle_lease` refuses.
+        """
         before = self.lease_changes
         if self.groups is not None:
             leased = self.groups.lease(record.rank, record.lease)
@@ -277,11 +280,11 @@ class Book:
 
     @property
     def lease_changes(self) -> int:
-        """Grows with each answer to a lease that a journal has to know."""
+        """Counter of lease answers that a journal has to record."""
         return self.leases.changes + (self.groups.changes if self.groups is not None else 0)
 
     def told(self, record: Told) -> Word:
-        """A log says what was used: asked for, after a fence, or as news."""
+        """Handle a log's report of used samples: an answer to a fence, or news."""
         fenced, fences = record.fenced, self.fences.get(record.log)
         key = (fenced.worker, fenced.incarnation)
         asked = not fenced.news and fences is not None and key in fences
@@ -289,7 +292,7 @@ class Book:
             fences.discard(key)
             if self.groups is not None:
                 self.groups.fenced(key)
-        if record.log != GLOBAL:  # the global log has yet to count it
+        if record.log != GLOBAL:  # the global log has not counted it yet
             if not asked:
                 return Word()
             return Word(self.leases.handle_fenced(*key, fenced.used, final=False))
@@ -299,7 +302,7 @@ class Book:
             site = list(self.members.sites.workers)[fenced.worker]
             workers = [known for known, where in self._site_of.items() if where == site]
         else:
-            return Word()  # of nobody whom this hub has sent there
+            return Word()  # names no site of this run
         returned = 0
         for worker, incarnation in workers:
             if asked:
@@ -309,7 +312,7 @@ class Book:
         return Word(returned if asked else None, self._over(fenced.used))
 
     def _over(self, used: Sequence[Used]) -> list[tuple[tuple[int, int], dict[int, int]]]:
-        """The epochs of these whose every sample is used by now."""
+        """Return those of these parts' epochs whose samples are all used."""
         found = []
         for key in sorted({(part.sampler, part.epoch) for part in used} & self._dealt.keys()):
             progress = self.leases.progress(*key)
@@ -320,7 +323,7 @@ class Book:
     # -- as plain data ------------------------------------------------------------------------------------
 
     def state(self) -> BookState:
-        """All of it, for `restore`: parts of it are this object's own, so encode it at once."""
+        """Return the state for `restore`. It shares live objects: encode it at once."""
         return BookState(
             self.members.state(),
             self.leases.state,
@@ -335,7 +338,7 @@ class Book:
         )
 
     def restore(self, now: float, state: BookState) -> None:
-        """Be as `state` says."""
+        """Take over a state."""
         self.members.restore(now, state.members)
         self.leases.state = state.leases
         self._site_of = dict(state.site_of)

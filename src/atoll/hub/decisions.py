@@ -1,4 +1,4 @@
-"""What the hub decides, each with its reason: a line in a file, an event, and a line for whoever watches."""
+"""The hub's decisions and their reasons: a file of them, events, and lines for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from atoll.core.runclock import record_time
 from atoll.observe.journal import LineReader
 
 FILE = "decisions.jsonl"  # in the run's directory
-WAITED_FOR = "waited for"  # ends the name of the decision to wait for who is silent and lives
+WAITED_FOR = "waited for"  # last words of a decision to wait for a silent process that is alive
 HUB = -1  # the hub's number where an event names a worker
 
 
@@ -29,9 +29,11 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Decisions:
-    """Takes decisions and tells them to `bus`; writes them to a file in `folder` where there is one, each at
-    once and by one append. `clock` is in seconds since the epoch. A disk that does not take a line costs that
-    line of the file. While `muted`, nothing is told: what was decided before is only gone through again."""
+    """Emits decisions to `bus`, and appends each at once to a file in `folder`, if given.
+
+    `clock` returns seconds since the epoch. A full disk loses lines of the file only. While `muted` nothing
+    is emitted: old decisions are being replayed.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Decisions:
         self._lines = None if folder is None else _appender(folder)
 
     def add(self, what: str, choice: str, reason: str) -> None:
-        """Something was decided."""
+        """Record a decision."""
         if self.muted:
             return
         now = self._clock()
@@ -61,18 +63,18 @@ class Decisions:
 
 
 def decision_reader(folder: Path) -> LineReader[Decision]:
-    """Reads what is new in a run's decisions, which may still be made, or have no file yet. A line that is
-    not whole, because the hub was killed or the disk was full, is left out."""
+    """Return a reader of new decisions of a run, which may still be in progress or have no file yet.
+    Incomplete lines, left by a kill or a full disk, are skipped."""
     return LineReader(folder / FILE, msgspec.json.Decoder(Decision).decode)
 
 
 def read_decisions(folder: Path) -> list[Decision]:
-    """The decisions in a run's directory so far; none where there is no file."""
+    """Return all decisions in a run's directory; empty without a file."""
     return list(decision_reader(folder).read())
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file's last line has its end."""
+    """True if the file ends with a complete line."""
     if not path.exists():
         return True
     with path.open("rb") as file:
@@ -91,5 +93,5 @@ def _appender(folder: Path) -> Appender:
         where = error.filename or folder
         raise UserError(f"{where}: cannot write the hub's decisions: {error.strerror}") from None
     appender = Appender(lambda: file, torn=not _is_whole(folder / FILE))
-    appender.write([])  # which opens it
+    appender.write([])  # opens the file
     return appender

@@ -1,4 +1,4 @@
-"""Who leaves the run or dies, and what follows from it for everything that the hub keeps of it."""
+"""Departures and deaths of members, and their effects on the hub's objects."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from atoll.hub.turn import Turn
 from atoll.hub.vouching import Vouchers
 from atoll.wire.messages import Goodbye
 
-_REASON_CHARACTERS = 300  # of why a worker leaves
+_REASON_CHARACTERS = 300  # characters of a worker's reason to leave
 
 
 class Departures:
-    """Sees members of the run in `book` off: who says goodbye, who is silent for too long, and whom others of
-    its ring have lost. `hearing` says up to when silence can be judged."""
+    """Removes members of the run in `book`: those that say goodbye, are silent for too long, or are lost to
+    their ring.
+
+    `hearing` limits the time up to which silence can be judged.
+    """
 
     def __init__(
         self,
@@ -40,10 +43,10 @@ class Departures:
         self._decisions, self._turn = decisions, turn
         turn.handlers[Goodbye] = self.handle
         self._vouching = Vouchers(book.members.roll, decisions)
-        self._judged = -math.inf  # as of when silences were judged last
+        self._judged = -math.inf  # time up to which silences were judged
 
     def handle(self, peer: bytes, goodbye: Goodbye) -> None:
-        """A member says goodbye."""
+        """Handle a member's Goodbye."""
         incarnation = goodbye.incarnation
         if not self._connections.owns(peer, incarnation):
             self._turn.refuse(peer, "only a worker itself says goodbye", "Goodbye")
@@ -55,7 +58,7 @@ class Departures:
             self._see_off(incarnation, gone, "left", _why_it_left(goodbye))
 
     def poll(self) -> None:
-        """Bury those who were silent for too long."""
+        """Remove members that were silent for too long."""
         now, hearing, roll = self._turn.now(), self._hearing, self._book.members.roll
         if hearing.waits or roll.poll_deaths(now):
             hearing.ask(now)
@@ -65,18 +68,18 @@ class Departures:
                 self._bury_silent(incarnation, reason)
 
     def poll_rings(self) -> None:
-        """Bury those whom the others of their rings have lost."""
+        """Remove members that their rings have lost."""
         for incarnation, reason in self._rings.silent():
             if self._book.members.roll.is_there(incarnation):
                 self._bury_silent(incarnation, reason)
 
     def _bury_silent(self, incarnation: int, reason: str) -> None:
-        """Bury a silent member, unless it is to be waited for, for its process lives."""
+        """Remove a silent member, unless its process is seen alive."""
         if not self._vouching.spares(self._turn.now(), incarnation):
             self.bury(incarnation, f"{reason}{self._vouching.seen(incarnation)}")
 
     def bury(self, incarnation: int, reason: str) -> None:
-        """A member is dead."""
+        """Remove a dead member."""
         died = Died(at=self._turn.now(), incarnation=incarnation)
         gone = self._book.die(died)
         assert gone is not None
@@ -87,7 +90,7 @@ class Departures:
         self._see_off(incarnation, gone, "died", reason)
 
     def _see_off(self, incarnation: int, gone: Gone, how: str, reason: str) -> None:
-        """Somebody has left or died."""
+        """Record a departure, and close what belongs to the member."""
         self._connections.forget(incarnation)
         self._broken.left(incarnation)
         if gone.worker is not None:
@@ -104,6 +107,6 @@ class Departures:
 
 
 def _why_it_left(goodbye: Goodbye) -> str:
-    """Why a worker left before the end of the training; else, and of a shard, that it said goodbye."""
+    """Reason given by a worker that left early; otherwise "it said goodbye"."""
     reason = one_line(goodbye.reason, _REASON_CHARACTERS)
     return reason if reason and not goodbye.finished else "it said goodbye"

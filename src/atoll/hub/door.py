@@ -1,4 +1,4 @@
-"""The hub's door: who may come in, as whom, and who has to wait for a place that may be another's."""
+"""Admission to the run: Hellos, refusals, and applicants that wait for a place that may be free soon."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from atoll.store.admission import Admission
 from atoll.wire.base import GUEST
 from atoll.wire.messages import VERSION, Hello
 
-NODE = "node"  # the role of who only wants votes on views
-_WAITING = 2**15  # who waits for a place: no more are kept
+NODE = "node"  # the role of a node, which only wants votes on views
+_WAITING = 2**15  # the most applicants that may wait
 
 
 @dataclass
 class _Parked:
-    """A worker whose rank is still another's, who may be dead: it waits for a while."""
+    """A worker that waits for a rank whose owner may be dead."""
 
     peer: bytes
     hello: Hello
@@ -33,7 +33,7 @@ class _Parked:
 
 @dataclass
 class _Rival:
-    """A shard that came from elsewhere, while the one of its index may live: it waits to see."""
+    """A shard at a new address that waits until its index's present process proves alive or dead."""
 
     peer: bytes
     hello: Hello
@@ -41,7 +41,7 @@ class _Rival:
 
 
 class Door:
-    """Admits members to the run of this name; who names another one is refused, who names none is told it."""
+    """Admits members to the run of this name. A Hello that names another run is refused."""
 
     def __init__(
         self,
@@ -61,17 +61,17 @@ class Door:
         self._pairs, self._votes, self._logs, self._starting = pairs, votes, logs, starting
         self._decisions, self._turn = decisions, turn
         turn.handlers[Hello] = self.handle
-        self._parked: dict[str, _Parked] = {}  # by token, or by connection; in the order of their ends
-        self._vacancies = 0  # of the members, when the parked were last looked at
+        self._parked: dict[str, _Parked] = {}  # by token or connection, in order of deadline
+        self._vacancies = 0  # number of vacancies when parked workers were last checked
         self._rivals: list[_Rival] = []
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a worker waits for a rank."""
+        """True if a worker waits for a rank."""
         return bool(self._parked)
 
     def handle(self, peer: bytes, hello: Hello) -> None:
-        """Somebody comes, or comes again on a new connection."""
+        """Handle a Hello, of a new process or on a new connection."""
         refusal = self._refusal(hello)
         if refusal:
             self._turn.refuse(peer, refusal, "Hello")
@@ -89,12 +89,12 @@ class Door:
         workers, shards = self._members.workers, self._members.shards
         known = workers.rank_of(hello.incarnation) if hello.incarnation else None
         there = workers.called(hello.token) if hello.role == "worker" else None
-        if known is not None:  # its connection was lost, and is a new one
+        if known is not None:  # a known worker on a new connection
             self._members.roll.hear(self._turn.now(), hello.incarnation)
             self._connections.welcome(peer, "worker", hello.incarnation, known, hello.site)
         elif hello.incarnation and hello.role != "shard":
             self._turn.refuse(peer, given_up(hello.incarnation), "Hello")
-        elif there is not None:  # our answer was lost
+        elif there is not None:  # the welcome was lost
             self._connections.welcome(peer, "worker", there.incarnation, there.worker, hello.site)
         elif hello.role == "worker" and workers.must_wait(hello.worker):
             self._park(peer, hello)
@@ -104,7 +104,7 @@ class Door:
             self._admit(peer, hello)
 
     def _refusal(self, hello: Hello) -> str:
-        """Why this one may not come in, whoever it is."""
+        """Return why a Hello is refused whatever its role; empty if it is not."""
         if hello.version != VERSION:
             return (
                 f"the hub speaks version {VERSION} of the protocol and the {hello.role[:16]} version "
@@ -135,7 +135,7 @@ class Door:
         if admission.refused:
             self._turn.refuse(peer, admission.refused, "Hello")
             return
-        again = admission.incarnation <= newest  # a shard that says Hello once more
+        again = admission.incarnation <= newest  # a known shard says Hello again
         moved = again and hello.role == "site" and site_before != hello.address
         if not again or moved:
             self._turn.keep(came)
@@ -150,20 +150,22 @@ class Door:
             reason = f"it was started again, {where}"
             self._decisions.add(f"{hello.role} came back", _name(hello, admission), reason)
 
-    # -- who waits ----------------------------------------------------------------------------------------
+    # -- waiting applicants -------------------------------------------------------------------------------
 
     def _park(self, peer: bytes, hello: Hello) -> None:
-        """A worker that was started again may come before its forerunner's death is known."""
+        """Let a worker wait for its rank: a restarted worker may come before its predecessor's death is
+        known."""
         name = hello.token or peer.hex()
         if self._parked.pop(name, None) is None and len(self._parked) >= _WAITING:
             self._turn.refuse(peer, "too many workers wait for a rank", "Hello")
             return
-        # A little longer than a death takes to be noticed, counted from now.
+        # A little longer than it takes, from now, to notice a death.
         roll = self._members.roll
         self._parked[name] = _Parked(peer, hello, self._turn.now() + roll.patience + roll.heartbeat)
 
     def _challenge(self, peer: bytes, hello: Hello) -> None:
-        """A shard comes from elsewhere than the one of its index: that is gone, or shows that it lives."""
+        """Let a shard wait whose index has a process at another address, until that one proves alive or
+        dead."""
         self._rivals = [each for each in self._rivals if each.hello.address != hello.address]
         if len(self._rivals) >= _WAITING:
             self._turn.refuse(peer, "too many shards wait for their place", "Hello")
@@ -171,7 +173,7 @@ class Door:
         self._rivals.append(_Rival(peer, hello, self._turn.now()))
 
     def poll(self) -> None:
-        """Admit, or refuse, those whose wait is over."""
+        """Admit or refuse applicants whose wait is over."""
         self._poll_rivals(self._turn.now())
         self._poll_parked(self._turn.now())
 
@@ -187,13 +189,14 @@ class Door:
                 self._admit(parked.peer, parked.hello)
 
     def _poll_rivals(self, now: float) -> None:
-        """One that is gone itself by now would hold the place for as long as its silence is borne."""
+        """Admit or refuse waiting shards. A rival that is gone itself is dropped, or it would block the place
+        until its silence is noticed."""
         for rival in list(self._rivals):
             before = self._members.shards.elsewhere(rival.hello.shard, rival.hello.address)
             silence = None if before is None else self._members.roll.silence_of(now, before)
             death = self._death_of(before, rival.hello) if before is not None else ""
             if silence is not None and not death and silence >= now - rival.since:
-                continue  # not heard since: it shows that it lives, or its patience ends
+                continue  # silent since the challenge: wait for a sign of life or a death
             self._rivals.remove(rival)
             if self._connections.has_lost(rival.peer):
                 continue
@@ -202,7 +205,7 @@ class Door:
             self._admit(rival.peer, rival.hello)
 
     def _death_of(self, before: int, hello: Hello) -> str:
-        """How it shows, now that another shard comes, that this incarnation is dead; empty where it may
+        """Return the evidence that this incarnation is dead, now that another shard comes; empty if it may
         live."""
         if before == hello.incarnation or hello.token == self._members.roll.known[before].token != "":
             return "it was started again elsewhere, and goes on from its directory"
@@ -219,5 +222,5 @@ def _name(hello: Hello, admission: Admission) -> str:
 
 
 def of_another_run(run: str, other: str) -> str:
-    """Why who names another run is not answered."""
+    """Refusal for a message that names another run."""
     return f"this hub is of run {run!r}, and not of run {other!r}"

@@ -1,7 +1,7 @@
-"""A launcher's part in heartbeats: it hears its workers, and sends the hub one message for all of them.
+"""The launcher's relay for heartbeats: one message to the hub for all its workers.
 
-It is a thread of the launcher. Where the launcher stands still or dies, workers hear nothing from it and
-say to the hub themselves that they live (`store/heartbeats.py`).
+The relay is a thread of the launcher. If the launcher hangs or dies, its workers get no confirmation and send
+their heartbeats to the hub themselves (`store/heartbeats.py`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from atoll.store.heartbeats import Batches
 from atoll.wire.messages import Heard, WireError, decode_untrusted, encode
 
 _LIMIT = 2**20  # bytes of a message
-_LISTEN_SECONDS = 0.1  # between looks at whether to end, and at the connection
+_LISTEN_SECONDS = 0.1  # seconds between checks of the connection and of the end
 _CLOSE_SECONDS = 2.0  # for the thread to end
 
 
 class Forwarder:
-    """Passes on the heartbeats of workers of run `run` to the hub at `address`, until it is closed.
+    """Relays heartbeats of workers of `run` to the hub at `address` until closed.
 
-    Workers find it at a socket in `folder`, the run's folder of sockets. Raises OSError where there can be no
-    such socket. `trouble` says in words why it passes nothing on any more; empty while it does.
+    Workers use a socket in `folder`, the run's folder of sockets. Raises OSError if the socket cannot be
+    made. `trouble` says why the relay has stopped; empty while it runs.
     """
 
     def __init__(self, folder: Path, address: str, keys: Keys | None, run: str) -> None:
@@ -47,7 +47,7 @@ class Forwarder:
                 self._forward(link)
         except AtollError as error:
             self.trouble = str(error)
-        except Exception as error:  # the run goes on without: each worker speaks for itself
+        except Exception as error:  # the run goes on: each worker then sends its own heartbeats
             self.trouble = f"{type(error).__name__}: {error}"
         finally:
             self._door.close()
@@ -67,7 +67,7 @@ class Forwarder:
                 link.send(encode(message))
 
     def _answer(self, link: Client) -> None:
-        """Tell workers what the hub has heard."""
+        """Confirm to workers the heartbeats that the hub has received."""
         while not self._stop.is_set() and (received := link.receive(0)) is not None:
             try:
                 message = decode_untrusted(received[0])
@@ -78,6 +78,6 @@ class Forwarder:
                     self._door.confirm(source, number)
 
     def close(self) -> None:
-        """End; closing twice does no harm."""
+        """Stop the thread; closing twice does no harm."""
         self._stop.set()
         self._thread.join(_CLOSE_SECONDS)

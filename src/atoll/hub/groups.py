@@ -1,4 +1,4 @@
-"""The hub's part in groups: how workers move from one to another, and what they lease there.
+"""The hub's groups: workers' moves between groups, and sample leases within a group.
 
 Source: docs/grouping.md; docs/notes/ps-hra.md.
 """
@@ -39,7 +39,7 @@ from atoll.wire.messages import (
     LinkPlace,
 )
 
-_REASONS = 256  # of so many groupings, which may still be on their way
+_REASONS = 256  # the most groupings whose reasons are retained
 
 
 class _Asker(NamedTuple):
@@ -49,7 +49,7 @@ class _Asker(NamedTuple):
 
 @dataclass
 class _State:
-    """What a restart must not lose, beside what the book knows."""
+    """State that must survive a restart, apart from the book's."""
 
     formation: FormationState
     blocks: dict[Key, dict[tuple[int, int], EpochBlocks]]
@@ -65,7 +65,7 @@ class _State:
 
 
 class Groups:
-    """Moves workers from group to group, as `placement` decides; each group gets its ring of `rings`."""
+    """Moves workers between groups as `placement` decides. Each group gets its own ring from `rings`."""
 
     def __init__(
         self,
@@ -85,34 +85,34 @@ class Groups:
         self._lockstep = settings.consistency == "bsp"
         self._placement = Placement(settings, book.members, desk, decisions)
         self._blocks = Blocks(self._leases)
-        self._asked: dict[int, JoinGroup] = {}  # by rank: who waits for its group
+        self._asked: dict[int, JoinGroup] = {}  # by rank: requests of workers that wait for their group
         self._askers: dict[int, _Asker] = {}
-        self._groups: dict[int, Grouped] = {}  # by contributor: what its members are told
-        self._reasons: dict[int, str] = {}  # of the latest groupings, for those who move by them
+        self._groups: dict[int, Grouped] = {}  # by contributor: the answer to its members
+        self._reasons: dict[int, str] = {}  # of the latest groupings, by number, for their members
         self._members.workers.not_ranks = formation.numbers
         self._members.grouped = True
 
-    # -- who is there -------------------------------------------------------------------------------------
+    # -- members ------------------------------------------------------------------------------------------
 
     def joined(self, rank: int, incarnation: int, site: str = "") -> None:
-        """A worker has come, which is at `site`, if it says so."""
+        """Handle a worker that joined, at `site` if it named one."""
         self._placement.joined(rank, site)
         self._desk.handle_live(self._members.workers.members)
         if (rank, incarnation) not in self._formation.contributors_of(rank):
             self._apply(self._formation.handle_joined(rank, incarnation))
 
     def left(self, now: float, rank: int, *, finished: bool = False) -> None:
-        """A worker is no more."""
+        """Handle a worker that left or died."""
         self._asked.pop(rank, None)
         self._askers.pop(rank, None)
         self._desk.handle_left(now, rank)
         self._placement.left(now, rank)
         self._apply(self._formation.handle_left(now, rank, finished=finished))
 
-    # -- what workers say ---------------------------------------------------------------------------------
+    # -- workers' messages --------------------------------------------------------------------------------
 
     def handle(self, peer: bytes, message: JoinGroup | InGroup) -> None:
-        """A worker asks for its group, or has moved to it."""
+        """Handle a worker's request for its group, or its arrival there."""
         rank = self._members.workers.rank_of(message.incarnation)
         if rank is None:
             number = message.number if isinstance(message, JoinGroup) else 0
@@ -122,15 +122,15 @@ class Groups:
         now = self._turn.now()
         if isinstance(message, JoinGroup):
             if rank in self._asked and message.number < self._asked[rank].number:
-                return  # it went out late, over another connection than what was asked after it
+                return  # an old request, overtaken on another connection
             self._askers[rank] = _Asker(peer, message.number)
-            # In lock step all come at once, or are dead.
+            # In lock step all members ask at about the same time, or are dead.
             patience = self._members.roll.patience if self._lockstep else self._placement.patience(now, rank)
             word = InGroups(at=now, message=message, patience=patience)
         elif any(number == message.contributor for number, _ in self._formation.contributors_of(rank)[1:]):
             word = InGroups(at=now, message=message)
         else:
-            return  # it is known by now
+            return  # already known
         self._turn.keep(word)
         self._take(word)
 
@@ -148,7 +148,7 @@ class Groups:
         )
 
     def handle_links(self, _peer: bytes, word: LinkPlace | LinkMeasured) -> None:
-        """A worker says where its links are measured, or what it has measured."""
+        """Handle a worker's address for measuring links, or a measurement."""
         rank = self._members.workers.rank_of(word.incarnation)
         if not self._desk.measures or rank is None:
             return
@@ -158,7 +158,7 @@ class Groups:
             self._desk.handle_measured(self._turn.now(), rank, word)
 
     def beat(self, rank: int, beat: Heartbeat | Beat) -> None:
-        """A worker's heartbeat says how many iterations it has made, and how long it computes a sample."""
+        """Take progress and seconds per sample from a worker's heartbeat."""
         paced = self._placement.beat(self._turn.now(), rank, beat)
         if paced is not None:
             self._turn.keep(paced)
@@ -171,8 +171,8 @@ class Groups:
             self._formation.handle_trains(rank)
 
     def lease(self, rank: int, lease: Lease) -> Leased:
-        """A worker asks for samples: for itself, or its part of its group's. Raises UserError for a group
-        that is not the worker's."""
+        """Handle a request for samples, for a worker alone or for its part of the group's. Raises UserError
+        if the worker is not in the group that it names."""
         keys = self._formation.contributors_of(rank)
         if not lease.block and not lease.contributor:
             keys = keys[:1]
@@ -191,18 +191,18 @@ class Groups:
         return self._leases.handle_lease(*keys[0], lease)
 
     def fenced(self, key: Key) -> None:
-        """A log has answered to a fence."""
+        """Note a log's answer to a fence."""
         self._blocks.handle_fenced(key)
 
     @property
     def changes(self) -> int:
-        """Grows with each part of a block of samples that is given for the first time."""
+        """Counter of parts of sample blocks that were given out for the first time."""
         return self._blocks.changes
 
-    # -- what follows -------------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Decide who is to be in which group, when it is time to, and give up those that take too long."""
+        """Decide on groups if due, and give up groups that take too long to form."""
         now = self._turn.now()
         self.pass_time(now)
         if not self._book.begun:
@@ -213,20 +213,20 @@ class Groups:
             self.decide(decided)
 
     def pass_time(self, now: float) -> None:
-        """Give up groups that have not come together by now, and open those that are due."""
+        """Give up groups whose deadline has passed, and open those that are due."""
         deadline = self._formation.next_deadline()
         if deadline is not None and deadline <= now:
             self._turn.keep(TimePassed(at=now))
             self._apply(self._formation.poll(now))
 
     def soon(self, seconds: float) -> float:
-        """How long the hub may wait for messages, of up to `seconds`, before `poll` has something to do."""
+        """Seconds, up to `seconds`, that the hub may wait for messages before `poll` has work."""
         deadlines = (self._formation.next_deadline(), self._desk.next_deadline())
         now = self._turn.now()
         return max(0.0, min([seconds, *(each - now for each in deadlines if each is not None)]))
 
     def _poll_links(self, now: float) -> None:
-        """Have links measured, and tell what was found."""
+        """Request measurements of links, and announce the results."""
         live = self._members.workers.live()
         asks, found = self._desk.poll(now, live)
         for ask in asks:
@@ -238,7 +238,7 @@ class Groups:
                 self._rings.tell(incarnation)
 
     def decide(self, decided: Decided) -> None:
-        """These are to be groups; where it is `placed`, the start is over."""
+        """Record and apply a decision on groups; one that is `placed` ends the start."""
         self._turn.keep(decided)
         self._take_decision(decided)
 
@@ -252,7 +252,7 @@ class Groups:
         self._apply(outcomes)
 
     def _apply(self, outcomes: Iterable[formation.Outcome]) -> None:
-        """Do what follows from the contributors' machine."""
+        """Carry out outcomes of the formation."""
         for outcome in outcomes:
             if isinstance(outcome, formation.Opened):
                 self._decisions.add("groups", f"workers {show(Grouping(outcome.groups))}", outcome.reason)
@@ -275,7 +275,7 @@ class Groups:
                 self._book.fences[GLOBAL].add((outcome.contributor, outcome.life))
 
     def _form(self, formed: formation.Formed) -> None:
-        """A group has come together: its ring, its leases, and the answers to its members."""
+        """Give a complete group its ring and leases, and answer its members."""
         live = self._members.workers.live()
         number = self._rings.form_group({live[rank]: rank for rank in formed.workers})
         for rank in formed.workers:
@@ -320,7 +320,7 @@ class Groups:
     # -- after a restart ----------------------------------------------------------------------------------
 
     def replay(self, record: Paced | Linked | Decided | InGroups | TimePassed) -> None:
-        """Take again what was written before: nobody is there yet who could be answered."""
+        """Apply a record again after a restart, without answering."""
         if isinstance(record, Paced):
             self._take_pace(record)
         elif isinstance(record, Linked):
@@ -333,7 +333,7 @@ class Groups:
             self._apply(self._formation.poll(record.at))
 
     def state(self) -> bytes:
-        """All that is known of groups, as MessagePack."""
+        """Encode the state of groups as MessagePack."""
         placement = self._placement
         return msgspec.msgpack.encode(
             _State(
@@ -352,8 +352,8 @@ class Groups:
         )
 
     def restore(self, now: float, state: bytes) -> None:
-        """Know what `state` says."""
-        del now  # deadlines are the clock's, which goes on
+        """Restore an encoded state."""
+        del now  # deadlines refer to the hub's clock, which continues
         found = msgspec.msgpack.decode(state, type=_State)
         self._formation.restore(found.formation)
         self._members.workers.not_ranks = self._formation.numbers

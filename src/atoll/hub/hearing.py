@@ -1,16 +1,15 @@
-"""Until when the hub has read all that its members have said.
+"""The time up to which the hub has read all messages of its members.
 
-A hub that is late has signs of life unread: in its own queue, in the system's buffers, and behind its
-door, where connections wait to be let in. It cannot look into these. Whoever was judged by what the hub
-has read would be buried alive. So before the hub counts a silent member as dead, it makes a connection
-to itself as any member would, and sends an Echo over it. Once that has come back, and then the queue was
-read empty, it judges as of the moment when that connection was begun: the system and ZeroMQ serve
-connections in turn, so what members had said by then, or had begun to connect for, had come into the
-queue before the Echo.
+A busy hub has unread signs of life: in its queue, in the system's buffers, and in connections that wait to be
+accepted. It cannot look into these, and a judgement by what it has read would declare live members dead. So
+before the hub counts a silent member as dead, it connects to itself like any member and sends an Echo. Once
+the Echo has come back and the queue was read empty, silences are judged as of the moment when that connection
+was begun: the system and ZeroMQ serve connections in turn, so all that members sent or began to connect for
+by then was queued before the Echo.
 
-Where the queue never becomes empty, twice as many messages as there can be connections will do: ZeroMQ
-takes a message of each connection in turn, but a new one's first, like the Echo's, within the round that
-is under way.
+If the queue never becomes empty, reading twice as many messages as there can be connections suffices: ZeroMQ
+takes one message from each connection in turn, but a new connection's first message, like the Echo, within
+the round in progress.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from atoll.net.endpoint import SOON, Client
 from atoll.net.keys import Keys
 from atoll.wire.messages import Echo, encode
 
-_LOST_SECONDS = 15.0  # for an Echo to come back; then a hub that has read its queue empty goes by that
+_LOST_SECONDS = 15.0  # seconds for an Echo to come back; after that an empty queue suffices
 _LIMIT = 2**16  # bytes of a message
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -36,8 +35,8 @@ _DESCRIPTORS = Path("/proc/self/fd")
 class Hearing:
     """The hub's connection to itself, at `address`.
 
-    `until` is the time, by the hub's clock, up to which all that members said has been read. It only grows
-    after `ask`.
+    `until` is the time, by the hub's clock, up to which all messages of members have been read. Only `ask`
+    starts an update.
     """
 
     def __init__(self, address: str, keys: Keys | None, decisions: Decisions, turn: Turn) -> None:
@@ -46,21 +45,22 @@ class Hearing:
             address = address.replace(f"//{host}:", f"//{own}:")
         self.until = -math.inf
         self._address, self._keys, self._decisions = address, keys, decisions
-        self._client: Client | None = None  # while an Echo is on its way
-        self._token = secrets.token_hex(16)  # nobody else can say an Echo of ours
+        self._client: Client | None = None  # while an Echo is in flight
+        self._token = secrets.token_hex(16)  # keeps others from forging an Echo
         self._number = 0
-        self._asked: float | None = None  # when the Echo was sent that is not settled
+        self._asked: float | None = None  # when the unsettled Echo was sent
         self._is_back = False
-        self._to_read = 0  # messages before it is settled
+        self._to_read = 0  # messages to read before the Echo is settled
         self._said = False
 
     @property
     def waits(self) -> bool:
-        """Whether an Echo is on its way, or what came before it may be unread."""
+        """True if an Echo is in flight, or messages before it may be unread."""
         return self._asked is not None
 
     def ask(self, now: float) -> None:
-        """Somebody may be dead: find out whether all that was said by `now` has been read."""
+        """Send an Echo to find out whether all messages up to `now` have been read; called when a member may
+        be dead."""
         if self.waits:
             return
         self._asked, self._is_back = now, False
@@ -74,20 +74,22 @@ class Hearing:
             self._fail(str(error))
 
     def heard_until(self, now: float) -> float:
-        """Up to when all that members said has been read, for who is to judge somebody's silence `now`."""
+        """Return the time up to which all messages have been read, and ask for a later one."""
         self.ask(now)
         return self.until
 
     def take(self, _peer: bytes, echo: Echo) -> None:
-        """An Echo has come back."""
+        """Handle a returned Echo."""
         if echo.token == self._token and echo.number == self._number and not self._is_back:
             self._is_back = True
             self._to_read = 2 * _connections()
             self.close()
 
     def read(self, now: float, messages: int, *, is_empty: bool) -> None:
-        """The hub has handled so many messages; `is_empty`: nothing is left in its queue. Where the Echo does
-        not come back, for the door has no room for the hub itself, that has to do."""
+        """Note that `messages` were handled; `is_empty`: the queue is empty.
+
+        If the Echo is lost, say because the port has no room for the hub itself, an empty queue suffices.
+        """
         if self._asked is None:
             return
         self._to_read -= messages
@@ -111,7 +113,7 @@ class Hearing:
 
 
 def _connections() -> int:
-    """How many connections this process may have, at the most."""
+    """The most connections that this process can have."""
     try:
         return sum(1 for _ in _DESCRIPTORS.iterdir())
     except OSError:  # another system than Linux

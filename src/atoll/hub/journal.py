@@ -1,9 +1,9 @@
-"""The hub's journal: a file to which records are appended before anybody is answered out of them.
+"""The hub's journal: records appended to a file before any answer that depends on them.
 
-Each record is a frame (`logs/frames.py`) without a payload. Records are written whole by one call where the
-system lets them, and not synced: what was written outlives the process (kill -9), and not a loss of power.
-Votes alone are synced: a hub that forgot one could vote twice differently. A record at the end that is not
-whole was answered to nobody, and is cut off.
+Each record is a frame (`logs/frames.py`) without a payload. The records of a turn are written in one call
+where the system allows, and not synced: they survive a kill of the process, not a loss of power. Votes alone
+are synced, since a hub that forgot one could vote twice. An incomplete record at the end was never answered,
+and is cut off.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from atoll.logs.frames import Kind, encode_frame
 from atoll.logs.logfile import DamagedLogError, LogFile, open_locked, replay
 
 FILE = "hub.journal"  # in the hub's directory
-SHARD_FILE = "shard.json"  # in a shard's
-_FORSAKEN = f"{FILE}.incomplete"  # its name while records are missing at its end
+SHARD_FILE = "shard.json"  # in a shard's directory
+_FORSAKEN = f"{FILE}.incomplete"  # the journal's name while it lacks its latest records
 KIND = Kind(b"ATH3", 2**30, "hub's journal")
-_COMPACT_BYTES = 2**20  # of records since the last compact state, and at least as much as that
+_COMPACT_BYTES = 2**20  # bytes since the last compact state; also at least that state's size
 
 
 class HubJournal:
-    """The journal in `folder`, opened; `records` are those that were in it. No other process has it open.
+    """The journal in `folder`, open and locked; `records` has those found in it.
 
-    Raises UserError when the folder cannot be used, another hub has the journal, or it is damaged.
+    Raises UserError if the folder cannot be used, another hub has the journal, or the journal is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,7 @@ class HubJournal:
                 "decided then is not known: the run cannot go on; begin another one from a checkpoint, with "
                 "another --directory"
             )
-        self.cut = 0  # bytes at the end that were no whole record
+        self.cut = 0  # bytes of an incomplete record cut off the end
         self.commits = 0  # writes, by this process
         self.records: list[AnyRecord] = []
         try:
@@ -54,7 +54,7 @@ class HubJournal:
         try:
             self.records, self._file.end, self._stamp = _parse(memoryview(raw), self.path)
             self.cut = len(raw) - self._file.end
-            self.began = _first(self.records, self.path)  # None where it is new
+            self.began = _first(self.records, self.path)  # None if the journal is new
             self._file.truncate()
         except BaseException:
             self._file.close()
@@ -62,7 +62,7 @@ class HubJournal:
         self._compacted = 0  # the size after the last compact state
 
     def begin(self, began: Began) -> None:
-        """Write a new journal's first record. Raises UserError when the disk does not take it."""
+        """Write a new journal's first record. Raises UserError if the disk does not take it."""
         self.began = began
         try:
             self.append([began])
@@ -71,11 +71,11 @@ class HubJournal:
 
     @property
     def is_long(self) -> bool:
-        """Whether it is time to put a compact state in the place of what is there."""
+        """True if a compact state should replace the records."""
         return self._file.end - self._compacted > max(_COMPACT_BYTES, self._compacted)
 
     def append(self, records: Sequence[AnyRecord]) -> None:
-        """Write these. Raises OSError, and the file is as it was before, when the disk does not take them."""
+        """Append records. Raises OSError if the disk does not take them; the file is then unchanged."""
         self.commits += 1
         reach("hub.record", self.commits)
         voted = any(isinstance(record, Voted) for record in records)
@@ -83,13 +83,13 @@ class HubJournal:
         reach("hub.recorded", self.commits)
 
     def replace(self, records: Sequence[AnyRecord]) -> None:
-        """Let these stand for all that is there: written beside it, and renamed. Raises OSError, and what
-        was there still is, when the disk does not take them."""
+        """Replace the journal by these records, written to another file and renamed. On OSError the old
+        journal remains."""
         beside, stamp = self.path.with_name(f"{FILE}.new"), _new_stamp()
         file = _open(beside)
         try:
             file.truncate()
-            file.append([_encode(records, stamp)], sync=True)  # votes are in it
+            file.append([_encode(records, stamp)], sync=True)  # synced because it contains votes
             reach("hub.compacted", self.commits)
             beside.replace(self.path)
         except OSError:
@@ -101,8 +101,8 @@ class HubJournal:
         self._file, self._stamp, self._compacted = file, stamp, file.end
 
     def forsake(self) -> None:
-        """Records are missing at its end: nobody is to go on from it, until `replace` makes it whole. Raises
-        OSError where the disk does not even take a new name."""
+        """Rename the journal, which lacks records at its end, so that no hub resumes from it until `replace`
+        succeeds. Raises OSError if the disk does not take the new name."""
         if self.path.exists():
             self.path.replace(self._forsaken)
 
@@ -139,8 +139,8 @@ def _encode(records: Sequence[AnyRecord], stamp: int) -> bytes:
 
 
 def _parse(raw: memoryview, path: Path) -> tuple[list[AnyRecord], int, int]:
-    """The whole records at the beginning, where they end, and the file's stamp. Raises UserError for a file
-    of another format, and for one that is damaged before its end."""
+    """Return the whole records at the beginning, their end, and the file's stamp. Raises UserError for
+    another format, and for damage before the end."""
     records: list[AnyRecord] = []
     end, stamp = 0, _new_stamp()
     try:

@@ -1,4 +1,4 @@
-"""What a turn has changed is written down before anybody hears of it, and known again after a restart."""
+"""Write-ahead of each turn's records: the journal before the answers, and its replay after a restart."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from atoll.hub.turn import Turn
 from atoll.net.endpoint import Server
 from atoll.wire.messages import encode
 
-_RETRY_SECONDS = 5.0  # before a journal that could not be written is tried again
+_RETRY_SECONDS = 5.0  # seconds before a failed journal is tried again
 
 
 class Ledger:
-    """Writes the records of turns to `journal`, where there is one, and then sends the answers."""
+    """Writes each turn's records to `journal`, if there is one, and then sends the answers."""
 
     def __init__(self, journal: HubJournal | None, book: Book, decisions: Decisions, turn: Turn) -> None:
         self._journal, self._book, self._decisions, self._turn = journal, book, decisions, turn
         self._fails_until = 0.0  # by the hub's clock; 0: the journal does not fail
 
     def replay(self) -> None:
-        """Know again what the hub knew that wrote the journal. Silence is counted from now on."""
+        """Restore the state from the journal. Silences are counted from now on."""
         if self._journal is None:
             return
         self._decisions.muted = True
@@ -36,7 +36,7 @@ class Ledger:
         self._book.members.roll.hear_all(self._turn.now())
 
     def commit(self, server: Server) -> None:
-        """Write down what this turn has changed, and then tell it."""
+        """Write the turn's records, then send its answers."""
         turn, journal = self._turn, self._journal
         written, answers = bool(turn.records), list(turn.answers)
         if journal is not None:
@@ -45,13 +45,14 @@ class Ledger:
                 answers += turn.votes
         turn.clear()
         for peer, message in answers:
-            if peer:  # who is gone, or reads nothing, asks again or is given up by its silence
+            if peer:  # sending never waits: a lost answer is requested again
                 server.send(peer, encode(message))
         if written and journal is not None:
             reach("hub.answered", journal.commits)
 
     def _write(self, journal: HubJournal) -> None:
-        """A disk that takes no more does not stop the run: the journal is written anew once it does."""
+        """Write the turn's records. A full disk does not stop the run: once there is room, the journal is
+        rewritten from the full state."""
         now = self._turn.now()
         if self._fails_until > now:
             return

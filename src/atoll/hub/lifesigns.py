@@ -1,4 +1,4 @@
-"""What heartbeats tell the hub: who lives, how far workers are, and how fast they compute."""
+"""Heartbeats at the hub: signs of life, progress, and speed of workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atoll.wire.messages import Beat, Heard, Heartbeat, Heartbeats, Over
 
 
 class LifeSigns:
-    """Takes the heartbeats of the members in `book`; each costs the same, however many there are."""
+    """Handles heartbeats of the members in `book`, at a constant cost each."""
 
     def __init__(
         self,
@@ -31,13 +31,13 @@ class LifeSigns:
         self._decisions, self._turn = decisions, turn
         turn.handlers |= {Heartbeat: self.handle, Heartbeats: self.handle_many}
         self._ungrouped_said = False
-        self._stranger_said = False  # that a launcher spoke for who is not its own
+        self._stranger_said = False  # a launcher relayed another's worker
 
     def handle(self, peer: bytes, beat: Heartbeat) -> None:
-        """A member lives."""
+        """Handle a member's own heartbeat."""
         if not self._members.roll.hear(self._turn.now(), beat.incarnation, beat.iteration):
             self._turn.refuse(peer, given_up(beat.incarnation), "Heartbeat")
-        elif self._book.over:  # nobody but shards is left
+        elif self._book.over:  # only shards are left
             self._turn.send(peer, Over())
         else:
             self._broken.beat(peer, beat.incarnation)
@@ -46,8 +46,11 @@ class LifeSigns:
             self._pairs.beat(peer, beat.incarnation)
 
     def handle_many(self, peer: bytes, message: Heartbeats) -> None:
-        """A launcher passes on what it has heard of its workers. Who is not there, or came from another
-        launcher, is named in the answer: it hears from the hub itself how things stand."""
+        """Handle heartbeats relayed by a launcher.
+
+        The answer names incarnations that are unknown or came from another launcher; these then send their
+        own heartbeats.
+        """
         now, roll, unknown = self._turn.now(), self._members.roll, []
         for beat in message.beats:
             incarnation = beat.incarnation
@@ -63,7 +66,7 @@ class LifeSigns:
         self._turn.send(peer, Heard(number=message.number, unknown=unknown))
 
     def _tell_of_stranger(self, incarnation: int) -> None:
-        """Say once that a launcher speaks for who came from elsewhere."""
+        """Record once that a launcher relayed a heartbeat of a worker that it did not start."""
         if self._stranger_said or not self._members.roll.is_there(incarnation):
             return
         self._stranger_said = True
@@ -71,7 +74,7 @@ class LifeSigns:
         self._decisions.add("heartbeat", "not taken", reason)
 
     def _note_pace(self, beat: Heartbeat | Beat) -> None:
-        """A heartbeat says how fast its worker is."""
+        """Take a worker's progress and speed from a heartbeat."""
         rank = self._members.workers.rank_of(beat.incarnation)
         if self._groups is not None and rank is not None:
             self._groups.beat(rank, beat)

@@ -1,8 +1,8 @@
-"""The hub's part in measuring the links between workers: whom it asks, when, and what is known.
+"""The hub's measuring of links between workers: requests to workers, and the results.
 
-Workers of one machine share its links. So a link is one between two machines, or inside one, and one pair of
-workers measures it for all; machines are told apart by the addresses at which workers say that they listen.
-Nobody trains before that is over; who comes later is measured while the others train.
+Workers of one machine share its links. So a link is between two machines or inside one, and one pair of
+workers measures it for all. Machines are told apart by the hosts at which workers say that they listen. No
+worker trains before the first measuring is over; links of late workers are measured while the others train.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from atoll.groups.probing import LinkProbe, Measured
 from atoll.hub.records import Linked
 from atoll.wire.messages import LinkMeasured, LinkPlace, MeasureLink
 
-LEAST_SECONDS = 0.5  # for a link: a transfer over a long one begins slowly
-MOST_SECONDS = 2.0  # for a link, where there is time
-NEAR_SECONDS = 0.25  # for one inside a machine
-PLACE_SECONDS = 3.0  # that workers have to say where their links are measured
-_NAMED = 3  # links that could not be measured, of which the reason is told
+LEAST_SECONDS = 0.5  # seconds for a link: a transfer over a long link starts slowly
+MOST_SECONDS = 2.0  # seconds for a link, if there is time
+NEAR_SECONDS = 0.25  # seconds for a link inside a machine
+PLACE_SECONDS = 3.0  # seconds for workers to report where their links are measured
+_NAMED = 3  # the most failed links that a report explains
 
 Pair = tuple[int, int]
-Way = tuple[str, str]  # two machines, in order; twice the same: inside it
+Way = tuple[str, str]  # two machines, sorted; the same one twice: inside it
 
 
 @dataclass(frozen=True)
 class Ask:
-    """`worker` is to be told this."""
+    """A request to `worker` to measure a link."""
 
     worker: int
     message: MeasureLink
@@ -38,8 +38,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class LinksFound:
-    """Measuring is over, for now. `links` are of those workers that could be measured; `summary` is for a
-    sentence, `reason` has the figures and what could not be had."""
+    """Results of a finished measuring. `links` covers the workers that could be measured; `summary` is part
+    of a sentence; `reason` has the figures and what could not be measured."""
 
     links: Links
     summary: str
@@ -47,44 +47,45 @@ class LinksFound:
 
 
 class LinkDesk:
-    """Has the links of a run's workers measured, `seconds` in all (0: no link is); workers are ranks, times
+    """Has the links of a run's workers measured, within `seconds` in all (0: none). Workers are ranks, times
     the hub's.
 
-    `keep` is told of each link that was measured, and of where each worker is. A link that could not be
-    measured is not tried again before the hub comes anew.
+    `keep` is called with each measured link and each worker's host. A link that could not be measured is not
+    tried again before the hub restarts.
     """
 
     def __init__(self, seconds: float, keep: Callable[[Linked], None]) -> None:
         self._seconds, self._keep = seconds, keep
         self.known: dict[Way, Measured] = {}
-        self.hosts: dict[int, str] = {}  # where workers are
+        self.hosts: dict[int, str] = {}  # by worker: its host
         self._places: dict[int, LinkPlace] = {}
-        self._failures: dict[Way, str] = {}  # why a link could not be measured
-        self._silent: set[int] = set()  # who did not say where its links are measured
+        self._failures: dict[Way, str] = {}  # reasons of failed measurements
+        self._silent: set[int] = set()  # workers that did not report where their links are measured
         self._probe: LinkProbe | None = None
-        self._asked: dict[Pair, Way] = {}  # what the probe measures
-        self._since: float | None = None  # when there was something to measure first
+        self._asked: dict[Pair, Way] = {}  # links that the probe measures, by pair of workers
+        self._since: float | None = None  # since when there is something to measure
         self._live: tuple[int, ...] = ()
         self._looked: tuple[tuple[object, ...], frozenset[Way]] = (
             (),
             frozenset(),
-        )  # for what, and what came out
-        self._told: frozenset[Way] | None = None  # what was known when that was last told
+        )  # cache of `_open`: its inputs and its result
+        self._told: frozenset[Way] | None = None  # the links in the latest report
 
     @property
     def measures(self) -> bool:
-        """Whether links are measured in this run."""
+        """True if links are measured in this run."""
         return self._seconds > 0
 
-    # -- what happens -------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------
 
     def handle_live(self, live: Iterable[int]) -> None:
-        """These workers are there."""
+        """Set the present workers."""
         if self.measures:
             self._live = tuple(sorted(live))
 
     def handle_place(self, now: float, worker: int, place: LinkPlace) -> None:
-        """A worker says where its links are measured; when that is over it is there no longer."""
+        """Handle the address at which a worker's links are measured, which is valid until the measuring
+        ends."""
         if self.hosts.get(worker) == place.host and not self.wants(worker):
             return
         self._places[worker] = place
@@ -95,7 +96,7 @@ class LinkDesk:
             self.take(linked)
 
     def handle_measured(self, now: float, worker: int, word: LinkMeasured) -> None:
-        """What a worker says of a link that it was asked for; what nobody has asked is left aside."""
+        """Handle a measurement. One that was not requested is ignored."""
         pair = (min(worker, word.worker), max(worker, word.worker))
         way = self._asked.get(pair)
         if self._probe is None or way is None or way in self.known:
@@ -110,14 +111,14 @@ class LinkDesk:
         self._probe.handle_measured(now, *pair, self.known[way])
 
     def take(self, linked: Linked) -> None:
-        """Know a link that was measured, or where a worker is: now, or before a restart."""
+        """Store a measured link or a worker's host: now, or from before a restart."""
         if linked.worker >= 0:
             self.hosts[linked.worker] = linked.hosts[0]
         else:
             self.known[linked.hosts] = Measured(linked.bandwidth, linked.latency)
 
     def handle_left(self, now: float, worker: int) -> None:
-        """A worker is no more; another one of its rank may be elsewhere."""
+        """Forget a worker that left. Another one of its rank may be elsewhere."""
         if self._probe is not None:
             self._probe.handle_left(now, worker)
             self._asked = {pair: way for pair, way in self._asked.items() if worker not in pair}
@@ -126,10 +127,10 @@ class LinkDesk:
         self._silent.discard(worker)
         self._live = tuple(each for each in self._live if each != worker)
 
-    # -- what follows -------------------------------------------------------------------------------------
+    # -- requests and results -----------------------------------------------------------------------------
 
     def wants(self, worker: int) -> bool:
-        """Whether links of this worker are still to be measured, or are being."""
+        """True if links of this worker are being measured, or still to be measured."""
         if len(self._live) < 2 or worker in self._silent:
             return False
         host, ways = self.hosts.get(worker), self._open()
@@ -137,11 +138,11 @@ class LinkDesk:
 
     @property
     def over(self) -> bool:
-        """Whether what can be known is known."""
+        """True if everything that can be measured is."""
         return len(self._live) < 2 or not (self._lost() or self._open())
 
     def poll(self, now: float, live: Collection[int]) -> tuple[list[Ask], LinksFound | None]:
-        """Whom to ask what, of the workers that are there; and what is known, when that is over."""
+        """Return new requests to the present workers `live`, and the results once the measuring is over."""
         self.handle_live(live)
         if self._probe is None and not self.over:
             self._begin(now)
@@ -156,17 +157,17 @@ class LinkDesk:
         return asks, self._found(now)
 
     def next_deadline(self) -> float | None:
-        """When `poll` next has something to do, if nothing happens before."""
+        """Time at which `poll` has work, unless an event comes earlier."""
         return self._probe.next_deadline() if self._probe is not None else None
 
     def _lost(self) -> list[int]:
-        """Of whom nobody knows where they are."""
+        """Workers whose host is unknown."""
         return [each for each in self._live if each not in self.hosts and each not in self._silent]
 
     def _open(self) -> frozenset[Way]:
-        """The links that are to be measured, or are being: of workers whose places are known."""
+        """Links to be measured, or being measured, between workers whose hosts are known."""
         asked = (tuple(map(self.hosts.get, self._live)), len(self.known), len(self._failures))
-        if self._looked[0] != asked:  # each heartbeat asks, and there may be many machines
+        if self._looked[0] != asked:  # cached: every heartbeat asks, and there may be many machines
             counts = Counter(host for host in asked[0] if host is not None)
             ways = {_way(*pair) for pair in combinations(counts, 2)}
             ways |= {(host, host) for host, count in counts.items() if count > 1}
@@ -174,7 +175,7 @@ class LinkDesk:
         return self._looked[1]
 
     def _begin(self, now: float) -> None:
-        """Measure, once all have said where; who takes too long is left out."""
+        """Start measuring once all workers have reported their addresses; slow ones are left out."""
         self._since = now if self._since is None else self._since
         wanted = {each for each in self._live if self.wants(each)}
         if wanted - self._places.keys():
@@ -220,7 +221,7 @@ class LinkDesk:
         self._places.clear()
 
     def _found(self, now: float) -> LinksFound:
-        """All that is known, by worker, as the chooser takes it."""
+        """Return the results by worker, in the chooser's format."""
         there = [worker for worker in self._live if worker in self.hosts]
         known = {}
         for pair in combinations(there, 2):
@@ -242,7 +243,7 @@ class LinkDesk:
         return LinksFound(found.links, summary, "; ".join(reasons))
 
     def _figures(self) -> list[str]:
-        """The links between machines and inside them, from the slowest to the fastest."""
+        """Rates and delays of links between machines and inside them, from lowest to highest."""
         near = [link for way, link in self.known.items() if way[0] == way[1]]
         far = [link for way, link in self.known.items() if way[0] != way[1]]
         kinds = (("between machines", far), ("inside a machine", near))
@@ -254,7 +255,7 @@ def _way(one: str, other: str) -> Way:
 
 
 def _spread(links: list[Measured]) -> str:
-    """`90 Mbit/s to 95 Mbit/s and 40.1 ms`."""
+    """Format like `90 Mbit/s to 95 Mbit/s and 40.1 ms`."""
     rates = [8 * link.bandwidth for link in links]
     spans = [link.latency for link in links]
     return f"{_range(rates, format_rate)} and {_range(spans, format_seconds)}"

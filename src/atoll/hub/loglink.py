@@ -1,4 +1,4 @@
-"""The hub's own connection to a log (shard 0's, or a site's): whom to fence, and what has been used."""
+"""The hub's connection to one log, shard 0's or a site's: fences, and reports of used samples."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ from atoll.wire.messages import (
     encode,
 )
 
-LIMIT = 2**26  # bytes of a message: all that an incarnation has ever used
+LIMIT = 2**26  # bytes of a message, which may list all samples of an incarnation
 
-_MESSAGES = 256  # taken in one go
+_MESSAGES = 256  # the most taken at a time
 
 
 class LogLink:
-    """Tells the log of `run` whom to fence until it answers, over lost connections and before it is known
-    where it is. `name` is who keeps the log. `failed(line)` takes what the log or the connection refuses."""
+    """Sends fences to the log of `run` until it answers, across lost connections and before its address is
+    known.
+
+    `name` is the name of the log's shard. `failed(line)` is called with refusals and connection errors.
+    """
 
     def __init__(self, keys: Keys | None, run: str, name: str, failed: Callable[[str], None]) -> None:
         self._keys, self._run, self._name, self._failed = keys, run, name, failed
-        self._sent: set[Key] = set()  # fences, on this connection
+        self._sent: set[Key] = set()  # fences sent on this connection
         self._losses = 0
-        self._said = ""  # the last failure told: each only once
+        self._said = ""  # the latest failure reported, to report it once
         self.client: Client | None = None
 
     def connect(self, address: str) -> None:
-        """Who keeps the log is there; a connection to another place is given up. Raises UserError for an
-        address that cannot be used from here."""
+        """Connect to the log's shard at `address`; a connection to another address is closed. Raises
+        UserError for an unusable address."""
         if self.client is not None and self.client.address == address:
             return
         self.close()
@@ -49,7 +52,7 @@ class LogLink:
         self._introduce(self.client)
 
     def flush(self, waiting: Collection[Key]) -> None:
-        """Send the fences that are new, of those that wait for an answer."""
+        """Send those of the unanswered fences that were not sent on this connection."""
         if self.client is None:
             return
         for worker, incarnation in sorted(set(waiting) - self._sent):
@@ -57,13 +60,13 @@ class LogLink:
         self._sent = set(waiting)
 
     def look(self, worker: int, incarnation: int) -> None:
-        """Ask for a worker's connection to the log: now or not at all."""
+        """Ask about a worker's connection to the log; skipped if the log is not connected."""
         if self.client is not None and self.client.connected:
             self.client.send(encode(Look(worker=worker, incarnation=incarnation)))
 
     def take(self) -> Iterator[Fenced | Looked]:
-        """What the log has sent: its word on what was used, asked for or as news, and its answers to `look`.
-        After a lost connection it is told again who this is."""
+        """Yield the log's messages: reports of used samples, and answers to `look`. Says Hello again after a
+        lost connection."""
         client = self.client
         if client is None:
             return
@@ -89,7 +92,7 @@ class LogLink:
                 self._fail(f"{self._name} refused: {message.reason}")
 
     def close(self) -> None:
-        """Let the connection go; what is not answered is asked again after the next `connect`."""
+        """Close the connection. Unanswered fences are sent again after the next `connect`."""
         if self.client is not None:
             self.client.close()
             self.client = None

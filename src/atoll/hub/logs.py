@@ -1,7 +1,7 @@
 """The hub's connections to the run's logs: the global one, which shard 0 keeps, and one for each site.
 
-A site's log knows the site's workers, and the global one knows each site as one worker, whose rank is the
-site's index. What the global log counts is the truth about samples (`hub/book.py`).
+A site's log knows the site's workers; the global log knows each site as one worker, whose rank is the site's
+index. The global log's count of samples is authoritative (`hub/book.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atoll.wire.messages import Fenced, Looked
 
 
 class Logs:
-    """The connections to the logs of the run in `book`; `samples` and `broken` take what logs say."""
+    """Connections to the logs of the run in `book`; `samples` and `broken` handle the logs' messages."""
 
     def __init__(
         self,
@@ -46,20 +46,20 @@ class Logs:
 
     @property
     def clients(self) -> list[Client]:
-        """The connections that there are."""
+        """The open connections."""
         return [link.client for link in self._links.values() if link.client is not None]
 
     def connect(self, log: str, address: str) -> None:
-        """Who keeps this log is there."""
+        """Connect to the shard that keeps this log."""
         if log not in self._links:
             return  # a site that has ended
         try:
             self._links[log].connect(address)
-        except UserError as error:  # such an address cannot be used from here
+        except UserError as error:  # an address that cannot be used from here
             self._fail(log, str(error))
 
     def look(self, rank: int, incarnation: int) -> None:
-        """Ask the log that knows a worker for its connection; `broken` gets the answer."""
+        """Ask a worker's log about the worker's connection; `broken` gets the answer."""
         site = self._book.site_of(incarnation) if self._book.members.sites.workers else ""
         link = self._links.get(site or GLOBAL)
         contributors = self._contributors
@@ -68,7 +68,7 @@ class Logs:
             link.look(*key)
 
     def take(self) -> None:
-        """Take what the logs have sent."""
+        """Handle messages from the logs."""
         for log, link in self._links.items():
             for message in link.take():
                 if isinstance(message, Fenced):
@@ -85,12 +85,12 @@ class Logs:
         self._broken.looked(looked)
 
     def flush(self) -> None:
-        """Send the fences that are new."""
+        """Send new fences."""
         for log, link in self._links.items():
             link.flush(self._book.fences.get(log, ()))
 
     def end(self, site: str) -> None:
-        """A site is no more: its workers' samples are settled by the global log's word."""
+        """Disconnect from the log of a site that is gone; the global log settles its workers' samples."""
         link = self._links.pop(site, None)
         if link is not None:
             link.close()

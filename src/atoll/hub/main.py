@@ -1,4 +1,4 @@
-"""The hub's process."""
+"""The hub's process: checks of its options, start or restart, and service."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from atoll.store.silence import FLOOR_SECONDS
 from atoll.store.workers import RANKS
 
 ADDRESS_FILE = "hub.address"  # in the run's directory: where the hub listens
-BEATS = 8_000  # heartbeats in a second: a run of more than 2,000 workers hears each less often
+BEATS = 8_000  # heartbeats a second; with more than 2,000 workers each sends fewer
 SHARDS = 4096  # the most
-_READER_SECONDS = 1.0  # for a reader of what the hub printed, when it ends
-_CONNECTIONS = 2  # that a worker makes: one to ask and one for heartbeats
+_READER_SECONDS = 1.0  # seconds for stdout's reader to catch up at the end
+_CONNECTIONS = 2  # connections of a worker: one for requests and one for heartbeats
 _FILES = 100  # descriptors for everything else
 
 
@@ -46,19 +46,19 @@ def serve(
     until: Callable[[], bool] = lambda: False,
     ready: Callable[[str], None] = lambda _address: None,
 ) -> None:
-    """Be the hub of a run, as `options` say.
+    """Run the hub of a run, as `options` say.
 
-    Decisions go to the directory (decisions.jsonl), and as lines to stdout. The directory also gets the
-    address, and the journal of the run. It ends when `until` says so, by a signal, or with `until_done` when
-    all workers have left or died and the shards, which it tells, have ended.
+    Decisions go to the directory (decisions.jsonl) and, as lines, to stdout. The directory also gets the
+    address and the run's journal. The hub ends when `until` returns true or on a signal; with `until_done`
+    also once all workers have left or died and the shards, which it notifies, have ended.
 
     Args:
-        options: what the hub is started with.
-        grouping: how workers are put into groups, where they are: `grouping_of(options)`, say.
-        until: whether to end.
-        ready: called with the address once others may connect.
+        options: the hub's options.
+        grouping: settings of groups, if workers are in groups; `grouping_of(options)`, say.
+        until: returns true to end the hub.
+        ready: called with the address once others can connect.
 
-    Raises UserError for input that is wrong, a port in use and a directory of another run too.
+    Raises UserError for wrong input, also for a port in use and a directory of another run.
     """
     workers, shards, sites, replicas = options.workers, options.shards, options.sites, options.replicas
     patience, least_patience = options.patience, options.least_seconds
@@ -81,7 +81,7 @@ def serve(
     _check_replicas(replicas)
     if grouping is not None:
         _check_groups(grouping, workers)
-    # More heartbeats than the hub can take in passing are too many: it hears many workers less often.
+    # Heartbeats must stay a small part of the hub's work: many workers send theirs less often.
     seldom = max(heartbeat, min(workers / BEATS, patience / 4))
     least_patience, heartbeat = min(least_patience + seldom - heartbeat, max(patience, FLOOR_SECONDS)), seldom
     keys = read_keys(options.key_file) if options.key_file else None
@@ -158,7 +158,7 @@ def serve(
 
 
 def grouping_of(options: HubOptions, score_for: ScoreFor = by_computing) -> GroupingSettings | None:
-    """How workers are put into groups, which `score_for` gives scores; None where they are not."""
+    """Return the grouping settings, with scores by `score_for`; None without groups."""
     if options.groups is None:
         return None
     return GroupingSettings(
@@ -177,7 +177,7 @@ def _new_name() -> str:
 
 
 def _there(book: Book) -> str:
-    """Who is there, in a few words."""
+    """Describe the present members in a few words."""
     workers, shards = len(book.members.workers.live()), len(book.members.shards.live())
     words = [_count(workers, "worker"), _count(shards, "shard")]
     if book.members.sites.workers:
@@ -186,7 +186,7 @@ def _there(book: Book) -> str:
 
 
 def _count(number: int, what: str) -> str:
-    """`1 shard`, `2 shards`."""
+    """Format like `1 shard`, `2 shards`."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 
@@ -197,8 +197,8 @@ def _held(shards: int, replicas: int) -> str:
 
 
 def _goes_on(journal: HubJournal, asked: Began) -> Began | None:
-    """How the run began that goes on; None where there is none yet. Raises UserError where what is asked for
-    is another run."""
+    """Return the first record of the run to continue; None for a new journal. Raises UserError if the options
+    ask for another run."""
     began = journal.began
     if began is None:
         return None
@@ -228,7 +228,7 @@ def _word(value: object) -> str:
 
 
 def check_counts(workers: int, shards: int) -> None:
-    """Raise UserError for more workers or shards than there can be, or fewer."""
+    """Raise UserError for too many or too few workers or shards."""
     if not 1 <= workers <= RANKS:
         raise UserError(f"a run of {workers} workers: from 1 to {RANKS}")
     if not 0 <= shards <= SHARDS:
@@ -277,7 +277,7 @@ def _leave_address(folder: Path, address: str) -> None:
 
 
 def _show(shown: Outlet, event: AnyEvent) -> None:
-    """Print a decision. A reader that is late or gone does not stop the hub: decisions.jsonl has all."""
+    """Print a decision. A slow or closed reader does not stop the hub: decisions.jsonl has all."""
     if isinstance(event, Decided):
         at = time.strftime("%H:%M:%S", time.localtime(event.time))
         shown.write(f"{at} {event.what}: {event.choice} ({event.reason})\n")

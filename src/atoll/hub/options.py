@@ -1,4 +1,4 @@
-"""What a hub is started with, by the command, by `atoll run` and by tests."""
+"""Options of a hub, for the command, `atoll run` and tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _groups(text: str) -> int:
 
 
 def _sites(given: list[str]) -> dict[str, int]:
-    """`paris=2` as the workers of each site."""
+    """Parse `paris=2` and the like to each site's number of workers."""
     sites: dict[str, int] = {}
     for each in given:
         name, _, count = each.partition("=")
@@ -84,10 +84,10 @@ class HubOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def least_seconds(self) -> float:
-        """The silence that is always borne."""
+        """Seconds of silence that are always tolerated."""
         return self.least_patience or least_patience(self.patience)
 
     @property
     def heartbeat_seconds(self) -> float:
-        """How often members are to be heard."""
+        """Seconds between a member's heartbeats."""
         return self.heartbeat or min(HEARTBEAT, self.patience / 10)

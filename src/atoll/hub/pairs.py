@@ -1,7 +1,7 @@
-"""The hub's part in shards that are held twice: who is primary, who is standby, and who takes whose place.
+"""The hub's pairs of primary and standby, for shards with a standby.
 
-The decisions on one shard are `store/replicas.py`'s. Here they get their evidence: a process is gone when its
-directory is another's, when both the hub and its partner have lost it, or when it is silent for too long.
+`store/replicas.py` decides about one shard. Evidence comes from here: a process is gone if another process
+uses its directory, if both the hub and its partner lost it, or if it is silent for too long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_RIVALS = 4096
 
 @dataclass(frozen=True)
 class _Rival:
-    """A third process of a shard, while one of the two may be dead."""
+    """A third process of a shard, while one of its two processes may be dead."""
 
     peer: bytes
     hello: Hello
@@ -30,8 +30,8 @@ class _Rival:
 
 
 class Pairs:
-    """The pairs of the run in `book`; without any, all of this does nothing. `bury(incarnation, reason)`
-    counts a process as dead."""
+    """The pairs of the run in `book`; inactive without any. `bury(incarnation, reason)` declares a process
+    dead."""
 
     def __init__(
         self,
@@ -44,17 +44,17 @@ class Pairs:
         self._book, self._members, self._connections = book, book.members, connections
         self._bury, self._decisions, self._turn = bury, decisions, turn
         turn.handlers |= dict.fromkeys((Serves, InSync, LostTouch), self.handle)
-        self._told: dict[int, int] = {}  # shard -> the term that both were told of
+        self._told: dict[int, int] = {}  # shard -> the term announced to both
         self._rivals: list[_Rival] = []
 
     @property
     def _pairs(self) -> dict[int, Pair]:
         return self._members.shards.pairs
 
-    # -- who comes ----------------------------------------------------------------------------------------
+    # -- arrivals -----------------------------------------------------------------------------------------
 
     def handle_hello(self, peer: bytes, hello: Hello) -> None:
-        """A process of a shard comes, or comes again on a new connection."""
+        """Handle the Hello of a shard's process, new or on a new connection."""
         pair = self._pairs.get(hello.shard)
         if pair is not None and pair.known(hello.life) is None:
             for half in pair.halves():
@@ -86,21 +86,22 @@ class Pairs:
         if admission.refused:
             self._turn.refuse(peer, admission.refused, "Hello")
             return
-        if admission.incarnation > newest:  # else it says Hello once more
+        if admission.incarnation > newest:  # else a known process says Hello again
             self._turn.keep(came)
             self._decisions.add("shard joined", f"shard {hello.shard}", admission.reason)
         self._connections.welcome(peer, "shard", admission.incarnation)
         self._tell(peer, admission.incarnation)
 
-    # -- what they say ------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------
 
     def beat(self, peer: bytes, incarnation: int) -> None:
-        """A heartbeat of anybody's: a process of a pair is told its duty again."""
+        """Repeat its duty to a process of a pair, at a heartbeat."""
         if self._pairs:
             self._tell(peer, incarnation)
 
     def handle(self, peer: bytes, message: Serves | InSync | LostTouch) -> None:
-        """A word of a process that is there, on its own connection; else it hears at its next heartbeat."""
+        """Handle a process's message on its own connection. Others are ignored; the process learns its duty
+        at a heartbeat."""
         shard = self._members.shards.pair_of(message.incarnation)
         if shard is None or not self._connections.owns(peer, message.incarnation):
             return
@@ -125,10 +126,10 @@ class Pairs:
         else:
             self._members.roll.suspect(self._turn.now(), partner.incarnation)
 
-    # -- what time brings about ---------------------------------------------------------------------------
+    # -- timed changes ------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Let standbys take the place of primaries that are gone, and tell all what has changed."""
+        """Promote standbys whose primaries are gone, and announce changed duties."""
         for shard, pair in self._pairs.items():
             self._promote(shard, pair)
         self._poll_rivals()
@@ -145,7 +146,7 @@ class Pairs:
             return
         silence = self._members.roll.silence_of(self._turn.now(), half.incarnation)
         if silence is None or silence >= self._members.roll.suspect_seconds:
-            return  # it may be dead too: whoever of the two comes back goes on
+            return  # it may be dead too: the one that comes back goes on
         promoted = Promoted(at=self._turn.now(), shard=shard)
         self._book.apply(promoted)
         self._turn.keep(promoted)
@@ -153,8 +154,10 @@ class Pairs:
         self._decisions.add(f"shard {shard}", f"its standby at {where} goes on", "its primary is gone")
 
     def _poll_rivals(self) -> None:
-        """A third one waits until one of the two is gone, or both have shown since that they live. One that
-        is gone itself by then would hold the place for as long as its silence is borne."""
+        """Admit or refuse third processes, once one of the two is gone or both have been heard since.
+
+        A rival that is gone itself is dropped, or it would block the place until its silence is noticed.
+        """
         for rival in list(self._rivals):
             pair = self._pairs[rival.hello.shard]
             halves = pair.halves()
@@ -170,7 +173,7 @@ class Pairs:
             self._admit(rival.peer, rival.hello, may_wait=False)
 
     def _lives(self, half: Half, since: float) -> bool:
-        """Whether it was heard after that; else its patience ends, or it will be."""
+        """True if the process was heard after `since`."""
         now = self._turn.now()
         silence = self._members.roll.silence_of(now, half.incarnation)
         return silence is not None and silence < now - since

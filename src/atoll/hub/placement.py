@@ -1,4 +1,4 @@
-"""Which workers are to be in a group: at the start, as they come, and as their speeds change.
+"""Assignment of workers to groups: at the start, for newcomers, and when speeds change.
 
 Source: docs/grouping.md; docs/notes/ps-hra.md.
 """
@@ -21,15 +21,15 @@ from atoll.net.endpoint import host_and_port, is_path
 from atoll.store.members import Membership
 from atoll.wire.messages import Beat, Heartbeat
 
-_LEAST_PATIENCE = 2.0  # seconds that a group may take to come together, however fast its members are
-_ITERATIONS = 4.0  # of its slowest member, for which the others wait
+_LEAST_PATIENCE = 2.0  # seconds that a group has at least to form
+_ITERATIONS = 4.0  # iterations of a group's slowest member that the others wait for
 _CHOOSE_AGAIN = 10.0  # seconds after a choice that could not be made
-_PACE_MOVED = 0.05  # by what share a pace has changed that is worth writing down
+_PACE_MOVED = 0.05  # relative change of a pace that is recorded
 
 
 @dataclass
 class _Progress:
-    """How long a worker's iterations take, as its heartbeats tell."""
+    """A worker's latest progress and its seconds per iteration, from heartbeats."""
 
     iteration: int
     since: float
@@ -37,9 +37,9 @@ class _Progress:
 
 
 class Placement:
-    """Decides who is to be in which group, as `settings` say; workers are ranks, times the hub's.
+    """Decides on groups according to `settings`. Workers are ranks, times the hub's.
 
-    What `poll` gives is to be written down, and then `take` is to be told of it, live and after a restart.
+    The caller records each decision that `poll` yields and passes it to `take`, live and after a restart.
     """
 
     def __init__(
@@ -48,29 +48,29 @@ class Placement:
         self._settings, self._members, self._desk, self._decisions = settings, members, desk, decisions
         self._planner = Planner(settings)
         self.paces: dict[int, float] = {}  # by rank: seconds for a sample
-        self.wanted: list[list[int]] = []  # all who were ever to be in a group
+        self.wanted: list[list[int]] = []  # groups decided so far, of live workers
         self.placed = False  # the start is over
         self._progress: dict[int, _Progress] = {}  # by rank
         self._queue: ProbeQueue | None = None
-        self._began: float | None = None  # when the probe did
-        self._not_before = -math.inf  # the next choice
+        self._began: float | None = None  # when the start began
+        self._not_before = -math.inf  # no choice before this time
         self._follows = False  # the planner knows how workers are grouped
-        self._told: set[int] = set()  # newcomers that the planner was told of
-        self._failed = ""  # why no groups were chosen, as it was said last
+        self._told: set[int] = set()  # newcomers reported to the planner
+        self._failed = ""  # the latest reported reason why no groups were chosen
 
-    # -- what happens -------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------
 
     @property
     def sites(self) -> dict[int, str]:
-        """Where workers say that they are, by rank."""
+        """Sites that workers name, by rank."""
         return self._planner.sites
 
     def joined(self, rank: int, site: str) -> None:
-        """A worker has come, which is at `site`, if it says so."""
+        """Note a worker that joined, at `site` if it named one."""
         self._planner.sites[rank] = site
 
     def left(self, now: float, rank: int) -> None:
-        """A worker is no more."""
+        """Forget a worker that left or died."""
         planner = self._planner
         for known in (self.paces, self._progress, planner.sites, planner.sizes, planner.batches):
             known.pop(rank, None)
@@ -81,8 +81,8 @@ class Placement:
         planner.handle_left(now, rank)
 
     def beat(self, now: float, rank: int, beat: Heartbeat | Beat) -> Paced | None:
-        """A worker's heartbeat says how many iterations it has made, and how long it computes a sample; a
-        pace that is worth writing down comes back."""
+        """Take iterations and seconds per sample from a heartbeat. Returns a record if the pace has changed
+        enough."""
         planner, iteration, pace = self._planner, beat.iteration, beat.pace
         known = self._progress.get(rank)
         planner.sizes[rank], planner.batches[rank] = beat.size, beat.batch
@@ -104,11 +104,11 @@ class Placement:
     def restore(
         self, paces: dict[int, float], wanted: list[list[int]], placed: bool, sites: dict[int, str]
     ) -> None:
-        """Know this again."""
+        """Restore the state after a restart."""
         self.paces, self.wanted, self.placed, self._planner.sites = paces, wanted, placed, sites
 
     def take(self, decided: Decided) -> list[list[int]]:
-        """Know what was decided; gives the groups, of those who are there."""
+        """Apply a decision; returns its groups, of live workers only."""
         live = self._members.workers.live()
         groups = [rest for group in decided.groups if (rest := [rank for rank in group if rank in live])]
         moved = {rank for group in groups for rank in group}
@@ -119,14 +119,14 @@ class Placement:
         return groups
 
     def take_links(self, found: LinksFound) -> None:
-        """Know what was found of the links."""
+        """Pass measured links to the planner."""
         shards, planner = self._members.shards.addresses() or [""], self._planner
         here = "127.0.0.1" if is_path(shards[0]) else ""
         planner.server = (host_and_port(shards[0]) or (here,))[0]
         planner.links, planner.hosts, planner.measured = found.links, dict(self._desk.hosts), found.summary
 
     def patience(self, now: float, rank: int) -> float:
-        """For how long a worker that asks for its group may be let wait for the others of it."""
+        """Seconds that a worker may wait for the other members of its new group."""
         mates = next((group for group in self.wanted if rank in group), [rank])
         slowest = max(
             (max(each.seconds, now - each.since) for mate in mates if (each := self._progress.get(mate))),
@@ -134,10 +134,10 @@ class Placement:
         )
         return min(max(_LEAST_PATIENCE, _ITERATIONS * slowest), self._settings.patience)
 
-    # -- what follows -------------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> Iterator[Decided]:
-        """What is to be decided now. Each is to be told to `take` before the next is asked for."""
+        """Yield the decisions due now. Pass each to `take` before the next is requested."""
         if not self.placed:
             yield from self._poll_start(now)
         elif not self._follows:
@@ -170,7 +170,7 @@ class Placement:
                 self._planner.choose(now, reported)
 
     def _poll_queue(self, now: float) -> Iterator[Decided]:
-        """The probe's queue; after a restart it goes on with those who are in no group."""
+        """Serve the probe's queue; after a restart, for workers in no group."""
         placed = {rank for group in self.wanted for rank in group}
         waiting = [rank for rank in self._members.workers.live() if rank not in placed]
         if self._queue is None:
@@ -187,18 +187,18 @@ class Placement:
             outcomes = self._queue.poll(now)
         except DeadlineError as error:
             self._decisions.add("groups", "none yet", str(error))
-            self._queue = None  # and once more
+            self._queue = None  # start a new queue next time
             return
         for outcome in outcomes:
             if isinstance(outcome, Formed):
                 yield _decided(now, Grouping([outcome.group]), outcome.reason)
-            elif not isinstance(outcome, Late):  # who is late is placed as a newcomer is
+            elif not isinstance(outcome, Late):  # a late worker is placed like a newcomer
                 self._decisions.add("groups", f"without worker {outcome.worker}", outcome.reason)
         if self._queue.over and self.wanted:
             yield _decided(now, Grouping([]), "the probe is over", placed=True)
 
     def _follow(self, now: float) -> None:
-        """Tell the planner how workers are grouped: after the queue, and after a restart."""
+        """Give the planner the present groups: after the queue, and after a restart."""
         groups = [[rank for rank in group if rank in self.paces] for group in self.wanted]
         grouping = Grouping(group for group in groups if group)
         speeds = {rank: 1 / self.paces[rank] for rank in grouping.workers}

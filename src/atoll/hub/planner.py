@@ -1,7 +1,7 @@
-"""Who should share a ring: the chooser and the regrouper, on a thread of their own.
+"""Choice of groups by the chooser and the regrouper, on a thread of their own.
 
-They may take seconds, for which nobody else is to wait. One job is under way at a time, and only it touches
-the regrouper; what happens meanwhile is kept for the next one.
+A job may take seconds, and nothing else waits for it. One job runs at a time, and only it uses the regrouper;
+events in the meantime are queued for the next job.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ from atoll.groups.links import Links
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of some workers, by rank. What is not known yet: links None, `size` and `batch` 0."""
+    """Measurements of some workers, by rank. Unknown values: links None, `size` and `batch` 0."""
 
     speeds: Mapping[int, float]  # samples per second
     links: Links | None = None  # of exactly these workers
-    sites: Mapping[int, str] = field(default_factory=dict)  # where they say that they are; empty: nobody does
+    sites: Mapping[int, str] = field(default_factory=dict)  # sites that workers name; empty: none does
     size: int = 0  # bytes of a model's gradients
     batch: int = 0  # samples of a worker's iteration
-    beside_server: int | None = None  # one on the machine of the shards
+    beside_server: int | None = None  # a worker on the shards' machine
 
 
 ScoreFor: TypeAlias = Callable[[Known], ScoreFunction]
 
-_TOLERANCE = 0.05  # the share of samples/s that fewer groups may cost while a run goes
-_LOOK_SECONDS = 1.0  # between two jobs that only look at what was measured
+_TOLERANCE = 0.05  # share of samples/s that fewer groups may cost
+_LOOK_SECONDS = 1.0  # seconds between jobs that only process measurements
 
 
 def by_computing(known: Known) -> ScoreFunction:
-    """Scores what groups compute, if sending takes no time."""
+    """Return a score of groupings that counts computing and ignores the time of sending."""
     return computing(known.speeds)
 
 
 @dataclass(frozen=True)
 class GroupingSettings:
-    """How a run's workers are put into groups. `count` 0: as many as are best. `patience` is for a worker's
-    probe, in seconds, and `links` how many the measuring of all links may take; 0: they are not measured.
-    `score_for(known)` gives what groupings of these workers are scored by."""
+    """Settings of a run's groups.
+
+    `count` 0: as many as are best. `patience` is for a worker's probe, in seconds, and `links` the seconds
+    for measuring all links; 0: none. `score_for(known)` returns the function that scores groupings of these
+    workers.
+    """
 
     count: int = 0
     by: GroupBy = "auto"
@@ -62,18 +65,18 @@ class GroupingSettings:
 
     @property
     def queued(self) -> bool:
-        """Whether the probe's queue makes the first groups; else they are chosen when all have reported. In
-        lock step all end their probes at once, and a queue would tell nothing."""
+        """True if the probe's queue forms the first groups; else they are chosen once all workers have
+        reported. In lock step all probes end at once, and their order says nothing."""
         return self.count > 0 and self.way == "speed" and self.consistency != "bsp"
 
     @property
     def way(self) -> GroupBy:
-        """`by`, without "auto": the paper's way where a number of groups is asked for, else the chooser's."""
+        """`by` with "auto" resolved: speed if a number of groups is given (the paper's way), else joint."""
         return self.by if self.by != "auto" else "speed" if self.count else "joint"
 
     @property
     def by_links(self) -> bool:
-        """Whether links between workers matter, and are to be measured."""
+        """True if groups depend on links between workers, which are to be measured."""
         return self.links > 0 and self.way in ("joint", "site")
 
     def __str__(self) -> str:
@@ -82,20 +85,20 @@ class GroupingSettings:
 
 @dataclass(frozen=True)
 class Plan:
-    """Workers are to be grouped so; without a grouping, why there is none."""
+    """A new grouping; without one, `reason` says why there is none."""
 
     grouping: Grouping | None
     reason: str
 
 
 class Planner:
-    """Chooses groups. What is known beside speeds is put into its attributes, whenever it is: `links` and
-    `hosts` are never changed, but replaced."""
+    """Chooses groups. The caller may update its public attributes at any time; `links` and `hosts` are
+    replaced, never changed in place."""
 
     def __init__(self, settings: GroupingSettings) -> None:
         self.links: Links | None = None
-        self.measured = ""  # how many links were measured, in a few words
-        self.sites: dict[int, str] = {}  # by worker: where it says that it is
+        self.measured = ""  # summary of the measured links
+        self.sites: dict[int, str] = {}  # by worker: the site that it names
         self.hosts: dict[int, str] = {}  # by worker: its address, where links are measured
         self.sizes: dict[int, int] = {}  # by worker: bytes of its gradients
         self.batches: dict[int, float] = {}  # by worker: samples of its latest iteration
@@ -103,51 +106,51 @@ class Planner:
         self._settings = settings
         self._regrouper: Regrouper | None = None
         self._events: list[Callable[[Regrouper], Proposal | None]] = []  # for the next job
-        self._urgent = False  # one of them is not to wait
-        self._next = math.inf  # when the regrouper may have something
-        self._last = -math.inf  # when a job was begun
+        self._urgent = False  # one of the events must not wait
+        self._next = math.inf  # when the regrouper is due
+        self._last = -math.inf  # when the latest job began
         self._thread: threading.Thread | None = None
         self._found: list[Plan] = []
 
-    # -- what happens -------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------
 
     def choose(self, now: float, speeds: Mapping[int, float]) -> None:
-        """Choose groups for these workers, of whom samples per second are given: `poll` gives them."""
+        """Start choosing groups for these workers by their samples per second; `poll` returns the result."""
         speeds = dict(speeds)
         self._events.clear()
         self._begin_job(now, lambda: self._first(now, speeds))
 
     def follow(self, now: float, grouping: Grouping, speeds: Mapping[int, float]) -> None:
-        """These groups are what the workers are in from now on."""
+        """Set the workers' present groups."""
         self._regrouper = self._make_regrouper(now, grouping, speeds)
         self._events.clear()
 
     def handle_measured(self, now: float, worker: int, pace: float) -> None:
-        """A worker has made an iteration, at so many seconds a sample."""
+        """Note an iteration of a worker, at `pace` seconds a sample."""
         if self._settings.regroup:
             self._tell(lambda regrouper: regrouper.handle_measured(now, worker, pace))
 
     def handle_joined(self, now: float, worker: int, pace: float) -> None:
-        """A worker is to be placed beside the others."""
+        """Note a worker that is to be placed in a group."""
         self._tell(lambda regrouper: regrouper.handle_joined(now, worker, pace), urgent=True)
 
     def handle_left(self, now: float, worker: int) -> None:
-        """A worker is no more."""
+        """Note a worker that left or died."""
         self._tell(lambda regrouper: regrouper.handle_left(now, worker))
 
     def _tell(self, event: Callable[[Regrouper], Proposal | None], *, urgent: bool = False) -> None:
         self._events.append(event)
         self._urgent = self._urgent or urgent
 
-    # -- what follows -------------------------------------------------------------------------------------
+    # -- jobs ---------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Whether a job is under way, or its result not yet taken."""
+        """True if a job runs, or its result was not taken yet."""
         return self._thread is not None
 
     def poll(self, now: float) -> list[Plan]:
-        """What was found; and begin the next job, if there is something to look at."""
+        """Return the results so far, and start the next job if events are due."""
         if self._thread is not None:
             if self._thread.is_alive():
                 return []
@@ -169,7 +172,7 @@ class Planner:
                 self._found = job()
             except UserError as error:
                 self._found = [Plan(None, str(error))]
-            except Exception as error:  # a fault of ours ends no run: workers go on as they are
+            except Exception as error:  # a fault of Atoll's ends no run: groups stay as they are
                 self._found = [Plan(None, f"choosing failed: {type(error).__name__}: {error}")]
 
         self._thread = threading.Thread(target=run, name="atoll-planner", daemon=True)
@@ -190,7 +193,7 @@ class Planner:
             proposals.append(regrouper.poll(now))
             deadline = regrouper.next_deadline()
             self._next = math.inf if deadline is None else deadline
-        # Each holds for all workers: the last is what they are to be in.
+        # Each proposal covers all workers: the last one counts.
         there = [each for each in proposals if each is not None]
         return [Plan(there[-1].grouping, " ".join(each.reason for each in there))] if there else []
 
@@ -205,7 +208,7 @@ class Planner:
         )
 
     def _choose(self, speeds: Mapping[int, float]) -> Choice:
-        """As the settings say, of those who are left."""
+        """Choose groups of the remaining workers, according to the settings."""
         settings, known = self._settings, self._known(speeds)
         count = min(settings.count, len(speeds)) or None
         choice = choose(
@@ -224,7 +227,7 @@ class Planner:
         return dataclasses.replace(choice, grouping=chosen.grouping, score=chosen.score, reason=reason)
 
     def _known(self, speeds: Mapping[int, float]) -> Known:
-        """All that is known of these workers."""
+        """Return the measurements of these workers."""
         hosts, links = self.hosts, self.links
         beside = [worker for worker in sorted(speeds) if hosts.get(worker) and hosts[worker] == self.server]
         batches = [batch for worker, batch in list(self.batches.items()) if worker in speeds and batch > 0]
@@ -238,8 +241,8 @@ class Planner:
         )
 
     def _sites(self, speeds: Mapping[int, float], hosts: Mapping[int, str]) -> dict[int, str]:
-        """Where these workers are, if any of them says so, or if all are on one machine: of that no links
-        need tell."""
+        """Return workers' sites, if any worker names one; or their common host if all are on one machine.
+        Else empty."""
         sites = {worker: self.sites.get(worker, "") for worker in speeds}
         if not any(sites.values()) and len({hosts.get(worker, "") for worker in speeds}) == 1:
             sites = {worker: hosts.get(worker, "") for worker in speeds}

@@ -1,7 +1,7 @@
-"""What the hub writes down: each input that changes what it knows, and now and then all that it knows.
+"""Records of the hub's journal: each input that changes the hub's state and, now and then, the full state.
 
 A record is MessagePack; on disk it is a frame's header (`hub/journal.py`, `logs/frames.py`). `at` is the
-hub's own clock, in seconds, which goes on over its restarts.
+hub's clock in seconds, which continues over restarts.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from atoll.wire.messages import Accept, AnyMessage, Fenced, InGroup, JoinGroup, 
 
 
 class DamagedError(AtollError):
-    """Bytes that should be a record are none."""
+    """Bytes that are no valid record."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="r", tag=True):
-    """What every record has."""
+    """Base of all records."""
 
     at: float
 
 
 class Began(Record, frozen=True):
-    """The first of a journal: which run it is of, where its hub was told to listen, and where it does."""
+    """A journal's first record: its run, the address that its hub was told to listen at, and the actual
+    one."""
 
     run: str
     listen: str
@@ -39,11 +40,11 @@ class Began(Record, frozen=True):
     shards: int
     sites: list[tuple[str, int]]
     replicas: int = 1
-    groups: str = ""  # how workers are put into groups, in words; empty: they are not
+    groups: str = ""  # settings of groups, in words; empty: no groups
 
 
 class Came(Record, frozen=True):
-    """A worker, a shard or a site's shard was admitted: what its Hello said."""
+    """A worker, a shard or a site's shard was admitted; the fields are its Hello's."""
 
     role: str
     wish: int
@@ -51,48 +52,48 @@ class Came(Record, frozen=True):
     address: str
     site: str
     token: str
-    before: int = 0  # a shard's forerunner's incarnation
-    life: str = ""  # of a shard that is held twice: its process
+    before: int = 0  # incarnation of a shard's earlier process
+    life: str = ""  # for a shard with a standby: the process's random name
     since: int = 0  # the incarnation that this process had before it was given up
-    launcher: str = ""  # who may pass a worker's heartbeats on
-    origin: str = ""  # where its process is
+    launcher: str = ""  # the launcher that may relay a worker's heartbeats
+    origin: str = ""  # the process's place (core/liveness.py)
 
 
 class Left(Record, frozen=True):
-    """One of them said goodbye; `finished`: at the end of its session."""
+    """A member said goodbye; `finished`: at the end of its session."""
 
     incarnation: int
     finished: bool = False
 
 
 class Died(Record, frozen=True):
-    """One of them was silent for too long, or another came in its place."""
+    """A member was silent for too long, or another came in its place."""
 
     incarnation: int
 
 
 class Asked(Record, frozen=True):
-    """A worker asked for samples, and something came of it."""
+    """A worker's request for samples that changed the state."""
 
     rank: int
     lease: Lease
 
 
 class Told(Record, frozen=True):
-    """A log's word on what has been used: the global one's ("") or that of a site."""
+    """A log's report of used samples, from the global log ("") or a site's."""
 
     log: str
     fenced: Fenced
 
 
 class InRing(Record, frozen=True):
-    """A worker's word about rings, or a call that changes a ring's keys."""
+    """A worker's message about rings, or a call that changes a ring's keys."""
 
     message: AnyMessage
 
 
 class Paired(Record, frozen=True):
-    """Of a shard that is held twice: its primary serves (`standby` 0), or has its standby in sync."""
+    """For a shard with a standby: its primary serves (`standby` 0), or has its standby in sync."""
 
     shard: int
     primary: int
@@ -100,21 +101,21 @@ class Paired(Record, frozen=True):
 
 
 class Promoted(Record, frozen=True):
-    """The standby of this shard is its primary from now on."""
+    """The shard's standby became its primary."""
 
     shard: int
 
 
 class Paced(Record, frozen=True):
-    """How long a worker computes a sample, in seconds: at first, and when it has changed."""
+    """A worker's seconds per sample, at first and when changed."""
 
     incarnation: int
     pace: float
 
 
 class Linked(Record, frozen=True):
-    """The link between two machines, or inside one, was measured: bytes per second, and seconds one way. Or,
-    with a `worker`'s rank: that is at the first of `hosts`."""
+    """A measured link between two machines or inside one: bytes per second, and seconds one way. With a
+    worker's rank in `worker`: that worker's host, the first of `hosts`."""
 
     hosts: tuple[str, str]
     worker: int = -1
@@ -123,8 +124,7 @@ class Linked(Record, frozen=True):
 
 
 class Decided(Record, frozen=True):
-    """Who is to be in which group. `placed`: the start is over with it, and who comes later is placed beside
-    the others."""
+    """New groups. With `placed` the start is over, and later workers are placed beside the others."""
 
     groups: list[list[int]]
     reason: str
@@ -132,30 +132,30 @@ class Decided(Record, frozen=True):
 
 
 class InGroups(Record, frozen=True):
-    """A worker's word on its way from group to group; `patience`: how many seconds it may be let wait."""
+    """A worker's message on its move between groups; `patience`: the most seconds that it may wait."""
 
     message: JoinGroup | InGroup
     patience: float = 0.0
 
 
 class Voted(Record, frozen=True):
-    """A node of a run without a server asked for the hub's vote on a view, and got it."""
+    """The hub's vote on a view, for a node of a run without a server."""
 
     node: int
     message: Prepare | Accept
 
 
 class TimePassed(Record, frozen=True):
-    """By `at`, groups were given up, or opened."""
+    """Groups were given up, or opened, by `at`."""
 
 
 class Over(Record, frozen=True):
-    """The run is over: shards are told to end."""
+    """The run is over: shards are to end."""
 
 
 @dataclass
 class BookState:
-    """All that the hub knows, as plain data; see `hub.book.Book`."""
+    """The full state of a `hub.book.Book`, as plain data."""
 
     members: MembershipState
     leases: LeasesState
@@ -170,7 +170,7 @@ class BookState:
 
 
 class Knows(Record, frozen=True):
-    """All that the records before had led to; they are not needed any more."""
+    """The full state, which replaces all records before."""
 
     state: BookState
 
@@ -185,10 +185,10 @@ _decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord
 
 
 def encode_record(record: AnyRecord) -> bytes:
-    """The record's bytes."""
+    """Encode a record."""
     return _encoder.encode(record)
 
 
 def decode_record(raw: bytes) -> AnyRecord:
-    """The record in `raw`; raises DamagedError where it is none."""
+    """Decode a record; raises DamagedError if it is invalid."""
     return decoded(_decoder, raw, DamagedError, "no record of a hub")

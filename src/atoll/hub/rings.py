@@ -1,4 +1,4 @@
-"""The hub's part in rings: who asks, what is answered to whom, and what is told."""
+"""The hub's rings: workers' requests, answers to them, and news for ring members."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from atoll.wire.messages import (
 
 
 class _Asker(NamedTuple):
-    """Whom an answer is for: the connection, and the number of what was asked, which the answer bears."""
+    """The receiver of an answer: its connection, and the number of the request, which the answer repeats."""
 
     peer: bytes
     number: int
 
 
-_NOBODY = _Asker(b"", 0)  # to whom nothing is sent
-_NAMED = 16  # workers in a line of the record, which may be of thousands
-_LOOK_SECONDS = 0.05  # between looks at whom the others of a ring have lost
-_CHANGES = ("set", "add", "append", "compare_set", "delete")  # operations on keys that are journalled
+_NOBODY = _Asker(b"", 0)  # receiver of answers that are not sent
+_NAMED = 16  # the most workers named in a decision
+_LOOK_SECONDS = 0.05  # seconds between searches for members lost to their rings
+_CHANGES = ("set", "add", "append", "compare_set", "delete")  # journalled operations of the store
 
 
 @dataclass
@@ -52,24 +52,24 @@ class _State:
 
 
 class GroupNews(Protocol):
-    """What a worker of a run with groups is told of them (`hub/contributors.py`: Contributors)."""
+    """News of groups for a worker (`hub/contributors.py`: Contributors)."""
 
     def grouping_of(self, incarnation: int) -> int:
-        """The latest grouping that is meant for a worker."""
+        """The number of the latest grouping for a worker."""
 
     def wants_links(self, incarnation: int) -> bool:
-        """Whether a worker's links are to be measured."""
+        """True if a worker's links are to be measured."""
 
 
 class Rings:
-    """Takes what workers say about rings. `heard_until(now)` gives up to when all that members said has been
-    read: silences are judged by that.
+    """Handles workers' messages about rings. `heard_until(now)` returns the time up to which all members'
+    messages have been read, by which silences are judged.
 
-    A run without shards has one ring; where workers are put into groups each group has its own
-    (`form_group`), and `groups` is what its members are told.
+    A run without shards has one ring. In a run with groups each group has its own (`form_group`), and
+    `groups` has news for its members.
 
-    A call says by its incarnation whose it is, since it comes over another connection than the worker's
-    Hello: whoever was let in, by the run's keys, is trusted with that.
+    A call names its worker by incarnation, since it comes over another connection than the worker's Hello.
+    All holders of the run's keys are trusted with that.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Rings:
         self._members, self._decisions, self._turn, self._groups = members, decisions, turn, groups
         self._rendezvous = Rendezvous(members.workers.count)
         self._regroup = Regroup(self._rendezvous.form, at_least)  # the run's ring
-        self._of_groups: dict[int, Regroup] = {}  # by the incarnation of each member
-        self._told: dict[Regroup, tuple[int, bool, int]] = {}  # how each stood when its members were told
-        self._stirred: dict[Regroup, None] = {}  # whose members are to be told, at the turn's end
-        self._look_at = -math.inf  # when to look next at whom the others have lost
-        self._beats: dict[int, bytes] = {}  # incarnation -> whose connection its heartbeats come over
+        self._of_groups: dict[int, Regroup] = {}  # groups' rings, by the incarnation of each member
+        self._told: dict[Regroup, tuple[int, bool, int]] = {}  # the latest announced state of each ring
+        self._stirred: dict[Regroup, None] = {}  # rings to be announced at the turn's end, in order
+        self._look_at = -math.inf  # when to search next for lost members
+        self._beats: dict[int, bytes] = {}  # incarnation -> the connection of its heartbeats
 
     def handle(self, peer: bytes, message: Gather | StoreCall | Reform | Enter) -> None:
-        """A worker's wish to form a ring, the next ring or to enter one, or its call of the ring's store."""
+        """Handle a request to form, re-form or enter a ring, or a call of the ring's store."""
         now = self._turn.now()
         try:
             self._take(now, _Asker(peer, message.number), message)
@@ -148,12 +148,12 @@ class Rings:
             self._free_waiting(regroup)
 
     def _regroup_of(self, incarnation: int) -> Regroup:
-        """The ring that a worker is in; the run's, if it is in none of a group."""
+        """The ring of a worker: its group's, else the run's."""
         return self._of_groups.get(incarnation, self._regroup)
 
     def form_group(self, members: Mapping[int, int]) -> int:
-        """A ring of these, incarnation -> rank in the run, in its order: they leave the rings that they are
-        in, whose other members go on without them. Gives its number."""
+        """Form a ring of `members` (incarnation -> rank in the run), in this order; returns its number. They
+        leave their present rings, whose other members go on without them."""
         for member in members:
             self._leave(member, said_goodbye=True)
         regroup = Regroup(self._rendezvous.form, of_group=True)
@@ -163,7 +163,7 @@ class Rings:
         return number
 
     def _regrouped(self, regroup: Regroup, answers: Sequence[tuple[object, Reformed]]) -> None:
-        """Tell the members, if there is a next ring, and the record."""
+        """Send the answers, if there are any, and record the next ring, or that there is none."""
         self._answer(answers)
         if not answers:
             return
@@ -182,28 +182,27 @@ class Rings:
         )
 
     def _free_waiting(self, regroup: Regroup) -> None:
-        """Free whoever waits for a member that is gone, and have all told at the turn's end: of many that die
-        at once each of the others is to hear once."""
+        """Free members that wait for a lost one, and announce the break at the turn's end, so that many
+        deaths at once cost each member one message."""
         self._answer(self._rendezvous.handle_broken(regroup.group))
         self._stirred[regroup] = None
 
     def _tell_stirred(self) -> None:
-        """Tell the members of rings that have changed in this turn."""
+        """Announce this turn's changes to the members of the rings."""
         stirred, self._stirred = self._stirred, {}
         for regroup in stirred:
             if not regroup.members or self._told.get(regroup) == _stand(regroup):
-                continue  # another one has died since: they know that the ring is broken
+                continue  # already announced, when an earlier member died
             self._told[regroup] = _stand(regroup)
             for member in regroup.members:
                 self.tell(member)
 
     def tell(self, incarnation: int) -> None:
-        """Tell a worker how its ring stands, and which grouping is meant for it, over the connection of its
-        heartbeats."""
+        """Send a worker the state of its ring and its grouping, over the connection of its heartbeats."""
         self.say(incarnation, self._news(incarnation))
 
     def say(self, incarnation: int, message: AnyMessage) -> None:
-        """Tell a worker something over the connection of its heartbeats."""
+        """Send a worker a message over the connection of its heartbeats."""
         if incarnation in self._beats:
             self._turn.send(self._beats[incarnation], message)
 
@@ -222,29 +221,29 @@ class Rings:
         )
 
     def beat(self, peer: bytes, incarnation: int) -> None:
-        """A heartbeat has come over the member's own connection."""
+        """Handle a heartbeat over the member's own connection."""
         self._beats[incarnation] = peer
         self.hear(incarnation)
 
     def hear(self, incarnation: int) -> None:
-        """A heartbeat has come: say what the member must know, over its own connection."""
+        """Answer a heartbeat with the news that the member needs, over its own connection."""
         regroup = self._regroup_of(incarnation)
         stirs = incarnation in regroup.members and (regroup.broken or regroup.waiting)
         if stirs or self._groups is not None:
             self.tell(incarnation)
 
     def left(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
-        """A worker said goodbye or died; `finished`: at the end of its session."""
+        """Handle a worker that left or died; `finished`: at the end of its session."""
         self._beats.pop(incarnation, None)
         self._leave(incarnation, said_goodbye=said_goodbye, finished=finished)
         self._members.workers.open = self._regroup.under_way
 
     def _leave(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
-        """A worker is in its ring no longer."""
+        """Remove a worker from its ring."""
         regroup = self._regroup_of(incarnation)
         self._of_groups.pop(incarnation, None)
         was_member = incarnation in regroup.members
-        # First who is in the next ring: while the last member of this one leaves, its keys go.
+        # First form the next ring: the store's keys go with this ring's last member.
         answers = regroup.handle_left(incarnation, said_goodbye=said_goodbye, finished=finished)
         self._regrouped(regroup, answers)
         self._rendezvous.handle_left(incarnation)
@@ -254,19 +253,19 @@ class Rings:
             self._told.pop(regroup, None)
 
     def replay(self, now: float, message: AnyMessage) -> None:
-        """Take a word that was kept before a restart: nobody is there yet who could be answered."""
+        """Apply a recorded message again after a restart, without answering."""
         assert isinstance(message, (Gather, StoreCall, Reform, Enter))
         with contextlib.suppress(UserError):
             self._take(now, _Asker(b"", message.number), message)
 
     def state(self) -> bytes:
-        """All that is known of rings, as MessagePack."""
+        """Encode the state of rings as MessagePack."""
         of_groups = [regroup.state() for regroup in self._rings_of_groups()]
         return msgspec.msgpack.encode(_State(self._rendezvous.state(), self._regroup.state(), of_groups))
 
     def restore(self, now: float, state: bytes) -> None:
-        """Know what `state` says."""
-        del now  # deadlines are the clock's, which goes on
+        """Restore an encoded state."""
+        del now  # deadlines refer to the hub's clock, which continues
         found = msgspec.msgpack.decode(state, type=_State)
         self._rendezvous.restore(found.meeting, _NOBODY)
         self._regroup.restore(found.regroup, _NOBODY)
@@ -278,7 +277,7 @@ class Rings:
         self._members.workers.open = self._regroup.under_way
 
     def poll(self) -> None:
-        """Answer those whose time is over, and tell members what has changed."""
+        """Answer requests whose time is over, and announce changes to members."""
         self._answer(self._rendezvous.poll(self._turn.now()))
         self._tell_stirred()
 
@@ -286,8 +285,8 @@ class Rings:
         return list(dict.fromkeys(self._of_groups.values()))
 
     def silent(self) -> Iterator[tuple[int, str]]:
-        """Whom the others of its ring have lost, and nobody hears: (incarnation, reason). Each is to be
-        counted as dead, which ends in `left`, before the next is asked for."""
+        """Yield (incarnation, reason) of silent members that their rings have lost. Each must be declared
+        dead, and so `left`, before the next is requested."""
         now, roll = self._turn.now(), self._members.roll
         if now < self._look_at:
             return
@@ -295,16 +294,16 @@ class Rings:
         for regroup in [self._regroup, *self._rings_of_groups()]:
             for member in regroup.awaited if regroup.broken else ():
                 if not regroup.awaits(member):
-                    break  # with the one given up before, the next ring was formed
+                    break  # the next ring has formed since the death just reported
                 if not roll.suspect(now, member):
                     continue
                 heard_until = self._heard_until(now)
-                if roll.suspect(heard_until, member):  # else what it said may be unread yet
+                if roll.suspect(heard_until, member):  # else its messages may be unread yet
                     silence = roll.silence_of(heard_until, member) or 0.0
                     yield member, f"the others lost touch with it, and it was silent for {silence:.1f} s"
 
     def soon(self, seconds: float) -> float:
-        """How long the hub may wait for messages, of up to `seconds`, before `poll` has something to do."""
+        """Seconds, up to `seconds`, that the hub may wait for messages before `poll` has work."""
         deadline = self._rendezvous.next_deadline()
         return seconds if deadline is None else max(0.0, min(seconds, deadline - self._turn.now()))
 
@@ -315,11 +314,11 @@ class Rings:
 
 
 def _who(members: Mapping[int, int]) -> str:
-    """The members of a ring, incarnation -> rank, in words."""
+    """Describe the members of a ring, incarnation -> rank."""
     names = [f"worker {rank}, incarnation {each}" for each, rank in islice(members.items(), _NAMED)]
     return ", ".join(names) + (f", and {len(members) - _NAMED} others" if len(members) > _NAMED else "")
 
 
 def _stand(regroup: Regroup) -> tuple[int, bool, int]:
-    """How a ring stands, as its members are told."""
+    """State of a ring as announced to its members."""
     return regroup.group, regroup.broken, regroup.waiting

@@ -1,4 +1,4 @@
-"""The run's samples at the hub: who leases which, and what logs say has been used."""
+"""The run's samples at the hub: leases to workers, and logs' reports of used samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atoll.wire.messages import Fenced, Lease
 
 
 class Samples:
-    """Leases samples to workers, and takes logs' words on them."""
+    """Leases samples to workers, and handles logs' reports."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Samples:
         turn.handlers[Lease] = self.handle
 
     def handle(self, peer: bytes, lease: Lease) -> None:
-        """A worker asks for samples."""
+        """Handle a worker's request for samples."""
         turn, book = self._turn, self._book
         rank = book.members.workers.rank_of(lease.incarnation)
         if rank is None or not self._connections.owns(peer, lease.incarnation):
@@ -48,7 +48,8 @@ class Samples:
             self._decisions.add(_epoch((lease.sampler, lease.epoch)), "begun", reason)
 
     def told(self, log: str, fenced: Fenced) -> None:
-        """A log's word on what an incarnation's commits have used: all of it where the hub asked."""
+        """Handle a log's report of the samples that an incarnation's commits used: all of them if the hub
+        asked."""
         told = Told(at=self._turn.now(), log=log, fenced=fenced)
         word = self._book.told(told)
         self._turn.keep(told)

@@ -1,5 +1,5 @@
-"""The hub's loop: a message goes to the object that owns its subject, and what a turn has changed is written
-down before anybody is answered.
+"""The hub's loop: each message goes to the object in charge, and a turn's changes are recorded before its
+answers leave.
 
 Source: docs/server.md; Li et al., OSDI 2014.
 """
@@ -40,14 +40,14 @@ from atoll.wire.messages import Hello, WireError, decode_untrusted
 LIMIT = 2**21  # bytes of a message: the addresses of the most shards
 _LOOK_SECONDS = 0.25  # the longest wait for a message
 _MESSAGES = 64  # handled between looks at the time
-_MANY = 256  # workers, from which a turn waits for more than one message
-_MORE_SECONDS, _MORE_FOR_EACH = 0.01, 1e-6  # seconds: at the most, and for each worker
-_READ_SECONDS = 0.1  # of messages handled in one go, before they are answered
+_MANY = 256  # workers from which on a turn waits for more than one message
+_MORE_SECONDS, _MORE_FOR_EACH = 0.01, 1e-6  # seconds of that wait: at most, and for each worker
+_READ_SECONDS = 0.1  # seconds of handling messages before answers are sent
 
 
 class Clock:
-    """Monotonic seconds in which a gap counts for at most `most`: while the hub itself stood still, nobody
-    was silent. It begins at `start`, where the hub that was there before had come to."""
+    """Monotonic seconds that start at `start`, the earlier hub's last time. A gap counts as `most` at the
+    most, since no member was silent while the hub itself was suspended."""
 
     def __init__(self, most: float, source: Callable[[], float] = time.monotonic, start: float = 0.0) -> None:
         self._most, self._source = most, source
@@ -63,12 +63,11 @@ class Clock:
 class Hub:
     """Serves the run of `book` at `server`: `turn` is one round of the loop, `serve` is the loop.
 
-    `run` is the run's name. With `until_done` it ends when all workers have left or died, after as many were
-    there as the run begins with, and the shards have ended, which are then told to. A ring of fewer members
-    than `at_least` does not go on. With `grouping` the workers are put into groups.
+    `run` is the run's name. With `until_done` the hub ends when all workers have left or died, after as many
+    were there as the run begins with, and the shards, which it then stops, have ended. A ring of fewer
+    members than `at_least` does not go on. With `grouping` workers are in groups.
 
-    What the `journal` holds already, where there is one, is gone through first, and the run goes on from
-    there.
+    Records in `journal` are replayed first, and the run goes on from there.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Hub:
     ) -> None:
         self._server, self._book, self._members, self._decisions = server, book, book.members, decisions
         self._run, self._until_done = run, until_done
-        # The clock goes on where it was, so that deadlines stay what they are.
+        # The clock continues, so that recorded deadlines stay valid.
         start = journal.records[-1].at if journal is not None and journal.records else 0.0
         turn = self._turn = Turn(Clock(2 * _LOOK_SECONDS, start=start).now)
         members = book.members
@@ -126,12 +125,12 @@ class Hub:
         self._manned = turn.now()  # when workers were last there
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Serve until `until`, which is looked at several times a second."""
+        """Serve until `until` returns true, which is checked several times a second."""
         while not until() and not self._is_done():
             self.turn(_LOOK_SECONDS)
 
     def turn(self, timeout: float) -> None:
-        """Wait for up to `timeout` seconds for messages, and handle those that are there."""
+        """Wait up to `timeout` seconds for messages, and handle those that are there."""
         endpoints: list[Endpoint] = [self._server, *self._logs.clients]
         if poll(endpoints, self._soon(timeout)):
             self._let_more_come()
@@ -153,18 +152,18 @@ class Hub:
         self._connections.give_back()
 
     def close(self) -> None:
-        """Close the connections to the logs, and to itself; server and journal are the caller's."""
+        """Close the connections to the logs and to itself. Server and journal belong to the caller."""
         self._hearing.close()
         self._logs.close()
 
     def _let_more_come(self) -> None:
-        """Where there are very many workers, wait a few milliseconds, so that a turn is not for one heartbeat
-        alone: many share what it costs beside its messages."""
+        """With very many workers, wait some milliseconds, so that many messages share the fixed cost of a
+        turn."""
         if self._read_few and len(self._members.workers.members) >= _MANY:
             time.sleep(min(_MORE_SECONDS, _MORE_FOR_EACH * len(self._members.workers.members)))
 
     def _read(self) -> None:
-        """Handle what is there, for a while."""
+        """Handle queued messages for a limited time."""
         until, handled = time.monotonic() + _READ_SECONDS, 0
         received: Received | None = None
         while handled % _MESSAGES or time.monotonic() < until:
@@ -187,7 +186,9 @@ class Hub:
         run = getattr(message, "run", self._run)
         if handle is None:
             self._turn.refuse(peer, f"the hub takes no {name}", name)
-        elif run != self._run and not isinstance(message, Hello):  # the door has more to say
+        elif run != self._run and not isinstance(
+            message, Hello
+        ):  # the door checks it and answers in more detail
             self._turn.refuse(peer, of_another_run(self._run, run), name, getattr(message, "number", 0))
         else:
             handle(peer, message)
@@ -201,8 +202,11 @@ class Hub:
         self._logs.flush()
 
     def _is_done(self) -> bool:
-        """With `until_done`: whether workers and shards have ended. The latter hear at their next heartbeat
-        that the run is over. Sites' shards end by themselves; one that does not, hears so after a while."""
+        """True if `until_done` is set and all workers and shards have ended.
+
+        Shards learn at their next heartbeat that the run is over. Sites' shards end by themselves; one that
+        does not, is stopped like the others after the patience.
+        """
         book, members, now = self._book, self._members, self._turn.now()
         if not self._until_done or not book.begun or len(members.workers.members) or self._door.has_waiting:
             self._manned = now

@@ -1,4 +1,4 @@
-"""Where the run's shards are: who wants to know is told once all are there."""
+"""Addresses of the run's shards, sent to those that ask once all shards are there."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from atoll.hub.starting import Starting
 from atoll.hub.turn import Turn
 from atoll.wire.messages import Missing, Shards, WhereAreShards, WhoIsMissing
 
-_WAITING = 2**15  # peers that wait for an answer: no more are kept
-_MISSING_SECONDS = 5.0  # that shards are waited for before people are told
+_WAITING = 2**15  # the most peers that may wait for an answer
+_MISSING_SECONDS = 5.0  # seconds that shards may be missing before a report
 
 
 class ShardPlaces:
-    """Answers who asks for the shards of the run in `book`, and connects `logs` to the one that keeps its."""
+    """Answers queries for shards of the run in `book`, and connects `logs` to shard 0."""
 
     def __init__(
         self,
@@ -32,19 +32,21 @@ class ShardPlaces:
         self._logs, self._decisions, self._turn = logs, decisions, turn
         turn.handlers |= {WhereAreShards: self.handle, WhoIsMissing: self.handle_who_is_missing}
         self._starting = starting
-        self._asking: dict[bytes, str] = {}  # who waits for shards' addresses: of which site, or of all
+        self._asking: dict[
+            bytes, str
+        ] = {}  # peers that wait for addresses: of a site's shard, or of all ("")
         self._known: list[str] | None = None
-        self._missing_since, self._missing_said = math.inf, ""  # by the hub's clock, in words
+        self._missing_since, self._missing_said = math.inf, ""  # by the hub's clock; the latest report
 
     def handle(self, peer: bytes, _message: WhereAreShards) -> None:
-        """Somebody wants to know where its shards are."""
+        """Handle a query for the shards' addresses."""
         site, refusal = "", ""
         incarnation = self._connections.member(peer)
         if not self._members.shards.count:
             refusal = "this run has no shards: its workers are a ring"
         elif len(self._asking) >= _WAITING:
             refusal = "too many wait for the shards"
-        elif self._members.sites.workers and not incarnation:  # where its shard is depends on who it is
+        elif self._members.sites.workers and not incarnation:  # a peer's shard depends on its site
             refusal = "say Hello first"
         else:
             site = self._book.site_of(incarnation)
@@ -56,12 +58,12 @@ class ShardPlaces:
             self._asking[peer] = site
 
     def handle_who_is_missing(self, peer: bytes, _message: WhoIsMissing) -> None:
-        """Somebody wants to know which shards have not come, and what is known of them."""
+        """Answer which shards have not come, and what is known of them."""
         site = self._book.site_of(self._connections.member(peer))
         self._turn.send(peer, Missing(lines=self._starting.missing(site)))
 
     def poll(self) -> None:
-        """Answer those who can be answered, and tell shards where the others are now."""
+        """Answer queries that can be answered, and send shards the others' changed addresses."""
         for peer, site in list(self._asking.items()) if self._members.sites.workers else ():
             if site and (address := self._members.sites.address(site)):
                 self._turn.send(peer, Shards(addresses=[address]))
@@ -76,14 +78,14 @@ class ShardPlaces:
             self._known = addresses
             self._decisions.add("shards", ", ".join(addresses), "all are there; shard 0 keeps the log")
             self._logs.connect(GLOBAL, addresses[0])
-            for incarnation in self._members.shards.incarnations():  # one that they know may have moved
+            for incarnation in self._members.shards.incarnations():  # a shard that they know may have moved
                 self._turn.send(self._connections.of(incarnation), Shards(addresses=addresses))
         for peer in [peer for peer, site in self._asking.items() if not site]:
             self._turn.send(peer, Shards(addresses=addresses))
             del self._asking[peer]
 
     def _say_who_is_missing(self) -> None:
-        """When shards have been waited for for a while, once for each state of things."""
+        """Report missing shards after a while, once for each state."""
         now = self._turn.now()
         self._missing_since = min(self._missing_since, now)
         if self._book.over or now - self._missing_since < _MISSING_SECONDS:

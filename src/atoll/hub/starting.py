@@ -1,4 +1,4 @@
-"""Shards that have not come yet, and what their processes do."""
+"""Shards that have announced their start and not joined yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from atoll.core.units import format_seconds
 from atoll.store.members import Membership
 from atoll.wire.messages import Hello
 
-_MOST = 4096  # that are kept; of more, the oldest are forgotten
+_MOST = 4096  # starts that are retained; the oldest are dropped
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,14 @@ class _Start:
 
 
 class Starting:
-    """Knows which shards of `members` are being started: their processes say so first of all. `now` gives the
-    hub's seconds."""
+    """Tracks announced starts of shards of `members`. `now` returns the hub's time in seconds."""
 
     def __init__(self, members: Membership, now: Callable[[], float]) -> None:
         self._members, self._now = members, now
-        self._starts: dict[str, _Start] = {}  # by where the process is, in the order in which they came
+        self._starts: dict[str, _Start] = {}  # by the process's place, in order of arrival
 
     def note(self, hello: Hello) -> None:
-        """Somebody has asked which run this is; a shard's process says which shard it will be."""
+        """Note a guest's Hello, if it announces a shard."""
         if (hello.shard < 0 and not hello.site) or not hello.origin.isprintable():
             return
         self._starts[hello.origin] = _Start(hello, self._now())
@@ -36,8 +35,8 @@ class Starting:
             del self._starts[next(iter(self._starts))]
 
     def missing(self, site: str = "") -> list[str]:
-        """Return for each of the run's shards that is not there a line on what is known of it, or on what is
-        to be done; for workers of a `site`, on its shard."""
+        """Return one line for each missing shard, with its process's state or the command that starts it;
+        with `site`, for that site's shard alone."""
         starts = self._open()
         if site:
             doing = next((self._doing(each) for each in starts if each.hello.site == site), "")
@@ -49,14 +48,14 @@ class Starting:
         )
 
     def _open(self) -> list[_Start]:
-        """Those that have not come; the others are forgotten."""
+        """Starts whose processes have not joined; joined ones are forgotten."""
         if self._starts:
             for member in self._members.roll.known.values():
                 self._starts.pop(member.origin, None)
         return list(self._starts.values())
 
     def _doing(self, start: _Start) -> str:
-        """What a process does that is being started; empty where it has ended."""
+        """Describe a starting process; empty if it has ended."""
         seconds = format_seconds(self._now() - start.at)
         doing = describe(start.hello.origin)
         return f"its process {doing} and is still starting, for {seconds}" if doing else ""

@@ -1,4 +1,4 @@
-"""The hub as witness of a run without a server: its votes on views of two nodes. Source: docs/peers.md."""
+"""The hub as witness of a run without a server: votes on views of two nodes. Source: docs/peers.md."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from atoll.hub.turn import Turn
 from atoll.peers.views import describe
 from atoll.wire.messages import Accept, Accepted, Prepare
 
-_NODES = 4096  # connections for votes: of more, the oldest are forgotten
+_NODES = 4096  # the most connections for votes; the oldest are dropped
 
 
 class Votes:
-    """Votes as the witness in `book` decides. Without a journal (`may_vote`) the hub has no vote: one that is
-    started again under the run's name would not know what it has voted."""
+    """Answers vote requests as the witness in `book` decides.
+
+    Without a journal (`may_vote` False) the hub has no vote: after a restart it would not know its earlier
+    votes.
+    """
 
     def __init__(self, book: Book, decisions: Decisions, turn: Turn, *, may_vote: bool) -> None:
         self._book, self._decisions, self._turn, self._may_vote = book, decisions, turn, may_vote
         turn.handlers |= dict.fromkeys((Prepare, Accept), self.handle)
-        self._nodes: dict[bytes, int] = {}  # whose connection is which node's
+        self._nodes: dict[bytes, int] = {}  # connection -> node
 
     def enter(self, peer: bytes, node: int) -> None:
-        """A node says that this is its connection for votes."""
+        """Register a node's connection for votes."""
         self._nodes.pop(peer, None)
         self._nodes[peer] = node
         if len(self._nodes) > _NODES:
             del self._nodes[next(iter(self._nodes))]
 
     def handle(self, peer: bytes, message: Prepare | Accept) -> None:
-        """A node asks the witness."""
+        """Handle a node's request to the witness."""
         turn, name = self._turn, type(message).__name__
         if not self._may_vote:
             turn.refuse(peer, "this hub has no directory to keep votes in; give it --directory", name)

@@ -1,4 +1,4 @@
-"""Members that the hub does not hear, and whose processes it sees alive: they are waited for."""
+"""Checks whether silent members' processes are alive, so that the hub waits for those that are."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from atoll.store.roll import Member, Roll
 
 
 class Vouchers:
-    """Looks at the processes of silent members of `roll`, where they are on the hub's machine."""
+    """Checks processes of silent members of `roll`, if they are on the hub's machine."""
 
     def __init__(self, roll: Roll, decisions: Decisions, vouching: Vouching | None = None) -> None:
         self._roll, self._decisions = roll, decisions
         self._vouching = vouching or Vouching()
-        self._told: dict[int, float] = {}  # incarnation -> when that was heard last of whose silence is told
-        self._seen: dict[int, str] = {}  # incarnation -> what was seen of it, in words, by the latest look
+        self._told: dict[int, float] = {}  # incarnation -> when it was last heard, of its reported silence
+        self._seen: dict[int, str] = {}  # incarnation -> the latest check's finding, in words
 
     def spares(self, now: float, incarnation: int) -> bool:
-        """Return whether a member, silent for longer than is borne, is to be waited for: then it is spared
-        until it is to be looked at again."""
+        """True if a member, silent for too long, is to be waited for; it is then spared until the next
+        check."""
         member, silence = self._roll.known.get(incarnation), self._roll.silence_of(now, incarnation)
         if member is None or silence is None:
             return False
@@ -35,7 +35,7 @@ class Vouchers:
         return judgement.alive
 
     def _tell(self, member: Member, heard: float, silence: float) -> None:
-        """Say once of each silence that it is borne, and why."""
+        """Record once for each silence that it is tolerated, and why."""
         if self._told.get(member.incarnation) == round(heard, 3):
             return
         self._told[member.incarnation] = round(heard, 3)
@@ -44,7 +44,7 @@ class Vouchers:
         self._decisions.add(f"{kind} {WAITED_FOR}", _name(member), reason)
 
     def seen(self, incarnation: int) -> str:
-        """Return what the latest look at a member saw, to end a line on its death."""
+        """Return the latest check's finding, as the end of a line on the member's death."""
         why = self._seen.get(incarnation)
         return f"; {why}" if why else ""
 

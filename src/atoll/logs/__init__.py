@@ -1,1 +1,2 @@
-"""How logs are kept: framed, appended to files, and waited for. What is in them is their owners' matter."""
+"""Log files: framed records, appending to files, and actions that wait until records are durable. What the
+records mean is up to their owners."""

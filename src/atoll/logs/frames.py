@@ -1,21 +1,20 @@
-"""Frames: how the journals of shards and hub hold their records, and tell them from what is none; pure.
+"""Frames: the on-disk format of journal records; pure.
 
-A frame is a header (a record, as MessagePack) and perhaps a payload (a chunk). On disk, little-endian:
+A frame is a header (a record, as MessagePack) and an optional payload (a chunk). On disk, little-endian:
 
-    4 bytes   the kind of journal, with the version of this format
-    4 bytes   the header's length, in bytes
-    8 bytes   the payload's length, in bytes; all ones: no payload
-    8 bytes   the sum of the payload's 64-bit words, and of the bytes that are left; all ones: not made
+    4 bytes   kind of journal and version of this format
+    4 bytes   length of the header, in bytes
+    8 bytes   length of the payload, in bytes; all ones: no payload
+    8 bytes   sum of the payload's 64-bit words and of its remaining bytes; all ones: no sum
     8 bytes   the file's stamp
     4 bytes   CRC-32 of the 32 bytes above and the header
     the header, the payload
-    8 bytes   the stamp again: all before it was written
+    8 bytes   the stamp again: everything before it was written
 
-All frames of a file have one stamp, which no file had before. So a file may be written over in place: what
-an earlier use has left behind the last frame, or within one that was not written to its end, has another
-stamp. When a process is killed, what it wrote is whole up to the last frame, since a write goes from front to
-back. The sum is for the crash of a machine, which may lose pages in between; a CRC of the payload would take
-five times as long.
+All frames of a file have one stamp, which no earlier file had. So a file can be overwritten in place:
+leftovers of an earlier use, behind the last frame or inside an incomplete one, have another stamp. Writes go
+from front to back, so after a kill of the process all frames but the last are whole. The sum detects a crash
+of the machine, which may lose pages in between; a CRC of the payload would take five times as long.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy
 
-Buffer: TypeAlias = Any  # whatever has the buffer protocol
+Buffer: TypeAlias = Any  # any object with the buffer protocol
 
 _PREFIX = struct.Struct("<4sIQQQ")
 _CHECK = struct.Struct("<I")
 _SEAL = struct.Struct("<Q")
-_NONE = 2**64 - 1  # in the place of a payload's length, or of its sum
+_NONE = 2**64 - 1  # in place of a payload's length or sum
 PREFIX_BYTES = _PREFIX.size + _CHECK.size
-FRAME_BYTES = PREFIX_BYTES + _SEAL.size  # of a frame, beside its header and payload
+FRAME_BYTES = PREFIX_BYTES + _SEAL.size  # of a frame, without its header and payload
 
 
 class Frame(NamedTuple):
-    """A whole frame, in place; `end` is the offset behind it, and `summed` whether it was made to be told
-    from what the crash of a machine leaves."""
+    """A whole frame, in place. `end` is the offset behind it; `summed` is True if it has a sum, which a crash
+    of the machine cannot fake."""
 
     header: memoryview
     payload: memoryview | None
@@ -50,8 +49,8 @@ class Frame(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of journal: the four bytes that its frames begin with, the most bytes of a header, and what
-    people call one of its files."""
+    """A kind of journal: the first four bytes of its frames, the largest header in bytes, and the name of its
+    files for people."""
 
     magic: bytes
     most: int
@@ -61,7 +60,8 @@ class Kind(NamedTuple):
 def encode_frame(
     kind: Kind, stamp: int, header: bytes, payload: Buffer | None = None, summed: bool = True
 ) -> list[Buffer]:
-    """The frame's bytes, in pieces; the payload's are not copied. `summed`: with the payload's sum."""
+    """Encode a frame in pieces, without copying the payload. With `summed` the frame has the payload's
+    sum."""
     if payload is None:
         return [_front(kind, stamp, header, _NONE, 0 if summed else _NONE) + _SEAL.pack(stamp)]
     view = memoryview(payload)
@@ -76,8 +76,8 @@ def _front(kind: Kind, stamp: int, header: bytes, size: int, total: int) -> byte
 
 
 def frames(raw: memoryview, kind: Kind) -> Iterator[Frame]:
-    """Each whole frame of a file, up to the first that is cut off, damaged, or of another stamp than the
-    first. Nothing is allocated for what a length says."""
+    """Yield each whole frame of a file, up to the first that is incomplete, damaged or of another stamp.
+    Allocates nothing by stored lengths."""
     frame = _read(raw, 0, kind)
     stamp = frame.stamp if frame is not None else 0
     while frame is not None and frame.stamp == stamp:
@@ -86,16 +86,17 @@ def frames(raw: memoryview, kind: Kind) -> Iterator[Frame]:
 
 
 def is_other_kind(raw: memoryview, kind: Kind) -> bool:
-    """Whether a file begins as none of this kind does, also if it was cut off there."""
+    """True if a file does not begin like one of this kind. An incomplete beginning is accepted."""
     begin = bytes(raw[: len(kind.magic)])
     return begin != kind.magic[: len(begin)] and any(begin)
 
 
 def is_damaged(raw: memoryview, end: int, kind: Kind, own: Callable[[int], bool] | None = None) -> bool:
-    """Whether frames of this file stand behind `end`, where `frames` stopped: then that is no crash of the
-    process, which writes from front to back. Where `frames` found none, `own` says which stamps are its.
+    """True if frames of this file follow `end`, where `frames` stopped. A crash of the process cannot cause
+    that, since it writes from front to back. If `frames` found none, `own` decides which stamps belong to the
+    file.
 
-    The crash of a machine may leave holes. Frames with sums are for that, and prove nothing here.
+    A crash of the machine may leave holes, so frames with sums prove nothing here.
     """
     first = next(frames(raw, kind), None) if end else None
     for found in re.finditer(re.escape(kind.magic), raw[end:]):

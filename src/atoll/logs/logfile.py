@@ -1,4 +1,4 @@
-"""A file of frames, to which only one process appends."""
+"""Files of frames, each appended to by one process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from atoll.core.descriptors import opened
 from atoll.core.errors import AtollError
 from atoll.logs.frames import Buffer, Frame, Kind, frames, is_damaged, is_other_kind
 
-_PIECES = 512  # of one write; systems take 1024
+_PIECES = 512  # buffers in one write; systems take 1024
 
 
 class DamagedLogError(AtollError):
-    """A file that is no log of this kind, or lacks something before its end; the line says where."""
+    """A file that is no log of its kind, or is damaged before its end; the message says where."""
 
 
 def replay(raw: memoryview, kind: Kind, own: Callable[[int], bool] = lambda _stamp: True) -> Iterator[Frame]:
-    """Each whole frame of a file, up to what a kill has cut off; `own` says which stamps are this file's.
+    """Yield each whole frame of a file, up to an incomplete end. `own` decides which stamps belong to this
+    file.
 
-    Raises DamagedLogError for a file of another kind or version, and where frames come after damage.
+    Raises DamagedLogError for a file of another kind or version, and if frames follow damage.
     """
     if is_other_kind(raw, kind):
         raise DamagedLogError(f"no {kind.name} that this version of Atoll can read, or damaged at byte 0")
@@ -37,8 +38,8 @@ def replay(raw: memoryview, kind: Kind, own: Callable[[int], bool] = lambda _sta
 
 
 def open_locked(path: Path, mode: int = 0o644) -> int:
-    """Open a file that is nobody else's while it is open, however this process ends. Raises BlockingIOError
-    where another one has it."""
+    """Open a file with an exclusive lock, which ends with the process. Raises BlockingIOError if another
+    process has it."""
     file = opened(lambda: os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, mode))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,14 +50,14 @@ def open_locked(path: Path, mode: int = 0o644) -> int:
 
 
 class LogFile:
-    """The open `file`, which is whole up to `end`: what is appended goes there, over what an earlier use has
-    left. It is closed by `close`, or by `seal`."""
+    """An open log `file`, whole up to `end`. Appended data overwrite leftovers of an earlier use. Close it
+    with `close` or `seal`."""
 
     def __init__(self, file: int, end: int = 0) -> None:
         self._file, self.end = file, end
 
     def append(self, pieces: Sequence[Buffer], *, sync: bool = False) -> None:
-        """Write these bytes, with `sync` to the disk, or raise OSError: then the file ends where it did."""
+        """Write these bytes, with `sync` to the disk. On OSError the file ends where it did before."""
         left, end = [memoryview(piece) for piece in pieces], self.end
         try:
             while left:
@@ -78,15 +79,15 @@ class LogFile:
         self.end = end
 
     def truncate(self) -> None:
-        """Let nothing stand behind the end."""
+        """Cut off everything behind the end."""
         os.ftruncate(self._file, self.end)
 
     def sync(self) -> None:
-        """Return once the disk has it."""
+        """Wait until the data are on the disk."""
         os.fdatasync(self._file)
 
     def seal(self, *, sync: bool) -> None:
-        """Close the file, to which nothing more comes."""
+        """Truncate and close the file, which is complete."""
         try:
             self.truncate()
             if sync:

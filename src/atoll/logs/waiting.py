@@ -1,4 +1,4 @@
-"""What waits until a log is kept as far as it was then; pure."""
+"""Actions that wait until a log is durable up to a position; pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Act = Callable[[], None]
 
 
 class Waiting:
-    """Acts, each for a position of the log, which never falls from one to the next."""
+    """Queue of actions, each with a position of the log; positions never decrease."""
 
     def __init__(self) -> None:
         self._acts: deque[tuple[int, Act]] = deque()
@@ -18,10 +18,10 @@ class Waiting:
         return bool(self._acts)
 
     def add(self, position: int, act: Act) -> None:
-        """Let this wait until the log is kept up to a position, and all before it has been done."""
+        """Queue `act` until the log is durable up to `position` and all earlier actions have run."""
         self._acts.append((position, act))
 
     def release(self, kept: int | None) -> None:
-        """Do what need wait no more: the log is kept up to a position; None: nobody keeps it."""
+        """Run all actions up to position `kept`, or all if None: nothing is kept any more."""
         while self._acts and (kept is None or self._acts[0][0] <= kept):
             self._acts.popleft()[1]()
