@@ -124,12 +124,12 @@ def test_a_hub_that_is_killed_at_a_vote_does_not_vote_twice(folder: Path, point:
 def test_no_vote_is_given_that_the_disk_does_not_take(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = False
 
-    def sync(file: int, _sync: Any = os.fsync) -> None:
+    def sync(file: int, _sync: Any = os.fdatasync) -> None:
         if full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         _sync(file)
 
-    monkeypatch.setattr("atoll.logs.logfile.os.fsync", sync)
+    monkeypatch.setattr(os, "fdatasync", sync)
     monkeypatch.setattr("atoll.hub.ledger._RETRY_SECONDS", 0.1)
     with hub_of(folder, workers=2, shards=0, run="r") as hub:
         assert isinstance(ask(hub, prepare(0, 1)), Promised)
