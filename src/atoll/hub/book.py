@@ -312,7 +312,8 @@ class Book:
         return Word(returned if asked else None, self._over(fenced.used))
 
     def _over(self, used: Sequence[Used]) -> list[tuple[tuple[int, int], dict[int, int]]]:
-        """Return those of these parts' epochs whose samples are all used."""
+        """Return the finished epochs among those in `used`, each with the number of samples leased by each
+        rank."""
         found = []
         for key in sorted({(part.sampler, part.epoch) for part in used} & self._dealt.keys()):
             progress = self.leases.progress(*key)

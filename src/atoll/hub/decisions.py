@@ -16,7 +16,7 @@ from atoll.observe.journal import LineReader
 
 FILE = "decisions.jsonl"  # in the run's directory
 WAITED_FOR = "waited for"  # last words of a decision to wait for a silent process that is alive
-HUB = -1  # the hub's number where an event names a worker
+HUB = -1  # the hub's number in events that name a worker
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -41,7 +41,8 @@ class _Rival:
 
 
 class Door:
-    """Admits members to the run of this name. A Hello that names another run is refused."""
+    """Admits members to the run of this name. A Hello that names another run is refused; one that names none
+    is accepted, and its Welcome has the name."""
 
     def __init__(
         self,

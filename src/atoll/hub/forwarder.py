@@ -20,7 +20,7 @@ from atoll.wire.messages import Heard, WireError, decode_untrusted, encode
 
 _LIMIT = 2**20  # bytes of a message
 _LISTEN_SECONDS = 0.1  # seconds between checks of the connection and of the end
-_CLOSE_SECONDS = 2.0  # for the thread to end
+_CLOSE_SECONDS = 2.0  # seconds for the thread to end
 
 
 class Forwarder:

@@ -25,7 +25,7 @@ PLACE_SECONDS = 3.0  # seconds for workers to report where their links are measu
 _NAMED = 3  # the most failed links that a report explains
 
 Pair = tuple[int, int]
-Way = tuple[str, str]  # two machines, sorted; the same one twice: inside it
+Way = tuple[str, str]  # two machines, sorted; one machine twice: its inside
 
 
 @dataclass(frozen=True)

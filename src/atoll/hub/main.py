@@ -31,9 +31,9 @@ from atoll.store.replicas import REPLICAS
 from atoll.store.silence import FLOOR_SECONDS
 from atoll.store.workers import RANKS
 
-ADDRESS_FILE = "hub.address"  # in the run's directory: where the hub listens
+ADDRESS_FILE = "hub.address"  # in the run's directory: the hub's address
 BEATS = 8_000  # heartbeats a second; with more than 2,000 workers each sends fewer
-SHARDS = 4096  # the most
+SHARDS = 4096  # the most shards
 _READER_SECONDS = 1.0  # seconds for stdout's reader to catch up at the end
 _CONNECTIONS = 2  # connections of a worker: one for requests and one for heartbeats
 _FILES = 100  # descriptors for everything else
@@ -269,7 +269,7 @@ def _leave_address(folder: Path, address: str) -> None:
     path, beside = folder / ADDRESS_FILE, folder / f"{ADDRESS_FILE}.new"
     try:
         if path.exists() and path.read_text(encoding="utf-8") == address + "\n":
-            return  # as it was: the disk may be full by now
+            return  # unchanged: do not write, the disk may be full
         beside.write_text(address + "\n", encoding="utf-8")
         beside.replace(path)
     except OSError as error:

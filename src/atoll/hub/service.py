@@ -38,8 +38,8 @@ from atoll.net.keys import Keys
 from atoll.wire.messages import Hello, WireError, decode_untrusted
 
 LIMIT = 2**21  # bytes of a message: the addresses of the most shards
-_LOOK_SECONDS = 0.25  # the longest wait for a message
-_MESSAGES = 64  # handled between looks at the time
+_LOOK_SECONDS = 0.25  # seconds of the longest wait for a message
+_MESSAGES = 64  # messages handled between checks of the time
 _MANY = 256  # workers from which on a turn waits for more than one message
 _MORE_SECONDS, _MORE_FOR_EACH = 0.01, 1e-6  # seconds of that wait: at most, and for each worker
 _READ_SECONDS = 0.1  # seconds of handling messages before answers are sent

@@ -23,8 +23,8 @@ from atoll.server.snapshot import Heading, Snapshots
 from atoll.wire import messages
 from atoll.wire.messages import Hello
 
-_SMALL_JOURNAL = 2**28  # bytes of a segment that are no reason for a snapshot
-_LARGE_JOURNAL = 8  # times what the shard holds: a snapshot is due
+_SMALL_JOURNAL = 2**28  # segment bytes below which size is no reason for a snapshot
+_LARGE_JOURNAL = 8  # a journal of this many times the chunks' bytes makes a snapshot due
 
 # Messages that change the shard. They are journalled before any answer leaves.
 _JOURNALLED = (

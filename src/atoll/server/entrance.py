@@ -119,7 +119,7 @@ class Entrance:
         """
         for life, want in list(self.wants.items()):
             if not want.outside and live.get(life[0]) != life[1]:
-                del self.wants[life]  # it has died itself
+                del self.wants[life]  # the newcomer has died
             elif want.asked is None or live.get(want.asked[0]) != want.asked[1]:
                 self._ask(life, want, live, meeting)
 

@@ -54,7 +54,7 @@ _IDENTITY, _LOCK, _SPARE = "shard.json", "lock", "spare.bin"
 _HUBS = "hub.journal"  # in a hub's directory
 _BACKLOG = 2**28  # unwritten bytes beyond which the shard takes no more messages
 _SMALL = 2**18  # bytes of pending records that the shard's thread writes itself
-_WAIT_SECONDS = 60.0  # for the thread to end
+_WAIT_SECONDS = 60.0  # seconds for the thread to end
 
 
 class JournalError(RunError):

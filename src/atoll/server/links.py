@@ -37,7 +37,7 @@ from atoll.wire.messages import (
 _FRAME = 2**26  # bytes: no tensor comes this way
 _GRACE = 2.0  # seconds
 _UNWELCOME = 3.0  # seconds without shard 0's welcome, after which it is looked for again
-_LOOK_SECONDS = 0.05  # between looks at a connection that does not stand
+_LOOK_SECONDS = 0.05  # seconds between checks of a connection that is not open yet
 
 
 class HubLink:
@@ -66,7 +66,7 @@ class HubLink:
     ) -> None:
         self._hub = HubConnection(address, keys)
         self.client = self._hub.client
-        self.addresses: list[str] = []  # the shards', once all are there
+        self.addresses: list[str] = []  # the shards' addresses, once all are there
         self.over = False  # the hub says that the run is over
         self.steps = 0  # sent with each heartbeat
         self._stranger = 0  # an incarnation of ours that the hub no longer knows
@@ -84,7 +84,7 @@ class HubLink:
             pid=os.getpid(),
             origin=own_origin(),
         )
-        self._told: Duty | None = None  # the latest on each connection
+        self._told: Duty | None = None  # the latest Duty on each connection
         self._told_by_beat: Duty | None = None
         try:
             self.welcome = self._hub.join(self._hello, "its welcome", timeout)

@@ -25,11 +25,11 @@ from atoll.wire.messages import Count, Setup
 
 Outgoing: TypeAlias = Callable[[int, Entry], None]  # (sequence, entry): for this shard itself
 IN_FLIGHT = 2  # iterations of one worker that may be pushed and not yet in the log
-_LONGEST_LINE = 4000  # characters of a mismatch's
+_LONGEST_LINE = 4000  # characters of a mismatch's line
 MEETING, LAST_MEETING = (
     "meeting",
     "last meeting",
-)  # what a part of an image is of; the first's key is a handle
+)  # kinds of an image's parts; MEETING's key is a handle
 
 
 class LastMeeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +99,7 @@ class LogKeeper:
         return self.state.log
 
     def greet_hub(self) -> None:
-        """Repeat to a hub that has connected what was used so far, since earlier messages may be lost."""
+        """Repeat to a newly connected hub which samples were used, since earlier messages may be lost."""
         if self._log is not None:
             self._log.used.tell_all(self._log.live)
         for (worker, incarnation), used in self.state.used_before.items():
@@ -172,7 +172,7 @@ class LogKeeper:
         self._entrance.remind(worker, incarnation)
 
     def handle_fence(self, fence: messages.Fence) -> None:
-        """Fence a worker that the hub gave up, or that has left, and report to the hub what it used."""
+        """Fence a worker that the hub gave up, or that has left, and report its used samples to the hub."""
         worker, incarnation = fence.worker, fence.incarnation
         self.state.fenced[worker] = max(incarnation, self.state.fenced.get(worker, 0))
         self._act(self._meetings.handle_fence(worker, incarnation), entries=False)
@@ -310,7 +310,7 @@ class LogKeeper:
         self._log.lines.keep(KEPT)
 
     def waiting_for(self) -> list[str]:
-        """Describe, in lines for people, what is waited for and from whom."""
+        """Describe, in lines for people, the missing messages and their senders."""
         return self._meetings.met_by() or (self._log.waiting_for() if self._log is not None else [])
 
     def _act(self, outcome: Outcome, *, entries: bool = True) -> str:

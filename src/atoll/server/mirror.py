@@ -48,7 +48,7 @@ from atoll.wire.messages import (
 )
 
 _BACKLOG = 2**28  # unacknowledged bytes beyond which the shard takes no more messages
-MOST_BEHIND = 50_000  # the same, in messages
+MOST_BEHIND = 50_000  # unacknowledged messages, likewise
 _COPY_AHEAD = 2**26  # unacknowledged bytes beyond which no further chunk is copied
 _FRESH = 1.0  # seconds after a message in which no probe checks that the standby still is one
 _SAY_AGAIN = 0.25  # seconds between repeated messages to the hub, or to a silent standby
@@ -111,10 +111,12 @@ class Mirror:
         self._copying: deque[int] = deque()  # chunks that are to be copied
         self._model: Model | None = None  # the model of these chunks
         self._waiting = Waiting()  # written actions that wait for the standby's acknowledgement
-        self._history: list[tuple[Told, Any]] | None = []  # before the first Setup; else None, or if too much
+        self._history: (
+            list[tuple[Told, Any]] | None
+        ) = []  # records before the first Setup; None after that, or if too many
         self._said: dict[type, float] = {}  # time of the latest message of each repeated kind; monotonic
 
-    # -- what is kept, and what waits for it --------------------------------------------------------------
+    # -- records, and actions that wait for them ---------------------------------------------------------
 
     @property
     def is_full(self) -> bool:
@@ -166,7 +168,7 @@ class Mirror:
     # -- the loop's part ----------------------------------------------------------------------------------
 
     def poll(self, source: Source) -> None:
-        """Follow the hub's word, handle the standby's messages, and send what the standby lacks."""
+        """Follow the hub's word, handle the standby's messages, and send the next part of the state."""
         duty = self._hub.duty
         if duty is None or not duty.primary:
             return

@@ -14,7 +14,7 @@ from atoll.wire.messages import VERSION, AnyMessage, Hello, Ping, Refused, encod
 ROLES = ("worker", "shard", "hub")
 _MOST = 16_384  # peers that may be connected
 
-# A role; the worker's number or the shard's index; the member, where a worker is a group of several.
+# A role; the worker's rank or the shard's index; the member, if the worker is a group.
 Name: TypeAlias = tuple[str, int, int]
 
 

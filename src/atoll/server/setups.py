@@ -57,7 +57,7 @@ class SetUps:
                 return ""  # a restarted first worker: the values here count, and the worker pulls them
         if setup.number and wanted <= self._lines.generation and who == self.setter:
             self._setter_member = heard.hello.member
-            return ""  # it comes again
+            return ""  # a duplicate
         made = self._made(setup)
         if isinstance(made, str):
             return made
@@ -101,7 +101,7 @@ class SetUps:
         if heard.life != self.setter:
             return "" if model.complete else f"worker {self.setter[0]} brings this shard's values"
         if heard.message.number and model.complete:
-            return ""  # it comes again
+            return ""  # a duplicate
         if not self._kept.replaying:
             reach("shard.setup")
         return model.set_chunk(heard.message, heard.payload)

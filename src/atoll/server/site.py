@@ -1,7 +1,7 @@
 """A site's shard: the whole parameter server for the site's workers, and one worker to the global shards.
 
-With a directory it keeps a journal and can be killed and started again. It is then the same worker, of the
-same incarnation, to the global shards, and sends once more what was in progress.
+With a directory it keeps a journal and can be killed and started again. To the global shards it is then the
+worker of before, with its incarnation, and repeats the operation that was in progress.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from atoll.wire.messages import AnyMessage, Hello, Setup
 
 IN_BOX = 4096  # messages of the site's workers that wait while the global shards are waited for
 _FAREWELL = 0.5  # seconds from the last worker's end to the site's, for last messages to the hub
-_LOOK_SECONDS = 0.25  # between looks at the journal, while it is waited for
+_LOOK_SECONDS = 0.25  # seconds between checks of a journal that is waited for
 _LARGE_JOURNAL = 8  # a journal of this many times the chunks' bytes begins anew
 _SMALL_JOURNAL = 2**28  # journal bytes below which size is no reason to begin anew
 _GRACE_SECONDS = 2.0  # at the end of a run the global shards may stop first

@@ -47,7 +47,7 @@ from atoll.wire.messages import (
 
 MARK = "standby"  # file in a directory that does not hold the whole shard yet
 MOST_PENDING = 2**28  # bytes taken and not handled, beyond which no more are taken
-_LOOK_SECONDS = 0.1  # between looks at the hub and the connection
+_LOOK_SECONDS = 0.1  # seconds between checks of the hub and the connection
 _SAY_AGAIN = 0.25  # seconds between repeated messages to the hub
 _AT_ONCE = 256  # messages taken at a time
 

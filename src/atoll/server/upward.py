@@ -17,7 +17,7 @@ from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, WorkerStand
 
 _ASK_SECONDS = 1.0  # seconds of a wait between queries to the global log about whom it waits for
-_LOOK_SECONDS = 0.25  # between looks at the hub, while it is waited for
+_LOOK_SECONDS = 0.25  # seconds between checks of a hub that is waited for
 _MEETING = "meeting"  # with the meeting's number: a Meet is resent until this milestone
 _ENTERING = "entering"  # a WantState is resent until this milestone
 
@@ -145,7 +145,7 @@ class Upward:
         if self.link is not None:
             self.link.send(LOG, messages.Ends(incarnation=self._place.incarnation, stand=stand))
 
-    # -- who comes late where nobody lives ----------------------------------------------------------------
+    # -- newcomers at a site without live workers ---------------------------------------------------------
 
     def ask(self, iteration: int) -> None:
         """Request from the global log the state of another site's worker."""
