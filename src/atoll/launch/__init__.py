@@ -1,1 +1,1 @@
-"""Starting workers through torchrun's own launcher, watching them, and stopping them."""
+"""Starting workers through torchrun's launcher, watching them, and stopping them."""

@@ -1,4 +1,4 @@
-"""Find the first cause of a run's end among what its workers said and how their processes ended.
+"""Find the first cause of a run's end from its workers' reports and the ends of their processes.
 
 One worker's end makes the others fail. Their errors are consequences, and often come first. So the cause is
 the earliest end that no other one explains: an error of the worker's own, a signal, an exit, or an end before
@@ -17,13 +17,13 @@ import msgspec
 
 from atoll.core.events import NO_WORKER, AnyEvent, ChildEnded, Ended, Failed, Finished, Gone, Joining, Started
 
-LAUNCHER = NO_WORKER  # in place of a worker, where the launcher itself says what ended the run
+LAUNCHER = NO_WORKER  # in place of a worker, if the launcher itself reports what ended the run
 _TOLD = (Joining, Started, Finished, Failed, Ended, Gone, ChildEnded)
 
 
 @dataclass
 class Life:
-    """One process of a worker: what it said, and how it ended."""
+    """One process of a worker: its reports, and its end."""
 
     worker: int
     joining: Joining | None = None
@@ -32,12 +32,12 @@ class Life:
     failed: Failed | None = None  # the first that is the worker's own, else the first echo
     ended: Ended | None = None
     gone: Gone | None = None
-    leaving: Failed | None = None  # its session with an error, which counts where it was killed meanwhile
+    leaving: Failed | None = None  # its error on leaving the session; counts if it was killed meanwhile
     survived: bool = False  # the others went on without it, or it was started again
 
     @property
     def time(self) -> float:
-        """When it ended, as far as anything says so."""
+        """The earliest reported time of its end; infinity if none is known."""
         told = (self.failed, self.ended, self.gone)
         return min((each.time for each in told if each is not None), default=math.inf)
 
@@ -52,7 +52,7 @@ class Life:
 
     @property
     def is_early(self) -> bool:
-        """True for an end with status 0 where the worker's part in the run was not over."""
+        """True for an end with status 0 before the worker's part in the run was over."""
         return self.status == 0 and self.failed is None and self.finished is None
 
 
@@ -64,20 +64,21 @@ class Causes:
     _survived: dict[int, float] = field(default_factory=dict)  # worker -> until when its ends are survived
 
     def take(self, event: AnyEvent) -> None:
-        """Note an event that says how a worker begins or ends."""
+        """Note an event about a worker's beginning or end."""
         if isinstance(event, _TOLD) and event not in self._events:
             self._events.append(event)
 
     def events(self) -> list[AnyEvent]:
-        """Return the events that were taken."""
+        """Return the noted events."""
         return list(self._events)
 
     def failures(self) -> list[Failed]:
-        """The errors among what was taken."""
+        """Return the errors among the noted events."""
         return [event for event in self._events if isinstance(event, Failed) and not event.leaving]
 
     def service_word(self, line: str) -> str:
-        """Return what the hub or the shard that `line` names said of its end; empty if it said nothing."""
+        """Return the last report of the hub or the shard that `line` names on its end; empty if there is
+        none."""
         words = [each for each in self._events if isinstance(each, Ended) and each.worker == NO_WORKER]
         said = [each for each in words if line.startswith(f"{each.call} ended with")]
         if not said:
@@ -86,7 +87,8 @@ class Causes:
         return text if text.startswith(name) else f"{name}: {text}"
 
     def child_end(self, failure: Failed) -> ChildEnded | None:
-        """The end of a DataLoader's process that a worker's error is about; None where it is none."""
+        """Return the end of the DataLoader process that a worker's error is about; None if it is about
+        none."""
         if "DataLoader worker" not in failure.message:
             return None
         named = set(map(int, re.findall(r"\d+", failure.message)))
@@ -103,7 +105,7 @@ class Causes:
             self._events = [each for each in self._events if id(each) not in dropped]
 
     def lives(self) -> list[Life]:
-        """The processes of all workers, in the order of their ends."""
+        """Return the processes of all workers, in the order of their ends."""
         found: list[Life] = []
         current: dict[int, Life] = {}
         for event in sorted(self._events, key=lambda each: each.time):
@@ -123,7 +125,8 @@ class Causes:
         return sorted(found, key=lambda life: life.time)
 
     def absent(self) -> Life | None:
-        """A worker that has ended with status 0 while others wait for it to begin; None where none has.
+        """Return a worker that has ended with status 0 while others wait for it to begin; None if there is
+        none.
 
         Nobody else ends such a run before its deadlines do.
         """
@@ -135,19 +138,19 @@ class Causes:
         return next(gone, None) if waiting else None
 
     def unfinished(self) -> list[str]:
-        """The names of workers that have not ended, or were killed."""
+        """Return the names of workers that have not ended, or were killed."""
         last = {life.worker: life for life in self.lives() if life.worker != LAUNCHER}
         going = (life for life in last.values() if life.status in (None, -signal.SIGKILL))
         return [f"worker {worker}" for worker in sorted(life.worker for life in going)]
 
     def has_joined(self) -> bool:
-        """True where a worker has called `atoll.join`."""
+        """True if a worker has called `atoll.join`."""
         return any(life.joining is not None or life.started is not None for life in self.lives())
 
     def first(self, excuses: Callable[[Failed], bool]) -> Life | None:
-        """The life whose end was the first cause of a run that has failed; None where nothing says why.
+        """Return the life whose end was the first cause of a failed run; None if no report tells.
 
-        `excuses` says of a worker's error that the run went on in spite of it.
+        `excuses` is true for a worker's error that the run survived.
         """
         lives = [life for life in self.lives() if life.status is not None]
         own = [life for life in lives if _is_own(life, lives) and not _is_excused(life, excuses)]
@@ -166,7 +169,7 @@ class Causes:
 
 
 _MOST_KEPT = 64  # events of one worker
-_LEAVING_SECONDS = 30.0  # that leaving a session takes, at most; who lives on has handled its error
+_LEAVING_SECONDS = 30.0  # that leaving a session takes, at most; a longer life means a handled error
 
 
 def _is_next(life: Life, event: AnyEvent) -> bool:
@@ -193,9 +196,10 @@ def _note(life: Life, event: AnyEvent) -> None:
 
 
 def _settle(life: Life) -> None:
-    """Count the error with which a worker left its session, where it was killed before it could tell of it:
-    another one that lost touch with it may have had torchrun stop both. So it is with a status that its
-    script has said; but a script that ended well has said nothing of how its process ended."""
+    """Count the error with which a worker left its session, if it was killed before it reported one:
+    another worker that lost touch with it may have had torchrun stop both. Count a reported exit status
+    too if SIGTERM ended the process afterwards; but a script that ended well has not reported how its
+    process ended."""
     leaving, gone, ended = life.leaving, life.gone, life.ended
     if ended is not None and gone is not None and ended.status != gone.exit_code:
         if not ended.status:
@@ -209,7 +213,7 @@ def _settle(life: Life) -> None:
 
 
 def _is_own(life: Life, lives: Iterable[Life]) -> bool:
-    """True where a life ended badly by itself, so far as its own end tells."""
+    """True if a life ended badly by itself, as far as its own end tells."""
     if life.failed is not None:
         return not life.failed.echo
     if life.is_early:
@@ -217,16 +221,17 @@ def _is_own(life: Life, lives: Iterable[Life]) -> bool:
         return life.started is not None or any(each.joining is not None for each in lives)
     if not life.status:
         return False
-    # Who has asked for the end is not known here; the earliest end is nobody's doing but the worker's.
+    # The sender of SIGTERM is unknown here; no other worker's end explains the earliest one.
     return life.status != -signal.SIGTERM or all(
         each is life or each.time >= life.time or not (each.status or each.is_early) for each in lives
     )
 
 
 def _behind(life: Life, lives: Iterable[Life]) -> Life:
-    """The end that an error of Atoll's complains of: it names a worker that the run had gone on without.
+    """Return the end that an error of Atoll's complains of: it names a worker that the run had gone on
+    without.
 
-    Of two nodes, say, the second waits in vain for the first, since one is no majority.
+    Of two nodes, for example, the second waits in vain for the first, since one is no majority.
     """
     if life.failed is None or life.failed.traceback or life.failed.by_launcher:
         return life

@@ -1,4 +1,4 @@
-"""What `atoll run` refuses in a configuration, before anything is started."""
+"""Checks of a configuration by `atoll run`, before anything is started."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from atoll.hub.main import check_counts
 
 
 def check_run(config: Config) -> None:
-    """Raise UserError for keys that are right each by itself, and no run together, and for an optimizer that
-    no shard could find."""
+    """Raise UserError for keys that do not fit together, and for an optimizer that no shard can find."""
     run = config.run
     check("launch", choices_of(config))
     if config.server.optimizer and not re.fullmatch(r"[\w.]+:\w+", config.server.optimizer):

@@ -14,7 +14,7 @@ OnEnd = Callable[[int, "int | None", float], None]
 
 
 class EndWatch:
-    """Waits for each child in a thread of its own. The child's owner reaps it, as ever."""
+    """Waits for each child in a thread of its own. The child's owner still reaps it."""
 
     def __init__(self, on_end: OnEnd) -> None:
         self._on_end = on_end
@@ -27,7 +27,7 @@ class EndWatch:
         self._threads[-1].start()
 
     def join(self, seconds: float) -> None:
-        """Wait up to `seconds` until the ends of all children are told."""
+        """Wait up to `seconds` until the ends of all children are reported."""
         until = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))

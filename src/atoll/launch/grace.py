@@ -55,7 +55,7 @@ class Grace:
         def wait_and_close(
             context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30
         ) -> None:
-            if death_sig is None:  # a worker has failed; the others are told to end unless they were
+            if death_sig is None:  # a worker has failed; stop the others, unless that was asked already
                 self._wait()
             close(context, death_sig, timeout)
 
@@ -79,9 +79,8 @@ class Grace:
                     os.killpg(pid, signal.SIGKILL)  # each worker leads a session of its own
 
     def _wait(self) -> None:
-        """Wait until all workers have ended or their time is over. Returns at once unless they were asked to
-        end.
-        """
+        """Wait until all workers have ended or their time is over. Return at once unless they were asked
+        to end."""
         while self._until is not None and time.monotonic() < self._until:
             if not any(_runs(pid) for pid in self._pids()):
                 return
@@ -92,7 +91,7 @@ class Grace:
 
 
 def _status_of(handler: Any) -> int | None:
-    """The status of a worker that its agent has reaped; None where torch no longer says it so."""
+    """Return the status of a worker that its agent has reaped; None if torch does not give it in this way."""
     status = getattr(getattr(handler, "proc", None), "returncode", None)
     return status if isinstance(status, int) else None
 

@@ -1,4 +1,4 @@
-"""The launcher's passing on of its workers' heartbeats."""
+"""Forwarding of the workers' heartbeats by their launcher."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from atoll.net.keys import read_keys
 
 
 class Heartbeats:
-    """Passes the workers' heartbeats on to the hub at `address`, where there is a folder for the socket.
+    """Forwards the workers' heartbeats to the hub at `address`, if there is a folder for the socket.
 
-    `warn` is told once of trouble, with which each worker sends its own.
+    `warn` is called once if this fails; then each worker sends its own.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Heartbeats:
         self._warn = warn
         self._forwarder: Forwarder | None = None
         folder, keys = (environment.get(name) for name in (SOCKETS_VARIABLE, KEYS_VARIABLE))
-        if not folder or not sys.platform.startswith("linux"):  # others have no such sockets
+        if not folder or not sys.platform.startswith("linux"):  # other systems have no such sockets
             return
         try:
             found = read_keys(keys) if keys else None
@@ -33,17 +33,17 @@ class Heartbeats:
             self._tell(str(error))
 
     def environment(self) -> dict[str, str]:
-        """What tells the workers of it."""
+        """Return the environment variables by which workers find the launcher's socket."""
         return {} if self._forwarder is None else {LAUNCHER_VARIABLE: self._forwarder.launcher.name}
 
     def look(self) -> None:
-        """Say so once if the heartbeats are not passed on any more."""
+        """Warn once if the heartbeats are no longer forwarded."""
         if self._forwarder is not None and self._forwarder.trouble:
             self._tell(self._forwarder.trouble)
             self._forwarder = None
 
     def close(self) -> None:
-        """Pass none on any more."""
+        """Stop forwarding."""
         if self._forwarder is not None:
             self._forwarder.close()
 

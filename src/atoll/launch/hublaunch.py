@@ -39,17 +39,18 @@ class HubLaunch:
     """Starts and watches the processes of a run with a hub, and decides what follows from their ends.
 
     It ends when all workers have. A worker that ends with an error ends the others, since the error is likely
-    the script's. One that was killed is started again up to `run.restarts` times; then it is left out, and
-    the others go on, once the run has begun. A worker that was started again and fails before its first step
-    ends alone. A hub or a shard that was killed, a site's too, is started again up to three times. A site
-    whose shard was killed more often is left out. Of a shard that is held twice one process may end for good:
-    it was killed more often, or ended with an error once the run had begun.
-    A process that stands still (SIGSTOP) is killed when the hub has given it up, by the patience that it has
-    measured for it; where the hub says nothing, since it may stand still itself, a while after the longest
-    patience. A worker that was given up and ends by itself is as one that was killed.
+    the script's. A killed worker is started again up to `run.restarts` times; then it is left out, and the
+    others go on, once the run has begun. A worker that was started again and fails before its first step ends
+    alone. A killed hub or shard, a site's too, is started again up to three times. A site whose shard was
+    killed more often is left out. Of a shard with two processes, one may end for good: it was killed more
+    often, or ended with an error once the run had begun.
+
+    A process that stands still (SIGSTOP) is killed when the hub has given it up, by the patience that the hub
+    has measured for it; if the hub reports nothing, since it may stand still itself, a while after the
+    longest patience. A worker that was given up and ends by itself counts as killed.
     """
 
-    kills_late_workers = False  # those whose time is over after SIGTERM: that is for the watcher
+    kills_late_workers = False  # after SIGTERM, when their time is over: the watcher does that
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class HubLaunch:
         umask: int = -1,
         start: Start = start_logged,
     ) -> None:
-        """`script`: its path and its arguments. `hub_module` is what the hub's process runs, with the same
-        arguments as SERVICE. Workers have the umask `umask`. `start` starts a process."""
+        """`script`: its path and its arguments. `hub_module` is the module of the hub's process, with the
+        arguments of SERVICE. Workers have the umask `umask`. `start` starts a process."""
         self._directory, self._config = directory, config
         self._environment = {**environment, **meeting_place(), RUN_VARIABLE: directory.name}
         self._rules = rules_of(config.run.strategy)
@@ -76,7 +77,7 @@ class HubLaunch:
         self._newcomers = Newcomers(directory, workers)
         self._standing = Standing(workers, self._services, self._words, config.patience_seconds, hub_judges)
         self._heartbeats: Heartbeats | None = None
-        self._stopping = False  # workers end because they were told to
+        self._stopping = False  # workers end because they were asked to
         self._ends: list[WorkerEnd] = []
         self._turned_away: set[int] = set()  # ranks that were started again and ended with an error
         self._given_up: set[int] = set()  # ranks that others have given up, though the process lives
@@ -85,10 +86,10 @@ class HubLaunch:
         self._services.start_hub(len(self._workers.sites), self._sites)
         self._begins_by: float | None = time.monotonic() + START_SECONDS  # None: the hub listens
 
-    # What a watcher asks of a launcher
+    # Called by the watcher
 
     def poll(self) -> int | None:
-        """The status, once all workers have ended; None before."""
+        """Return the status once all workers have ended; None before."""
         if self.returncode is None:
             try:
                 self._look()
@@ -104,7 +105,7 @@ class HubLaunch:
         self._workers.send_signal(signum)
 
     def kill(self) -> None:
-        """End what is left, by force."""
+        """Kill all remaining processes."""
         for process in self._all():
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
@@ -112,7 +113,7 @@ class HubLaunch:
             self._heartbeats.close()
 
     def wait(self, timeout: float) -> int:
-        """Return when every process has ended; raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Return when every process has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         until = time.monotonic() + timeout
         for process in self._all():
             process.wait(max(0.0, until - time.monotonic()))
@@ -121,17 +122,20 @@ class HubLaunch:
         return self.returncode
 
     def late_workers(self) -> list[str]:
-        """The names of the launches that have not ended; none once this one has."""
+        """Return the names of the launches that have not ended; none once this one has."""
         return self._workers.unfinished() if self.returncode is None else []
 
     @property
     def goes_on(self) -> bool:
-        """True while a worker runs, and none was told to end."""
+        """True while a worker runs, and none was asked to end."""
         return not self._stopping and not self._workers.have_ended
 
     def seen(self) -> Seen:
-        """What is new since the last call. Output counts of the first worker that lives, as the workers count
-        themselves: in a ring one that is started again is the last; at shards it has its place again."""
+        """Return what is new since the last call.
+
+        Output counts of the first living worker, in the workers' own order: in a ring a restarted worker is
+        the last; with shards it keeps its place.
+        """
         workers = self._workers
         rank = workers.order[0]
         return Seen(
@@ -144,7 +148,7 @@ class HubLaunch:
         )
 
     def excuses(self, failure: Failed) -> bool:
-        """True where a worker's error does not end the run.
+        """True if a worker's error does not end the run.
 
         Its site was lost, or others have given it up, or it entered a run under way and has made no step.
         """
@@ -159,13 +163,13 @@ class HubLaunch:
         return given_up and not failure.traceback
 
     def losses(self) -> list[str]:
-        """Who was lost, and came back, for people."""
+        """Return the parts that were lost, and came back, for people."""
         return self._news.losses.lines()
 
     # Looking
 
     def _look(self) -> None:
-        """See who has ended, and what follows from it."""
+        """Handle the ends of processes."""
         if self._begins_by is not None:
             self._await_hub(self._begins_by)
             return
@@ -185,7 +189,7 @@ class HubLaunch:
             if code is None:
                 continue
             at = self._workers.newly_ended(rank)
-            if at is not None and self._workers.devices == 1:  # a launch of several says so of each
+            if at is not None and self._workers.devices == 1:  # a launch of several reports each worker
                 self._words.gone(self._workers.lead(rank), code, at)
             if code and rank not in seen:
                 self._worker_ended(rank, code)
@@ -197,12 +201,12 @@ class HubLaunch:
             self._finish(self._status())
 
     def _await_hub(self, begins_by: float) -> None:
-        """Start the others once the hub listens; end where it does not."""
+        """Start the others once the hub listens; end the run if it does not."""
         if self._stopping:
             self._finish(_SERVICE_ENDED)
         elif address := self._services.address():
             self._begins_by = None
-            # They import torch, which takes longest: none waits for another.
+            # They import torch, which takes longest: so all start at once.
             self._services.start_shards(address, self._sites)
             heartbeats = Heartbeats(
                 address, self._environment, self._directory.name, partial(self._words.warn, 0)
@@ -222,7 +226,7 @@ class HubLaunch:
         return self._workers.sites[rank] in self._watch.lost_sites
 
     def _worker_ended(self, rank: int, code: int) -> None:
-        """A worker has ended with an error, or was killed."""
+        """Handle a worker that has ended with an error, or was killed."""
         has_site = not self._has_lost_site(rank)
         said = self._words.errors(*self._workers.workers_of(rank))
         is_newcomer = code > 0 and has_site and self._is_newcomer(rank)
@@ -248,7 +252,7 @@ class HubLaunch:
             self._workers.order.remove(rank)
 
     def _is_newcomer(self, rank: int) -> bool:
-        """True where a restarted worker has made no step, and the run can go on without it."""
+        """True if a restarted worker has made no step, and the run can go on without it."""
         if self._newcomers.has_stepped(rank):
             return False
         others = (code for other, code in enumerate(self._workers.codes()) if other != rank)
@@ -268,7 +272,7 @@ class HubLaunch:
         self._warn(rank, f"{name} could not enter, and the others go on without it: {why}")
 
     def _starts_again(self, rank: int, how: str) -> bool:
-        """Start a worker again that was lost, and say so; False where it may not be."""
+        """Start a lost worker again, and say so; False if it may not be."""
         workers, most = self._workers, self._config.run.restarts
         codes = workers.codes()
         is_over = 0 in codes and None not in codes  # the others have finished: nothing is left to do
@@ -292,7 +296,7 @@ class HubLaunch:
         return True
 
     def _see_who_is_back(self) -> None:
-        """End those who were started again and have not come in when the others have finished."""
+        """End restarted workers that have not come in when the others have finished."""
         back, late = self._newcomers.take()
         if not self._rules.hub_judges:
             for rank in back:

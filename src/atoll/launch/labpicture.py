@@ -1,4 +1,4 @@
-"""The picture of a lab's run: what was logged, what each link carried, and where the workers' time went."""
+"""The picture of a lab's run: logged values, each link's traffic, and the workers' time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PICTURE = "lab.png"  # in the folder of records
 _SLOWER, _LINK, _LOST, _ASKED, _DOWN = "#f3dfa2", "#2f6f9f", "#d1495b", "#6b6b6b", "#5c1a1b"
-_MOST_VALUES, _MOST_LINKS, _MOST_WORKERS = 2, 12, 16  # that are drawn
+_MOST_VALUES, _MOST_LINKS, _MOST_WORKERS = 2, 12, 16  # drawn at most
 _CHARACTERS = 160  # of the small type, in a panel's width
 _TOOK = "s / iteration"
 _CELLS = 240  # of a worker's strip
@@ -35,9 +35,9 @@ _BARS = 110  # of a link's traffic: iterations that are shorter than a bar do no
 
 
 def draw(folder: Path) -> Path:
-    """Draw lab.png from what a lab left in `folder`; returns its path.
+    """Draw lab.png from the files that a lab left in `folder`; return its path.
 
-    Raises ModuleNotFoundError where matplotlib is missing, and UserError for a folder without lab.json.
+    Raises ModuleNotFoundError if matplotlib is missing, and UserError for a folder without lab.json.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -80,7 +80,8 @@ def draw(folder: Path) -> Path:
 
 
 def redraw(folder: Path) -> Path:
-    """As `draw`, for a person: where matplotlib is missing, a UserError that says how to get it."""
+    """Draw lab.png for a user's command; raise a UserError that says how to get matplotlib if it is
+    missing."""
     try:
         return draw(folder)
     except ModuleNotFoundError as error:
@@ -88,12 +89,13 @@ def redraw(folder: Path) -> Path:
 
 
 def keep(folder: Path) -> str:
-    """As `draw`, at a lab's end: what its closing line says of the picture, which may fail alone."""
+    """Draw lab.png at a lab's end; return the closing line's words on the picture. A failure costs the
+    picture alone."""
     try:
         return f", the picture is {draw(folder).name} there"
     except ModuleNotFoundError as error:
         return f"\nno picture ({error}): pip install 'atoll[report]', then atoll report {folder}"
-    except (OSError, AtollError) as error:  # a full disk, say; what was run is not less run for it
+    except (OSError, AtollError) as error:  # a full disk, for example: the run itself is complete
         return f"\nno picture: {error}"
 
 
@@ -109,8 +111,8 @@ class Value:
 
 
 def over_time(told: Sequence[Told], began: float) -> list[Value]:
-    """What the sessions logged, the workers' means, those logged most often first; and last how long an
-    iteration took. `began` is in seconds since the epoch."""
+    """Return the logged values, as the workers' means, most often logged first, and then the time of an
+    iteration. `began` is in seconds since the epoch."""
     events = [event for each in told for event in each.events if isinstance(event, (StepDone, Logged))]
     merger = Merger(0)
     again = [merger.add(event) for event in sorted(events, key=lambda event: event.time)]
@@ -147,13 +149,13 @@ def _draw_value(panel: Axes, value: Value) -> None:
 
 
 def _busiest(record: LabRecord) -> list[int]:
-    """The numbers of the links that are drawn, in the topology's order: those that were used most."""
+    """Return the numbers of the links to draw, the most used ones, in the topology's order."""
     used = [number for number, link in enumerate(record.links) if link.offered.packets]
     return sorted(sorted(used, key=lambda number: -record.links[number].delivered.bytes)[:_MOST_LINKS])
 
 
 def _draw_link(panel: Axes, record: LabRecord, moments: Sequence[Moment], number: int) -> None:
-    """What a link carried, beneath what it was asked to; its changes, outages and losses."""
+    """Draw a link's traffic with its asked rate, and its changes, outages and losses."""
     spans = _fewer(list(traffic.spans(moments, number)))
     edges = [spans[0].start, *(span.end for span in spans)] if spans else [0.0, 1.0]
     rates = [span.rate / 1e6 for span in spans] or [0.0]
@@ -176,20 +178,20 @@ def _draw_link(panel: Axes, record: LabRecord, moments: Sequence[Moment], number
 
 
 def _fewer(spans: Sequence[traffic.Span]) -> list[traffic.Span]:
-    """At most `_BARS`, neighbours put together."""
+    """Return at most `_BARS` spans, with neighbours merged."""
     size = max(1, -(-len(spans) // _BARS))
     return [traffic.together(spans[start : start + size]) for start in range(0, len(spans), size)]
 
 
 def _phases(phases: Sequence[Phase], end: float) -> Iterable[tuple[Phase, float]]:
-    """Those that began before `end`, each with its own end."""
+    """Return the phases that began before `end`, each with its own end."""
     ends = [*(phase.at for phase in phases[1:]), math.inf]
     return [(p, min(until, end)) for p, until in zip(phases, ends, strict=True) if p.at < end]
 
 
 def _top(rates: Sequence[float], phases: Sequence[Phase]) -> float:
-    """Mbit/s of the panel's upper edge: the asked rate is in it, unless what was carried would then be a
-    line on the ground."""
+    """Return the panel's upper edge in Mbit/s. It includes the asked rate, unless the traffic would then
+    be a line on the ground."""
     asked, carried = max(phase.rate for phase in phases) * 8 / 1e6, max(rates)
     return 1.15 * (asked if asked <= 3 * carried else 1.3 * carried) or 1.0
 
@@ -206,7 +208,7 @@ def _link_title(record: LabRecord, number: int) -> str:
 
 
 def _draw_changes(panel: Axes, record: LabRecord, number: int, end: float) -> None:
-    """What is different from when on, in small type beside each dotted line, as far as there is room."""
+    """Write each change of the link beside its dotted line, in small type, as far as there is room."""
     link = record.topology.links[number]
     sites = record.topology.sites[link.source], record.topology.sites[link.target]
     changes = list(words.changes(words.Way(*sites, False, link.phases)))
@@ -240,8 +242,8 @@ def _draw_losses(panel: Axes, spans: Sequence[traffic.Span]) -> None:
 
 @dataclass(frozen=True)
 class Shares:
-    """How one worker spent each cell of the time, as shares of the cell; they sum to 1, or less where it made
-    no step."""
+    """One worker's use of each cell of the time, as shares of the cell; they sum to 1, or less if the
+    worker made no step."""
 
     computing: list[float]
     slower: list[float]  # waiting for slower workers
@@ -249,7 +251,8 @@ class Shares:
 
 
 def shares(told: Told, most: dict[int, float], began: float, end: float, cells: int) -> Shares:
-    """`most` is `report.slowest` of all; the cells divide the time from 0 to `end` seconds since `began`."""
+    """Return one worker's shares. `most` is `report.slowest` of all workers; the cells divide the time
+    from 0 to `end` seconds since `began`."""
     found = Shares([0.0] * cells, [0.0] * cells, [0.0] * cells)
     width = max(end, 1e-9) / cells
     for step in told.steps:
@@ -270,7 +273,7 @@ def shares(told: Told, most: dict[int, float], began: float, end: float, cells: 
 
 
 def _draw_workers(panel: Axes, record: LabRecord, told: Sequence[Told], end: float) -> None:
-    """A strip for each worker: over the seconds, which part of its time it computed or waited."""
+    """Draw a strip for each worker: over the seconds, the parts of its time that it computed or waited."""
     most = report.slowest(told)
     drawn = list(zip(told, record.workers, strict=False))[:_MOST_WORKERS]
     edges = [end * cell / _CELLS for cell in range(_CELLS + 1)]
@@ -293,7 +296,7 @@ def _draw_workers(panel: Axes, record: LabRecord, told: Sequence[Told], end: flo
 
 
 def _draw_totals(panel: Axes, workers: Sequence[report.WorkerRecord]) -> None:
-    """Beside each strip, the share that was computing."""
+    """Write the computing share beside each strip."""
     axis = panel.twinx()
     axis.set_ylim(panel.get_ylim())
     parts = [1 - worker.waiting / worker.seconds if worker.seconds > 0 else 0.0 for worker in workers]
@@ -326,7 +329,7 @@ def _draw_legend(panel: Axes, split: bool, left_out: int) -> None:
 
 
 def _title(folder: Path, record: LabRecord) -> str:
-    """What ran where, on one line, and how it went."""
+    """Return the command on one line, and a summary of the run."""
     command = "\n".join(
         textwrap.wrap(f"{folder.resolve().name}: {' '.join(record.command)}", 115, max_lines=3)
     )

@@ -27,11 +27,11 @@ from atoll.observe.lastwords import say
 from atoll.observe.logstream import LogStreams
 from atoll.observe.rundir import RunDirectory
 
-_TOLD_SECONDS = 1.0  # until the last end is told
+_TOLD_SECONDS = 1.0  # until the last end is reported
 
 
 class WorkerEnd(msgspec.Struct, frozen=True):
-    """How a worker's process ended: `exit_code` is its status, or minus the signal that killed it."""
+    """The end of a worker's process: `exit_code` is its status, or minus the signal that killed it."""
 
     worker: int
     pid: int
@@ -39,13 +39,14 @@ class WorkerEnd(msgspec.Struct, frozen=True):
 
 
 def write_ends(ends: list[WorkerEnd], path: Path) -> None:
-    """Write how workers ended; on a full disk nothing is written."""
+    """Write the workers' ends; on a full disk write nothing."""
     with contextlib.suppress(OSError):
         path.write_bytes(msgspec.json.encode(ends))
 
 
 def read_ends(path: Path) -> list[WorkerEnd]:
-    """The ends of the workers that failed, in the order in which the launcher saw them; empty if none did."""
+    """Return the ends of the workers that failed, in the order in which the launcher saw them; empty if
+    none did."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[WorkerEnd])
     except (OSError, msgspec.DecodeError):  # the launcher was killed before, or while, it wrote
@@ -53,7 +54,8 @@ def read_ends(path: Path) -> list[WorkerEnd]:
 
 
 def launcher_command(workers: int, script: Sequence[str]) -> list[str]:
-    """What starts a launch of so many workers, on this machine: `script` is its path and its arguments."""
+    """Return the command that launches so many workers on this machine: `script` is its path and its
+    arguments."""
     # One machine needs no name service, and a laptop's own name often leads nowhere.
     torchrun = ["--standalone", f"--nproc-per-node={workers}", "--local-addr=127.0.0.1"]
     # After "--" argparse looks for no options: the script's own may abbreviate several of torchrun's.
@@ -62,8 +64,8 @@ def launcher_command(workers: int, script: Sequence[str]) -> list[str]:
 
 
 def culprit_of(ends: Sequence[WorkerEnd]) -> WorkerEnd:
-    """The worker whose end made the others end. Those that the agent has stopped, and those that have lost
-    touch with it, come after one that was killed, and after one with a status of its own."""
+    """Return the worker whose end made the others end: one that was killed, else one with the highest
+    status. Workers that the agent stopped, or that lost touch, come last."""
     killed = [end for end in ends if end.exit_code < 0 and end.exit_code != -signal.SIGTERM]
     return killed[0] if killed else max(ends, key=lambda end: end.exit_code)
 
@@ -79,7 +81,7 @@ def end_as(end: WorkerEnd) -> None:
 
 
 class Ends:
-    """Says to `atoll run` when each worker of this launch ends, and how. `first` is its first worker."""
+    """Reports the end of each worker of this launch to `atoll run`. `first` is its first worker."""
 
     def __init__(self, first: int) -> None:
         self._first = first
@@ -92,7 +94,7 @@ class Ends:
         self._watch.watch(pid)
 
     def join(self, seconds: float) -> None:
-        """Wait up to `seconds` until all ends are told."""
+        """Wait up to `seconds` until all ends are reported."""
         self._watch.join(seconds)
 
     def _say(self, pid: int, code: int | None, at: float) -> None:
@@ -107,7 +109,7 @@ class Ends:
 
 def main() -> None:
     # SIGHUP, not SIGKILL: the launcher then stops its workers' sessions with all child processes.
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
     die_with_parent(signal.SIGHUP, int(os.environ[PARENT_VARIABLE]))
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the workers
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -1,4 +1,4 @@
-"""Who was lost in a run and came back, by what the hub decided and by what the launcher saw itself.
+"""Losses and returns of a run's parts, by the hub's decisions and the launcher's own observations.
 
 Times are seconds since the launch began: a wall clock may jump.
 """
@@ -17,7 +17,7 @@ _DISK_AND_LINKS = ("journal", "log", "ring broken")  # decisions that only a fau
 
 @dataclass
 class _Loss:
-    """One loss of `who`; the rest is for how long it lasted, where that is known."""
+    """One loss of `who`, and how long it lasted, if known."""
 
     who: str
     at: float
@@ -26,28 +26,28 @@ class _Loss:
 
 
 class Losses:
-    """Takes what happens, in order. `twice`: each shard is held by two processes, and one of them is lost
-    until the other one has a standby again that is in sync."""
+    """Records losses and returns, in order. `twice`: two processes hold each shard, and one of them is
+    lost until the other has a standby in sync again."""
 
     def __init__(self, twice: bool = False) -> None:
         self._twice = twice
         self._all: list[_Loss] = []
-        self._open: dict[str, _Loss] = {}  # those that are lost now
+        self._open: dict[str, _Loss] = {}  # parts that are lost now
 
     def lost(self, who: str, now: float) -> None:
-        """A part is gone ("worker 1", "shard 0", "the hub"); who sees it second adds nothing."""
+        """Record the loss of a part ("worker 1", "shard 0", "the hub"); a second report adds nothing."""
         if who not in self._open:
             is_half = self._twice and who.startswith("shard ")
             self._open[who] = _Loss(f"a process of {who}" if is_half else who, now)
             self._all.append(self._open[who])
 
     def back(self, who: str, now: float) -> None:
-        """It is there again."""
+        """Record the return of a part."""
         if (loss := self._open.pop(who, None)) is not None:
             loss.away = now - loss.at
 
     def take(self, decision: Decision, now: float) -> bool:
-        """Note what the hub has decided; whether it is about a fault."""
+        """Note a decision of the hub; return whether it is about a fault."""
         part, _, event = decision.what.rpartition(" ")
         who = who_of(decision)
         if event == "died":
@@ -68,7 +68,7 @@ class Losses:
         return decision.what.startswith(_DISK_AND_LINKS)
 
     def _take_of_pair(self, decision: Decision, now: float) -> bool:
-        """Of a shard that is held twice."""
+        """Note a decision about a shard that two processes hold; return whether it is about a fault."""
         who = decision.what
         if decision.choice == "its standby is in sync":
             is_fault = who in self._open
@@ -80,7 +80,7 @@ class Losses:
         return True
 
     def lines(self) -> list[str]:
-        """What a person is told of it at the end: nothing, one line, or two."""
+        """Return the closing lines for people: none, one or two."""
         back = [loss for loss in self._all if loss.away is not None]
         gone = [loss for loss in self._all if loss.away is None]
         lines = [("lost, and came back: ", _named(back)), ("lost for good: ", _named(gone))]
@@ -88,12 +88,12 @@ class Losses:
 
 
 def who_of(decision: Decision) -> str:
-    """Whom a decision is about: `worker 1` of "worker 1, incarnation 3"."""
+    """Return the part that a decision is about: `worker 1` of "worker 1, incarnation 3"."""
     return decision.choice.partition(", incarnation ")[0]
 
 
 def _named(losses: Sequence[_Loss]) -> str:
-    """Each one once, in the order in which they were lost first."""
+    """Return the parts, each once, in the order of their first losses."""
     names = dict.fromkeys(loss.who for loss in losses)
     each = [[loss for loss in losses if loss.who == who] for who in names]
     more = [f"{len(each) - _MOST} more"] if len(each) > _MOST else []
@@ -101,7 +101,7 @@ def _named(losses: Sequence[_Loss]) -> str:
 
 
 def _described(losses: Sequence[_Loss]) -> str:
-    """One part's losses: `shard 0 at 12.3 s, for 3.1 s`."""
+    """Return one part's losses in words: `shard 0 at 12.3 s, for 3.1 s`."""
     first = losses[0]
     times = f" {len(losses)} times from" if len(losses) > 1 else " at"
     words = [f"{first.who}{times} {format_seconds(first.at)}"]
@@ -113,7 +113,7 @@ def _described(losses: Sequence[_Loss]) -> str:
 
 
 def _span(seconds: Sequence[float | None]) -> str:
-    """`3.1 s`, or `3.1 s to 4.5 s`; empty where none is known."""
+    """Return a range in words: `3.1 s`, or `3.1 s to 4.5 s`; empty if no duration is known."""
     known = sorted(each for each in seconds if each is not None)
     if not known:
         return ""

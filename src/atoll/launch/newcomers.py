@@ -1,4 +1,4 @@
-"""Workers that were started again, until they train."""
+"""Workers that were started again, until they make a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atoll.launch.workers import Workers
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
 
-_LOOK_SECONDS = 0.5  # between looks whether they train
+_LOOK_SECONDS = 0.5  # between looks at their journals
 
 
 class Newcomers:
@@ -18,27 +18,27 @@ class Newcomers:
     def __init__(self, directory: RunDirectory, workers: Workers) -> None:
         self._directory, self._workers = directory, workers
         self._entering: dict[int, JournalReader] = {}
-        self._returning: set[int] = set()  # those whose first step was not told of
+        self._returning: set[int] = set()  # those whose first step was not reported
         self._next_look = 0.0  # monotonic
         self.late: set[int] = set()  # those that the others have finished without
 
     def enter(self, rank: int) -> None:
         """Watch the journal of a launch's first worker from here on."""
         reader = self._entering[rank] = JournalReader(self._directory.journal(self._workers.lead(rank)))
-        for _ in reader.read():  # what its last life has left
+        for _ in reader.read():  # from its last life
             pass
         self._returning.add(rank)
 
     def has_stepped(self, rank: int) -> bool:
-        """False where a launch was started again, and has made no step since."""
+        """False if a launch was started again and has made no step since."""
         reader = self._entering.get(rank)
         if reader is not None and any(isinstance(event, StepDone) for event in reader.read()):
             del self._entering[rank]
         return rank not in self._entering
 
     def take(self) -> tuple[list[int], list[int]]:
-        """Those that train now, and those that have not come in when the others have finished: what is new,
-        with half a second between two looks."""
+        """Return the launches that train now, and those that have not come in when the others have
+        finished; only new ones, and at most every half second."""
         now = time.monotonic()
         if not self._returning or now < self._next_look:
             return [], []

@@ -1,4 +1,4 @@
-"""What the hub and the sites of a run have to say to the command."""
+"""News of a run's hub and sites for the command."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from atoll.observe.rundir import RunDirectory
 
 @dataclass(frozen=True)
 class Seen:
-    """What is new of a launch: `news` are the hub's decisions about faults and groups, `links` how the sites'
-    links to the shards do, `words` how processes have ended, and what ends the run. `survived`: worker ->
-    until when its ends have ended nothing else. `first` is the worker whose output counts, in its `life`."""
+    """News of a launch: `news` are the hub's decisions about faults and groups, `links` the state of the
+    sites' links to the shards, `words` ends of processes and errors that end the run. `survived` has for
+    each worker the time up to which its ends have ended nothing else. `first` is the worker whose output
+    counts, in its `life`."""
 
     news: Sequence[AnyEvent] = ()
     links: Sequence[LinkSeen] = ()
@@ -29,8 +30,8 @@ class Seen:
 
 
 class News:
-    """Reads the hub's decisions and the journals of the sites' shards; `losses` is who was lost, and came
-    back. Where the hub does not judge, what it decides of the others' lives is no word of theirs."""
+    """Reads the hub's decisions and the journals of the sites' shards; `losses` are the parts that were
+    lost, and came back. If the hub does not judge, its decisions about the lives of others are ignored."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class News:
         self._news: list[AnyEvent] = []
 
     def look(self) -> list[str]:
-        """Take in what the hub has decided; returns the parts of the run that it has given up."""
+        """Read the hub's new decisions; return the parts of the run that it has given up."""
         given_up: list[str] = []
         for each in self._decisions.read():
             if not self._hub_judges:
@@ -66,28 +67,28 @@ class News:
         return given_up
 
     def take(self) -> list[AnyEvent]:
-        """The hub's decisions about faults, and about groups, since the last call."""
+        """Return the hub's decisions about faults and groups since the last call."""
         news, self._news = self._news, []
         return news
 
     def links(self) -> list[LinkSeen]:
-        """How the sites' links to the shards do: what is new."""
+        """Return the new reports on the sites' links to the shards."""
         events = (event for journal in self._journals for event in journal.read())
         return [event for event in events if isinstance(event, LinkSeen)]
 
     def lost(self, who: str) -> None:
-        """A part of the run is gone."""
+        """Record the loss of a part of the run."""
         self.losses.lost(who, self._now())
 
     def back(self, who: str) -> None:
-        """It is there again."""
+        """Record the return of a part of the run."""
         self.losses.back(who, self._now())
 
     def _now(self) -> float:
         return time.monotonic() - self._began
 
     def _is_to_be_told(self, decision: Decision) -> bool:
-        """True where the hub waits for somebody who is silent and lives, and for its first report of each
+        """True if the hub waits for somebody who is silent and lives, and for its first report of each
         kind that its port is full, or that strangers fill it."""
         if decision.what.endswith(f" {WAITED_FOR}"):
             return True

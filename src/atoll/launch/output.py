@@ -1,7 +1,7 @@
-"""Passes on what a worker prints, as far as the reader of the command's output keeps up.
+"""Passes on a worker's output, as far as the reader of the command's output keeps up.
 
-Nothing here waits for the reader. What the reader has no time for stays in the worker's log, and a line says
-how much was left out where.
+Nothing here waits for the reader. Lines for which the reader has no time stay in the worker's log, and a line
+says how much was left out where.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from atoll.observe.progress import Progress
 
 _LOOK_SECONDS = 0.03  # of one look, however much there is to show
 _MOST_BEHIND = 64 << 20  # bytes of the log that a slow reader may still get
-_MOST_BEHIND_TERMINAL = 1 << 20  # what a terminal would show later is too old by then
+_MOST_BEHIND_TERMINAL = 1 << 20  # a terminal's reader wants recent lines
 _KEPT = 32 << 10  # bytes that are shown after a gap
 _PAUSE_SECONDS = 0.02
 FINISH_SECONDS = 5.0  # for a reader to take what is left, once all workers have ended
@@ -64,11 +64,11 @@ class Output:
         self._worker, self._log, self._tail = worker, log, Tail(log, from_end=True)
 
     def go_on(self) -> None:
-        """The worker was started again: show what it prints from now on."""
+        """Show the output from now on again: the worker was started again."""
         self._tail.go_on()
 
     def _show(self, last: bool) -> bool:
-        """Show one block; False where there is none."""
+        """Show one block; False if there is none."""
         behind = self._tail.behind
         lines = self._tail.read(last)
         if lines:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def part_of(name: str) -> str:
-    """A process's part of the run, as the hub's decisions name it: a shard's two processes are one part."""
+    """Return a process's part of the run, by its name in the hub's decisions: a shard's two processes are
+    one part."""
     kind, _, which = name.partition("-")
     parts = {
         "hub": "the hub",
@@ -16,7 +17,7 @@ def part_of(name: str) -> str:
 
 
 def called(name: str) -> str:
-    """A process's name as a person reads it."""
+    """Return a process's name for people."""
     kind, _, which = name.partition("-")
     names = {
         "hub": "the hub",

@@ -21,11 +21,11 @@ from atoll.observe.rundir import RunDirectory
 
 DRAW_SECONDS = 60.0  # takes about two
 _LOOK_SECONDS = 0.1  # between looks whether somebody is in a hurry
-_MISSING = 3  # the status where matplotlib is not there, which is said at the start of a run
+_MISSING = 3  # the status if matplotlib is missing; a warning at the start of a run says so
 
 
 def draw_picture(run: RunDirectory, hurried: Callable[[], bool] = lambda: False) -> str:
-    """Draw report.png. Returns why there is none, where that was not said before.
+    """Draw report.png. Return why there is none, unless a warning has said so before.
 
     Once `hurried` is true the picture is given up.
     """
@@ -60,7 +60,7 @@ def draw_picture(run: RunDirectory, hurried: Callable[[], bool] = lambda: False)
 
 
 def main(path: str) -> int:
-    """Draw the picture of the run in the directory `path`; returns the status."""
+    """Draw the picture of the run in the directory `path`; return the status."""
     die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
     try:
         report.draw(RunDirectory(Path(path)))

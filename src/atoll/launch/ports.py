@@ -13,7 +13,7 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """Return one. Raises UserError where there is none."""
+    """Return a free port. Raises UserError if there is none."""
     try:
         with socket.socket() as bound:
             bound.bind((LOOPBACK, 0))

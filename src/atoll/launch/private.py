@@ -18,10 +18,10 @@ from atoll.net.socketfolder import KEY_FILE, hold_folder, make_socket_folder, re
 
 
 class PrivateFolder:
-    """Made at the run's start, with a new key; removed at its end.
+    """A folder that is made at the run's start, with a new key, and removed at its end.
 
     `shown_at`: a symbolic link to the key file is made there, for commands that the user gives by hand.
-    Raises UserError where no folder of mode 0700 can be made.
+    Raises UserError if no folder of mode 0700 can be made.
     """
 
     def __init__(self, shown_at: Path) -> None:
@@ -45,7 +45,7 @@ class PrivateFolder:
         return self.path / KEY_FILE
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that tell the run's processes of the folder."""
+        """Return the environment variables that give the run's processes the folder."""
         return {KEYS_VARIABLE: str(self.key_file), SOCKETS_VARIABLE: str(self.path)}
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""Process trees on Linux: that none outlives its parent, and that none is left behind.
+"""Process trees on Linux: no process outlives its parent, and none is left behind.
 
 `atoll run` starts torchrun's launcher, which starts the workers, each in a session of its own, and a worker
-may start processes too (a DataLoader's). Three things keep that tree from leaving anything:
-`die_with_parent` in launcher and workers, for a parent that is killed and cannot clean up; `adopt_orphans`
-in the command, so that what loses its parent becomes the command's child and can still be found;
-and `kill_descendants` at the end. `Standstill` finds those that a signal has stopped. On other systems than
-Linux the first two do nothing, and it finds none.
+may start processes too (a DataLoader's). Three things keep that tree from leaving anything: `die_with_parent`
+in launcher and workers, for a parent that is killed and cannot clean up; `adopt_orphans` in the command, so
+that an orphan becomes the command's child and can still be found; and `kill_descendants` at the end.
+`Standstill` finds processes that a signal has stopped. On systems other than Linux the first two do nothing,
+and `Standstill` finds none.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _WAYS_OUT = {
 
 
 def why_no_thread(error: BaseException) -> str:
-    """Say that there may be no more threads, where that is what a RuntimeError of Python's means; else
-    nothing."""
+    """Return a line on the limit of threads if a RuntimeError of Python's means that; else an empty
+    string."""
     return f"cannot start a thread: {_WAYS_OUT[errno.EAGAIN]}" if "start new thread" in str(error) else ""
 
 
@@ -67,7 +67,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """The process ids of the children of `root`, their children, and so on, zombies left out."""
+    """Return the process ids of the children of `root`, their children, and so on, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended while we were looking
@@ -84,8 +84,7 @@ def descendants(root: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process stands still by a signal (SIGSTOP), and not under a debugger; False where it is not
-    known."""
+    """True if a signal (SIGSTOP) has stopped a process, but not a debugger; False if that is not known."""
     try:
         state: str = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -94,18 +93,18 @@ def is_stopped(pid: int) -> bool:
 
 
 class Standstill:
-    """Which processes have been stopped for longer than `patience` seconds, as seen by who looks often.
-    A gap between two looks counts for at most `most` seconds: the one who looks may have stood still too."""
+    """Finds processes that have been stopped for longer than `patience` seconds, by frequent looks. A gap
+    between two looks counts for at most `most` seconds: the looking process may have stood still too."""
 
     def __init__(
         self, patience: float, most: float = 1.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._patience, self._most, self._clock = patience, most, clock
         self._looked = clock()
-        self._seconds: dict[int, float] = {}  # process id -> for how long it was seen to be stopped
+        self._seconds: dict[int, float] = {}  # process id -> seconds for which it was seen stopped
 
     def look(self, pids: Collection[int]) -> dict[int, float]:
-        """Those of `pids` that were stopped for too long, with for how long."""
+        """Return those of `pids` that were stopped for too long, with the seconds."""
         now = self._clock()
         passed, self._looked = min(now - self._looked, self._most), now
         stopped = [pid for pid in pids if is_stopped(pid)]
@@ -134,7 +133,7 @@ def kill_descendants(spare: Collection[int] = (), deadline: float = 5.0) -> list
 
 
 def start_process(who: str, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process with these options of `subprocess.Popen`. Raises RunError where there can be none."""
+    """Start a process with these options of `subprocess.Popen`. Raises RunError if that fails."""
     try:
         return subprocess.Popen(command, **options)
     except OSError as error:
@@ -146,8 +145,8 @@ def start_process(who: str, command: Sequence[str], **options: Any) -> subproces
 def start_logged(
     who: str, command: Sequence[str], log: Path, environment: Mapping[str, str], umask: int = -1
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, which the terminal's Ctrl-C does not come to, and append what
-    it prints to `log`; on a full disk to nothing. Raises RunError where there can be none."""
+    """Start a process in a session of its own, which the terminal's Ctrl-C does not reach, and append its
+    output to `log`, or drop it if the log cannot be opened. Raises RunError if the start fails."""
     try:
         file: IO[bytes] | int = log.open("ab")
     except OSError:
@@ -169,7 +168,7 @@ def start_logged(
 
 
 def signal_name(signum: int) -> str:
-    """`SIGKILL` for 9."""
+    """Return a signal's name: `SIGKILL` for 9."""
     try:
         return signal.Signals(signum).name
     except ValueError:

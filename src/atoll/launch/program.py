@@ -30,13 +30,13 @@ class Program:
 
     @staticmethod
     def parse(words: Sequence[str]) -> Program:
-        """The program of which `words` gives the words."""
+        """Return the program that the words of a command line give."""
         if words[0] == _MODULE:
             return Program(words[1], words[2:], is_module=True)
         return Program(words[0], words[1:])
 
     def words(self) -> list[str]:
-        """The program as a command line that `parse` reads."""
+        """Return the program as a command line that `parse` reads."""
         return [*([_MODULE] if self.is_module else []), self.name, *self.arguments]
 
     @property
@@ -51,11 +51,11 @@ class Program:
 
     @property
     def asks_for_help(self) -> bool:
-        """True where the program is started to say what it can do, and not to train."""
+        """True if the program is started for its help or version, and not to train."""
         return any(word in ("-h", "--help", "--version") for word in self.arguments)
 
     def file(self) -> str:
-        """The path of the code that runs as `__main__`; empty where it has none."""
+        """Return the path of the code that runs as `__main__`; empty if it has none."""
         if not self.is_module:
             return self.name
         spec = _find_runnable(self.name)

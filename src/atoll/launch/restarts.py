@@ -1,4 +1,4 @@
-"""Starts again what dies at once, at growing intervals."""
+"""Restarts at growing intervals of processes that die at once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
 
-SHORT_SECONDS = 20.0  # a life that ends sooner, without a step, has come to nothing
+SHORT_SECONDS = 20.0  # a life that ends sooner, without a step, is useless
 _LONGEST_PAUSE = 60.0
 _LOOK_SECONDS = 0.05
 
 
 class Pauses:
-    """How long to wait before each restart: not at all after a life that was of use, nor after the first that
-    was of none; then 1 s, 2 s, 4 s, and so on up to a minute."""
+    """The wait before each restart: none after a useful life, nor after the first useless one; then 1 s, 2
+    s, 4 s, and so on up to a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -25,7 +25,7 @@ class Pauses:
         self._useless: Counter[str] = Counter()  # lives in a row
 
     def before_restart(self, who: str, was_of_use: bool) -> float:
-        """The seconds to wait before `who` is started again, whose life has just ended."""
+        """Return the seconds to wait before `who`, whose life has just ended, is started again."""
         now = self.clock()
         if was_of_use or now - self._begins.get(who, self._began) >= SHORT_SECONDS:
             self._useless[who] = 0

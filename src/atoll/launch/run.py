@@ -1,4 +1,5 @@
-"""`atoll run`: starts the workers, watches them, stops them, and leaves the run directory complete."""
+"""The command `atoll run`: starts the workers, watches them, stops them, and leaves the run directory
+complete."""
 
 from __future__ import annotations
 
@@ -120,8 +121,8 @@ def run(
 
 @dataclass(frozen=True)
 class _Job:
-    """A run that is about to begin, in a directory that is its alone. `umask` is the user's own: the script's
-    files follow it."""
+    """A run that is about to begin, in a directory that it alone uses. `umask` is the user's own: the
+    script's files follow it."""
 
     directory: RunDirectory
     config: Config
@@ -131,7 +132,7 @@ class _Job:
 
 
 def _run_in(job: _Job, claim: Claim, summary: Path | None, warnings: Sequence[str]) -> int:
-    """Run a job; returns the exit status."""
+    """Run a job; return the exit status."""
     screen, directory = Screen(sys.stdout, sys.stderr), job.directory
     configured = directory.config
     try:
@@ -172,8 +173,8 @@ def _run_in(job: _Job, claim: Claim, summary: Path | None, warnings: Sequence[st
 def _prepare(directory: RunDirectory, config: Config) -> tuple[Path, str]:
     """Write the configuration for the workers, and take the room for the summary.
 
-    Returns where the configuration is, and what could not be written. On a full disk the configuration lies
-    in the system's folder for such files. Raises UserError where that takes it neither.
+    Return the configuration's path, and a line on what could not be written. On a full disk the configuration
+    goes to the system's folder for temporary files. Raises UserError if it cannot be written there either.
     """
     reserve_summary(directory.summary)
     text = to_toml(config)
@@ -192,7 +193,7 @@ def _prepare(directory: RunDirectory, config: Config) -> tuple[Path, str]:
 
 
 def _claim_directory(program: Program, config: Config) -> tuple[RunDirectory, Claim]:
-    """`run.directory`, or a new one under runs/ named after the program and the time; nobody else's then."""
+    """Claim `run.directory`, or a new directory under runs/ named after the program and the time."""
     if config.run.directory:
         directory = RunDirectory(Path(config.run.directory))
         return directory, directory.claim(config.run.readable)
@@ -238,8 +239,8 @@ class _Watch:
     """One run, from the launcher's start to the last process's end."""
 
     summary: Summary
-    missing = ""  # what is told at the end of records that could not be written
-    losses: Sequence[str] = ()  # what is told at the end of who was lost, and came back
+    missing = ""  # closing line on records that could not be written
+    losses: Sequence[str] = ()  # closing lines on parts that were lost, and came back
 
     def __init__(self, job: _Job, configured: Path, stop: _Stop, screen: Screen) -> None:
         """`configured` is the configuration's file."""
@@ -248,14 +249,14 @@ class _Watch:
         self._killed: Sequence[str] = ()  # the workers that had not ended when run.grace was over
         self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
         self._causes, self._words = Causes(), LastWords()
-        self._left_early: set[int] = set()  # workers that were told of
+        self._left_early: set[int] = set()  # workers that were warned of
         self._began = record_time()
-        self._has_stalled = False  # the workers would have waited in vain for one that has ended
+        self._has_stalled = False  # the workers would have waited in vain for an ended one
 
     def run(self, warnings: Sequence[str]) -> Verdict:
-        """Run to the end; the summary, with `warnings` in it, is in `summary` then."""
+        """Run to the end; afterwards `summary` has the summary, with `warnings` in it."""
         workers, strategy = self._config.run.workers, self._config.run.strategy
-        spared = set(descendants(os.getpid()))  # what the caller of this function started is none of ours
+        spared = set(descendants(os.getpid()))  # processes of this function's caller are not the run's
         adopt_orphans()
         with contextlib.ExitStack() as shown:
             with self._launcher(spared) as launcher:
@@ -284,7 +285,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def _launcher(self, spared: set[int]) -> Iterator[Launch]:
-        """What starts the workers, while entered; afterwards neither it nor anything it started is left."""
+        """Start the workers' launcher; at the exit end it, and all processes that it started."""
         run = self._config.run
         with contextlib.ExitStack() as stack:
             job, words, environment = self._job, self._program.words(), self._environment()
@@ -307,8 +308,8 @@ class _Watch:
                     self._screen.say(f"atoll: these processes could not be killed: {stuck}")
 
     def _environment(self) -> dict[str, str]:
-        """What the launcher and the workers find in their environment."""
-        # Of another run, by hand, that this shell takes part in:
+        """Return the environment of the launcher and the workers."""
+        # Variables of another run, started by hand, in which this shell takes part:
         foreign = (
             HUB_VARIABLE,
             KEYS_VARIABLE,
@@ -334,7 +335,7 @@ class _Watch:
         return environment
 
     def _follow(self, launcher: Launch, recorder: Recorder, progress: Progress) -> None:
-        """Look until the launcher has ended, or must be ended."""
+        """Look at the launcher until it has ended, or must be ended."""
         stopping = until = None
         while launcher.poll() is None:
             self._look(launcher, recorder, progress)
@@ -358,7 +359,7 @@ class _Watch:
             self._killed = launcher.late_workers()
 
     def _ask_to_end(self, launcher: Launch, now: float) -> float:
-        """Send the user's signal to every worker; returns the time at which to kill the remaining workers."""
+        """Send the user's signal to every worker; return the time at which to kill the remaining workers."""
         if self._stop.signum != signal.SIGTERM:
             launcher.send_signal(signal.SIGINT)
             return now + STOP_SECONDS
@@ -367,7 +368,7 @@ class _Watch:
         return now + grace + (STOP_SECONDS if launcher.kills_late_workers else 0.0)
 
     def _look(self, launcher: Launch, recorder: Recorder, progress: Progress, last: bool = False) -> None:
-        """Take in and show what is new."""
+        """Read and show the news."""
         if last:
             self._output.finish(lambda: self._stop.count > 0)
         else:
@@ -399,7 +400,7 @@ class _Watch:
         progress.update(recorder.status())
 
     def _tell_of_early(self, launcher: Launch, recorder: Recorder) -> None:
-        """Say once of a worker that ended with status 0 before its time that the others go on without it."""
+        """Warn once of each worker that ended early with status 0: the others go on without it."""
         for worker, line in self._judge(launcher).left_early().items():
             if worker not in self._left_early:
                 self._left_early.add(worker)
@@ -431,7 +432,7 @@ def _writers(directory: RunDirectory, progress: Progress) -> list[Writer]:
 
 
 def _cores() -> int:
-    """The cores that this process may use, not all that the machine has."""
+    """Return the number of cores that this process may use, which may be fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -440,7 +441,7 @@ def _count(workers: int) -> str:
 
 
 def _draw(summary: Summary, directory: RunDirectory, hurried: Callable[[], bool]) -> str:
-    """Draw the picture where there is something to draw; returns why it was not drawn, else nothing."""
+    """Draw the picture if there are steps to draw; return why it was not drawn, else an empty string."""
     why = draw_picture(directory, hurried) if summary.steps else ""
     return f"{directory.picture} was not drawn: {why}" if why else ""
 
@@ -448,8 +449,8 @@ def _draw(summary: Summary, directory: RunDirectory, hurried: Callable[[], bool]
 def _close(
     summary: Summary, losses: Sequence[str], directory: RunDirectory, verdict: Verdict, undrawn: str
 ) -> list[str]:
-    """The report, the failure last, where the eye falls. `undrawn`: why there is no picture; empty: there is
-    one, or nothing to draw."""
+    """Return the closing report, with the failure last, where the eye falls. `undrawn`: why there is no
+    picture; empty if there is one, or nothing to draw."""
     lines = [f"atoll: {line}" for line in losses]
     if summary.steps:
         lines = [f"atoll: {undrawn}"] if undrawn else []
@@ -463,8 +464,8 @@ def _close(
 def closing_lines(
     summary: Summary, directory: RunDirectory, drawn: bool, losses: Sequence[str] = ()
 ) -> list[str]:
-    """What a person wants to know at the end: how much, how fast, what of it was lost and came back, how
-    good, and where to look."""
+    """Return the closing lines for people: amount, speed, losses and returns, last values, and where to
+    look."""
     steps = f"{summary.steps:,} steps of {summary.samples:,.0f} samples in {format_seconds(summary.seconds)}"
     facts = [steps, f"{summary.samples_per_second:,.4g} samples/s"]
     if summary.workers > 1:

@@ -1,7 +1,7 @@
-"""A hub's or a shard's process, as `atoll run` starts it: bound to its parent, and told to serve.
+"""The process of a hub or a shard, as `atoll run` starts it: it ends with its parent.
 
-It takes no notice of SIGTERM. systemd, for one, sends that to all processes of a run at once, and workers
-still need hub and shards while they save. The launcher ends it with SIGINT (`END_SIGNAL`).
+It ignores SIGTERM. systemd, for example, sends that to all processes of a run at once, and workers still need
+hub and shards while they save. The launcher ends it with SIGINT (`END_SIGNAL`).
 
 Run as a module, with the service's name (`hub`, `server-0`, `second-0`, `site-paris`) and its options: a
 HubOptions or a ServerOptions as JSON. A hub that scores groupings by a cost model is another module's
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str], score_for: ScoreFor | None = None) -> int:
-    """Serve until `END_SIGNAL`; returns the process's status. `score_for` is what a hub scores groupings
-    with; None: with what they compute alone."""
+    """Serve until `END_SIGNAL`; return the process's status. `score_for` scores the hub's groupings; None:
+    by compute time alone."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
     LogStreams().install()
@@ -66,12 +66,12 @@ def main(arguments: list[str], score_for: ScoreFor | None = None) -> int:
         with contextlib.suppress(OSError):
             traceback.print_exc()
             print(f"atoll: {message}", file=sys.stderr, flush=True)
-        os._exit(1)  # whatever the error has left open, nothing waits for it
+        os._exit(1)  # do not wait for threads and sockets that the error left open
     return 0
 
 
 def _described(error: Exception) -> str:
-    """An error that nobody expected, in one line."""
+    """Return an unexpected error in one line."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"too many open files, of which it may have {allowed}: raise the limit (ulimit -n)"
@@ -79,7 +79,7 @@ def _described(error: Exception) -> str:
 
 
 def _tell(name: str, message: str, status: int) -> None:
-    """Say why this service ends, where its log may be on a full disk."""
+    """Report to the launcher why this service ends: its log may be on a full disk."""
     message = shortened(message, _MESSAGE_CHARACTERS)
     say(Ended(time=record_time(), worker=NO_WORKER, status=status, call=called(name), message=message))
 
@@ -95,7 +95,7 @@ def _shard(options: ServerOptions) -> None:
     from atoll.server.coming import announce
 
     announce(options)
-    from atoll.server.main import serve, serve_site  # which takes seconds: it imports torch
+    from atoll.server.main import serve, serve_site  # takes seconds: imports torch
 
     which = "site" if options.site else f"shard-{options.shard}"
     options = replace(options, listen=_listen(which))
@@ -106,8 +106,8 @@ def _shard(options: ServerOptions) -> None:
 
 
 def _listen(name: str) -> str:
-    """Where a shard listens: at a socket that only this user reaches, where the launcher made a folder for
-    those. Each life of a shard has a name of its own, as it would have a port of its own."""
+    """Return the address at which a shard listens: a socket that only this user reaches, if the launcher
+    made a folder for sockets. Each life of a shard has a name of its own, like a port of its own."""
     folder = os.environ.get(SOCKETS_VARIABLE)
     return f"ipc://{folder}/{name}-{os.getpid()}" if folder else "tcp://127.0.0.1:0"
 

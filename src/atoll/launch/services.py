@@ -1,4 +1,4 @@
-"""The hub and the shards of a run on this machine, as processes: started, started again, and told to end."""
+"""The hub and the shards of a run on this machine, as processes: their start, restart and end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Services:
     """The services of the run in `directory`, by name (`launch/parts.py`).
 
     A service that was killed, or that the hub gave up, may be started again up to three times, with the same
-    options: what it goes on from is in the directory that it has.
+    options: it goes on from the files in its directory.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Services:
         self._options: dict[str, HubOptions | ServerOptions] = {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.restarts: Counter[str] = Counter()
-        self.left_out: set[str] = set()  # those without which the run goes on
+        self.left_out: set[str] = set()  # services without which the run goes on
 
     def start_hub(self, launches: int, sites: Mapping[str, int]) -> None:
         """Start the hub of a run of so many launches; `sites` has the workers of each site."""
@@ -82,7 +82,7 @@ class Services:
         self._serve("hub", options)
 
     def address(self) -> str:
-        """Where the hub listens; empty until it does."""
+        """Return the hub's address; empty until the hub listens."""
         with contextlib.suppress(FileNotFoundError):
             return self._where.read_text(encoding="utf-8").strip()
         return ""
@@ -113,13 +113,13 @@ class Services:
             self._serve(f"site-{site}", replace(at_sites, site=site, directory=directory))
 
     def ended(self) -> dict[str, int]:
-        """How services have ended; those that were left out come last."""
+        """Return the exit codes of ended services; those that were left out come last."""
         codes = {name: process.poll() for name, process in self.processes.items()}
         order = sorted(codes, key=self.left_out.__contains__)
         return {name: code for name in order if (code := codes[name]) is not None}
 
     def can_start_again(self, name: str, code: int) -> bool:
-        """Whether a service that ended so is of use again, and was not started again often enough."""
+        """True if a service that ended so may be started again: it was lost, and restarts are left."""
         return is_lost(code) and self.restarts[name] < SERVICE_RESTARTS
 
     def start_again(self, name: str) -> None:
@@ -127,7 +127,7 @@ class Services:
         self._serve(name, self._options[name])
 
     def has_other_half(self, name: str, stopping: bool) -> bool:
-        """Whether the shard has another process, which runs or will be started again."""
+        """True if the shard has another process that runs or will be started again."""
         kind, _, shard = name.partition("-")
         other = f"{_OTHER_HALF.get(kind)}-{shard}"
         if other not in self.processes:
@@ -136,7 +136,7 @@ class Services:
         return code is None or (not stopping and self.can_start_again(other, code))
 
     def how_it_ended(self, name: str, code: int) -> str:
-        """Of a shard's process that is not started again."""
+        """Return the end of a shard's process that is not started again, in words."""
         if code < 0:
             return f"was killed by {signal_name(-code)}, {self.restarts[name] + 1} times by now"
         if code == GivenUpError.exit_status:
@@ -145,7 +145,7 @@ class Services:
         return f"ended with status {code}: {said}"
 
     def why_lost(self, name: str) -> tuple[str, int]:
-        """The line on a service without which the run cannot go on, and the run's status."""
+        """Return the line on a service without which the run cannot go on, and the run's status."""
         code, who = self.processes[name].returncode, called(name)
         said = self._last_word(name) if code >= 0 else ""
         status = code if code > 0 else 1
@@ -159,7 +159,7 @@ class Services:
         )
 
     def why_unheard(self, name: str, seconds: float) -> str:
-        """The line on a service that runs and was waited for in vain."""
+        """Return the line on a service that runs and was awaited in vain."""
         log = self._log(name)
         said = last_lines(log, 1)
         doing = account_of(self.processes[name].pid, log)
@@ -167,7 +167,7 @@ class Services:
         return f"{called(name)} did not listen within {seconds:g} s: {doing}{last}; its log is {log}"
 
     def finish(self) -> None:
-        """Tell all of them to end."""
+        """Send the end signal to all services."""
         for process in self.processes.values():
             process.send_signal(END_SIGNAL)
 
@@ -183,7 +183,7 @@ class Services:
         return self._directory.logs / f"{name}.log"
 
     def _last_word(self, name: str) -> str:
-        """What a service said last of why it ends; empty where it said nothing."""
+        """Return a service's last log line on why it ends; empty if there is none."""
         return last_word(self._log(name))
 
     def _serve(self, name: str, options: HubOptions | ServerOptions) -> None:
@@ -196,5 +196,5 @@ class Services:
 
 
 def is_lost(code: int) -> bool:
-    """Whether a service that ended so was killed, or given up by the hub."""
+    """True if a service that ended so was killed, or given up by the hub."""
     return code < 0 or code == GivenUpError.exit_status

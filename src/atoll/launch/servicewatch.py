@@ -1,4 +1,4 @@
-"""What follows from the end of a run's hub, or of one of its shards."""
+"""Consequences of the end of a run's hub, or of one of its shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atoll.launch.words import Words
 
 
 class ServiceWatch:
-    """Starts services again that were lost, says so, and finds the one without which the run cannot go on.
+    """Starts lost services again, warns of it, and finds the one without which the run cannot go on.
 
     `sites` has the site of each launch of workers, by rank.
     """
@@ -26,10 +26,12 @@ class ServiceWatch:
         self.lost_sites: set[str] = set()
 
     def look(self, stopping: bool) -> str:
-        """The hub or a shard that has ended, without which nobody can go on; a site's shard only when all are
-        killed. One that ends well has no workers any more. Those that were killed are started again first,
-        unless the run is `stopping`."""
-        # Those that were left out come last: what ends the run is what came after.
+        """Return an ended service without which the run cannot go on, or an empty string.
+
+        Killed services are started again first, unless the run is `stopping`. A site's shard that ends well
+        has no workers any more; one that was killed ends the run only with all other sites' shards.
+        """
+        # Services that were left out come last: a later end is what ends the run.
         for name, code in self._services.ended().items():
             site = name.partition("site-")[2]
             if site and code == 0:
@@ -40,7 +42,7 @@ class ServiceWatch:
                 continue
             if self._goes_on_without(name, code, stopping):
                 continue
-            # A site whose shard comes too late, for the others to go on with it, says so and ends.
+            # A site's shard that comes back too late to take part says so and ends.
             killed = code < 0 or self._services.restarts[name] > 0
             if not site or not killed or self.lost_sites | {site} == set(self._sites):
                 return name
@@ -52,12 +54,12 @@ class ServiceWatch:
         return ""
 
     def tell_lost(self, name: str) -> None:
-        """Say which of hub and shards has ended, and why: without it the run cannot go on."""
+        """Report the hub or shard that has ended, and why: the run cannot go on without it."""
         message, status = self._services.why_lost(name)
         self._words.fail(0, message, status)
 
     def _serves_again(self, name: str, code: int) -> bool:
-        """Start a hub or a shard again that was lost, and say so; False where it may not be."""
+        """Start a lost hub or shard again, and say so; False if it may not be."""
         if not self._services.can_start_again(name, code):
             return False
         how = f"was killed by {signal_name(-code)}" if code < 0 else "was given up by the hub"
@@ -69,8 +71,8 @@ class ServiceWatch:
         return True
 
     def _goes_on_without(self, name: str, code: int, stopping: bool) -> bool:
-        """Whether the run goes on without a service for good; say so once. Of a shard that is held twice the
-        other process goes on alone; nodes that know one another need no hub."""
+        """True if the run goes on without a service for good; warn once. Of a shard with two processes the
+        other goes on alone; nodes that know one another need no hub."""
         if name == "hub":
             if self._rules.hub_judges or not self._words.has_begun():
                 return False
@@ -83,7 +85,7 @@ class ServiceWatch:
                 return False
             if name in self._services.left_out:
                 return True
-            # Before the run began what was given is wrong, and the run waits for both.
+            # Before the run began its options are likely wrong, and the run waits for both processes.
             if stopping or not (is_lost(code) or self._words.has_begun()):
                 return False
             place = "first" if name.startswith("server-") else "second"

@@ -12,14 +12,14 @@ from atoll.launch.words import Words
 from atoll.launch.workers import Workers
 
 _LOOK_SECONDS = 0.5  # between looks
-_GIVEN_UP_SECONDS = 1.0  # longer than the hub's patience is what a process may stand still: the hub is first
+_GIVEN_UP_SECONDS = 1.0  # beyond the hub's patience, so that the hub gives a process up first
 
 
 class Standing:
-    """Looks at the processes of `workers` and `services`. `patience`: the hub's, in seconds.
+    """Watches the processes of `workers` and `services`. `patience`: the hub's, in seconds.
 
-    Where the hub does not judge (`hub_judges`), a node that stands still may go on and come back: it is
-    killed only once others have ended.
+    If the hub does not judge (`hub_judges`), a node that stands still may go on and come back: it is killed
+    only once others have ended.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class Standing:
         self._next_look = 0.0  # monotonic
 
     def give_up(self, who: str) -> list[int]:
-        """The hub has given this part up: if its process stands still, it is of no use any more. Returns the
-        rank of a worker that runs on."""
+        """Kill the process of a part that the hub has given up, if it stands still. Return the ranks of
+        workers that run on."""
         going: list[int] = []
         for name, (rank, process) in self._by_name().items():
             if process.poll() is not None or part_of(name) != who:
@@ -44,7 +44,8 @@ class Standing:
         return going
 
     def look(self) -> None:
-        """Kill who has stood still for too long: the hub has given it up, and others may wait for it."""
+        """Kill processes that have stood still for too long: the hub has given them up, and others may
+        wait for them."""
         now = time.monotonic()
         if not self._hub_judges and set(self._workers.codes()) <= {None}:
             return
@@ -62,7 +63,7 @@ class Standing:
         process.kill()
 
     def _by_name(self) -> dict[str, tuple[int, Process]]:
-        """Workers and services by name, each with the launch in whose journal it is told of."""
+        """Return workers and services by name, each with the launch whose journal reports on it."""
         workers = self._workers
         there: dict[str, tuple[int, Process]] = {
             workers.name_of(rank): (rank, process) for rank, process in enumerate(workers.processes)

@@ -1,7 +1,7 @@
 """Follows a worker's log while it grows.
 
-A log may grow faster than anybody reads, in lines of any length. What is not read yet stays in the file, so a
-Tail holds one block and the beginning of one line at most.
+A log may grow faster than anybody reads, in lines of any length. Unread data stays in the file, so a Tail
+holds one block and the beginning of one line at most.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 64 << 10  # bytes that one `read` takes from the file
 LONGEST = 64 << 10  # bytes of a line that are shown
 _ENDING = 1 << 20  # bytes before a gap in which END_OF_OUTPUT is looked for
 _END_LINE = f"\n{END_OF_OUTPUT}\n".encode()
-# Colours ("\x1b[...m") may pass. What else moves the cursor, or sets a terminal up, would tear a display.
+# Colours ("\x1b[...m") may pass. Sequences that move the cursor or set up a terminal would tear a display.
 _MOVES = re.compile(
     r"\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # a title, a link
     r"|\x1b\[[0-?]*[ -/]*[@-ln-~]"
@@ -28,10 +28,10 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
 class Tail:
-    """The new lines of a log, up to the point where the worker says that it ends with an error."""
+    """The new lines of a log, up to the worker's line that it ends with an error."""
 
     def __init__(self, path: Path, from_end: bool = False) -> None:
-        """`from_end`: pass over what is there already, but for a line that is not finished."""
+        """`from_end`: pass over existing lines, but for an unfinished one."""
         self._path = path
         self._offset = _last_line(path) if from_end else 0
         self._line = _Line()
@@ -39,7 +39,7 @@ class Tail:
 
     @property
     def behind(self) -> int:
-        """The bytes of the log that were not read yet."""
+        """Number of bytes of the log that were not read yet."""
         return max(0, _size(self._path) - self._offset)
 
     def read(self, last: bool = False) -> list[str]:
@@ -70,7 +70,7 @@ class Tail:
     def skip(self, keep: int) -> int:
         """Pass over all but the last `keep` bytes of the log, and over a line that begins before these.
 
-        Returns the bytes that were passed over, or 0 where nothing that would be shown was.
+        Return the number of bytes passed over, or 0 if none of them would be shown.
         """
         start = self._offset + self.behind - keep
         if start <= self._offset:
@@ -87,7 +87,7 @@ class Tail:
         return left_out + rest if left_out else 0
 
     def go_on(self) -> None:
-        """Show what is written from now on again: the worker was started again."""
+        """Show new lines again: the worker was started again."""
         self._ended = False
 
     def _until_end(self, lines: list[str]) -> list[str]:
@@ -100,12 +100,12 @@ class Tail:
 
 
 class _Line:
-    """A line whose end has not come: what a terminal would show of it now, and at most LONGEST bytes."""
+    """An unfinished line: what a terminal would show of it now, and at most LONGEST bytes."""
 
     def __init__(self) -> None:
         self._kept = b""
         self._returns = 0  # carriage returns since; more text overwrites what is kept
-        self.length = 0  # bytes, with those that are not kept
+        self.length = 0  # bytes, including those that are not kept
 
     def __bool__(self) -> bool:
         return self.length + self._returns > 0
@@ -123,21 +123,22 @@ class _Line:
         self._returns += len(piece) - len(text)
 
     def take(self) -> str:
-        """The line, which ends here; begins a new one."""
+        """Return the line, which ends here, and begin a new one."""
         line = _cut(_text(self._kept), self.length - len(self._kept))
         self._kept, self._returns, self.length = b"", 0, 0
         return line
 
 
 def shown(line: bytes) -> str:
-    """A log's line as a terminal would leave it: of a progress bar that rewrote its line, the last state."""
+    """Return a log's line as a terminal would leave it: for a progress bar that rewrote its line, the last
+    state."""
     if b"\r" in line:
         line = line.rstrip(b"\r").rpartition(b"\r")[2]
     return _cut(_text(line[:LONGEST]), len(line) - LONGEST)
 
 
 def _all_shown(lines: list[bytes]) -> list[str]:
-    """`shown` of each line, at a small cost for each."""
+    """Return `shown` of each line, at a small cost for each."""
     whole = b"\n".join(lines)
     if b"\r" in whole or any(len(line) > LONGEST for line in lines):
         return [shown(line) for line in lines]
@@ -158,7 +159,7 @@ def _cut(text: str, more: int) -> str:
 
 
 def _size(path: Path) -> int:
-    """The size of a log; 0 where there is none, or something else is in its place."""
+    """Return the size of a log; 0 if there is none, or another kind of file is in its place."""
     try:
         found = path.stat()
     except OSError:
@@ -167,7 +168,8 @@ def _size(path: Path) -> int:
 
 
 def _last_line(path: Path) -> int:
-    """Where the last line begins in the file, or will; a long line without an end counts from LONGEST on."""
+    """Return the position at which the last line begins, or will; a long unfinished line counts from
+    LONGEST on."""
     size = _size(path)
     if not size:
         return 0
@@ -178,13 +180,13 @@ def _last_line(path: Path) -> int:
 
 
 def last_word(path: Path) -> str:
-    """What a process of Atoll's said last, in its log, of why it ends: its own line, or the last one of a
-    traceback. Empty where it said nothing of the kind."""
+    """Return the last line in a process's log on why it ends: Atoll's own line, or the last one of a
+    traceback. Empty if there is none."""
     return next(filter(None, map(_word_in, reversed(last_lines(path, _LOOKED_AT)))), "")
 
 
 def closing_word(path: Path) -> str:
-    """What the last line of a log says of why its process ended; empty where it says something else."""
+    """Return the last line of a log if it says why the process ended; else an empty string."""
     return "".join(map(_word_in, last_lines(path, 1)))
 
 
@@ -196,7 +198,7 @@ def _word_in(line: str) -> str:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last `count` lines that are not empty, of the log's last block; none when there is no log."""
+    """Return the last `count` non-empty lines of the log's last block; none if there is no log."""
     size = _size(path)
     if not size:
         return []

@@ -14,10 +14,10 @@ from atoll.observe.rundir import RunDirectory
 
 
 class TorchrunLaunch:
-    """Torchrun's launcher, started. Nobody in such a run is lost alone, nor started again."""
+    """Torchrun's launcher, started. No worker of such a run is lost alone, nor started again."""
 
     kills_late_workers = True  # torchrun's agent itself kills those whose time is over, and reports them
-    goes_on = False  # without one that has ended
+    goes_on = False  # never without an ended worker
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class TorchrunLaunch:
 
     @property
     def returncode(self) -> int | None:
-        """The status, by the last look."""
+        """The status, by the last poll."""
         return self._process.returncode
 
     def poll(self) -> int | None:
-        """The status, once all workers have ended; None before."""
+        """Return the status once all workers have ended; None before."""
         return self._process.poll()
 
     def send_signal(self, signum: int) -> None:
@@ -51,26 +51,26 @@ class TorchrunLaunch:
         self._process.send_signal(signum)
 
     def kill(self) -> None:
-        """End what is left, by force."""
+        """Kill torchrun's launcher."""
         self._process.kill()
 
     def wait(self, timeout: float) -> int:
-        """Return when all has ended; raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Return when the launcher has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         return self._process.wait(timeout)
 
     def late_workers(self) -> list[str]:
-        """The names of workers that the agent has killed, for not ending in time after SIGTERM."""
+        """Return the names of workers that the agent has killed, for not ending in time after SIGTERM."""
         ends = read_ends(self._directory.ends)
         return [f"worker {end.worker}" for end in ends if end.exit_code == -signal.SIGKILL]
 
     def excuses(self, _failure: Failed) -> bool:
-        """Whether a worker's error does not end the run."""
+        """False: every worker's error ends the run."""
         return False
 
     def seen(self) -> Seen:
-        """All that its workers have to say is in their journals."""
+        """Return no news: all reports of its workers are in their journals."""
         return Seen()
 
     def losses(self) -> list[str]:
-        """Nobody is lost alone."""
+        """Return no losses: no worker is lost alone."""
         return []

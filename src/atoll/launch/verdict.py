@@ -39,8 +39,8 @@ class Verdict:
 class Judge:
     """Judges the run in `run`, which began at `began` (seconds since the epoch), by its `causes`.
 
-    `excuses` says of a worker's error that the run went on in spite of it. `program` is what the workers ran;
-    where it is None nothing is said of a run in which no worker has joined.
+    `excuses` is true for a worker's error that the run survived. `program` is the workers' program; None:
+    nothing is said of a run in which no worker has joined.
     """
 
     causes: Causes
@@ -107,7 +107,7 @@ class Judge:
         return Verdict(128 + signum, line, detail)
 
     def left_early(self) -> dict[int, str]:
-        """The workers that ended with status 0 while the run went on, each with a line that says how."""
+        """Return the workers that ended with status 0 while the run went on, each with a line on its end."""
         lives = [life for life in self.causes.lives() if life.is_early and life.gone is not None]
         begun = [life for life in lives if life.started is not None and not life.survived]
         return {life.worker: self._of_end(life, "").line for life in begun}
@@ -145,7 +145,7 @@ class Judge:
         return Verdict(failure.exit_status, f"{line}{_in_log(self._log(first))}", detail, followed)
 
     def _said(self, first: Life, failure: Failed, text: str) -> str:
-        """An error of Atoll's, which is one line: whose it is and since when, where not all say the same."""
+        """Return an error of Atoll's in one line, with its worker and time unless all workers report it."""
         lives = [life for life in self.causes.lives() if life.failed is not None]
         has_begun = any(life.started is not None for life in self.causes.lives())
         same = all(life.failed is not None and life.failed.message == failure.message for life in lives)
@@ -154,7 +154,7 @@ class Judge:
         return f"worker {first.worker}, {self._when(first)}: {text}"
 
     def _of_end(self, first: Life, followed: str) -> Verdict:
-        """Of a process that ended without an error of Python's."""
+        """Judge a process that ended without an error of Python's."""
         who, when, status = f"worker {first.worker}", self._when(first), first.status or 0
         log = self._log(first)
         # What worker 0 wrote is on the screen already.
@@ -175,7 +175,7 @@ class Judge:
             call = f" (sys.exit{_at(ended.line)})" if ended is not None and ended.call else ""
             line = f"{who} ended with status {status}{call}, {when}{self._early(first)}"
             code = status or 1
-        # Who has executed another program, or has become another user, can say nothing but in its log.
+        # A worker that has executed another program, or become another user, can report only in its log.
         said = ended.message if ended is not None else closing_word(log) if status == 1 else ""
         if said:
             line += f": {one_line(said, _SHOWN_CHARACTERS)}"
@@ -221,7 +221,7 @@ class Judge:
 
 
 def _in_log(log: Path) -> str:
-    """Return where to read more; nothing where the log is gone with its directory."""
+    """Return where to read more; empty if the log is gone with its directory."""
     return f"; its log is {log}" if log.exists() else ""
 
 

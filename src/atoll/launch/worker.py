@@ -1,7 +1,7 @@
-"""A worker's process: its log, its bond to the launcher, the user's script, and word of how it failed.
+"""A worker's process: its log, its bond to the launcher, the user's script, and the report of its failure.
 
 torchrun runs this as a module, with the script's path and arguments, or with `-m`, a module's name and
-arguments. The script sees what it would see under `python`: `__main__`, `sys.argv` and `sys.path`.
+arguments. The script runs as under `python`: with its own `__main__`, `sys.argv` and `sys.path`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from atoll.observe.logstream import LogStreams
 from atoll.observe.rundir import RunDirectory
 from atoll.train.api.uncaught import script_hook
 
-END_OF_OUTPUT = "-- atoll: this worker ends with an error --"  # what follows in a log is shown by the command
+END_OF_OUTPUT = "-- atoll: this worker ends with an error --"  # the command shows what follows in a log
 
-_LASTING_SECONDS = 10.0  # that threads may go on beyond the script's end before it is said
+_LASTING_SECONDS = 10.0  # that threads may go on beyond the script's end without a warning
 _NAMES_CHARACTERS = 200
 
 
 def main(script: str, arguments: list[str]) -> None:
-    """Run `script` and end the process as it ends."""
+    """Run `script`, and end the process with the script's status."""
     # torchrun stops its workers itself; this is for the day when it is killed and cannot.
     die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
@@ -85,19 +85,19 @@ def main(script: str, arguments: list[str]) -> None:
 
 
 def _exit_of(error: SystemExit) -> tuple[int, str, str]:
-    """The status, the call and the text of a `sys.exit`, as Python itself takes them."""
+    """Return the status, the call and the text of a `sys.exit`, as Python takes them."""
     if error.code is None or isinstance(error.code, int):
         return (error.code or 0) & 0xFF, "sys.exit", ""
     return 1, "sys.exit", text_of(error.code)
 
 
 def _watch_child(worker: int, _registered: object) -> None:
-    """Have this process, which `multiprocessing` has just forked from a worker, say how it ends."""
+    """Have this process, just forked from a worker by `multiprocessing`, report its end."""
     util.Finalize(None, _say_child_end, args=(worker,), exitpriority=0)
 
 
 def _say_child_end(worker: int) -> None:
-    """Tell the launcher of a `sys.exit` that ends this process; torch tells the worker no details of it."""
+    """Report a `sys.exit` that ends this process to the launcher; torch gives the worker no details of it."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         status, _, message = _exit_of(error)
@@ -108,9 +108,10 @@ def _say_child_end(worker: int) -> None:
 
 
 def _write_to(run: RunDirectory, worker: int) -> None:
-    """Send stdout and stderr, those of C code and of child processes too, to the worker's log, line by line.
+    """Send stdout and stderr, including those of C code and child processes, to the worker's log, line by
+    line.
 
-    A log that cannot be written costs its lines, not the training.
+    If a log cannot be written, only its lines are lost; training goes on.
     """
     log = run.log(worker)
 
@@ -147,7 +148,7 @@ def _write_to(run: RunDirectory, worker: int) -> None:
 def _say_end(
     run: RunDirectory, worker: int, status: int, call: str = "", message: str = "", line: str = ""
 ) -> None:
-    """Leave word of how the script ended, where it was not by an error."""
+    """Report how the script ended, if not by an error."""
     message = shortened(message, MESSAGE_CHARACTERS, "the log has all")
     _leave_word(
         run, Ended(time=record_time(), worker=worker, status=status, call=call, message=message, line=line)
@@ -155,7 +156,7 @@ def _say_end(
 
 
 def _watch_threads(run: RunDirectory, worker: int) -> None:
-    """Say which threads keep this process from ending, where some do for a while. Python waits for them."""
+    """Warn of threads that keep this process from ending for a while. Python waits for them."""
     if not _lasting_threads():
         return
 
@@ -173,15 +174,15 @@ def _watch_threads(run: RunDirectory, worker: int) -> None:
 
 
 def _lasting_threads() -> list[str]:
-    """The names of the threads that Python waits for at the end of this process."""
+    """Return the names of the threads that Python waits for at the end of this process."""
     current = threading.main_thread()
     return [each.name for each in threading.enumerate() if not each.daemon and each is not current]
 
 
 def _fail(run: RunDirectory, worker: int, file: str, is_module: bool, error: BaseException) -> int:
-    """Leave word of the failure in the journal, and its traceback in the log; returns the exit status.
+    """Write the failure to the journal, and its traceback to the log; return the exit status.
 
-    `file` is the program's. A hook of the script's for errors, or a stderr of its own, has the error too.
+    `file` is the program's. A hook of the script's for errors, or a stderr of its own, gets the error too.
     """
     now = record_time()
     whole = describe(error, file, is_module)
@@ -198,14 +199,14 @@ def _fail(run: RunDirectory, worker: int, file: str, is_module: bool, error: Bas
 
 
 def _leave_word(run: RunDirectory, event: Failed | Ended) -> None:
-    """Say how this worker ends, in its journal and to the launcher. A full disk keeps it from neither."""
+    """Report this worker's end, in its journal and to the launcher. A full disk prevents only the former."""
     say(event)
     with contextlib.suppress(OSError), Journal(run.journal(event.worker)) as journal:
         journal(event)
 
 
 def describe(error: BaseException, script: str, is_module: bool = False) -> str:
-    """The traceback, from the script's first frame on: the frames that started the script are left out."""
+    """Return the traceback from the script's first frame on, without the frames that started the script."""
     trace = error.__traceback__
     own = _resolved(script)
     while trace is not None and _resolved(trace.tb_frame.f_code.co_filename) != own:
@@ -221,7 +222,7 @@ def describe(error: BaseException, script: str, is_module: bool = False) -> str:
 
 
 def _resolved(file: str) -> str:
-    """Return a file's path without links; as it is where this process's folder is gone."""
+    """Return a file's path without links; unchanged if this process's folder is gone."""
     try:
         return str(Path(file).resolve())
     except (OSError, RuntimeError):

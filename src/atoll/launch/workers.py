@@ -21,24 +21,24 @@ from atoll.observe.rundir import RunDirectory
 
 
 def sites_of(config: Config) -> list[str]:
-    """The site of each worker, by rank: neighbours share one, and sites are as even as can be. Without sites,
-    no name at all."""
+    """Return the site of each worker, by rank: neighbours share one, and sites are as even as possible.
+    Without sites, return empty names."""
     run = config.run
     return [f"site{rank * run.sites // run.workers}" if run.sites else "" for rank in range(run.workers)]
 
 
 def meeting_place() -> dict[str, str]:
-    """torchrun's variables for a process group of the script's own: a port of this machine that is free.
-    Raises UserError where there is none."""
+    """Return torchrun's variables for a process group of the script's own, with a free port of this
+    machine. Raises UserError if there is none."""
     return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
 
 
 class Workers:
     """The launches of the workers of a run, by rank.
 
-    A launch is one worker; a launch of one process needs nothing of torchrun's agent, so none is started:
-    that saves seconds of every worker's start. With `groups.count` under strategy `peers` it is a node: its
-    devices' workers under the agent, which are lost, and come back, as one.
+    A launch is one worker; a launch of one process needs no agent of torchrun's, so none is started, which
+    saves seconds of every worker's start. With `groups.count` under strategy `peers` a launch is a node: its
+    devices' workers run under the agent, and are lost, and come back, together.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Workers:
         self.sites = sites_of(config)[:: self.devices]
         self.processes: list[Process] = []
         self.restarts: Counter[int] = Counter()
-        self.order = list(range(len(self.sites)))  # whose output counts first
-        self.survived: dict[int, float] = {}  # worker -> until when its ends have ended nothing else
+        self.order = list(range(len(self.sites)))  # ranks, in the order in which their output counts
+        self.survived: dict[int, float] = {}  # worker -> time up to which its ends have ended nothing else
         self.pauses = Pauses()
         self._environment: dict[str, str] = {}
         self._watch = EndWatch(self._note_end)
@@ -67,7 +67,7 @@ class Workers:
         self._told: set[int] = set()  # process ids
 
     def start(self, address: str, environment: Mapping[str, str]) -> None:
-        """Start all of them; `address` is the hub's."""
+        """Start all launches; `address` is the hub's."""
         self._environment = {**environment, HUB_VARIABLE: address}
         for rank in range(len(self.sites)):
             self.processes.append(self._launch(rank))
@@ -81,38 +81,38 @@ class Workers:
     # Names and numbers
 
     def lead(self, rank: int) -> int:
-        """The first worker of a launch, in whose journal is told what happens to it."""
+        """Return the first worker of a launch, whose journal reports on the launch."""
         return rank * self.devices
 
     def rank_of(self, worker: int) -> int:
-        """The launch that a worker is of."""
+        """Return the launch of a worker."""
         return worker // self.devices
 
     def workers_of(self, rank: int) -> range:
-        """The workers of a launch."""
+        """Return the workers of a launch."""
         return range(self.lead(rank), self.lead(rank + 1))
 
     def name_of(self, rank: int) -> str:
-        """What a person calls a launch."""
+        """Return a launch's name for people."""
         return f"node {rank}" if self.devices > 1 else f"worker {rank}"
 
     def count_by_site(self) -> dict[str, int]:
-        """How many launches each site has; empty without sites."""
+        """Return the number of launches at each site; empty without sites."""
         return {site: self.sites.count(site) for site in self.sites if site}
 
     # How they end
 
     def codes(self) -> list[int | None]:
-        """How each has ended; None: it runs."""
+        """Return the exit code of each launch; None: it runs."""
         return [process.poll() for process in self.processes]
 
     @property
     def have_ended(self) -> bool:
-        """Whether none runs, by the last look."""
+        """True if no launch ran at the last poll."""
         return all(process.returncode is not None for process in self.processes)
 
     def newly_ended(self, rank: int) -> float | None:
-        """When a process has ended of which that was not asked before; else None."""
+        """Return when a process ended; None if this was asked before about the process."""
         pid = self.processes[rank].pid
         if pid in self._told:
             return None
@@ -120,24 +120,24 @@ class Workers:
         return self._end_times.pop(pid, record_time())
 
     def end_of(self, rank: int, code: int) -> WorkerEnd:
-        """How a launch has ended; of several workers, the one which made the others end."""
+        """Return the end of a launch; for several workers, the end that made the others end."""
         lead = self.lead(rank)
         told = read_ends(self._directory.ends_of(lead)) if self.devices > 1 else []
         return told[0] if told else WorkerEnd(lead, self.processes[rank].pid, code)
 
     def survive(self, rank: int) -> None:
-        """The run goes on without the launch that has ended, or starts it again."""
+        """Note that the run goes on without an ended launch, or starts it again."""
         for worker in self.workers_of(rank):
             self.survived[worker] = record_time()
 
     def pids(self, process: Process) -> list[int]:
-        """The processes that stand for one that was started, while it lives: a launch's workers too."""
+        """Return the process ids of a launch that runs: its own, and its workers' for a launch of several."""
         if process.returncode is not None:
             return []
         return [process.pid, *(descendants(process.pid) if self.devices > 1 else [])]
 
     def end_waiting(self) -> None:
-        """Do not start a launch again when the others have finished: nothing is left to do."""
+        """Cancel pending restarts once the others have finished: nothing is left to do."""
         waiting = [each for each in self.processes if isinstance(each, DelayedProcess) and each.waits]
         codes = self.codes() if waiting else []
         if waiting and 0 in codes and codes.count(None) == len(waiting):
@@ -145,14 +145,14 @@ class Workers:
                 each.kill()
 
     def send_signal(self, signum: int) -> None:
-        """Hand a signal on to each that runs."""
+        """Hand a signal on to each running launch."""
         for process in self.processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signum)
 
     def unfinished(self) -> list[str]:
-        """The names of those that have not ended."""
+        """Return the names of the launches that have not ended."""
         return [self.name_of(rank) for rank, code in enumerate(self.codes()) if code is None]
 
     def _note_end(self, pid: int, _code: int | None, at: float) -> None:
