@@ -263,9 +263,7 @@ class Book:
 
     def lease(self, record: Asked) -> tuple[Leased, bool]:
         """Handle a worker's request for samples; returns the answer, and True if it is the epoch's first.
-
-        Raises UserError, and changes nothing, if `Leases.handle_lease` refuses.
-        """
+        Raises UserError, and changes nothing, if `Leases.handle_lease` refuses."""
         before = self.lease_changes
         if self.groups is not None:
             leased = self.groups.lease(record.rank, record.lease)

@@ -50,10 +50,8 @@ class BrokenLinks:
 
     def poll(self, now: float) -> Iterator[tuple[int, int]]:
         """Yield (rank, incarnation) of workers whose connection to the hub is gone. The caller asks their log
-        about its own.
-
-        Only silent workers cost time. Without shards nothing is tracked: members of a ring report each other.
-        """
+        about its own. Only silent workers cost time. Without shards nothing is tracked: members of a ring
+        report each other."""
         self._find_silent(now)
         while self._next and self._next[0][0] <= now:
             _, incarnation = heapq.heappop(self._next)

@@ -17,10 +17,8 @@ _PING = encode(Ping())
 
 
 class Connections:
-    """Connections of `members` to `server`, from their welcome to the run of this name on.
-
-    `measures_links` is announced to workers, which then wait for the measuring.
-    """
+    """Connections of `members` to `server`, from their welcome to the run of this name on. `measures_links`
+    is announced to workers, which then wait for the measuring."""
 
     def __init__(
         self, run: str, server: Server, members: Membership, turn: Turn, *, measures_links: bool

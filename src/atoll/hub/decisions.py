@@ -29,11 +29,9 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Decisions:
-    """Emits decisions to `bus`, and appends each at once to a file in `folder`, if given.
-
-    `clock` returns seconds since the epoch. A full disk loses lines of the file only. While `muted` nothing
-    is emitted: old decisions are being replayed.
-    """
+    """Emits decisions to `bus`, and appends each at once to a file in `folder`, if given. `clock` returns
+    seconds since the epoch. A full disk loses lines of the file only. While `muted` nothing is emitted: old
+    decisions are being replayed."""
 
     def __init__(
         self,

@@ -22,10 +22,7 @@ _REASON_CHARACTERS = 300  # characters of a worker's reason to leave
 
 class Departures:
     """Removes members of the run in `book`: those that say goodbye, are silent for too long, or are lost to
-    their ring.
-
-    `hearing` limits the time up to which silence can be judged.
-    """
+    their ring. `hearing` limits the time up to which silence can be judged."""
 
     def __init__(
         self,

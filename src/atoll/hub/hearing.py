@@ -86,10 +86,8 @@ class Hearing:
             self.close()
 
     def read(self, now: float, messages: int, *, is_empty: bool) -> None:
-        """Note that `messages` were handled; `is_empty`: the queue is empty.
-
-        If the Echo is lost, say because the port has no room for the hub itself, an empty queue suffices.
-        """
+        """Note that `messages` were handled; `is_empty`: the queue is empty. If the Echo is lost, say because
+        the port has no room for the hub itself, an empty queue suffices."""
         if self._asked is None:
             return
         self._to_read -= messages

@@ -46,11 +46,8 @@ class LifeSigns:
             self._pairs.beat(peer, beat.incarnation)
 
     def handle_many(self, peer: bytes, message: Heartbeats) -> None:
-        """Handle heartbeats relayed by a launcher.
-
-        The answer names incarnations that are unknown or came from another launcher; these then send their
-        own heartbeats.
-        """
+        """Handle heartbeats relayed by a launcher. The answer names incarnations that are unknown or came
+        from another launcher; these then send their own heartbeats."""
         now, roll, unknown = self._turn.now(), self._members.roll, []
         for beat in message.beats:
             incarnation = beat.incarnation

@@ -29,10 +29,8 @@ _MESSAGES = 256  # the most taken at a time
 
 class LogLink:
     """Sends fences to the log of `run` until it answers, across lost connections and before its address is
-    known.
-
-    `name` is the name of the log's shard. `failed(line)` is called with refusals and connection errors.
-    """
+    known. `name` is the name of the log's shard. `failed(line)` is called with refusals and connection
+    errors."""
 
     def __init__(self, keys: Keys | None, run: str, name: str, failed: Callable[[str], None]) -> None:
         self._keys, self._run, self._name, self._failed = keys, run, name, failed

@@ -154,10 +154,8 @@ class Pairs:
         self._decisions.add(f"shard {shard}", f"its standby at {where} goes on", "its primary is gone")
 
     def _poll_rivals(self) -> None:
-        """Admit or refuse third processes, once one of the two is gone or both have been heard since.
-
-        A rival that is gone itself is dropped, or it would block the place until its silence is noticed.
-        """
+        """Admit or refuse third processes, once one of the two is gone or both have been heard since. A rival
+        that is gone itself is dropped, or it would block the place until its silence is noticed."""
         for rival in list(self._rivals):
             pair = self._pairs[rival.hello.shard]
             halves = pair.halves()

@@ -47,12 +47,9 @@ def by_computing(known: Known) -> ScoreFunction:
 
 @dataclass(frozen=True)
 class GroupingSettings:
-    """Settings of a run's groups.
-
-    `count` 0: as many as are best. `patience` is for a worker's probe, in seconds, and `links` the seconds
-    for measuring all links; 0: none. `score_for(known)` returns the function that scores groupings of these
-    workers.
-    """
+    """Settings of a run's groups. `count` 0: as many as are best. `patience` is for a worker's probe, in
+    seconds, and `links` the seconds for measuring all links; 0: none. `score_for(known)` returns the function
+    that scores groupings of these workers."""
 
     count: int = 0
     by: GroupBy = "auto"

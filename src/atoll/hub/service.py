@@ -202,11 +202,9 @@ class Hub:
         self._logs.flush()
 
     def _is_done(self) -> bool:
-        """True if `until_done` is set and all workers and shards have ended.
-
-        Shards learn at their next heartbeat that the run is over. Sites' shards end by themselves; one that
-        does not, is stopped like the others after the patience.
-        """
+        """True if `until_done` is set and all workers and shards have ended. Shards learn at their next
+        heartbeat that the run is over. Sites' shards end by themselves; one that does not, is stopped like
+        the others after the patience."""
         book, members, now = self._book, self._members, self._turn.now()
         if not self._until_done or not book.begun or len(members.workers.members) or self._door.has_waiting:
             self._manned = now

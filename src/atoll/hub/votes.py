@@ -13,11 +13,8 @@ _NODES = 4096  # the most connections for votes; the oldest are dropped
 
 
 class Votes:
-    """Answers vote requests as the witness in `book` decides.
-
-    Without a journal (`may_vote` False) the hub has no vote: after a restart it would not know its earlier
-    votes.
-    """
+    """Answers vote requests as the witness in `book` decides. Without a journal (`may_vote` False) the hub
+    has no vote: after a restart it would not know its earlier votes."""
 
     def __init__(self, book: Book, decisions: Decisions, turn: Turn, *, may_vote: bool) -> None:
         self._book, self._decisions, self._turn, self._may_vote = book, decisions, turn, may_vote

@@ -57,10 +57,8 @@ class Checks:
         return wrong_size(chunk, payload, expected, f"'s share {share} of {shares}" if shares > 1 else "")
 
     def finite(self, worker: int, push: Push, payload: memoryview | None) -> str:
-        """Return why gradients with NaN or infinity are refused; empty if all are finite.
-
-        Under bsp always empty: there workers push before they check, and check the mean together.
-        """
+        """Return why gradients with NaN or infinity are refused; empty if all are finite. Under bsp always
+        empty: there workers push before they check, and check the mean together."""
         setup = self._setup
         if setup.consistency == "bsp" or not setup.finite or not any(push.present) or not payload:
             return ""

@@ -15,11 +15,9 @@ from atoll.server.training import Training
 
 @dataclass(frozen=True)
 class Common:
-    """Shared objects of shard `index` of `run`, or of the shard of `site`.
-
-    `server` accepts workers' connections. `lines` queues log entries; `log` is set where the log is kept: on
-    shard 0 and on a site's shard. `kept` makes the shard durable.
-    """
+    """Shared objects of shard `index` of `run`, or of the shard of `site`. `server` accepts workers'
+    connections. `lines` queues log entries; `log` is set where the log is kept: on shard 0 and on a site's
+    shard. `kept` makes the shard durable."""
 
     index: int
     run: str

@@ -53,10 +53,8 @@ class Source(Mirrored, Protocol):
 
 
 class Durability:
-    """One shard's `journal`, `mirror` (to its standby) and `snapshots`.
-
-    After the journal breaks, the shard cannot be restored from disk until the next snapshot is complete.
-    """
+    """One shard's `journal`, `mirror` (to its standby) and `snapshots`. After the journal breaks, the shard
+    cannot be restored from disk until the next snapshot is complete."""
 
     def __init__(
         self,

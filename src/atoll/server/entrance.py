@@ -27,11 +27,9 @@ Life = tuple[int, int]  # a worker, and its incarnation
 
 
 class Want(msgspec.Struct, forbid_unknown_fields=True):
-    """A newcomer's request for the state before `iteration`.
-
-    `asked` is the worker that was asked to give it; `above` is True if another site was asked. `outside` is
-    True if the newcomer is another site, as the global log numbers it.
-    """
+    """A newcomer's request for the state before `iteration`. `asked` is the worker that was asked to give it;
+    `above` is True if another site was asked. `outside` is True if the newcomer is another site, as the
+    global log numbers it."""
 
     iteration: Count
     asked: Life | None = None
@@ -50,11 +48,9 @@ class Above(Protocol):
 
 
 class Entrance:
-    """Pending requests of newcomers, and the workers asked to serve them.
-
-    `wants` is the persistent state; givers are sought in its order. A live giver that says Hello again, after
-    a restart say, is asked again.
-    """
+    """Pending requests of newcomers, and the workers asked to serve them. `wants` is the persistent state;
+    givers are sought in its order. A live giver that says Hello again, after a restart say, is asked
+    again."""
 
     def __init__(self, peers: Peers, wants: dict[Life, Want], above: Above | None = None) -> None:
         self._peers, self.wants, self._up = peers, wants, above
@@ -114,9 +110,7 @@ class Entrance:
 
     def look(self, live: Mapping[int, int], meeting: int) -> None:
         """Ask a live worker for each request that has no live giver. Newcomers learn if no giver is left.
-
-        `live` maps each live worker to its incarnation; `meeting` is the number of the next meeting.
-        """
+        `live` maps each live worker to its incarnation; `meeting` is the number of the next meeting."""
         for life, want in list(self.wants.items()):
             if not want.outside and live.get(life[0]) != life[1]:
                 del self.wants[life]  # the newcomer has died

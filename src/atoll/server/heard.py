@@ -34,11 +34,8 @@ class Heard:
 
 @dataclass(frozen=True)
 class Handler:
-    """A message handler for peers in `role` ("": any).
-
-    `handle` returns why a message is refused, or an empty string. Peers in other roles are refused with
-    `wrong`.
-    """
+    """A message handler for peers in `role` ("": any). `handle` returns why a message is refused, or an empty
+    string. Peers in other roles are refused with `wrong`."""
 
     handle: Callable[[Heard], str]
     wrong: str = NOT_SET_UP

@@ -127,11 +127,8 @@ class Inbox:
             self._door.refuse(received.peer, reason, name)
 
     def _do(self, handler: Handler, heard: Heard, received: Received) -> str:
-        """Record a message and handle it; returns why it is refused.
-
-        A Push is recorded decoded, so that a journal's replay and a standby have the same bits, whatever the
-        codec.
-        """
+        """Record a message and handle it; returns why it is refused. A Push is recorded decoded, so that a
+        journal's replay and a standby have the same bits, whatever the codec."""
         model = self._training.model
         if isinstance(heard.message, messages.Push) and model is not None:
             try:

@@ -62,11 +62,9 @@ class JournalError(RunError):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The owner of a folder: shard `shard` of `run`, or the shard of `site`.
-
-    `token` is the folder's random name, by which the hub recognizes the shard; `incarnation` is the hub's
-    latest number for this shard; `over`: the run has ended.
-    """
+    """The owner of a folder: shard `shard` of `run`, or the shard of `site`. `token` is the folder's random
+    name, by which the hub recognizes the shard; `incarnation` is the hub's latest number for this shard;
+    `over`: the run has ended."""
 
     format: int = 1
     run: str
@@ -151,10 +149,8 @@ class Folder:
         return self.path / _SPARE
 
     def retire_before(self, number: int, first: int = 0) -> None:
-        """Retire the segments below `number`. The largest becomes the spare.
-
-        Segments below `first` are only unlinked: payloads read from them may still be in use, in place.
-        """
+        """Retire the segments below `number`. The largest becomes the spare. Segments below `first` are only
+        unlinked: payloads read from them may still be in use, in place."""
         for each, path in [(each, path) for each, path in self.segments().items() if each < number]:
             small = self.spare.exists() and self.spare.stat().st_size >= path.stat().st_size
             if small or each < first:

@@ -149,10 +149,8 @@ class HubLink:
         self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
 
     def take(self) -> None:
-        """Handle messages from the hub, and say Hello again where needed.
-
-        Raises RefusedError if the hub refuses this shard, GivenUpError if a standby exists as well.
-        """
+        """Handle messages from the hub, and say Hello again where needed. Raises RefusedError if the hub
+        refuses this shard, GivenUpError if a standby exists as well."""
         given_up = self._stranger == self.welcome.incarnation
         # A hub that gave this shard up may take it back, unless another process has its place.
         hello = msgspec.structs.replace(self._hello, since=self.welcome.incarnation)

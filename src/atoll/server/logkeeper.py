@@ -40,13 +40,11 @@ class LastMeeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeeperState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The full state of a LogKeeper, except payloads.
-
-    `joined` maps each worker to its latest incarnation, `used_before` has what commits of earlier generations
-    used, and `handles` counts payloads brought to meetings. `loose` is the next CommitLog's. `follows` has
-    the generation that each shard follows, and `ahead` messages from shards that were set up before this one.
-    `mismatch` is the line that ends the run when workers' scripts differ.
-    """
+    """The full state of a LogKeeper, except payloads. `joined` maps each worker to its latest incarnation,
+    `used_before` has what commits of earlier generations used, and `handles` counts payloads brought to
+    meetings. `loose` is the next CommitLog's. `follows` has the generation that each shard follows, and
+    `ahead` messages from shards that were set up before this one. `mismatch` is the line that ends the run
+    when workers' scripts differ."""
 
     meetings: CommitLog
     log: CommitLog | None = None
@@ -139,10 +137,8 @@ class LogKeeper:
             self.handle_shard(shard, message)
 
     def handle_join(self, worker: int, incarnation: int) -> str:
-        """Handle a worker's Hello; returns why it is refused.
-
-        A late worker takes part only after its Arrive; until then it sets itself up, and nobody waits for it.
-        """
+        """Handle a worker's Hello; returns why it is refused. A late worker takes part only after its Arrive;
+        until then it sets itself up, and nobody waits for it."""
         self._entrance.ask_again(worker, incarnation)
         self._see_to_entrance()
         if self.is_late(worker, incarnation):

@@ -158,11 +158,8 @@ class LogLines:
         self._kept.when_kept(tell)
 
     def _handle_entry(self, message: messages.Entry, header: bytes) -> None:
-        """Queue an entry from shard 0.
-
-        Duplicates and entries of an earlier generation are dropped. After a gap the missing entries are
-        requested; shard 0 then sends this one again after them.
-        """
+        """Queue an entry from shard 0. Duplicates and entries of an earlier generation are dropped. After a
+        gap the missing entries are requested; shard 0 then sends this one again after them."""
         if message.sequence == self._next_line:
             entry = decode_entry_untrusted(message.entry)
             self._kept.note(_LOG, header)

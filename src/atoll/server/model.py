@@ -333,11 +333,9 @@ class Model:
         slots: list[dict[str, Any]],
         open_: OpenRecord | None,
     ) -> None:
-        """Set a chunk as the primary has it now.
-
-        `tensors` has the values under "", optimizer states, inputs of an open step under "open.", and the
-        values that contributors continued from under "then.". Raises RunError for data that do not fit.
-        """
+        """Set a chunk as the primary has it now. `tensors` has the values under "", optimizer states, inputs
+        of an open step under "open.", and the values that contributors continued from under "then.". Raises
+        RunError for data that do not fit."""
         values = tensors.get("")
         if chunk not in self.awaited or values is None or values.nbytes != self.optimizer.nbytes(chunk):
             raise RunError(f"the primary sent a chunk {chunk} that is none of those that are awaited")
@@ -434,11 +432,8 @@ class Model:
     # -- the log's actions --------------------------------------------------------------------------------
 
     def act(self, action: Action, before: Done, done: Done) -> None:
-        """Carry out an action, chunk by chunk.
-
-        `before(chunk)` is called before the chunk's values change, `done(chunk)` when its new values or its
-        mean are ready.
-        """
+        """Carry out an action, chunk by chunk. `before(chunk)` is called before the chunk's values change,
+        `done(chunk)` when its new values or its mean are ready."""
         if isinstance(action, CombineChunks):
             self._combine(action, done)
         elif isinstance(action, StepChunks):

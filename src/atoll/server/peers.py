@@ -19,11 +19,8 @@ Name: TypeAlias = tuple[str, int, int]
 
 
 class Peers:
-    """Connections of workers, shards and the hub.
-
-    A name has one connection, of the latest Hello. A group is one worker, with a connection for each of its
-    members.
-    """
+    """Connections of workers, shards and the hub. A name has one connection, of the latest Hello. A group is
+    one worker, with a connection for each of its members."""
 
     def __init__(
         self,

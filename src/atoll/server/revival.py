@@ -41,10 +41,8 @@ class Revival:
         return self._lines.is_empty
 
     def image(self) -> tuple[ShardImage, Parts]:
-        """Return the shard's state between two messages, except for a snapshot's contents.
-
-        The image shares live objects: encode it at once.
-        """
+        """Return the shard's state between two messages, except for a snapshot's contents. The image shares
+        live objects: encode it at once."""
         log, setups = self._log, self._setups
         model, parts = self._training.there.remembered()
         image = ShardImage(

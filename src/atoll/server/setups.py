@@ -16,10 +16,7 @@ from atoll.wire.messages import Ready, Setup
 
 class SetUps:
     """Handles set-ups. All workers make the same sequence of them; each begins a generation of the log's
-    `lines`.
-
-    `make(setup, generation)` makes the model.
-    """
+    `lines`. `make(setup, generation)` makes the model."""
 
     def __init__(self, common: Common, door: Door, make: Callable[[Setup, int], Model]) -> None:
         self._lines, self._peers, self._kept = common.lines, common.peers, common.kept

@@ -101,9 +101,7 @@ class Standby:
 
     def run(self, until: Callable[[], bool]) -> bool:
         """Stand by until the hub makes this process the primary (returns True) or `until()` is true (False).
-
-        Raises RunError if the hub refuses this process, or a record of the primary cannot be handled.
-        """
+        Raises RunError if the hub refuses this process, or a record of the primary cannot be handled."""
         warm_up()
         while not until():
             duty = self._hub.duty

@@ -38,9 +38,7 @@ class Stepper:
 
     def apply(self, entry: Entry, meanwhile: Callable[[], None]) -> None:
         """Carry out an entry and send each finished chunk to those whose pulls the entry makes ready.
-
-        `meanwhile` is called between two chunks to serve others.
-        """
+        `meanwhile` is called between two chunks to serve others."""
         model = self._model
         if not self._kept.replaying:
             reach("shard.logged", getattr(entry, "iteration", -1))

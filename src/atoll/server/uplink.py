@@ -22,10 +22,8 @@ Edits: TypeAlias = dict[int, tuple[memoryview, bytes]]  # by chunk
 
 
 class Uplink:
-    """Sends a site's contributions over `link`, which is None while a journal is replayed.
-
-    `shard_of` maps each chunk to its shard; `stand()` is the place of one worker's script.
-    """
+    """Sends a site's contributions over `link`, which is None while a journal is replayed. `shard_of` maps
+    each chunk to its shard; `stand()` is the place of one worker's script."""
 
     def __init__(
         self,

@@ -34,12 +34,10 @@ _ANSWERS: tuple[type[AnyMessage], ...] = (
 
 
 class Upward:
-    """The connection of the site at `place` of `run`.
-
-    `hub` knows the global shards' addresses, `options` configures the link, and `timeout` in seconds is the
-    deadline of each wait. `warn` takes lines for people, and `when_kept` delays an action until the journal
-    has all earlier records. `link` is None until the global shards are found.
-    """
+    """The connection of the site at `place` of `run`. `hub` knows the global shards' addresses, `options`
+    configures the link, and `timeout` in seconds is the deadline of each wait. `warn` takes lines for people,
+    and `when_kept` delays an action until the journal has all earlier records. `link` is None until the
+    global shards are found."""
 
     def __init__(
         self,
