@@ -17,22 +17,22 @@ from atoll.axes.needs import Moment, Need, refusal
 from atoll.core.config import PLAIN_CODEC, Config, Run
 from atoll.core.memory import Memory
 
-# Where a model lies: as a whole on the device; in tiers of memory under budgets; so, and shared among the
+# Place of a model: as a whole on the device; in tiers of memory under budgets; in tiers, shared among the
 # members of a ring; in tiers, lent by the node's CPU side.
 StoreKind: TypeAlias = Literal["resident", "tiered", "sharded", "lent"]
-# Who sums first: nobody; the workers of a ring.
+# First sum of gradients: none; over the workers of a ring.
 GroupKind: TypeAlias = Literal["solo", "ring"]
-# What happens between contributors: nothing; a parameter server by its policy; peers without a server;
+# Exchange between contributors: none; a parameter server by its policy; peers without a server;
 # replicas whose values are exchanged as another package's strategy says.
 SyncKind: TypeAlias = Literal["local", "bsp", "ssp", "asp", "peers", "replicas"]
-# What carries chunks between contributors: TCP; datagrams that may lose parts; datagrams that may not.
+# Transport of chunks between contributors: TCP; datagrams that may lose parts; datagrams that may not.
 LinkKind: TypeAlias = Literal["tcp", "ltp", "ltp reliable"]
 
-# How gradients are written for the way: each dtype as it is; float32 as bfloat16. To the table a codec of
-# another package is as bfloat16.
+# Encoding of sent gradients: each dtype as it is; float32 as bfloat16. The table treats a codec of
+# another package like bfloat16.
 CodecKind: TypeAlias = Literal["float32", "bfloat16"]
 
-# Through what a group meets others: nothing; the shards of a server; peers; another package's strategy.
+# A group's exchange with others: none; the shards of a server; peers; another package's strategy.
 Others: TypeAlias = Literal["local", "shards", "peers", "replicas"]
 OUTSIDE = "own"  # the name of another package's strategy, for a cell's configuration
 
@@ -105,7 +105,7 @@ CELLS: tuple[Cell, ...] = tuple(_cells())
 
 
 def strategy_of(cell: Cell) -> str:
-    """The value of `run.strategy` that chooses a cell's group and sync."""
+    """Return the value of `run.strategy` that chooses a cell's group and sync."""
     if cell.sync == "replicas":
         return OUTSIDE
     if cell.served:
@@ -114,7 +114,7 @@ def strategy_of(cell: Cell) -> str:
 
 
 def config_of(cell: Cell) -> Config:
-    """A configuration that chooses a cell, with values that train any small model."""
+    """Return a configuration that chooses a cell, with values that train any small model."""
     strategy = strategy_of(cell)
     config = Config(run=Run(strategy=strategy))
     if cell.served:
@@ -133,13 +133,13 @@ def config_of(cell: Cell) -> Config:
 def choices_in(
     cell: Cell, config: Config, facts: Mapping[str, Any] = NO_FACTS, memory: Memory | None = None
 ) -> Choices:
-    """The choices of a run in this cell, with the cell's own as facts."""
+    """Return the choices of a run in this cell, with the cell's own as facts."""
     kinds = {"store": cell.store, "group": cell.group, "sync": cell.sync, "link": cell.link}
     return choices_of(config, {**kinds, **facts}, memory)
 
 
 def refusal_of(cell: Cell) -> Need | None:
-    """The row of the table that refuses a cell; None: the cell trains."""
+    """Return the row of the table that refuses a cell; None: the cell trains."""
     moments: tuple[Moment, ...] = ("configuration", "launch", "join", "prepare")
     choices = choices_in(cell, config_of(cell))
     return next((row for moment in moments if (row := refusal(moment, choices)) is not None), None)

@@ -1,4 +1,4 @@
-"""The protocol of a codec: how a run of gradients is written for the way (docs/codecs.md)."""
+"""The protocol of a codec: the encoding of a run of gradients for sending (docs/codecs.md)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from atoll.axes.conditions import Above, Changed, Condition, Given, Is, IsNot, M
 from atoll.core.config import GROUPED, PLAIN_CODEC, SERVED, STRATEGIES, Config
 from atoll.core.errors import ConfigError, PrepareError, UserError
 
-# When a row is checked: as a configuration is read; before `atoll run` starts anything; as `atoll hub`
+# Moment of a row's check: as a configuration is read; before `atoll run` starts anything; as `atoll hub`
 # starts; as a worker joins its run; in `session.prepare`; in a later call of the script.
 Moment: TypeAlias = Literal["configuration", "launch", "hub", "join", "prepare", "call"]
 
@@ -43,10 +43,10 @@ class Need:
         return all(condition.holds(name, choices) for name, condition in self.cell.items())
 
 
-# Keys of [sync] that say how workers meet at shards, or how nodes meet with none.
+# Keys of [sync] for the exchange of workers at shards, or of nodes without shards.
 _OF_SERVED = ("consistency", "slack", "lazy", "uplink", "staleness", "compensation", "pipeline")
 _OF_PEERS = ("stale_max", "overlay", "round_timeout", "backoff")
-LOSSY_DTYPES = ("bfloat16", "float16", "float32", "float64")  # of which ltp may lose parts
+LOSSY_DTYPES = ("bfloat16", "float16", "float32", "float64")  # ltp may lose parts of these
 _IN_TIERS = "under strategy {run.strategy!r} with budgets of memory: "
 
 
@@ -545,7 +545,7 @@ TABLE: tuple[Need, ...] = tuple(_rows())
 
 
 def refusal(moment: Moment, choices: Choices) -> Need | None:
-    """The first row of this moment that applies to the run; None: the run may go on."""
+    """Return the first row of this moment that applies to the run; None: the run may go on."""
     return next((row for row in TABLE if moment in row.moments and row.applies(choices)), None)
 
 
@@ -556,7 +556,7 @@ def check(moment: Moment, choices: Choices) -> None:
 
 
 def error_of(moment: Moment, choices: Choices) -> UserError:
-    """The error for a run that a row refuses at this moment. For a place that knows that one does."""
+    """Return the error of the row that refuses the run at this moment. Raises LookupError if none does."""
     row = refusal(moment, choices)
     if row is None:
         raise LookupError(f"no row of the table of needs refuses this at the moment {moment!r}")
@@ -564,18 +564,18 @@ def error_of(moment: Moment, choices: Choices) -> UserError:
 
 
 def check_configuration(config: Config) -> None:
-    """Raise ConfigError for keys that are right alone and not together, and for budgets without `device`."""
+    """Raise ConfigError for keys that do not fit together, and for budgets without `device`."""
     check("configuration", choices_of(config))
 
 
 def check_groups(count: int, workers: int) -> None:
-    """Raise ConfigError where so many workers cannot be put into `count` groups (0: as many as are best)."""
+    """Raise ConfigError if the workers cannot be put into `count` groups (0: as many as are best)."""
     check("launch", choices_of(_grouped("hierarchical", count, workers)))
 
 
 def check_nodes(count: int, workers: int) -> None:
-    """Raise ConfigError where so many workers cannot be `count` nodes of equally many devices (0: each is a
-    node)."""
+    """Raise ConfigError if the workers cannot be `count` nodes of equally many devices (0: each worker is
+    a node)."""
     check("launch", choices_of(_grouped("peers", count, workers)))
 
 

@@ -1,4 +1,4 @@
-"""Frozen values that the protocols of the axes pass around."""
+"""Frozen values that the protocols of the axes use."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""The only sockets: ZeroMQ endpoints with CURVE, keys, and requests with deadlines."""
+"""All sockets: ZeroMQ endpoints with CURVE, keys, requests with deadlines, and the loss-tolerant
+transport's ports."""

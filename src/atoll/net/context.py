@@ -1,4 +1,4 @@
-"""The process's one ZeroMQ context, made when it is first needed, and the keeper of its doors.
+"""The process's one ZeroMQ context, made at first use, and the thread that checks clients' keys.
 
 A forked child begins without one: its parent's sockets and threads are not its own.
 """
@@ -31,7 +31,7 @@ _generation = 0
 
 
 def context() -> zmq.Context[zmq.Socket[bytes]]:
-    """The context of this process."""
+    """Return the context of this process."""
     global _context
     with _lock:
         if _context is None:
@@ -42,12 +42,13 @@ def context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def generation() -> int:
-    """How many forks lie between this process and the first one: a socket works in its own only."""
+    """Return the number of forks between this process and the first one: a socket works only in its own
+    process."""
     return _generation
 
 
 class Closable(Protocol):
-    """What an endpoint is to its context."""
+    """An endpoint, as its context sees it."""
 
     user: int  # the thread that used it last
 
@@ -55,7 +56,7 @@ class Closable(Protocol):
 
 
 def opened(endpoint: Closable) -> None:
-    """An endpoint was opened; its close calls `closed`."""
+    """Note an open endpoint; its close calls `closed`."""
     with _lock:
         _open.add(endpoint)
 
@@ -66,7 +67,7 @@ def closed(endpoint: Closable) -> None:
 
 
 def admit(domain: bytes, client: bytes) -> None:
-    """At the servers of this ZAP domain, let in whoever has this public key (32 bytes), and nobody else."""
+    """At the servers of this ZAP domain, let in only clients with this public key (32 bytes)."""
     global _keeper
     door = context()
     with _lock:
@@ -80,7 +81,7 @@ def admit(domain: bytes, client: bytes) -> None:
 
 
 def dismiss(domain: bytes) -> None:
-    """The servers of this domain are closed."""
+    """Forget a domain whose servers are closed."""
     with _lock:
         _allowed.pop(domain, None)
 
@@ -107,7 +108,7 @@ def _answer(request: list[bytes]) -> list[bytes]:
 
 
 def _forget() -> None:
-    """In a forked child: the threads are gone, and the sockets are the parent's."""
+    """Reset a forked child's state: the threads are gone, and the sockets are the parent's."""
     global _lock, _context, _keeper, _generation
     _lock = threading.Lock()
     _context, _keeper = None, None
@@ -118,11 +119,11 @@ def _forget() -> None:
 
 @atexit.register
 def finish() -> None:
-    """At a process's end: let closed endpoints send what they still hold (no longer than their linger), and
-    drop what open ones hold: what is sent without a copy must not be sent any more when its memory goes.
+    """At a process's end, let closed endpoints send what they still hold (no longer than their linger), and
+    drop the messages of open ones: a message that is sent without a copy must not outlive its memory.
 
-    Runs before pyzmq's own end of what it holds for sends without a copy (`garbage`, imported above), as
-    handlers run last first; a message that is freed after that would crash the process.
+    Runs before pyzmq's own release of messages sent without a copy (`garbage`, imported above), as handlers
+    run last first; a message that is freed after that would crash the process.
     """
     if _context is None:
         return

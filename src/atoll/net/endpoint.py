@@ -39,12 +39,12 @@ SERVER_INCOMING = 32  # messages of one client that wait here; then its own queu
 SERVER_OUTGOING = 4096  # messages that wait for one client; beyond, they are dropped
 CLIENT_INCOMING = 64
 CLIENT_OUTGOING = 100_000  # messages, not copies: payloads lie where their owner has them
-CLOSING_SECONDS = 1.0  # how long a closed client still tries to send what it holds
+CLOSING_SECONDS = 1.0  # for which a closed client still tries to send its messages
 _HANDSHAKE_SECONDS = 10.0
 _BACKLOG = 4096  # connections that wait to be accepted; the system may allow fewer
 _MONITOR_EVENTS = 1  # of a server's connections that wait here, and libzmq's own thousand: then libzmq waits
 _RECONNECT_SECONDS = (0.1, 1.0)  # first and longest pause
-SOON = (0.1, 0.2)  # the same, of a connection whose absence is noticed
+SOON = (0.1, 0.2)  # first and longest pause, if a lost connection is urgent
 _PROBE_SECONDS = 0.5
 _PROBE_PAUSE_SECONDS = 2.0
 _HANGS_UP = "it takes connections and closes them at once"
@@ -52,12 +52,11 @@ _NOT_YET = "not connected yet"
 NOTHING_LISTENS = "nothing listens there"
 _WANTS_KEY = "wants a key: give the run's key file"
 _NO_KEYS = "takes no key: it was started without"
-# A ZeroMQ's greeting (RFC 23): a signature, then, to one who has sent his, its version and how it lets others
-# in.
+# A ZeroMQ's greeting (RFC 23): a signature; once the peer has sent its own, version and security mechanism.
 _SIGNATURE, _MECHANISM = b"\xff" + bytes(8) + b"\x7f", slice(12, 32)
 _MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
-# What a client takes note of.
+# Events of a client's connection.
 _NOTED = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -73,8 +72,8 @@ _domains, _monitors = itertools.count(), itertools.count()
 
 @dataclass(frozen=True)
 class Received:
-    """What a server got: `peer` is good for answers while that connection lasts. `lost`: which blocks of the
-    payload the link lost, and what became of them."""
+    """A message that a server received. `peer` addresses answers while the connection lasts. `lost`: the
+    blocks of the payload that the link lost, and the values in their place."""
 
     peer: bytes
     header: bytes
@@ -83,16 +82,16 @@ class Received:
 
 
 class Endpoint:
-    """What servers and clients share; `name` ("hub", "shard 1") and `address` stand in every error."""
+    """Base of servers and clients; `name` ("hub", "shard 1") and `address` are in every error."""
 
     def __init__(self, kind: int, address: str, name: str) -> None:
         self.address, self.name = address, name
         self.dropped = 0  # messages that were no header, or header and payload
-        self.wake = -1  # a file descriptor that can be read from while something waits beside the socket
+        self.wake = -1  # a file descriptor that is readable while messages wait outside the socket
         self._generation = process.generation()
         self._closed = False
         self._socket: zmq.Socket[bytes] = process.context().socket(kind)
-        self._most = 3 + (kind == zmq.ROUTER)  # frames; for a router, who sent it stands before the rest
+        self._most = 3 + (kind == zmq.ROUTER)  # frames; for a router the sender's comes first
         self._monitor: zmq.Socket[bytes] | None = None  # a client's
         self._strangers: Strangers | None = None  # a server's
         self.user = threading.get_ident()
@@ -110,8 +109,8 @@ class Endpoint:
         raise NotImplementedError
 
     def _take(self) -> list[zmq.Frame] | None:
-        """The frames of the next message, up to three: a third says that there were more than two.
-        None if there is no message."""
+        """Return the frames of the next message, or None; at most one more than a message has, as a sign
+        of too many."""
         try:
             frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
         except zmq.Again:
@@ -125,7 +124,7 @@ class Endpoint:
         return frames
 
     def _wait(self, until: float) -> bool:
-        """Whether something came before the monotonic time `until`."""
+        """True if something came before the monotonic time `until`."""
         return bool(poll([self], until - time.monotonic()))
 
     def _alive(self) -> zmq.Socket[bytes]:
@@ -139,7 +138,7 @@ class Endpoint:
         return self._socket
 
     def abandon(self) -> None:
-        """Close at once, and drop what is unsent."""
+        """Close at once, and drop unsent messages."""
         if not self._closed:
             self._end(0)
 
@@ -163,15 +162,15 @@ _Self = TypeVar("_Self", bound=Endpoint)
 class Server(Endpoint):
     """Listens at `address` ("tcp://127.0.0.1:5555"; port 0: any free one, see `.address`; "ipc:///path").
 
-    With `keys`, only clients with the same keys are let in, and what travels is encrypted. Without, the
-    address must be this machine's own alone. Keys make no difference to a path: the file's mode is 0600, so
-    that only processes of this user can connect, and nothing is encrypted. `limit` is the largest frame in
-    bytes: a client that sends a larger one loses its connection.
+    With `keys`, only clients with equal keys are let in, and traffic is encrypted. Without, the address must
+    be this machine's own alone. Keys make no difference to a path: the file's mode is 0600, so that only
+    processes of this user can connect, and nothing is encrypted. `limit` is the largest frame in bytes: a
+    client that sends a larger one loses its connection.
 
-    What waits here of one client is bounded in whole messages. libzmq has no bound for a message whose frames
-    never end: whoever is let in (on this machine anyone, where there are no keys) could fill the memory.
+    The messages of one client that wait here are bounded in number. libzmq has no bound for a message whose
+    frames never end: any client that is let in (without keys, any on this machine) could fill the memory.
 
-    Raises UserError for an address that is in use, not ours, or in need of keys.
+    Raises UserError for an address that is in use, not this machine's, or in need of keys.
     """
 
     def __init__(self, address: str, keys: Keys | None, *, limit: int, name: str) -> None:
@@ -220,11 +219,12 @@ class Server(Endpoint):
             self._inode = self._file.stat().st_ino
 
     def take_report(self) -> str:
-        """A line, now and then, where the port is full, or strangers' connections were closed: from where."""
+        """Return a line, now and then, if the port is full or connections of strangers were closed, with
+        their addresses; else an empty string."""
         return self._strangers.take_report() if self._strangers is not None else ""
 
     def receive(self, timeout: float) -> Received | None:
-        """The next message, waiting for up to `timeout` seconds."""
+        """Return the next message, waiting for up to `timeout` seconds; None if there is none."""
         self._alive()
         until = time.monotonic() + timeout
         while True:
@@ -238,10 +238,10 @@ class Server(Endpoint):
             else:
                 self.dropped += 1
                 if time.monotonic() > until:
-                    return None  # endless nonsense does not keep the server from its other work
+                    return None  # endless bad messages must not keep the server from its other work
 
     def send(self, peer: bytes, header: bytes, payload: Buffer | None = None, *, copy: bool = True) -> bool:
-        """Send, never waiting; False where the peer is gone or too much waits for it: then nothing is sent.
+        """Send, never waiting; False if the peer is gone or too much waits for it: then nothing is sent.
 
         With copy=False the payload must stay unchanged until the peer has answered to it.
         """
@@ -250,7 +250,8 @@ class Server(Endpoint):
     def offer(
         self, peer: bytes, header: bytes, payload: Buffer | None = None, *, copy: bool = True
     ) -> Offered:
-        """As `send`, and tells why not: "full" (try again later) or "gone" (that connection is no more)."""
+        """Send, never waiting, and return "sent", "full" (try again later) or "gone" (the connection is
+        lost)."""
         door = self._alive()
         check_size(self, header, payload, self._limit)
         try:
@@ -266,7 +267,7 @@ class Server(Endpoint):
         return "sent"
 
     def close(self) -> None:
-        """Stop listening, drop what is unsent; the port is free when this returns."""
+        """Stop listening, and drop unsent messages; the port is free when this returns."""
         if self._closed:
             return
         if self._generation == process.generation():
@@ -287,8 +288,8 @@ class Server(Endpoint):
 class Client(Endpoint):
     """Connects to a server, and again when the connection is lost; messages sent meanwhile wait.
 
-    It does not wait for the connection: `connected` tells, and `check` raises what will not get better.
-    `reconnect` has the first and the longest pause between attempts, in seconds.
+    The constructor does not wait for the connection: see `connected`, and `check`, which raises permanent
+    errors. `reconnect` has the first and the longest pause between attempts, in seconds.
     """
 
     def __init__(
@@ -308,9 +309,9 @@ class Client(Endpoint):
         self._limit = limit
         self._reconnect = reconnect
         self._linked = False
-        self._refusal = ""  # why it will never take us
+        self._refusal = ""  # why the server will never let this client in
         self._trouble = _NOT_YET
-        self._unclear = False  # a handshake ended, and its event does not say why
+        self._unclear = False  # a handshake ended for an unknown reason
         self._handshake_began: float | None = None
         self._next_probe = 0.0
         try:
@@ -336,13 +337,14 @@ class Client(Endpoint):
 
     @property
     def connected(self) -> bool:
-        """Whether the connection stands: the other side has let us in."""
+        """True while the connection stands: the server has let this client in."""
         self._watch()
         return self._linked
 
     @property
     def losses(self) -> int:
-        """How many connections were made and lost: what was sent just before one may be lost too."""
+        """Number of connections that were made and lost. A message sent just before a loss may be lost
+        too."""
         self._watch()
         return self._losses
 
@@ -353,9 +355,9 @@ class Client(Endpoint):
         return "" if self._linked else self._trouble
 
     def check(self) -> None:
-        """Raises UserError when the other side refuses the key, or is no Atoll at all.
+        """Raise UserError if the other side refuses the key, or is no Atoll.
 
-        May take a second, now and then, where there is no connection and it is not clear why.
+        May take a second, now and then, if there is no connection and the reason is unclear.
         """
         self._watch()
         if self._refusal:
@@ -363,20 +365,20 @@ class Client(Endpoint):
 
     def send(self, header: bytes, payload: Buffer | None = None) -> None:
         """Send, never waiting. The payload is not copied: it must stay unchanged until the other side has
-        answered. Raises RunError when far too many messages wait already."""
+        answered. Raises RunError if far too many messages wait already."""
         link = self._alive()
         check_size(self, header, payload, self._limit)
         try:
             _send_all(link, header, payload, copy=False)
         except zmq.Again:
-            self.check()  # who is refused has no queue
+            self.check()  # a refused client has no queue
             why = self.trouble or "it does not read them"
             raise RunError(
                 f"{CLIENT_OUTGOING} messages wait for {self.name} at {self.address}: {why}"
             ) from None
 
     def receive(self, timeout: float) -> tuple[bytes, memoryview | None] | None:
-        """The next header and payload, waiting for up to `timeout` seconds."""
+        """Return the next header and payload, waiting for up to `timeout` seconds; None if there are none."""
         self._alive()
         until = time.monotonic() + timeout
         while True:
@@ -390,12 +392,12 @@ class Client(Endpoint):
                 self.dropped += 1
 
     def close(self) -> None:
-        """Close; what is still unsent goes out in the background, for up to a second."""
+        """Close; unsent messages go out in the background, for up to a second."""
         if not self._closed:
             self._end(CLOSING_SECONDS)
 
     def _watch(self) -> None:
-        """Take in what happened to the connection since the last look."""
+        """Handle the connection's events since the last look."""
         if self._closed or self._monitor is None or self._generation != process.generation():
             return
         while self._monitor.poll(0):
@@ -438,14 +440,15 @@ class Client(Endpoint):
         self._refusal = f"{self.name} at {self.address} {how}"
 
     def _probe(self, hung_up: bool) -> None:
-        """Ask the port what it is. A server with another key, or without, hangs up without a word, and so
-        does a tunnel to a server that is not up yet: its greeting tells, which every ZeroMQ sends (RFC 23).
+        """Ask the port for its greeting, which every ZeroMQ sends (RFC 23). A server with another key, or
+        without, hangs up without a message, and so does a tunnel to a server that is not up yet: the greeting
+        tells them apart.
 
         A ZeroMQ that has not hung up may only be far away: a handshake takes four round trips.
         """
         greeting = _greeting_of(self.address)
         if greeting is None:
-            return  # silence: perhaps it comes yet
+            return  # silence: a greeting may still come
         if re.match(rb"\xff.{8}[\x7f\x01]", greeting, re.DOTALL):
             if self._keys is not None and hung_up:
                 self._refuse(_NO_KEYS if greeting[_MECHANISM].startswith(b"NULL") else "refuses this key")
@@ -458,8 +461,8 @@ class Client(Endpoint):
 
 
 def poll(endpoints: Sequence[_Self], timeout: float, wake: int = -1) -> list[_Self]:
-    """Those that have something to receive, waiting for up to `timeout` seconds for one, or until the file
-    descriptor `wake` can be read from."""
+    """Return the endpoints that have something to receive. Wait for up to `timeout` seconds for one, or
+    until the file descriptor `wake` is readable."""
     poller = zmq.Poller()
     if wake >= 0:
         poller.register(wake, zmq.POLLIN)
@@ -472,12 +475,12 @@ def poll(endpoints: Sequence[_Self], timeout: float, wake: int = -1) -> list[_Se
 
 
 def _monitor_of(link: zmq.Socket[bytes], events: int, room: int = 0) -> zmq.Socket[bytes]:
-    """The socket on which libzmq tells of these events of `link`.
+    """Return the socket on which libzmq reports these events of `link`.
 
-    A server's has a thread that does nothing but read it (net/strangers.py), and a bound: others decide how
-    many events there are. A client's has room for any number (0), some 300 bytes each: libzmq's one thread
-    for all of a process's connections waits for room there. A client whose server is away has two events for
-    each try, and its owner may look at it only when a long evaluation is over.
+    A server's has a thread that only reads it (net/strangers.py), and a bound: others decide how many events
+    there are. A client's has room for any number (0), some 300 bytes each: libzmq's one thread for all of a
+    process's connections waits for room there. A client whose server is away has two events for each try, and
+    its owner may look at it only after a long evaluation.
     """
     place = f"inproc://atoll-monitor-{next(_monitors)}"
     link.monitor(place, events)
@@ -492,7 +495,7 @@ def _tune(link: zmq.Socket[bytes], address: str, limit: int, incoming: int, outg
     link.rcvhwm, link.sndhwm = incoming, outgoing
     link.handshake_ivl = _milliseconds(_HANDSHAKE_SECONDS)
     link.ipv6 = "[" in address
-    # A machine that vanishes without a word: its connection ends after two minutes of silence.
+    # The connection to a machine that vanishes ends after two minutes of silence.
     link.tcp_keepalive, link.tcp_keepalive_idle = 1, 60
     link.tcp_keepalive_intvl, link.tcp_keepalive_cnt = 10, 6
 
@@ -506,7 +509,8 @@ def _send_all(link: zmq.Socket[bytes], header: bytes, payload: Buffer | None, co
 
 
 def check_size(endpoint: Endpoint, header: bytes, payload: Buffer | None, limit: int) -> None:
-    """The other side would cut the connection, and nobody would know why."""
+    """Raise RunError for a message above `limit`: the other side would cut the connection without a
+    reason."""
     size = max(len(header), 0 if payload is None else memoryview(payload).nbytes)
     if size > limit:
         raise RunError(
@@ -520,12 +524,12 @@ def flat(payload: Buffer) -> memoryview | bytes:
 
 
 def _milliseconds(seconds: float) -> int:
-    """For ZeroMQ, rounded up, since a wait of 0 would be a spin; -1 is for ever."""
+    """Convert seconds for ZeroMQ, rounded up, since a wait of 0 would be a spin; -1 is for ever."""
     return -1 if seconds == math.inf else max(0, min(math.ceil(seconds * 1000), 2**31 - 1))
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """What "tcp://HOST:PORT" names; None for what is no such address."""
+    """Return the host and port of "tcp://HOST:PORT"; None for anything else."""
     found = re.fullmatch(r"tcp://(?:\[([^\]]+)\]|([^\[\]/;:]+)):([0-9]{1,5}|\*)", address)
     if not address.isprintable() or " " in address:
         return None
@@ -534,12 +538,12 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def is_path(address: str) -> bool:
-    """Whether the address is a Unix socket's: "ipc:///path"."""
+    """True for the address of a Unix socket: "ipc:///path"."""
     return address.startswith("ipc://")
 
 
 def _is_local(address: str) -> bool:
-    """Whether only this machine's processes can reach the address."""
+    """True if only this machine's processes can reach the address."""
     place = host_and_port(address)
     if place is None or place[0] == "localhost":
         return True  # a path
@@ -569,8 +573,8 @@ def check_reach(address: str, keys: Keys | None, name: str) -> None:
 
 
 def check_listen(address: str, keys: Keys | None, name: str) -> None:
-    """Raise what a `Server` at `address` would raise, as far as it can be known without one: for who has to
-    wait for something else first."""
+    """Raise the errors that a `Server` at `address` would raise, as far as they can be known without one:
+    for callers that must wait for something else first."""
     _check_place(address, keys, name)
     place = host_and_port(address)
     if place is None:
@@ -610,7 +614,7 @@ def _why_not_bound(address: str, number: int | None) -> str:
 
 
 def _rest_of_greeting(link: sockets.socket) -> bytes:
-    """What a ZeroMQ says after its signature, up to how it lets others in; less, if it is slow."""
+    """Return a ZeroMQ's greeting after its signature, up to the security mechanism; less, if it is slow."""
     said, until = b"", time.monotonic() + _PROBE_SECONDS
     with contextlib.suppress(OSError):
         link.sendall(b"\x03")
@@ -622,8 +626,8 @@ def _rest_of_greeting(link: sockets.socket) -> bytes:
 
 
 def _greeting_of(address: str) -> bytes | None:
-    """The first bytes that whoever listens at `address` says to a ZeroMQ's signature; empty where it hangs
-    up, None where it is silent."""
+    """Return the first bytes that the listener at `address` answers to a ZeroMQ's signature; empty if it
+    hangs up, None if it is silent."""
     place = host_and_port(address)
     try:
         if place is not None:

@@ -1,8 +1,8 @@
 """Payloads of chunks between the members of a group, over TCP connections of their own: a service that
 answers, each connection on a thread, and the connections on which a member asks.
 
-A payload goes from the owner's memory into the asker's with no copy between. It is not sealed, as what c10d
-carries is not; but who does not know the service's secret gets nothing (`wire/fetches.py`).
+A payload goes from the owner's memory into the asker's with no copy between. It is not encrypted, as c10d's
+traffic is not; but a client without the service's secret gets nothing (`wire/fetches.py`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from atoll.wire.fetches import (
     server_proof,
 )
 
-# read(fetch): the payload that is asked for, or more of it, as bytes. It may wait, and raise.
+# read(fetch): the requested payload, or more of it, as bytes. It may wait, and raise.
 ReadBytes: TypeAlias = Callable[[Fetch], AbstractContextManager[memoryview]]
 
-OPENING_SECONDS = 10.0  # for who has connected to say who it is, and for a service to answer that
-MOST_STRANGERS = 64  # connections that have not said it yet; when another comes, the oldest of them goes
-_TRIES, _PAUSE_SECONDS = 6, 0.02  # of a member that is sent away so, where strangers flood the port
+OPENING_SECONDS = 10.0  # for a client to open its connection, and for a service to answer
+MOST_STRANGERS = 64  # connections that are not opened yet; a further one closes the oldest
+_TRIES, _PAUSE_SECONDS = 6, 0.02  # of a member whose connection was closed so, if strangers flood the port
 _SLICE_SECONDS = 0.2  # of a wait, between which the clock is looked at
 _CLOSING_SECONDS = 10.0  # for the threads to end
 
@@ -58,8 +58,9 @@ class RefusedError(RunError):
 class FetchService:
     """Answers fetches at `port` of `host`, from `serve` on, until `close`.
 
-    Only who knows `secret`, as a member of a group of `count`, is answered. `patience` is in seconds: how
-    long `serve` may be waited for, and a client that takes nothing. Raises OSError where it cannot listen.
+    Only a client that knows `secret`, as a member of a group of `count`, is answered. `patience` is in
+    seconds: how long to wait for `serve`, and for a client that takes nothing. Raises OSError if it cannot
+    listen.
     """
 
     def __init__(self, host: str, count: int, patience: float) -> None:
@@ -79,12 +80,12 @@ class FetchService:
         atexit.register(self.close)  # a thread that the interpreter's end meets in torch aborts the process
 
     def serve(self, read: ReadBytes) -> None:
-        """Answer by `read` from now on, which is called on the threads of the connections."""
+        """Answer by `read` from now on, on the threads of the connections."""
         self._read = read
         self._serves.set()
 
     def close(self) -> None:
-        """Break off what is under way, and end the threads. Closing twice does no harm."""
+        """Break off transfers under way, and end the threads. Closing twice does no harm."""
         if self._over.is_set():
             return
         atexit.unregister(self.close)
@@ -108,11 +109,11 @@ class FetchService:
                 link, _ = self._listener.accept()
             except TimeoutError:  # nobody came
                 continue
-            except OSError:  # who came is gone again, or this process has too many files open
+            except OSError:  # the client is gone again, or this process has too many files open
                 self._over.wait(_SLICE_SECONDS)
                 continue
             with self._lock:
-                if len(self._strangers) >= MOST_STRANGERS:  # who is silent must not shut a member out
+                if len(self._strangers) >= MOST_STRANGERS:  # silent strangers must not shut a member out
                     self._send_away(next(iter(self._strangers)))
                 self._strangers[link] = None
                 thread = threading.Thread(target=self._serve, args=(link,), daemon=True)
@@ -126,7 +127,7 @@ class FetchService:
             stranger.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def _serve(self, link: socket.socket) -> None:
-        """A connection's life."""
+        """Serve one connection until its end."""
         try:
             with link:
                 _prepare(link)
@@ -136,7 +137,7 @@ class FetchService:
                 while not self._over.is_set() and self._answer(link):
                     pass
         except (OSError, AtollError):
-            pass  # the client has gone, or is none of ours: it hears that its connection has ended
+            pass  # the client is gone, or a stranger: its connection ends
         finally:
             with self._lock:
                 self._strangers.pop(link, None)
@@ -152,7 +153,7 @@ class FetchService:
         _say(link, server_proof(rank, theirs, self.secret), until)
 
     def _answer(self, link: socket.socket) -> bool:
-        """Answer the next fetch; whether there was one."""
+        """Answer the next fetch; return whether there was one."""
         head = self._next_head(link)
         if not head:
             return False
@@ -180,14 +181,14 @@ class FetchService:
         return True
 
     def _next_head(self, link: socket.socket) -> bytes:
-        """What comes next of a fetch's head, however long that takes; nothing at the connection's end."""
+        """Return the next bytes of a fetch's head, however long they take; empty at the connection's end."""
         while not self._over.is_set():
             with contextlib.suppress(BlockingIOError):
                 return link.recv(FETCH_BYTES)
         return b""
 
     def _refuse(self, link: socket.socket, error: Exception) -> None:
-        """Tell the client why there is nothing for it."""
+        """Send the client the reason why there is no payload."""
         said = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
         line = (said.splitlines() or ["an error without a word"])[0].encode()[:MOST_REASON]
         until = time.monotonic() + OPENING_SECONDS
@@ -197,8 +198,8 @@ class FetchService:
 class FetchLink:
     """A connection to a member's service, for one thread at a time.
 
-    `name` is whose service that is. `until` is a monotonic time; raises DeadlineError after it, and
-    PeerLostError where the service cannot be reached, or does not know the secret.
+    `name` is the service's owner. `until` is a monotonic time; raises DeadlineError after it, and
+    PeerLostError if the service cannot be reached, or does not know the secret.
     """
 
     def __init__(self, name: str, address: tuple[str, int], secret: bytes, rank: int, until: float) -> None:
@@ -236,10 +237,10 @@ class FetchLink:
             raise PeerLostError(f"{self._name}: who answers there does not know the group's secret")
 
     def fetch(self, fetch: Fetch, into: memoryview, until: float, look: Callable[[], None]) -> None:
-        """Fill `into`, of `fetch.nbytes`. `look` is called while it is waited for, and may raise.
+        """Fill `into`, of `fetch.nbytes`. `look` is called during waits, and may raise.
 
         Raises RefusedError, after which the connection may be used further; DeadlineError after `until`, and
-        PeerLostError where the connection ends: after these it may not.
+        PeerLostError if the connection ends: after these it may not.
         """
         try:
             _say(self._link, encode_fetch(fetch), until, look)
@@ -259,7 +260,8 @@ class FetchLink:
 
 
 def _prepare(link: socket.socket) -> None:
-    """Let it block in slices, by the kernel's own timeouts: Python's would keep MSG_WAITALL from working."""
+    """Make the socket block in slices, by the kernel's own timeouts: Python's would keep MSG_WAITALL from
+    working."""
     link.settimeout(None)
     seconds = struct.pack("ll", 0, int(_SLICE_SECONDS * 1e6))
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
@@ -268,7 +270,7 @@ def _prepare(link: socket.socket) -> None:
 
 
 def _nothing() -> None:
-    """Nobody has to be looked for."""
+    """Do nothing during a wait."""
 
 
 def _hear(link: socket.socket, count: int, until: float, look: Callable[[], None] = _nothing) -> bytes:
@@ -278,7 +280,7 @@ def _hear(link: socket.socket, count: int, until: float, look: Callable[[], None
 
 
 def _fill(link: socket.socket, into: memoryview, until: float, look: Callable[[], None]) -> None:
-    """Raises DeadlineError after `until`, and OSError where the connection ends."""
+    """Fill `into`. Raises DeadlineError after `until`, and OSError if the connection ends."""
     while into:
         try:
             more = link.recv_into(into, 0, socket.MSG_WAITALL)

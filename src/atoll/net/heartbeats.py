@@ -1,7 +1,7 @@
-"""The socket by which a launcher's workers say that they live, and hear that the hub knows.
+"""The socket on which a launcher's workers send heartbeats, and hear which of them the hub has.
 
 It is a Unix socket in the run's folder of sockets, which only its user reaches (net/socketfolder.py). Each
-message is one packet (SOCK_SEQPACKET), and nobody waits for anybody: what finds no room is not sent.
+message is one packet (SOCK_SEQPACKET), and no call waits: a message that finds no room is not sent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def launcher_from_environment(environment: Mapping[str, str] = os.environ) -> La
 
 
 class HeartbeatLine:
-    """A worker's connection to its launcher; made anew where it is lost. No call waits or raises."""
+    """A worker's connection to its launcher, made again when lost. No call waits or raises."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -65,7 +65,7 @@ class HeartbeatLine:
         self.close()
 
     def open(self) -> bool:
-        """Connect, unless that stands, or failed a moment ago; returns whether it stands."""
+        """Connect, unless connected, or a try failed a moment ago; return whether the connection stands."""
         if self._socket is None and time.monotonic() >= self._retry_at:
             link = None
             try:
@@ -80,7 +80,7 @@ class HeartbeatLine:
         return self._socket is not None
 
     def send(self, said: ToLauncher) -> bool:
-        """Say it to the launcher; returns whether the system has taken it."""
+        """Send a heartbeat to the launcher; return whether the system has taken it."""
         if self._socket is None:
             return False
         try:
@@ -93,8 +93,8 @@ class HeartbeatLine:
         return True
 
     def confirmed(self) -> int:
-        """Return the number of the latest heartbeat that the launcher says the hub has heard since the last
-        call; 0: of none."""
+        """Return the number of the latest heartbeat that the hub has heard, by the launcher's messages
+        since the last call; 0 if there was none."""
         latest = 0
         try:
             while self._socket is not None:
@@ -121,9 +121,9 @@ class HeartbeatLine:
 
 
 class HeartbeatDoor:
-    """A launcher's socket, at `path`. `take` gives what workers have said, `confirm` answers them.
+    """A launcher's socket, at `path`. `take` returns the workers' messages, `confirm` answers them.
 
-    Raises OSError where there can be no such socket.
+    Raises OSError if there can be no such socket.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,11 +146,11 @@ class HeartbeatDoor:
             raise
 
     def fileno(self) -> int:
-        """Return a descriptor that can be read from while `take` has something to do."""
+        """Return a descriptor that is readable while `take` has something to do."""
         return self._selector.fileno()
 
     def take(self) -> list[tuple[int, ToLauncher]]:
-        """Return what workers have said since the last call, each with whom to confirm it to."""
+        """Return the workers' messages since the last call, each with its source for `confirm`."""
         if self._accept_at is not None and time.monotonic() >= self._accept_at:
             self._accept_at = None
             self._selector.register(self._listener, selectors.EVENT_READ, 0)
@@ -168,7 +168,7 @@ class HeartbeatDoor:
                 line, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # there are no descriptors: those who wait say it to the hub
+            except OSError:  # there are no descriptors: waiting workers send their heartbeats to the hub
                 self._selector.unregister(self._listener)
                 self._accept_at = time.monotonic() + _RETRY_SECONDS
                 return
@@ -193,13 +193,12 @@ class HeartbeatDoor:
             if not packet:
                 self._close(source)
                 break
-            with contextlib.suppress(WireError):  # no word of a worker
+            with contextlib.suppress(WireError):  # no message of a worker
                 said.append((source, decode_with(_decoder, packet, "heartbeat")))
         return said
 
     def confirm(self, source: int, number: int) -> None:
-        """Tell a worker that the hub has heard its heartbeat of this number; what finds no room is not
-        told."""
+        """Tell a worker that the hub has heard its heartbeat of this number, unless there is no room."""
         line = self._lines.get(source)
         if line is None:
             return

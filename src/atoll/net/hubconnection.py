@@ -1,4 +1,4 @@
-"""A process's connections to the hub: one on which it asks, and one on which it shows that it lives."""
+"""A process's connections to the hub: one for requests, and one for heartbeats."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _END_SECONDS = 5.0  # for the thread of heartbeats to end
 class HubConnection:
     """The connection to the hub at `address`.
 
-    On each that takes the place of a lost one this side says `hello` again: the hub may be another process.
-    `timeout` is in seconds, and what errors of a deadline name. `refusal` is why the hub does not take this
-    side any more.
+    On each new connection after a loss this side says `hello` again: the hub may be another process.
+    `timeout` is in seconds, and named by the errors of a deadline. `refusal` is why the hub does not take
+    this side any more.
     """
 
     def __init__(self, address: str, keys: Keys | None, timeout: float = 0.0) -> None:
@@ -34,11 +34,11 @@ class HubConnection:
         self.hello: Hello | None = None  # None: the hub has not let this side in
         self.refusal = ""
         self.timeout = timeout
-        self._losses = 0  # connections lost when the hub was told last who is here
+        self._losses = 0  # connections lost before the last Hello
 
     def join(self, hello: Hello, what: str, deadline: float) -> Welcome:
         """Say Hello until there is an answer: a hub that was started again meanwhile has heard nothing.
-        Raises what `ask` raises."""
+        Raises the errors of `ask`."""
         welcome = self.ask(hello, Welcome, what, deadline)
         self.hello = hello
         return welcome
@@ -51,12 +51,12 @@ class HubConnection:
         deadline: float,
         number: int | None = None,
     ) -> Answer:
-        """Ask; after a lost connection say who we are on the new one, and ask again.
+        """Ask; after a lost connection, say Hello on the new one and ask again.
 
-        What was sent as a connection was lost may go out on the next one, beside what is asked again: with
-        `number`, only an answer with that number counts. What had not left by then goes out before that, and
-        is a stranger's to the hub: one refusal after a loss may be of this. Raises DeadlineError, of the
-        whole wait, and RefusedError.
+        A message that was sent as a connection was lost may go out on the next one, beside its repetition:
+        with `number`, only an answer with that number counts. A message that had not left by then goes out
+        before the Hello, and the hub takes it for a stranger's: one refusal after a loss may be of this.
+        Raises DeadlineError, of the whole wait, and RefusedError.
         """
         until, stale = time.monotonic() + deadline, False
         while True:
@@ -76,25 +76,25 @@ class HubConnection:
                 stale = False
 
     def check(self) -> None:
-        """Raise RunError where the hub does not take this side any more."""
+        """Raise RunError if the hub does not take this side any more."""
         if self.refusal:
             raise RunError(f"hub at {self.client.address}: {self.refusal}")
 
     @property
     def _is_new(self) -> bool:
-        """Whether the hub was not told on this connection who is here."""
+        """True if this side has said no Hello on the present connection."""
         self.client.check()
         return self.client.losses != self._losses
 
     def introduce(self, deadline: float) -> None:
-        """Say on a new connection who this is, and wait for the hub's welcome."""
+        """Say Hello on a new connection, and wait for the hub's welcome."""
         if self._is_new:
             self._losses = self.client.losses
             if self.hello is not None:
                 ask(self.client, self.hello, Welcome, deadline, "its welcome on a new connection")
 
     def greet(self, hello: Hello, *, again: bool = False) -> bool:
-        """Say `hello`, without waiting, on a new connection or where it is wanted `again`; whether it was."""
+        """Say `hello`, without waiting, on a new connection or if `again`; return whether it was sent."""
         if self.client.losses == self._losses and not again:
             return False
         self._losses = self.client.losses
@@ -102,12 +102,12 @@ class HubConnection:
         return True
 
     def say(self, message: AnyMessage) -> None:
-        """Tell the hub something, where there is a connection."""
+        """Send a message to the hub, if there is a connection."""
         if self.client.connected:
             self.client.send(encode(message))
 
     def take(self) -> Iterator[AnyMessage]:
-        """What has come that nobody waits for. Raises RunError for what is no message."""
+        """Yield the messages that no request waits for. Raises RunError for bytes that are no message."""
         while (received := self.client.receive(0)) is not None:
             message = decode_from(self.client, received[0])
             if not isinstance(message, Refused):
@@ -117,15 +117,8 @@ class HubConnection:
 
 
 class HubHeartbeats:
-    """A thread, with a connection of its own, that tells the hub that this process lives: the other threads
-    may be busy for minutes.
-
-    Args:
-        beat: called while the connection stands; says what is due over it, or `at_once`, and returns for how
-            many seconds there is nothing to say.
-        hear: takes what the hub says; whether heartbeats are to go on.
-        look: called again and again, whether the connection stands or not.
-    """
+    """A thread, with a connection of its own, that sends heartbeats to the hub: the other threads may be
+    busy for minutes."""
 
     def __init__(
         self,
@@ -146,11 +139,11 @@ class HubHeartbeats:
         self._thread.start()
 
     def at_once(self) -> None:
-        """The next heartbeat is not to wait."""
+        """Send the next heartbeat without waiting."""
         self._at_once.set()
 
     def stop(self) -> None:
-        """End, if they have begun; ending twice does no harm."""
+        """End the heartbeats, if they have begun; ending twice does no harm."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(_END_SECONDS)
@@ -160,14 +153,15 @@ class HubHeartbeats:
             pause = 0.0
             while self._listen(link, pause):
                 pause = _OPENING_SECONDS
-                if link.connected:  # else they would only heap up
+                if link.connected:  # unsent heartbeats would only heap up
                     at_once = self._at_once.is_set()
-                    self._at_once.clear()  # before what is to be said is read
+                    self._at_once.clear()  # before `beat` reads the state to report
                     pause = self._beat(link, at_once)
                 self._look(link)
 
     def _listen(self, link: Client, seconds: float) -> bool:
-        """Take what the hub says for so long, or until a heartbeat is wanted at once; whether to go on."""
+        """Take the hub's messages for so long, or until a heartbeat is wanted at once; return whether to
+        go on."""
         until = time.monotonic() + seconds
         while not self._stop.is_set():
             if self._at_once.is_set() and link.connected:

@@ -1,7 +1,7 @@
-"""The key file: what lets a process join a run from another machine.
+"""The key file, which lets a process join a run from another machine.
 
-One file for all processes of a run: hub, shards and workers hold the same two pairs of CURVE keys. Who has
-the file can join, and read and change what is trained; so it is private to its owner.
+All processes of a run share one file: hub, shards and workers hold two equal pairs of CURVE keys. Any process
+with the file can join, and read and change the training; so the file is private to its owner.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def make_keys() -> Keys:
-    """New keys, from the operating system's random numbers."""
+    """Return new keys, from the operating system's random numbers."""
     server, client = zmq.curve_keypair(), zmq.curve_keypair()
     return Keys(*(key.decode("ascii") for key in (*server, *client)))
 
 
 def write_keys(path: str | os.PathLike[str], keys: Keys) -> None:
-    """Make a file that only its owner may read. Raises UserError where there is one already."""
+    """Write the keys to a new file that only its owner may read. Raises UserError if there is a file
+    already."""
     path = Path(path)
     content = _File(_VERSION, keys.server_public, keys.server_secret, keys.client_public, keys.client_secret)
     text = msgspec.json.format(msgspec.json.encode(content)) + b"\n"
@@ -68,7 +69,7 @@ def write_keys(path: str | os.PathLike[str], keys: Keys) -> None:
 
 
 def read_keys(path: str | os.PathLike[str]) -> Keys:
-    """The keys in a file of `write_keys`. Raises UserError, one line, for any other file."""
+    """Return the keys in a file of `write_keys`. Raises UserError, one line, for any other file."""
     path = Path(path)
     try:
         with path.open("rb") as file:

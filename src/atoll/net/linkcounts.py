@@ -1,4 +1,4 @@
-"""The figures of links that may break off and be made again, as core's LinkSeen tells them."""
+"""The figures of links that may break off and be made again, for core's LinkSeen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from atoll.core.events import LinkFigures
 
-EVERY_SECONDS = 5.0  # how often links are told of
+EVERY_SECONDS = 5.0  # between reports on links
 # Counts of a connection, which begin anew with the next one to the same server:
 _COUNTS = ("sent", "lost", "retransmitted", "repaired", "bytes_in", "bytes_out")
 _NOW = ("rate", "estimate", "rtt", "min_rtt", "loss", "target")
@@ -17,12 +17,12 @@ class LinkCounts:
     """Counts over all connections to each server."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, LinkFigures] = {}  # of each server's connection, as it is or was
-        self._before: dict[int, dict[str, int]] = {}  # counts of connections that are no more
+        self._latest: dict[int, LinkFigures] = {}  # by server, of its present or last connection
+        self._before: dict[int, dict[str, int]] = {}  # by server, sums over its earlier connections
 
     def fields(self, server: int, figures: LinkFigures) -> dict[str, Any]:
-        """What LinkSeen has of the link to a server that the transport knows: not who they are, nor what was
-        lost of gradients that count, nor what is held back."""
+        """Return the fields of LinkSeen that the transport knows: not the two ends' names, nor lost
+        gradients that count, nor residuals."""
         latest, before = self._latest.get(server), self._before.setdefault(server, dict.fromkeys(_COUNTS, 0))
         if latest is not None and figures.sent < latest.sent:  # another connection's
             for name in _COUNTS:
@@ -36,5 +36,5 @@ class LinkCounts:
 
 
 def _finite(value: float) -> float:
-    """A number that JSON has; 0 for what was not measured yet."""
+    """Return a number that JSON has; 0 for a value that was not measured yet."""
     return value if math.isfinite(value) else 0.0

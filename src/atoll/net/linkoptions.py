@@ -1,4 +1,4 @@
-"""What the two ends of a measurement of a link are started with (`atoll link`)."""
+"""Options of the two ends of a link measurement (`atoll link`)."""
 
 from __future__ import annotations
 

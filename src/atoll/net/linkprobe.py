@@ -1,8 +1,8 @@
-"""How fast the link between two workers is: a small server in each, and what asks it.
+"""Speed of the link between two workers: a small server in each, and a client that measures.
 
-Over one TCP connection: echoes of a byte, whose median gives the latency; then bytes to be thrown away,
-first a few, to see how many make a transfer that is worth measuring. A connection begins with the server's
-token, so that nobody else is served; a server serves one connection at a time, and none for long.
+Over one TCP connection: echoes of a byte, whose median gives the latency; then bytes to be thrown away, first
+a few, to find the size of a transfer that is worth measuring. A connection begins with the server's token, so
+that nobody else is served; a server serves one connection at a time, and none for long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GREETING_SECONDS = 2.0  # for a connection to say the token
 _SLICE_SECONDS = 0.2  # between looks at whether the server is to end
 _ECHO, _TAKE = b"e", b"t"
 _ASK = struct.Struct("!cQ")  # what, and of how many bytes
-_ECHO_SHARE, _TAKE_SHARE = 0.25, 0.5  # of the time: what echoes may take, and what the long transfer is to
+_ECHO_SHARE, _TAKE_SHARE = 0.25, 0.5  # of the time: for all echoes, and for the long transfer
 _FIRST_BYTES = 2**16
 _GROWS = 1.2  # a transfer that is so many times faster than the one before is followed by another
 _PIECE = bytes(2**18)
@@ -35,7 +35,7 @@ _PIECE = bytes(2**18)
 class LinkServer:
     """Answers echoes and takes bytes on a thread of its own, at `port` of `host`, until `close`.
 
-    Whoever knows `token` is served. Raises OSError where it cannot listen.
+    A client must know `token`. Raises OSError if the server cannot listen.
     """
 
     def __init__(self, host: str) -> None:
@@ -48,7 +48,7 @@ class LinkServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End; a connection that is served is broken off. Closing twice does no harm."""
+        """End, and break off a connection under way. Closing twice does no harm."""
         self._over.set()
         self._thread.join(10 * _SLICE_SECONDS)
         self._listener.close()
@@ -74,13 +74,13 @@ class LinkServer:
 
 
 def measure(name: str, address: tuple[str, int], token: bytes, seconds: float) -> tuple[float, float]:
-    """The link to the server at `address`, in at most `seconds`: (bytes per second, seconds one way).
+    """Measure the link to the server at `address`, in at most `seconds`: (bytes per second, seconds one way).
 
-    `name` is whose server that is, for errors. The latency is half of the median echo. The bandwidth is that
-    of the fastest of some transfers, each of about half of the time that is left (MOST_BYTES at most), as the
-    one before it makes expect: a connection over a long link begins slowly, and so more follow for as long as
-    they are faster. Raises DeadlineError where it takes longer, and PeerLostError where
-    the server is not there, ends, or does not take the token.
+    `name` is the server's owner, for errors. The latency is half of the median echo. The bandwidth is that of
+    the fastest of some transfers, each planned by the one before for half of the time that is left
+    (MOST_BYTES at most): a connection over a long link begins slowly, and so more follow for as long as they
+    are faster. Raises DeadlineError if it takes longer, and PeerLostError if the server is not there, ends,
+    or does not take the token.
     """
     begin = time.monotonic()
     until = begin + seconds
@@ -108,7 +108,7 @@ def _measure(link: _Link, token: bytes, begin: float, seconds: float) -> tuple[f
     while (size := _next_size(rates[-1], begin + seconds - time.monotonic())) > _FIRST_BYTES:
         try:
             rates.append(size / _without(_timed(link, _TAKE, size), echo))
-        except TimeoutError:  # what went through before counts
+        except TimeoutError:  # the transfers before count
             break
         if rates[-1] < _GROWS * rates[-2]:
             break
@@ -116,13 +116,13 @@ def _measure(link: _Link, token: bytes, begin: float, seconds: float) -> tuple[f
 
 
 def _next_size(rate: float, left: float) -> int:
-    """How many bytes take their share of the time that is `left`, at `rate` bytes per second. A link that
-    lets the first ones through faster than what follows has twice as long as that."""
+    """Return the bytes that take their share of the `left` seconds, at `rate` bytes per second. A link
+    that lets the first bytes through faster than later ones has twice as long."""
     return min(MOST_BYTES, int(rate * _TAKE_SHARE * max(0.0, left)))
 
 
 def _without(taken: float, echo: float) -> float:
-    """A transfer without its answer's way. A clock's grain must not make it nothing."""
+    """Return a transfer's time without its answer's way; above 0, whatever the clock's resolution."""
     return max(taken - echo, taken / 100, 1e-9)
 
 
@@ -138,7 +138,7 @@ def _timed(link: _Link, what: bytes, size: int) -> float:
 
 
 class _Link:
-    """A connection that is over at `until` (monotonic), or when `over` is set: then TimeoutError."""
+    """A connection that ends with TimeoutError at `until` (monotonic), or when `over` is set."""
 
     def __init__(self, link: socket.socket, until: float, over: threading.Event) -> None:
         self._link, self._until, self._over = link, until, over
@@ -146,7 +146,8 @@ class _Link:
         self._thrown = bytearray(len(_PIECE))
 
     def take(self, size: int, seconds: float | None = None) -> bytes:
-        """Exactly so many bytes, within `seconds` where given. Raises ConnectionError where no more come."""
+        """Return exactly so many bytes, within `seconds` if given. Raises ConnectionError if the
+        connection ends."""
         until = self._until if seconds is None else min(self._until, time.monotonic() + seconds)
         got = b""
         while len(got) < size:
@@ -165,7 +166,7 @@ class _Link:
         self._link.sendall(data)
 
     def _some(self, most: int, until: float) -> memoryview:
-        """What has come, at least one byte; it is good until the next call."""
+        """Return received bytes, at least one; they are good until the next call."""
         while True:
             left = until - time.monotonic()
             if left <= 0 or self._over.is_set():

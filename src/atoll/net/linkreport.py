@@ -1,4 +1,4 @@
-"""What a measured link comes to: figures of each transport, in words and as JSON, and which one to take."""
+"""Results of a link's measurement: figures of each transport, in words and as JSON, and which one to take."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from atoll.core.units import format_bytes, format_rate, format_seconds
 from atoll.ltp.settings import Settings
 
-SOONER = 0.9  # of TCP's median: below this the loss-tolerant transport is worth what it leaves out
-SHORTER_TAIL = 0.8  # of TCP's 99th percentile, where the medians are alike
+SOONER = 0.9  # of TCP's median: below this the loss-tolerant transport is worth its losses
+SHORTER_TAIL = 0.8  # of TCP's 99th percentile, if the medians are about equal
 USABLE = Settings().usable
 _RELIABLE = "ltp:reliable"
 _CLOCK_READINGS = 32
@@ -21,17 +21,17 @@ _CLOCK_SECONDS = 60.0  # by then two clocks may have drifted a few milliseconds 
 
 
 class Clocks:
-    """How far another machine's monotonic clock is ahead of this one's, from readings over the network.
+    """The offset of another machine's monotonic clock from this one's, by readings over the network.
 
     Of the last minute's readings, that with the shortest round trip counts; its clock is taken to have been
-    read half-way, so where the two ways differ in length the error is half of what they differ by.
+    read half-way, so if the two ways differ in length the error is half of the difference.
     """
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, float, float]] = deque(maxlen=_CLOCK_READINGS)
 
     def add(self, sent: float, read: float, came: float) -> None:
-        """The other clock said `read`, between `sent` and `came` of this one."""
+        """Add a reading: the other clock showed `read`, between `sent` and `came` of this one."""
         while self._readings and came - self._readings[0][2] > _CLOCK_SECONDS:
             self._readings.popleft()
         self._readings.append((sent, read, came))
@@ -43,22 +43,23 @@ class Clocks:
 
     @property
     def round_trip(self) -> float:
-        """The shortest, in seconds."""
+        """The shortest round trip, in seconds."""
         return min(came - sent for sent, _, came in self._readings)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One transfer: seconds from its sender's start until it was usable, and what of it was there then."""
+    """One transfer: seconds from its sender's start until it was usable, and the parts that were there
+    then."""
 
     seconds: float
     there: int  # bytes
-    how: str = ""  # it was handed on; empty: TCP
+    how: str = ""  # the rule by which it was handed on; empty: TCP
     highs: int = 0  # blocks
     highs_there: int = 0
     lows: int = 0
     lows_there: int = 0
-    fill: str = "none"  # what took the missing ones' place
+    fill: str = "none"  # values in place of missing blocks
     repaired: int = 0  # blocks that forward error correction gave back
 
     @property
@@ -68,9 +69,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Packets:
-    """What a sender did over all transfers that count: datagrams, or TCP's segments.
+    """A sender's packets over all transfers that count: datagrams, or TCP's segments.
 
-    `lost` is what it took for lost. TCP tells only what it sent again, spurious repeats too.
+    `lost` are those that the sender took for lost. TCP counts only those sent again, spurious repeats too.
     """
 
     sent: int = 0
@@ -86,7 +87,7 @@ class Outcome:
     """A transport's transfers of `size` bytes each."""
 
     transport: str
-    detail: str  # what ran: the congestion control, the offload
+    detail: str  # the congestion control, the offload
     size: int
     turns: list[Turn] = field(default_factory=list)
     packets: Packets = field(default_factory=Packets)
@@ -94,9 +95,8 @@ class Outcome:
 
     @property
     def short(self) -> int:
-        """Transfers that were handed on, late, with less than makes one usable (docs/ltp.md, "The
-        receiver").
-        """
+        """Number of transfers handed on, late, with fewer blocks than a usable one needs (docs/ltp.md,
+        "The receiver")."""
         return sum(turn.lows_there < USABLE * turn.lows for turn in self.turns)
 
     @property
@@ -104,7 +104,8 @@ class Outcome:
         return [turn.seconds for turn in self.turns]
 
     def to_json(self) -> dict[str, Any]:
-        """Times in seconds, goodput in bits per second, shares from 0 to 1, the rest in packets or blocks."""
+        """Return the figures: times in seconds, goodput in bits per second, shares from 0 to 1, the rest
+        in packets or blocks."""
         there = bool(self.turns)
         blocks = sum(turn.highs + turn.lows for turn in self.turns)
         return {
@@ -154,7 +155,7 @@ class LinkReport:
         }
 
     def lines(self) -> list[str]:
-        """A table, what is to be said of it, and which transport to take."""
+        """Return a table, remarks, and the advice on which transport to take."""
         head = f"{self.address}: round trip {format_seconds(self.round_trip)}"
         head += f"; transfers of {_shown(self.size)}; until usable:"
         titles = [
@@ -192,7 +193,7 @@ class LinkReport:
 
 
 def _shown(size: int) -> str:
-    """Bytes in powers of ten, as rates are."""
+    """Return a size in powers of ten, as rates are."""
     if size < 1000:
         return f"{size} B"
     return f"{size / 1e6:g} MB" if size >= 10**5 else f"{size / 1e3:g} kB"
@@ -218,16 +219,16 @@ def _row(outcome: Outcome) -> list[str]:
 
 
 def nearest_rank(values: Sequence[float], share: float) -> float:
-    """The quantile that is one of the values: at least `share` of them are no larger."""
+    """Return the quantile that is one of the values: at least `share` of them are no larger."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def advise(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """Which transport to take, and why; no name where there is nothing to choose from.
+    """Return the transport to take, and why; an empty name if there is no choice.
 
-    TCP delivers every byte and needs no choice of what matters, so what is only about as fast is not taken
-    in its place. Those of its kind that are as fast as the one that is taken are named.
+    TCP delivers every byte and needs no choice of priorities, so a transport that is only about as fast does
+    not replace it. The reason names others of its kind that are about as fast.
     """
     measured = [outcome for outcome in outcomes if outcome.turns]
     if not measured:
@@ -239,7 +240,7 @@ def advise(outcomes: Sequence[Outcome]) -> tuple[str, str]:
 
 
 def _chosen(measured: Sequence[Outcome]) -> tuple[Outcome, str]:
-    """The one to take, and why."""
+    """Return the transport to take, and why."""
     tcp = _best([each for each in measured if _is_tcp(each)])
     ltp = _best([each for each in measured if not _is_tcp(each)])
     if tcp is None or ltp is None:
@@ -261,7 +262,7 @@ def _chosen(measured: Sequence[Outcome]) -> tuple[Outcome, str]:
 
 
 def _beside(taken: Outcome, measured: Sequence[Outcome]) -> str:
-    """What is to be known of others of its kind: who ties with it, and what full reliability costs."""
+    """Return words on others of its kind: those that tie with it, and the cost of full reliability."""
     others = [each for each in measured if each is not taken and _is_tcp(each) == _is_tcp(taken)]
     if _is_tcp(taken):
         ties = [each.transport for each in others if _ties(each, taken)]
@@ -278,13 +279,14 @@ def _beside(taken: Outcome, measured: Sequence[Outcome]) -> str:
 
 
 def _ties(one: Outcome, best: Outcome) -> bool:
-    """Whether it is about as fast as the one with the shortest median, and at the 99th percentile."""
+    """True if `one` is about as fast as `best`, which has the shortest median, there and at the 99th
+    percentile."""
     tails = [nearest_rank(each.seconds, 0.99) for each in (best, one)]
     return median(best.seconds) >= SOONER * median(one.seconds) and tails[0] >= SHORTER_TAIL * tails[1]
 
 
 def _caveat(outcome: Outcome) -> str:
-    """What is to be weighed against its speed."""
+    """Return what speaks against the transport in spite of its speed."""
     if not outcome.short:
         return ""
     return (
@@ -302,7 +304,7 @@ def _best(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 def window_note(most_in_flight: int | None, round_trip: float, outcomes: Sequence[Outcome]) -> str:
-    """A word where the kernel's buffers, and not the link, may have held TCP back; else empty."""
+    """Return a note if the kernel's buffers, and not the link, may have limited TCP; else an empty string."""
     tcp = [outcome for outcome in outcomes if _is_tcp(outcome) and outcome.turns]
     if most_in_flight is None or not tcp or round_trip <= 0:
         return ""

@@ -1,8 +1,9 @@
-"""The server of `atoll link serve`: whoever has the key opens transports through it, and it tells when each
+"""The server of `atoll link serve`: a client with the key opens transports through it, and hears when each
 transfer has become usable.
 
-Clients talk to it over an authenticated channel (net/endpoint.py). That hands out what the transports need: a
-token for a TCP connection; a session's id, ports and secret for datagrams. So nobody else's bytes are taken.
+Clients talk to it over an authenticated channel (net/endpoint.py). The channel hands out what the transports
+need: a token for a TCP connection; a session's id, ports and secret for datagrams. So nobody else's bytes are
+taken.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ MOST_MEMORY = 2**31  # bytes that all transfers together may take here
 IDLE_SECONDS = 900.0  # without a word, after which a client is sent away
 _LTP_MEMORY = 8  # bytes for each element, as in `ltpflows.ELEMENT_BYTES`, which needs a package more
 _LOOK_SECONDS = 0.2
-_PING_SECONDS = 1.0  # how often it is looked whether clients are still there
+_PING_SECONDS = 1.0  # between checks that clients are still there
 
 
 class LtpFlows(Protocol):
-    """What takes transfers of datagrams."""
+    """Takes transfers of datagrams."""
 
     ports: list[int]
 
     def open(self, number: int, elements: int, datagram_bytes: int) -> tuple[int, bytes, bool]:
-        """Wait for a session; returns its id, its secret, and whether its datagrams are sealed."""
+        """Wait for a session; return its id, its secret, and whether its datagrams are sealed."""
 
     def drop(self, number: int) -> None: ...
 
@@ -71,7 +72,7 @@ class LtpFlows(Protocol):
 
 @dataclass
 class _Client:
-    """Who has said Hello, and its flows, with the memory that each takes."""
+    """A client that has said Hello, and its flows, with the memory that each takes."""
 
     heard: float
     flows: dict[int, tuple[str, int]] = field(default_factory=dict)  # number: (transport, bytes)
@@ -79,10 +80,10 @@ class _Client:
 
 class LinkServer:
     """Listens at `listen` ("tcp://HOST:PORT"). TCP connections come to PORT + 1, datagrams to UDP ports from
-    PORT + 1 on; port 0: any free ones. `make_ltp`: what takes datagrams, given host, first port and whom it
-    tells; None: only TCP is measured.
+    PORT + 1 on; port 0: any free ones. `make_ltp` makes the taker of datagrams from host, first port and
+    callback; None: only TCP is measured.
 
-    Raises UserError for an address that is in use, not ours, or in need of keys.
+    Raises UserError for an address that is in use, not this machine's, or in need of keys.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class LinkServer:
         return self._server.address
 
     def close(self) -> None:
-        """End; what clients are in the middle of is broken off. Closing twice does no harm."""
+        """End, and break off transfers under way. Closing twice does no harm."""
         self._closing.close()
 
     def _close_channel(self) -> None:
@@ -138,18 +139,18 @@ class LinkServer:
         os.close(self._wake)
 
     def serve(self, until: Callable[[], bool]) -> None:
-        """Serve until `until` says so, which is asked at least each 0.2 s."""
+        """Serve until `until` returns True; it is asked at least every 0.2 s."""
         while not until():
             poll([self._server], _LOOK_SECONDS, self._woken)
             self._tell_results()
-            for _ in range(100):  # of a flood, results go out in between
+            for _ in range(100):  # during a flood, results go out in between
                 received = self._server.receive(0)
                 if received is None:
                     break
                 self._handle(received, time.monotonic())
             self._look_after(time.monotonic())
 
-    # -- what transports tell, from threads of their own
+    # -- reports of transports, from threads of their own
 
     def _tell(self, result: Taken | FlowLost) -> None:
         self._results.put(result)
@@ -171,7 +172,7 @@ class LinkServer:
                 self._clients[peer].heard = time.monotonic()
                 self._say(peer, result)
 
-    # -- what clients say
+    # -- messages of clients
 
     def _handle(self, received: Received, now: float) -> None:
         try:
@@ -262,7 +263,7 @@ class LinkServer:
             )
         return ""
 
-    # -- who goes
+    # -- clients that are gone
 
     def _look_after(self, now: float) -> None:
         """Forget clients that are gone, or have been silent for too long."""

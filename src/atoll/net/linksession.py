@@ -1,6 +1,5 @@
 """One session of the loss-tolerant transport, as an application has it: keys, replay windows and events
-around the state machine of `atoll.ltp.session`. Source: docs/ltp.md, "Keys,
-seals and replays".
+around the state machine of `atoll.ltp.session`. Source: docs/ltp.md, "Keys, seals and replays".
 
 Any thread may use a LinkSession. The link's thread drives it (atoll.net.ltplink).
 """
@@ -29,17 +28,17 @@ from atoll.net.udp import Address, Bytes, UdpPort
 from atoll.wire.datagrams import Flow, Kind, split_untrusted
 
 MOST_BURSTS = 16  # of a session in one turn of the link, so that the others get theirs
-MOST_WAITING_BYTES = 2**30  # of values that came and were not taken: then data is dropped, as on a full link
-MOST_WAITING_EVENTS = 2**16  # that were not taken: then data is dropped too, and other news is only counted
-LEAST_PAUSE = 0.0002  # seconds from a turn in which a session had no more to send to its next, unasked
+MOST_WAITING_BYTES = 2**30  # of values that were not taken: beyond it data is dropped, as on a full link
+MOST_WAITING_EVENTS = 2**16  # not taken: beyond it data is dropped too, and other events are only counted
+LEAST_PAUSE = 0.0002  # seconds from a turn without more to send to the session's next, unasked
 CLOSE_SECONDS = 2.0  # for the last word to leave
-_ROUND_TRIPS = 3  # for which an old key opens what comes late
-_NEWS = (Refused, Migrated, StripeChanged)  # of which nobody's books depend
+_ROUND_TRIPS = 3  # for which an old key opens late datagrams
+_NEWS = (Refused, Migrated, StripeChanged)  # events that no accounting needs
 
 
 @dataclass(frozen=True)
 class LinkStatus:
-    """A session's state, and what was dropped of what came for it, by the reason."""
+    """A session's state, and the datagrams dropped for it, by reason."""
 
     session: Status
     drops: dict[str, int]
@@ -48,7 +47,7 @@ class LinkStatus:
 
 
 class LinkSession:
-    """A session on a link; made by `LtpLink.open`. `name` stands in every error."""
+    """A session on a link; made by `LtpLink.open`. `name` is in every error."""
 
     def __init__(
         self,
@@ -66,9 +65,9 @@ class LinkSession:
         site: str = "",
     ) -> None:
         self.number, self.name, self.site = number, name, site
-        self.finished = False  # the link need not drive it any more
-        self.deadline = -math.inf  # when the link is to drive it next
-        self.blocked: UdpPort | None = None  # that has no room for what is to be sent
+        self.finished = False  # the link need not drive the session any more
+        self.deadline = -math.inf  # when the link is to drive the session next
+        self.blocked: UdpPort | None = None  # a port that has no room for the next burst
         self.heard_from: tuple[Address, ...] = ()  # the other end's latest addresses
         self._session, self._ports, self._wake, self._told = session, ports, wake, told
         self._generation = process.generation()
@@ -78,14 +77,14 @@ class LinkSession:
         self._openers = [Opener(secret, stripe=stripe, **keys) for stripe in range(len(ports))]
         self._windows = [ReplayWindow() for _ in ports]
         self._drops: Counter[str] = Counter()
-        self._condition = threading.Condition()  # guards all of this; told of events, and of the end
+        self._condition = threading.Condition()  # guards all of this; notified of events, and of the end
         self._events: list[Event] = []
-        self._newest_ask: int | None = None  # its place in them: there is one at most
+        self._newest_ask: int | None = None  # index of the one Asked in `_events`
         self._waiting_bytes = 0
         self._lost = ""  # why the session is over
         self._cause: BaseException | None = None
-        self._left: tuple[UdpPort, Bytes, Address] | None = None  # sealed, and there was no room
-        self._shared = shared  # the link shares out its rate, and is to hear of what is asked
+        self._left: tuple[UdpPort, Bytes, Address] | None = None  # sealed rows for which there was no room
+        self._shared = shared  # the link shares out its rate, and takes what is asked
         self._asked: list[int] = []
 
     # -- for the application ---------------------------------------------------------------------------------
@@ -98,9 +97,10 @@ class LinkSession:
         high: npt.NDArray[np.bool_] | None = None,
         reliable: bool = False,
     ) -> int:
-        """Sends a chunk's values, (elements,); the transfer's id. Never waits. `high` is by block
-        (`Session.send`); `reliable`: all of it arrives in the end. `values` must stay unchanged until the
-        transfer's Delivered. Raises UserError for what cannot be sent, RunError when the session is over."""
+        """Send a chunk's values, (elements,), without waiting; return the transfer's id. `high` is by
+        block (`Session.send`); `reliable`: all of it arrives in the end. `values` must stay unchanged
+        until the transfer's Delivered. Raises UserError for values that cannot be sent, RunError once the
+        session is over."""
         self._check_process()
         with self._condition:
             self._check()
@@ -112,8 +112,8 @@ class LinkSession:
         return transfer
 
     def events(self, timeout: float) -> list[Event]:
-        """What has happened since the last call, in order; waits up to `timeout` seconds for something: none
-        came: an empty list. Of several Asked only the newest is there. The last event is Lost; after it, this
+        """Return the events since the last call, in order, waiting up to `timeout` seconds for one; empty
+        if none came. Of several Asked only the newest is there. The last event is Lost; after it, this
         raises RunError."""
         self._check_process()
         until = time.monotonic() + timeout
@@ -133,7 +133,7 @@ class LinkSession:
         return events
 
     def status(self) -> LinkStatus:
-        """How the session goes; also when it is over."""
+        """Return the session's state; also when it is over."""
         self._check_process()
         with self._condition:
             drops = self._drops + self._session.drops
@@ -142,16 +142,16 @@ class LinkSession:
 
     @property
     def forged(self) -> int:
-        """Datagrams that named this session and were not the other end's, or were that already."""
+        """Number of datagrams that named this session and were not the other end's, or came twice."""
         return self._drops["stripe"] + self._drops["replayed"] + sum(each.refused for each in self._openers)
 
     @property
     def over(self) -> bool:
-        """Whether it has ended."""
+        """True once the session has ended."""
         return bool(self._lost)
 
     def change_keys(self) -> None:
-        """The next datagrams are sealed with new keys."""
+        """Seal the next datagrams with new keys."""
         self._check_process()
         with self._condition:
             self._check()
@@ -160,7 +160,7 @@ class LinkSession:
         self._wake()
 
     def ask(self, size: int) -> None:
-        """Asks the other end for a share of its link, for so many bytes: there it is the event Asked."""
+        """Ask the other end for a share of its link, for so many bytes; it gets the event Asked."""
         self._check_process()
         with self._condition:
             self._check()
@@ -169,7 +169,7 @@ class LinkSession:
         self._wake()
 
     def grant(self, rate: float, seconds: float) -> None:
-        """Gives the other end so many bytes per second of this end's link, for so long: it sends no more."""
+        """Give the other end so many bytes per second of this end's link, for so long: it sends no more."""
         self._check_process()
         with self._condition:
             self._check()
@@ -178,7 +178,7 @@ class LinkSession:
         self._wake()
 
     def close(self, reason: str = "closed by the application") -> None:
-        """Ends the session, and tells the other end why. Closing twice does no harm."""
+        """End the session, and tell the other end why. Closing twice does no harm."""
         if self._generation != process.generation():
             return  # the parent's
         until = time.monotonic() + CLOSE_SECONDS
@@ -203,14 +203,15 @@ class LinkSession:
             raise RunError(f"{self.name} is over: {self._lost}") from self._cause
 
     def _check_process(self) -> None:
-        """Before any lock: one that was held when the process was forked stays so in the child."""
+        """Raise RunError in a forked process. Call before any lock: one that was held at the fork stays so
+        in the child."""
         if self._generation != process.generation():
             raise RunError(f"{self.name}: a forked process cannot use its parent's session")
 
     # -- for the link's thread -------------------------------------------------------------------------------
 
     def handle(self, now: float, flow: Flow, address: Address) -> None:
-        """Takes in datagrams that say they are of this session, and came at `now` (monotonic)."""
+        """Take in datagrams that name this session, and came at `now` (monotonic)."""
         with self._condition:
             if self._lost:
                 return
@@ -231,7 +232,7 @@ class LinkSession:
             self.deadline = -math.inf
 
     def drive(self) -> None:
-        """Sends what is due, and collects what has happened; then `deadline` tells when to come again."""
+        """Send what is due, and collect events; then `deadline` is the time of the next call."""
         if self.blocked is None and time.monotonic() < self.deadline:
             return
         with self._condition:
@@ -249,27 +250,28 @@ class LinkSession:
                 self._finish()
 
     def take_asked(self) -> list[int]:
-        """What the other end has asked for since the last call: bytes that it has to send, 0: none. One that
-        was opened counts as asking: its first grant tells it that this link shares out its rate."""
+        """Return what the other end has asked for since the last call: bytes that it has to send, 0: none.
+        An opened session counts as asking: its first grant shows the other end that this link shares out
+        its rate."""
         with self._condition:
             asked, self._asked = self._asked, []
         return asked
 
     def hand_out(self) -> None:
-        """Tells the application what has happened, where it is told by a call: from the link's thread, with
-        no lock held, so that it may send."""
+        """Call the application with the new events, if it gave a callback; from the link's thread, with no
+        lock held, so that it may send."""
         if self._told is not None and self._events:
             self._told(self._taken())
 
     def share(self, rate: float, seconds: float) -> None:
-        """Its share of the link."""
+        """Grant the other end its share of the link."""
         with self._condition:
             if not self._lost:
                 self._session.grant(rate, seconds, kept=False)
                 self.deadline = -math.inf
 
     def fail(self, reason: str, cause: BaseException | None = None) -> None:
-        """The session is over at once, unsaid."""
+        """End the session at once, without a message to the other end."""
         with self._condition:
             if not self._lost:
                 self._cause = cause
@@ -279,14 +281,14 @@ class LinkSession:
         self.hand_out()
 
     def _opened(self, now: float, flow: Flow) -> tuple[Bytes, npt.NDArray[np.int64]]:
-        """The rows that are genuine and new, and their sizes."""
+        """Return the rows that are genuine and new, and their sizes."""
         window, opener = self._windows[flow.stripe], self._openers[flow.stripe]
         frames, sizes, numbers = flow.frames, flow.sizes, flow.numbers
         good = self._counted(window.fresh(numbers), "replayed")
         if not good.all():
             frames, sizes, numbers = frames[good], sizes[good], numbers[good]
         opener.keep_old = _ROUND_TRIPS * self._session.control.trip.smoothed
-        good = opener.open(frames, sizes, now)  # it counts for itself
+        good = opener.open(frames, sizes, now)  # the opener counts refused seals itself
         if not good.all():
             frames, sizes, numbers = frames[good], sizes[good], numbers[good]
             if not len(frames):
@@ -300,13 +302,13 @@ class LinkSession:
         return good
 
     def _send_next(self, now: float) -> bool:
-        """Sends the next burst, or what is left of the last; False where there is none, or no room."""
+        """Send the next burst, or the rest of the last; False if there is none, or no room."""
         if self._left is None:
             burst = self._session.poll_datagrams(now)
             if burst is None:
                 return False
             self._sealers[burst.stripe].seal(burst.frames)
-            assert isinstance(burst.path, tuple)  # as `handle` gave it, or `LtpLink.open`
+            assert isinstance(burst.path, tuple)  # from `handle`, or `LtpLink.open`
             port, frames, address = self._ports[burst.stripe], burst.frames, burst.path
         else:
             port, frames, address = self._left
@@ -340,7 +342,7 @@ class LinkSession:
         self._condition.notify_all()
 
     def _explained(self, lost: Lost) -> Lost:
-        """With what kept datagrams from leaving, where something did."""
+        """Return the event with the port's trouble that kept datagrams from leaving, if there was any."""
         troubles = [port.trouble for port in self._ports if port.trouble]
         return replace(lost, reason=f"{lost.reason} ({troubles[0]})") if troubles else lost
 

@@ -1,8 +1,9 @@
-"""The side of `atoll link test`: opens transports to a server, lets them take turns, and times each transfer.
+"""The client of `atoll link test`: opens transports to a server, lets them take turns, and times each
+transfer.
 
-A transfer's time begins before its sender is called and ends when the server holds it, by the server's
-clock; the two clocks are compared over the channel before each turn. So no word of the server's about it is
-part of it, which may be late on a link that loses packets.
+A transfer's time begins before its sender is called and ends when the server holds it, by the server's clock;
+the two clocks are compared over the channel before each turn. So the server's report, which may be late on a
+link that loses packets, is no part of the time.
 """
 
 from __future__ import annotations
@@ -61,19 +62,19 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class Sender(Protocol):
-    """One transport's open way to the server."""
+    """An open transport to the server."""
 
     number: int  # the flow's
 
     @property
     def detail(self) -> str:
-        """What runs, in words."""
+        """The transport's setting, in words."""
 
     def send(self, transfer: int, look: Callable[[], None]) -> None:
-        """Send a transfer; may return before it has left. Calls `look` while it waits, which may raise."""
+        """Send a transfer; may return before it has left. Calls `look` during waits, which may raise."""
 
     def check(self) -> None:
-        """Raises PeerLostError where the way to the server has ended."""
+        """Raise PeerLostError if the transport has ended."""
 
     def settle(self, look: Callable[[], None]) -> None:
         """Wait until nothing of the last transfer is under way any more."""
@@ -95,10 +96,10 @@ class TcpTransport:
         self._link.send(self._data, look)
 
     def check(self) -> None:
-        """The server tells where the connection has ended."""
+        """Do nothing: the server reports the connection's end."""
 
     def settle(self, look: Callable[[], None]) -> None:
-        """The server has it all."""
+        """Do nothing: the server has all of it."""
 
     def packets(self) -> Packets:
         sent, again = self._link.segments()
@@ -109,7 +110,7 @@ class TcpTransport:
 
 
 class LinkTester:
-    """A connection to the server at `address`. Raises UserError where nobody answers there within the test's
+    """A connection to the server at `address`. Raises UserError if nobody answers there within the test's
     timeout, or it is no such server, has another key, or speaks another version."""
 
     def __init__(self, address: str, keys: Keys | None, test: LinkTestOptions) -> None:
@@ -123,7 +124,7 @@ class LinkTester:
         self._numbers = itertools.count(1)
         self._taken: dict[tuple[int, int], Taken] = {}
         self._lost: dict[int, str] = {}  # flow: why
-        self._heard = math.inf  # when the server last said something; inf: not yet
+        self._heard = math.inf  # time of the server's last message; inf: none yet
         self._client = Client(address, keys, limit=FRAME, name=NAME)
         try:
             self._greet()
@@ -156,7 +157,7 @@ class LinkTester:
             )
 
     def _ask(self, message: AnyMessage, expected: type[Answer], what: str) -> Answer:
-        """The answer to a request. Raises PeerLostError where none comes."""
+        """Return the answer to a request. Raises PeerLostError if none comes."""
         self._client.send(encode(message))
         answer = self._await(expected, self.test.timeout, getattr(message, "number", 0))
         if answer is None:
@@ -167,7 +168,7 @@ class LinkTester:
         return answer
 
     def _await(self, expected: type[Answer], seconds: float, number: int = 0) -> Answer | None:
-        """The next answer of this kind and number; None where none comes in time."""
+        """Return the next answer of this kind and number; None if none comes in time."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             message = self._next(min(left, _LOOK_SECONDS))
@@ -176,7 +177,7 @@ class LinkTester:
         return None
 
     def look(self) -> None:
-        """Take in what the server has said. Raises PeerLostError where it is gone."""
+        """Take the server's messages. Raises PeerLostError if it is gone."""
         while self._next(0.0) is not None:
             pass
 
@@ -202,7 +203,7 @@ class LinkTester:
         return message
 
     def _check_silence(self) -> None:
-        """A link that is dead ends no connection: raises PeerLostError where the server says nothing."""
+        """Raise PeerLostError if the server is silent: a dead link ends no connection."""
         bound = max(self.test.timeout, _LEAST_SILENCE)
         if time.monotonic() > self._heard + bound:
             raise PeerLostError(
@@ -221,7 +222,7 @@ class LinkTester:
     # -- transports
 
     def open(self, transport: str) -> Sender:
-        """Raises UserError where it cannot be had, on this side or there."""
+        """Open a transport. Raises UserError if it cannot be had, on this side or there."""
         family, _, variant = transport.partition(":")
         if family == "tcp":
             return self._open_tcp(variant)
@@ -260,8 +261,8 @@ class LinkTester:
     # -- the measuring
 
     def measure(self, progress: Callable[[str], None] = lambda _line: None) -> LinkReport:
-        """Let the transports take turns. Raises PeerLostError where the server is gone before anything was
-        measured; where it goes later, the report has it in `lost`."""
+        """Let the transports take turns. Raises PeerLostError if the server is gone before anything was
+        measured; if it goes later, the report has it in `lost`."""
         self.read_clock()
         lost = ""
         senders: dict[str, Sender] = {}
@@ -271,8 +272,8 @@ class LinkTester:
                 try:
                     senders[name] = self.open(name)
                     outcome.detail = senders[name].detail
-                except PeerLostError as error:  # the channel gets through, so the rest is worth measuring
-                    self.read_clock()  # or it does not, either
+                except PeerLostError as error:  # the channel may still work, and the rest is worth measuring
+                    self.read_clock()  # raises if the channel is lost too
                     outcome.stopped = str(error)
             self._take_turns(
                 [_Turns(self, sender, outcomes[name]) for name, sender in senders.items()], progress
@@ -298,8 +299,8 @@ class LinkTester:
         return report
 
     def _take_turns(self, turns: list[_Turns], progress: Callable[[str], None]) -> None:
-        """In an order drawn anew for each round. One that is far slower makes the rest of its transfers after
-        the others: on their connections, nothing would be warm any more."""
+        """Take turns, in an order drawn anew for each round. A far slower transport makes the rest of its
+        transfers after the others, whose connections would cool down meanwhile."""
         test, order = self.test, np.random.default_rng(self.test.seed)
         while quick := [each for each in turns if each.left and not each.slow]:
             for place in order.permutation(len(quick)):
@@ -313,7 +314,7 @@ class LinkTester:
                 progress(f"{made} of {test.count} transfers of {each.outcome.transport}")
 
     def wait_taken(self, sender: Sender, transfer: int, until: float) -> Taken | None:
-        """The server's word on a transfer; None where it does not come before `until` (monotonic)."""
+        """Return the server's report on a transfer; None if it does not come before `until` (monotonic)."""
         while time.monotonic() < until:
             if taken := self._taken.pop((sender.number, transfer), None):
                 return taken
@@ -323,7 +324,7 @@ class LinkTester:
         return None
 
     def check_flow(self, sender: Sender) -> None:
-        """Raises PeerLostError where the server takes no more of this flow."""
+        """Raise PeerLostError if the server takes no more of this flow."""
         if sender.number in self._lost:
             raise PeerLostError(
                 f"{NAME} at {self._client.address} takes no more transfers: {self._lost[sender.number]}"
@@ -331,7 +332,7 @@ class LinkTester:
 
 
 class _LateError(Exception):
-    """What was to happen by a transfer's deadline did not."""
+    """A transfer's deadline has passed."""
 
 
 class _Turns:
@@ -346,11 +347,11 @@ class _Turns:
 
     @property
     def left(self) -> bool:
-        """Whether it is to make more transfers."""
+        """True if the transport is to make more transfers."""
         return not self.outcome.stopped and len(self.outcome.turns) < self._tester.test.count
 
     def take(self) -> None:
-        """Make a transfer. The first ones are to warm up, and do not count, unless the budget is spent."""
+        """Make a transfer. The first ones only warm up, and do not count, unless the budget is spent."""
         outcome, test = self.outcome, self._tester.test
         if self._made <= test.warm:
             self._before = self._sender.packets()
@@ -360,7 +361,7 @@ class _Turns:
             outcome.stopped = f"{error} within {test.deadline:g} s (--deadline); no more were made"
             return
         except PeerLostError as error:
-            self._tester.read_clock()  # raises where the server is gone
+            self._tester.read_clock()  # raises if the server is gone
             outcome.stopped = f"{error}; no more transfers were made"
             return
         self._spent += made.seconds
@@ -399,7 +400,7 @@ class _Turns:
         )
 
     def _look(self, until: float, what: str) -> None:
-        """Take in what the server has said; raises where the transfer should have come to its end by now."""
+        """Take the server's messages; raise if the transfer's deadline has passed."""
         self._tester.look()
         self._tester.check_flow(self._sender)
         if time.monotonic() > until:

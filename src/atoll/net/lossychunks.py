@@ -1,4 +1,4 @@
-"""Which blocks of a gradient must arrive over a lossy link. Workers and sites' shards send alike."""
+"""Choice of the blocks of a gradient that must arrive over a lossy link; for workers and sites' shards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from atoll.ltp.blocks import Importance, Mask, mean_abs
 
 
 class Priorities:
-    """Which blocks must arrive: of each chunk those with the largest mean |g|, smoothed over iterations, as
-    large a share of them as `high` says, or as is derived (None)."""
+    """The blocks of each chunk that must arrive: those with the largest mean |g|, smoothed over
+    iterations. `high` is their share; None: it is derived."""
 
     def __init__(self, high: float | None) -> None:
         self._share = high
@@ -18,8 +18,9 @@ class Priorities:
         self._sizes: dict[int, float] = {}  # by chunk: of its latest values, the sum of absolute values
 
     def high(self, chunk: int, values: npt.NDArray[np.floating], block: int, start: int = 0) -> Mask:
-        """By block of `block` elements: of the values that are sent, (elements,), a run of the chunk from
-        element `start` on. What is held back is in them, so that what was lost again and again arrives."""
+        """Return a mask of the blocks, of `block` elements each, that must arrive. `values`, (elements,),
+        are a run of the chunk from element `start` on, residuals included, so that blocks lost again and
+        again arrive."""
         means = mean_abs(values, block)
         found = self._importance.get(chunk)
         if found is None or found[0] != start or found[1].blocks != len(means):
@@ -30,5 +31,5 @@ class Priorities:
         return importance.high(self._share if self._share is not None else importance.derived_share()[0])
 
     def size(self, chunk: int) -> float:
-        """The sum of absolute values of what was sent of a chunk last; 0 for nothing yet."""
+        """Return the sum of absolute values last sent of a chunk; 0 if there are none yet."""
         return self._sizes.get(chunk, 0.0)

@@ -1,5 +1,5 @@
-"""Transfers as datagrams, to measure a link with: sessions that take those of several clients, and the end
-that sends."""
+"""Transfers as datagrams, to measure a link with: sessions that take several clients' transfers, and the
+sending end."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from atoll.wire.datagrams import payload_bytes
 from atoll.wire.linktest import SECRET_BYTES
 from atoll.wire.messages import FlowLost, LtpOpened, Taken
 
-CHUNK = 0  # which all transfers are of
-ELEMENT_BYTES = 8  # a session takes for each element: while one transfer is told of, the next may come
+CHUNK = 0  # of all transfers
+ELEMENT_BYTES = 8  # memory of a session for each element: two transfers may be there at a time
 _LOOK_SECONDS = 0.05
 _JOIN_SECONDS = 10.0
 
@@ -34,9 +34,9 @@ Values = npt.NDArray[np.float32]
 
 class LtpFlows:
     """Takes transfers at `stripes` UDP ports of `host` from `port` on (0: any free ones), each session's on a
-    thread of its own, and tells each through `told`, from there, until `close`.
+    thread of its own, and reports each through `told`, from there, until `close`.
 
-    Raises UserError where it cannot listen.
+    Raises UserError if it cannot listen.
     """
 
     def __init__(self, host: str, port: int, told: Told, *, stripes: int = 1, sealed: bool = True) -> None:
@@ -52,8 +52,8 @@ class LtpFlows:
         self._ending: list[threading.Thread] = []  # of flows that were dropped
 
     def open(self, number: int, elements: int, datagram_bytes: int) -> tuple[int, bytes, bool]:
-        """Wait for a session; returns its id, its secret, and whether its datagrams are sealed. Raises
-        UserError for a size of datagrams that there cannot be."""
+        """Wait for a session; return its id, its secret, and whether its datagrams are sealed. Raises
+        UserError for an impossible size of datagrams."""
         secret, settings = secrets.token_bytes(SECRET_BYTES), Settings(datagram_bytes=datagram_bytes)
         session = self._link.open(
             secrets.randbits(32),
@@ -89,7 +89,7 @@ class LtpFlows:
         self._link.close()
 
     def _take(self, number: int, session: LinkSession, over: threading.Event) -> None:
-        """Tell of what arrives, until the session ends, it has refused something, or the flow is dropped."""
+        """Report transfers until the session ends, it has refused something, or the flow is dropped."""
         repaired, lost = 0, ""
         with contextlib.suppress(RunError):  # the session is over
             while not over.is_set() and not lost:
@@ -127,11 +127,11 @@ def _taken(number: int, arrived: Arrived, at: float, repaired: int) -> Taken:
 
 
 class LtpTransport:
-    """Transfers over one session: `values`, again and again, a share `high` of whose blocks, drawn anew for
-    each, is of high priority; or all of them, in full-reliability mode.
+    """Transfers of `values` over one session. A share `high` of the blocks, drawn anew for each transfer, is
+    of high priority; or all of them are, in full-reliability mode.
 
-    Raises PeerLostError where no datagram comes back within `seconds`, and what `look` raises, which is
-    called meanwhile.
+    Raises PeerLostError if no datagram comes back within `seconds`. `look` is called meanwhile, and may
+    raise.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class LtpTransport:
 
     @property
     def detail(self) -> str:
-        """What runs, in words."""
+        """The transport's setting, in words."""
         silent = f"; UDP port {', '.join(map(str, sorted(self._silent)))} silent" if self._silent else ""
         return self._detail + silent
 
@@ -194,11 +194,11 @@ class LtpTransport:
         self._take_events(0.0)
 
     def settle(self, look: Callable[[], None]) -> None:
-        """Wait until the server's word on what was missing has come: then nothing is under way any more."""
+        """Wait for the server's report on missing blocks: then nothing is under way any more."""
         while self._sending:
             look()
             self._take_events(_LOOK_SECONDS)
-        self._next_high = self._mask()  # now, for it takes a while
+        self._next_high = self._mask()  # before the next transfer's time begins: drawing takes a while
 
     def packets(self) -> Packets:
         status = self._session.status().session

@@ -34,20 +34,18 @@ from atoll.net.udp import BUFFER_BYTES, Address, Received, UdpPort, resolve, sho
 from atoll.wire.datagrams import HEADER, LTP_VERSION, MOST_STRIPES, SESSION_AT, headers_untrusted
 
 LONGEST_SLEEP = 1.0  # seconds
-POLL_GRAIN = 0.001  # seconds that `poll` is good to; shorter sleeps are made otherwise
+POLL_GRAIN = 0.001  # the resolution of `poll` in seconds; shorter sleeps use time.sleep
 NO_ROOM_SECONDS = 0.005  # until a port that had no room is tried again, though poll does not say that it has
 FLOOD_SECONDS, FLOOD_RATE = 0.1, 500.0  # how often strangers' datagrams are counted; a flood, each second
-FORGED_SECONDS = (
-    10.0  # after the last one that named a session falsely, its other end may speak from anywhere
-)
+FORGED_SECONDS = 10.0  # after the last forged datagram of a session, its other end may send from anywhere
 
 
 class LtpLink:
     """UDP ports at `host` (empty: all addresses of this machine), one for each stripe, and their thread.
 
-    `ports` are their numbers (0: any free one); `.addresses` are what they got. `name` stands in every error,
-    and in the thread's name. `link_rate`, bytes per second: what comes is shared out by grants, so that all
-    who send to this link together do not pass it. Raises UserError for an address that is in use or not ours.
+    `ports` are their numbers (0: any free one); `.addresses` are the bound ones. `name` is in every error,
+    and in the thread's name. `link_rate`, bytes per second: arriving traffic is shared out by grants, so that
+    all senders together stay below it. Raises UserError for an address that is in use or not this machine's.
     """
 
     def __init__(
@@ -64,11 +62,11 @@ class LtpLink:
             raise UserError(f"{name}: {len(ports)} ports; a link has between 1 and {MOST_STRIPES}")
         self.name = name
         self._grants = Grants(link_rate) if link_rate is not None else None
-        self.drops: Counter[str] = Counter()  # of what came for none of the sessions, by the reason
+        self.drops: Counter[str] = Counter()  # datagrams for none of the sessions, by reason
         self._generation = process.generation()
         self._lock = threading.Lock()  # guards the sessions and the end
         self._sessions: dict[int, LinkSession] = {}
-        self._secrets: set[tuple[bytes, bool]] = set()  # hashes of those that were used, and the end
+        self._secrets: set[tuple[bytes, bool]] = set()  # hashes of used secrets, and the end that used each
         self._closed = False
         self._over = False  # the thread is to end
         self._failure = ""
@@ -92,8 +90,8 @@ class LtpLink:
         self._is_flooded, self._forged_until = False, -math.inf
         # While strangers flood the ports: the sessions that are let in, and from where (empty: anywhere).
         self._filtered: dict[int, tuple[Address, ...]] | None = None
-        self._blocked: set[UdpPort] = set()  # that had no room
-        self._watched: set[UdpPort] = set()  # those of them of which poll is to say that they have
+        self._blocked: set[UdpPort] = set()  # ports that had no room
+        self._watched: set[UdpPort] = set()  # blocked ports that poll watches for room
         self._thread = threading.Thread(target=self._serve, name=f"atoll link {name}", daemon=True)
         self._thread.start()
 
@@ -110,7 +108,7 @@ class LtpLink:
 
     @property
     def offload(self) -> str:
-        """Which way the datagrams take through the system, in words."""
+        """The datagrams' way through the system, in words."""
         offload = self._ports[0].offload
         if offload.sends and offload.receives:
             return "many datagrams in a call (UDP_SEGMENT, UDP_GRO)"
@@ -126,7 +124,7 @@ class LtpLink:
         return next((port.trouble for port in self._ports if port.trouble), "")
 
     def counts(self) -> dict[str, int]:
-        """What the ports counted, summed over the stripes (atoll.net.udp.Counters)."""
+        """Return the ports' counts, summed over the stripes (atoll.net.udp.Counters)."""
         total: Counter[str] = Counter()
         for port in self._ports:
             total.update(vars(port.count))
@@ -147,14 +145,17 @@ class LtpLink:
         told: Callable[[list[Event]], None] | None = None,
         site: str = "",
     ) -> LinkSession:
-        """Opens a session whose id and secret (32 bytes) the authenticated channel gave both ends; so it did
-        the server's `addresses`, one for each stripe, which a client gives here. A server gives None: it
-        learns where its client is. `stripes`: how many of the ports it uses (all). `most_bytes`: what all
-        open transfers that come may take together. `extents`: of the chunks that may come, by id (None: any
-        may). With `seal` False nothing is secret or safe: both ends must say so. `told` gets events as they
-        happen, instead of `LinkSession.events`, from the link's thread: it must not wait, and what it raises
-        ends the session. `site`: whose sessions have one share of a link that is shared out. Raises UserError
-        for what does not fit or a secret that was used, RunError when the link is closed."""
+        """Open a session whose id and secret (32 bytes) the authenticated channel gave both ends; the channel
+        also gave the client the server's `addresses`, one for each stripe. A server gives None: it learns its
+        client's addresses.
+
+        `stripes`: the number of ports that the session uses (all). `most_bytes`: bytes that all open incoming
+        transfers may take together. `extents`: of the chunks that may come, by id (None: any may). With
+        `seal` False nothing is secret or safe: both ends must agree on it. `told` gets events as they happen,
+        instead of `LinkSession.events`, from the link's thread: it must not wait, and an error in it ends the
+        session. `site`: the sessions of one site have one share of a link that is shared out. Raises
+        UserError for arguments that do not fit or a secret that was used, RunError when the link is closed.
+        """
         self._check()  # before any lock, for it may be that of a fork
         count = len(self._ports) if stripes is None else stripes
         if not 1 <= count <= len(self._ports):
@@ -204,9 +205,9 @@ class LtpLink:
         return made
 
     def close(self) -> None:
-        """Ends all sessions and the thread, and closes the ports. Closing twice does no harm."""
+        """End all sessions and the thread, and close the ports. Closing twice does no harm."""
         if self._generation != process.generation():
-            self._lock = threading.Lock()  # who held the parent's is no thread of this process
+            self._lock = threading.Lock()  # a thread of the parent may hold the old one
         with self._lock:
             closed, self._closed = self._closed, True
             sessions = list(self._sessions.values())
@@ -232,18 +233,18 @@ class LtpLink:
             raise RunError(f"{self.name} is closed")
 
     def _reachable(self, host: str, port: int) -> Address:
-        """The address as this link's ports have it, in sending and in receiving."""
+        """Return the address in the form that this link's ports use, in sending and in receiving."""
         family, address = resolve(host, port)
         own = self._ports[0].family
         if family == own:
             return address
-        if own == sockets.AF_INET6:  # which takes both kinds, and writes one in the other's form
+        if own == sockets.AF_INET6:  # takes both families; IPv4 has IPv6's form
             return (f"::ffff:{address[0]}", address[1], 0, 0)
         raise UserError(f"{self.name} has an IPv4 address, and {shown_address(address)} is of IPv6")
 
     def _wake(self) -> None:
         with self._lock, contextlib.suppress(BlockingIOError):  # it is full: the thread wakes up anyway
-            if self._pipe:  # or else its number may be another file's by now
+            if self._pipe:  # once closed, its number may be another file's
                 os.write(self._waker, b"x")
 
     def _close_handles(self) -> None:
@@ -268,7 +269,7 @@ class LtpLink:
                 session.fail(self._failure, error)
 
     def _turn(self) -> None:
-        """Waits until something is to be done, and does all of it."""
+        """Wait until something is to be done, and do all of it."""
         with self._lock:
             sessions = list(self._sessions.values())
         due = min((session.deadline for session in sessions), default=math.inf)
@@ -277,7 +278,7 @@ class LtpLink:
         for port in self._ports:
             behind = not port.drained
             for received in port.receive():
-                # The lateness of a thread is no part of a round trip. But where more waits than a turn takes,
+                # The lateness of a thread is no part of a round trip. But if more waits than a turn takes,
                 # this end is the bottleneck, and the other is to see its queue.
                 self._hand_out(received, time.monotonic() if behind or not port.drained else received.arrived)
         with self._lock:
@@ -295,8 +296,8 @@ class LtpLink:
         self._watched = watched
 
     def _see_to_strangers(self, sessions: Sequence[LinkSession]) -> None:
-        """Where many datagrams come that are of no use, have the kernel drop such: read here, each costs a
-        hundred times as much, and fills the room of those that are."""
+        """If many useless datagrams come, have the kernel drop them: read here, each costs a hundred times
+        as much, and takes the room of useful ones."""
         now = time.monotonic()
         if now > self._counted_at + FLOOD_SECONDS:
             most = FLOOD_RATE * (now - self._counted_at)
@@ -312,7 +313,8 @@ class LtpLink:
             self._let_in({each.number: each.heard_from if are_forged else () for each in sessions})
 
     def _let_in(self, sessions: dict[int, tuple[Address, ...]]) -> None:
-        """Take datagrams of these sessions alone, and from these addresses of theirs, if there are any."""
+        """Take datagrams of these sessions alone, and only from these addresses of theirs, if there are
+        any."""
         if sessions == self._filtered:
             return
         new: list[bytes] = []
@@ -328,7 +330,7 @@ class LtpLink:
             self._filtered = sessions
 
     def _share_out(self, grants: Grants, sessions: Sequence[LinkSession]) -> None:
-        """Answers those who ask for a share of the link."""
+        """Grant shares of the link to the sessions that ask."""
         now, by_number = time.monotonic(), {session.number: session for session in sessions}
         for session in sessions:
             for size in session.take_asked():
@@ -343,12 +345,13 @@ class LtpLink:
                 by_number[grant.session].share(grant.rate, grant.seconds)
 
     def _sleep(self, deadline: float) -> list[UdpPort]:
-        """Until `deadline` (monotonic), or until something comes; which of the watched can be written to."""
+        """Sleep until `deadline` (monotonic), or until something comes; return the watched ports that are
+        writable."""
         seconds = min(deadline - time.monotonic(), LONGEST_SLEEP)
         if self._blocked:
             seconds = min(seconds, NO_ROOM_SECONDS)
         if 0 < seconds < POLL_GRAIN:
-            time.sleep(seconds)  # finer than poll; what comes meanwhile is handled together
+            time.sleep(seconds)  # finer than poll; datagrams that come meanwhile are handled together
             seconds = 0.0
         ready = self._poll.poll(int(max(0.0, seconds) * 1e3))
         if any(handle == self._woken for handle, _ in ready):
@@ -358,7 +361,7 @@ class LtpLink:
         return [port for port in self._watched if port.fileno() in can] if can else []
 
     def _hand_out(self, received: Received, arrived: float) -> None:
-        """Gives each session what says that it is for it."""
+        """Give each session the datagrams that name it."""
         for flow in headers_untrusted(received.frames, received.sizes, self.drops):
             session = self._sessions.get(flow.session)
             if session is None:

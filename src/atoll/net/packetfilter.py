@@ -33,7 +33,7 @@ _SIGNATURE_BYTES, _SIGNATURE_BEGIN = 10, 0xFF000000
 
 
 def attach(link: socket.socket, steps: Sequence[Step]) -> bool:
-    """Have the kernel run a program in place of the one before; returns False where it cannot."""
+    """Have the kernel run a program in place of the one before; return False if it cannot."""
     if sys.platform != "linux" or len(steps) > MOST_STEPS:
         return False
     code = ctypes.create_string_buffer(b"".join(_STEP.pack(*step) for step in steps))
@@ -47,7 +47,7 @@ def attach(link: socket.socket, steps: Sequence[Step]) -> bool:
 
 
 def detach(link: socket.socket) -> None:
-    """Let everything through again. A socket without a program stays as it is."""
+    """Let everything through again. A socket without a program is unchanged."""
     try:
         link.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
     except OSError:
@@ -55,13 +55,14 @@ def detach(link: socket.socket) -> None:
 
 
 def only_greetings() -> list[Step]:
-    """For a socket that listens, with TCP_DEFER_ACCEPT: only clients that begin as libzmq does are accepted.
+    """Return a program for a listening socket, with TCP_DEFER_ACCEPT: only clients that begin like libzmq are
+    accepted.
 
     A client of libzmq sends the signature of a ZeroMQ (RFC 23: ten bytes), and nothing else until the server
     has answered. Everything but a SYN, an RST and such a signature is dropped. An acknowledgement without
-    data is dropped too: where the kernel's table of half-open connections is full, it would be accepted.
+    data is dropped too: if the kernel's table of half-open connections is full, it would be accepted.
 
-    An accepted connection inherits the program. `detach` it there: the peer sends again what was dropped.
+    An accepted connection inherits the program. `detach` it there: the peer sends the dropped data again.
     """
     return [
         (_LOAD_BYTE, 0, 0, _TCP_FLAGS),
@@ -118,7 +119,8 @@ def only_sessions(
 
 
 def _from(host: str, port: int) -> list[Step]:
-    """Take what comes from this host and port. Of an IPv6 address the last 4 bytes are looked at."""
+    """Return steps that take packets from this host and port. For an IPv6 address only the last 4 bytes
+    are checked."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from atoll.wire.device import DeviceMessage, decode, encode
 
 _PIECE = 2**16  # bytes of a packet; Linux takes up to some 200 KiB
-_LAST, _MORE = b"\0", b"\1"  # what a packet begins with
-_DESCRIPTORS = 4  # the most that come with a message
+_LAST, _MORE = b"\0", b"\1"  # the first byte of a packet
+_DESCRIPTORS = 4  # with a message, at most
 
 
 class PostClosedError(Exception):
@@ -23,8 +23,8 @@ class PostClosedError(Exception):
 
 
 class Post:
-    """One end of the socket. What does not fit into the socket's buffer waits here, so sending never blocks:
-    whoever waits for the socket calls `flush` when it `is_full` and can be written to."""
+    """One end of the socket. Messages that do not fit into the socket's buffer wait here, so sending never
+    blocks: the owner calls `flush` when the Post `is_full` and the socket is writable."""
 
     def __init__(self, link: socket.socket) -> None:
         link.setblocking(False)
@@ -38,7 +38,7 @@ class Post:
 
     @property
     def is_full(self) -> bool:
-        """Whether something waits to be sent."""
+        """True while something waits to be sent."""
         return bool(self._outgoing)
 
     def send(self, message: DeviceMessage, descriptors: Sequence[int] = ()) -> None:
@@ -56,7 +56,7 @@ class Post:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it. Raises PostClosedError."""
+        """Send waiting messages, as far as the socket takes them. Raises PostClosedError."""
         while self._outgoing:
             piece, descriptors = self._outgoing[0]
             carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
@@ -71,8 +71,8 @@ class Post:
                 os.close(each)
 
     def receive(self) -> tuple[DeviceMessage, list[int]] | None:
-        """The next message, and the file descriptors that came with it, which are the caller's to close; None
-        where none is whole yet. Raises PostClosedError, WireError."""
+        """Return the next message and its file descriptors, which the caller must close; None if no
+        message is whole yet. Raises PostClosedError, WireError."""
         while True:
             try:
                 piece, descriptors, _flags, _from = socket.recv_fds(self._link, _PIECE + 1, _DESCRIPTORS)
@@ -90,7 +90,8 @@ class Post:
                 return decode(whole), carried
 
     def wait(self, timeout: float) -> bool:
-        """Wait for up to `timeout` seconds for something to receive; sends what waits, meanwhile."""
+        """Wait for up to `timeout` seconds for something to receive, and send waiting messages meanwhile;
+        return whether there is something."""
         until = time.monotonic() + timeout
         poller = select.poll()
         while True:
@@ -104,7 +105,7 @@ class Post:
             self.flush()
 
     def close(self) -> None:
-        """Close this end; what waits is dropped."""
+        """Close this end; waiting messages are dropped."""
         for _, descriptors in self._outgoing:
             for each in descriptors:
                 with contextlib.suppress(OSError):

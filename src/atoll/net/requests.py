@@ -1,4 +1,4 @@
-"""Ask and wait for the answer, with a deadline whose error says who was waited for, on what, and why."""
+"""Requests with a deadline, whose error names the awaited side, the subject and the reason."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from atoll.wire.messages import (
 )
 
 MOST_REASON = 4096  # characters of a refusal that are shown
-_EXPLAIN_SECONDS = 2.0  # for the hub to say who is missing
-_LOOK_SECONDS = 0.1  # how often the connection's state is looked at while waiting
+_EXPLAIN_SECONDS = 2.0  # for the hub to name the missing shards
+_LOOK_SECONDS = 0.1  # between looks at the connection's state while waiting
 
 Answer = TypeVar("Answer", bound=Message)
 
 
 class RefusedError(UserError):
-    """The other side said no; the line is its reason."""
+    """The other side refused; the line is its reason."""
 
 
 def ask(
@@ -65,8 +65,8 @@ def wait_for(
     number: int | None = None,
     request: str = "",
 ) -> tuple[Answer, memoryview | None]:
-    """The waiting of `ask`, for what was asked before: `request` is its name, and `losses` was
-    `client.losses` at the time."""
+    """Wait for the answer to an earlier request: `request` is its name, and `losses` was `client.losses`
+    at the time. Otherwise like `ask`."""
     start = time.monotonic()
     while True:
         left = start + deadline - time.monotonic()
@@ -98,8 +98,8 @@ def wait_for(
 
 
 def who_is_missing(client: Client) -> str:
-    """Ask the hub, once a deadline on the run's shards has passed, which have not come; empty where it says
-    nothing."""
+    """Ask the hub, once a deadline on the run's shards has passed, which shards have not come; return an
+    empty string if it does not answer."""
     try:
         missing, _ = ask(client, WhoIsMissing(), Missing, _EXPLAIN_SECONDS, "whom it waits for")
     except AtollError:
@@ -108,7 +108,7 @@ def who_is_missing(client: Client) -> str:
 
 
 def late(client: Client, deadline: float, what: str) -> str:
-    """The line of a DeadlineError."""
+    """Return the line of a DeadlineError."""
     trouble = f"; {client.trouble}" if client.trouble else ""
     return (
         f"waited {deadline:.1f} s for {client.name} at {client.address} on {what} "
@@ -117,7 +117,7 @@ def late(client: Client, deadline: float, what: str) -> str:
 
 
 def decode_from(client: Client, header: bytes) -> Any:
-    """The message that a server has sent. Raises RunError, with its name, where that is none."""
+    """Return a server's message. Raises RunError, with the server's name, for anything else."""
     try:
         return decode_untrusted(header)
     except WireError as error:

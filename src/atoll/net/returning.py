@@ -1,7 +1,7 @@
 """Connections to servers that may be killed and started again, here or elsewhere.
 
-What was sent and has no answer is kept, and sent again once the server is back: what comes twice counts once
-there. Workers hold such connections to their shards, and a site's shard to the global ones.
+Messages without an answer are kept, and sent again once the server is back, which counts repeated ones once.
+Workers hold such connections to their shards, and a site's shard to the global ones.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from atoll.net.tunnel import Lossy, TunnelClient, Wish
 from atoll.net.tunnelend import IDLE_SECONDS, block_elements
 from atoll.wire.messages import AnyMessage, Hello, Welcome, encode
 
-_ASK_WHERE = 0.25  # seconds between questions where the servers are, while one is lost
-_ASK_ANYWAY = 2.0  # the same, while all are silent: one may have been given up, and be elsewhere
-_GREET_AGAIN = 1.0  # seconds between Hellos to one that has not answered: it may have been a standby
+_ASK_WHERE = 0.25  # seconds between requests for the servers' addresses, while one is lost
+_ASK_ANYWAY = 2.0  # seconds, while none is lost: a silent one may have been given up, and be elsewhere
+_GREET_AGAIN = 1.0  # seconds between Hellos to a server that has not answered: it may have been a standby
 
 
-MOST_UNDER_WAY = 2  # payloads that were made and are not the system's yet, over all connections
+MOST_UNDER_WAY = 2  # prepared payloads that the system has not taken yet, over all connections
 
 
 @dataclass(frozen=True)
 class Made:
-    """A payload that is made when it leaves, and once more where it was lost: so what was sent and has no
-    answer needs no memory. `make()` gives a tensor's memory that nobody else writes to; what it is made of
-    must stay as it is until the answer."""
+    """A payload that is made when it leaves, and again if it was lost, so that unanswered messages need no
+    memory. `make()` gives a tensor's memory that nobody else writes to; its sources must stay unchanged
+    until the answer."""
 
     make: Callable[[], memoryview]
 
@@ -55,26 +55,26 @@ class _Sent:
 
 @dataclass
 class _Link:
-    """The connection to one server, and what was sent there and is not answered."""
+    """The connection to one server, and the unanswered messages."""
 
     client: Client
     address: str
     sent: list[_Sent] = field(default_factory=list)
-    queue: deque[_Sent] = field(default_factory=deque)  # what has yet to leave, behind a payload to be made
+    queue: deque[_Sent] = field(default_factory=deque)  # waiting behind a payload to be made
     welcomed: bool = False  # on this connection
-    comes_back: bool = True  # it keeps a journal, as far as is known: its welcome says so
+    comes_back: bool = True  # the server keeps a journal, by its welcome as far as is known
     lost_at: float | None = None  # monotonic
     greeted_at: float = field(default_factory=time.monotonic)
 
 
 class ReturningLinks:
-    """One connection to each server, on which `hello` is said before all else.
+    """One connection to each server, on which `hello` is said first.
 
-    `name(index)` is who that is, in words; `ends(index)` is the line of the error for one that was lost and
-    keeps no journal. `where()` gives the addresses as the hub knows them, or None where it does not now.
-    `is_it(index, welcome)` tells a server from another one that has got its old port. `lost(index)` is called
-    when one is lost that is waited for, and `back(index, seconds)` when it is back. `link`: what the
-    connections are made with; where its transport is "ltp", each is a tunnel (net/tunnel.py).
+    `name(index)` names a server in words; `ends(index)` is the error's line for a lost server that keeps no
+    journal. `where()` gives the addresses as the hub knows them, or None if it does not now. `is_it(index,
+    welcome)` tells a server from another one that has got its old port. `lost(index)` is called when a server
+    is lost and waited for, and `back(index, seconds)` when it is back. `link`: options of the connections;
+    with transport "ltp", each is a tunnel (net/tunnel.py).
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class ReturningLinks:
         back: Callable[[int, float], None] = lambda _index, _seconds: None,
         link: LinkOptions | None = None,
     ) -> None:
-        self.come_back = 0  # how often a server was lost and found again
+        self.come_back = 0  # number of times that a server was lost and found again
         self._hello, self._keys, self._limit = hello, keys, limit
         self._name, self._ends, self._where, self._is_it = name, ends, where, is_it
         self._lost, self._back = lost, back
         self._wish = _wish_of(link, hello) if link is not None and link.transport == "ltp" else None
         self._asked_where = 0.0
         self._links: list[_Link] = []
-        self._turn = 0  # whose queue was looked at last
+        self._turn = 0  # index of the queue that was looked at last
         self._under_way: list[weakref.ref[numpy.ndarray[Any, Any]]] = []  # payloads that were made
         try:
             for index, address in enumerate(addresses):
@@ -121,7 +121,7 @@ class ReturningLinks:
 
     @property
     def strangers(self) -> list[int]:
-        """Those that have not said their welcome on the connection that there is."""
+        """The servers that have sent no welcome on their present connections."""
         return [index for index, link in enumerate(self._links) if not link.welcomed]
 
     def _connect(self, index: int, address: str) -> Client:
@@ -141,7 +141,7 @@ class ReturningLinks:
         self._links.clear()
 
     def figures(self) -> dict[int, LinkFigures]:
-        """The tunnels in figures, by server, of those that are open; none over TCP."""
+        """Return the figures of open tunnels, by server; none over TCP."""
         tunnels = {
             index: link.client.link
             for index, link in enumerate(self._links)
@@ -149,7 +149,7 @@ class ReturningLinks:
         }
         return {index: figures for index, figures in tunnels.items() if figures is not None}
 
-    # -- what is sent -------------------------------------------------------------------------------------
+    # -- sending ------------------------------------------------------------------------------------------
 
     def send(
         self,
@@ -159,10 +159,10 @@ class ReturningLinks:
         until: Hashable = None,
         lossy: Lossy | None = None,
     ) -> None:
-        """Send without waiting; `payload` must not change before the server has answered. `lossy`: not all
-        of it needs to arrive, where the connection is a tunnel; over TCP all of it does.
+        """Send without waiting; `payload` must not change before the server has answered. `lossy`: not all of
+        it needs to arrive, if the connection is a tunnel; over TCP all of it does.
 
-        With `until`, it is sent again to a server that was lost, as long as `answered(until)` is not called.
+        With `until`, the message is sent again to a server that was lost, until `answered(until)` is called.
         """
         link = self._links[index]
         sent = _Sent(message, payload, until, lossy)
@@ -178,11 +178,11 @@ class ReturningLinks:
 
     @property
     def is_behind(self) -> bool:
-        """Whether something has yet to leave: `pump` is to be called soon."""
+        """True if messages have yet to leave: call `pump` soon."""
         return any(link.queue for link in self._links)
 
     def pump(self) -> None:
-        """Let leave what may: payloads are made as those before them have become the system's."""
+        """Send waiting messages; payloads are made as earlier ones have become the system's."""
         while any(link.queue for link in self._links):
             self._turn = (self._turn + 1) % len(self._links)  # all links are to be used
             queue = self._links[self._turn].queue
@@ -191,7 +191,7 @@ class ReturningLinks:
                 return
 
     def _leave(self, link: _Link, sent: _Sent) -> bool:
-        """Let the first of its queue leave; whether it may."""
+        """Send the first message of a queue; return whether it may leave now."""
         payload = sent.payload
         if isinstance(payload, Made):
             self._under_way = [held for held in self._under_way if held() is not None]
@@ -206,8 +206,8 @@ class ReturningLinks:
         return True
 
     def answered(self, until: Hashable, index: int | None = None, instead: AnyMessage | None = None) -> None:
-        """What was sent `until` this, to server `index` or to all, needs not be sent again; but `instead`, if
-        the rest of the answer is lost."""
+        """Do not send messages with this `until` again, to server `index` or to all; but send `instead`,
+        if the rest of the answer is lost."""
         for each, link in enumerate(self._links):
             if index is None or each == index:
                 link.sent = [sent for sent in link.sent if sent.until != until]
@@ -215,19 +215,19 @@ class ReturningLinks:
                 if instead is not None:
                     link.sent.append(_Sent(instead, None, until))
 
-    # -- what comes ---------------------------------------------------------------------------------------
+    # -- receiving ----------------------------------------------------------------------------------------
 
     def take(
         self, ready: Sequence[Endpoint], handle: Callable[[int, bytes, memoryview | None], None]
     ) -> None:
-        """Hand out what has come on the connections in `ready`: (index, header, payload)."""
+        """Hand out the messages on the connections in `ready`: (index, header, payload)."""
         for index, link in enumerate(list(self._links)):
             client = link.client
             while client in ready and link.client is client:
                 got = client.receive(0.0)
-                # After that, for it may have been lost, and come again, since the message before.
+                # Check after receiving: the connection may have been lost and made again meanwhile.
                 if link.comes_back and client.losses:
-                    self._lose(index, link)  # who speaks on a connection that came by itself heard no Hello
+                    self._lose(index, link)  # no Hello was said on a connection that came back
                     break
                 if got is None:
                     break
@@ -236,8 +236,8 @@ class ReturningLinks:
                     return  # a handler has closed them
 
     def check(self, grace: float = 0.0) -> None:
-        """See to servers that were lost. Raises for one that refuses this side, and PeerLostError for one
-        that will not come back, when it has been gone for `grace` seconds."""
+        """Replace lost connections. Raises the error of a server that refuses this side, and PeerLostError
+        for a server that will not come back, once it has been gone for `grace` seconds."""
         for index, link in enumerate(self._links):
             link.client.check()
             if link.client.losses:
@@ -253,21 +253,21 @@ class ReturningLinks:
                     self._lose(index, self._links[index], address)
 
     def _greet_again(self, link: _Link) -> None:
-        """Who did not know yet that it is the one who is looked for may know by now."""
+        """Repeat Hello: a server that was no primary before may be one by now."""
         if time.monotonic() >= link.greeted_at + _GREET_AGAIN:
             link.greeted_at = time.monotonic()
             if link.client.connected:
                 link.client.send(encode(self._hello))
 
     def _lose(self, index: int, link: _Link, address: str = "", grace: float = 0.0) -> None:
-        """What was sent on this connection and not answered may be lost: begin another one."""
+        """Begin another connection, since unanswered messages on this one may be lost."""
         if not link.comes_back:
             link.lost_at = link.lost_at or time.monotonic()
             if time.monotonic() - link.lost_at >= grace:
                 raise PeerLostError(self._ends(index))
             return
         link.client.abandon()
-        link.queue.clear()  # what has no answer is sent again by `handle_welcome`
+        link.queue.clear()  # `handle_welcome` sends unanswered messages again
         if link.lost_at is None:
             link.lost_at = time.monotonic()
             self._lost(index)
@@ -276,10 +276,10 @@ class ReturningLinks:
         link.client = self._connect(index, link.address)
 
     def handle_welcome(self, index: int, welcome: Welcome) -> None:
-        """A server has said its welcome: what it may have lost is sent again."""
+        """Handle a server's welcome: send again what the server may have lost."""
         link = self._links[index]
         if not self._is_it(index, welcome):
-            return  # the hub tells where the lost one is
+            return  # the hub knows the lost one's address
         link.welcomed, link.comes_back = True, welcome.comes_back
         if link.lost_at is not None:
             away, link.lost_at = time.monotonic() - link.lost_at, None
@@ -289,7 +289,7 @@ class ReturningLinks:
             self.pump()
 
     def gone(self, index: int) -> str:
-        """In words, for how long a server has been lost; empty where it is there."""
+        """Return in words for how long a server has been lost; empty if it is there."""
         lost_at = self._links[index].lost_at
         if lost_at is None:
             return ""
@@ -305,7 +305,8 @@ def _transmit(client: Client, message: AnyMessage, payload: memoryview | None, l
 
 
 def elements_in_block(link: LinkOptions, dtype: str) -> int:
-    """Elements of "float32", "bfloat16" and the like in a block of a lossy payload over such a link."""
+    """Return the number of elements of type "float32", "bfloat16" and the like in a block of a lossy
+    payload over such a link."""
     return block_elements(dtype, _settings_of(link))
 
 
@@ -320,5 +321,5 @@ def _settings_of(link: LinkOptions) -> Settings:
 
 
 def _wish_of(link: LinkOptions, hello: Hello) -> Wish:
-    """The tunnel of whoever says this Hello."""
+    """Return the tunnel options of a client with this Hello."""
     return Wish(f"{hello.role} {hello.worker}", hello.site, _settings_of(link), link.stripes)

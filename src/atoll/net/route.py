@@ -1,4 +1,4 @@
-"""By which of its own addresses a process reaches another one."""
+"""The address of this machine on the way to another one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from atoll.net.endpoint import host_and_port
 
 
 def own_address(address: str) -> str:
-    """This machine's own IP address on the way to `address` ("tcp://HOST:PORT"): there others on that way
-    reach it. Empty where that is not known, and for a path. Nothing is sent."""
+    """Return this machine's own IP address on the way to `address` ("tcp://HOST:PORT"), at which others on
+    that way reach it. Empty if that is not known, and for a path. Nothing is sent."""
     place = host_and_port(address)
     if place is None:
         return ""

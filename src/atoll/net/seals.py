@@ -24,7 +24,7 @@ from atoll.wire.datagrams import HEADER, SEAL_BYTES, Bytes, records_of
 SECRET_BYTES = 32  # of a session, from the authenticated channel; for one session only
 KEY_BYTES = 16
 NONCE_BYTES = 12
-KEEP_OLD_SECONDS = 3.0  # until the session tells three of its round trips
+KEEP_OLD_SECONDS = 3.0  # until the session sets three of its round trips
 
 _INFO = b"atoll ltp 1"
 _HEADER = HEADER.itemsize
@@ -33,7 +33,8 @@ _NUMBER = 8  # where the number starts in the header
 
 
 def derive_key(secret: bytes, *, client: bool, stripe: int, phase: int) -> bytes:
-    """The key for what the client sends (or else the server) on a stripe; `phase` is the whole count."""
+    """Return the key for the client's datagrams (or else the server's) on a stripe; `phase` is the whole
+    count."""
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"a secret of {len(secret)} bytes, not {SECRET_BYTES}")
     info = _INFO + struct.pack("<BBQ", 1 if client else 2, stripe, phase)
@@ -41,8 +42,8 @@ def derive_key(secret: bytes, *, client: bool, stripe: int, phase: int) -> bytes
 
 
 class Sealer:
-    """Seals what one end sends on a stripe. `client` says which end this is. With `seal` False the room for
-    the seal stays zero: both ends must have agreed on that through the authenticated channel."""
+    """Seals one end's datagrams on a stripe. `client` says which end this is. With `seal` False the room
+    for the seal stays zero: both ends must have agreed on that through the authenticated channel."""
 
     def __init__(self, secret: bytes, *, client: bool, stripe: int, seal: bool = True) -> None:
         self._secret, self._client, self._stripe, self._seal = secret, client, stripe, seal
@@ -51,9 +52,11 @@ class Sealer:
         self._last = -1
 
     def seal(self, frames: Bytes) -> None:
-        """Seals a burst in place, (n, size): headers and bodies, with room of SEAL_BYTES at each row's end.
+        """Seal a burst in place, (n, size): headers and bodies, with room of SEAL_BYTES at each row's end.
+
         The header's phase may be the last one's or the next. Raises ValueError for another, and for numbers
-        that do not rise: a nonce that came twice would give the key's stream away."""
+        that do not rise: a repeated nonce would give the key's stream away.
+        """
         numbers = records_of(frames, HEADER, 0)["number"].astype(np.int64)
         if not len(numbers):
             return
@@ -82,8 +85,8 @@ class Sealer:
 
 
 class Opener:
-    """Opens what the other end sends on a stripe; `client` says which end this is. It holds the keys of three
-    phases: the open one, the next, and for `keep_old` seconds the one before, for what comes late."""
+    """Opens the other end's datagrams on a stripe; `client` says which end this is. It holds the keys of
+    three phases: the open one, the next, and for `keep_old` seconds the one before, for late datagrams."""
 
     def __init__(self, secret: bytes, *, client: bool, stripe: int, seal: bool = True) -> None:
         self._secret, self._client, self._stripe, self._seal = secret, client, stripe, seal
@@ -94,8 +97,8 @@ class Opener:
         self._ciphers = {phase: self._cipher_of(phase) for phase in (0, 1)}
 
     def open(self, frames: Bytes, sizes: npt.NDArray[np.int64], now: float = 0.0) -> npt.NDArray[np.bool_]:
-        """Opens a burst in place, (n, width), whose rows are filled up to `sizes`, seal included (as checked
-        by headers_untrusted). Gives which seals were good, (n,); the others' rows stay as they were."""
+        """Open a burst in place, (n, width), whose rows are filled up to `sizes`, seal included (as
+        checked by headers_untrusted). Return which seals were good, (n,); the other rows are unchanged."""
         good = np.zeros(len(frames), dtype=bool)
         if not len(frames):
             return good
@@ -147,7 +150,8 @@ class Opener:
     def _open_unsealed(
         self, frames: Bytes, sizes: npt.NDArray[np.int64], good: npt.NDArray[np.bool_]
     ) -> None:
-        """Room that is not zero was sealed: the ends disagree, or it was changed on its way."""
+        """Mark rows whose room for the seal is zero as good. Other rows were sealed, since the ends
+        disagree, or changed on the way."""
         for size in np.unique(sizes).tolist():
             rows = sizes == size
             good[rows] = ~frames[rows, size - SEAL_BYTES : size].any(axis=1)
@@ -164,8 +168,8 @@ def _nonces_of(frames: Bytes) -> list[bytes]:
 
 
 def _memory_of(frames: Bytes) -> tuple[memoryview, int]:
-    """The burst's memory from its first byte to its last, and from row to row how many bytes: rows may lie
-    apart, as in an arena whose rows are wider."""
+    """Return the burst's memory from its first byte to its last, and the bytes from row to row: rows may
+    lie apart, as in an arena whose rows are wider."""
     count, size = frames.shape
     if count == 1 and frames.strides[1] == 1:
         return memoryview(frames[0]), size

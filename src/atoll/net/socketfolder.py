@@ -1,6 +1,6 @@
 """A folder for Unix sockets that only one user's processes reach: mode 0700, and a path short enough.
 
-Whoever uses such a folder holds a lock on it, as long as its process lives. So a folder that nobody holds,
+Each user of such a folder holds a lock on it, as long as its process lives. So a folder that nobody holds,
 and in which nobody listens, was left by processes that were killed.
 """
 
@@ -24,7 +24,7 @@ _LONGEST = 60  # bytes of the folder's path: a socket's has at most 103 in all (
 
 
 def make_socket_folder() -> Path:
-    """A new folder of mode 0700, in $TMPDIR or else in /tmp. Raises UserError where there can be none."""
+    """Make a folder of mode 0700, in $TMPDIR or else in /tmp. Raises UserError if there can be none."""
     why = ": the path of $TMPDIR is too long"
     for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
         if len(os.fsencode(parent)) + len("/atoll-xxxxxxxx") > _LONGEST:
@@ -58,10 +58,10 @@ def check_socket_folder(folder: str) -> None:
 
 
 def hold_folder(folder: Path, *, alone: bool = False) -> int | None:
-    """Lock a folder, with others who use it or `alone`, until the descriptor that is returned is closed.
+    """Lock a folder, shared with its other users or `alone`, until the returned descriptor is closed.
 
-    None where the folder cannot be locked so: somebody else holds it, or the filesystem has no locks.
-    systemd-tmpfiles, too, spares folders that are locked.
+    Return None if the folder cannot be locked so: somebody else holds it, or the filesystem has no locks.
+    systemd-tmpfiles, too, spares locked folders.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -114,7 +114,7 @@ def _holds_sockets_alone(folder: Path) -> bool:
 
 
 def _listens(path: Path) -> bool:
-    """True where a process listens at the socket `path`."""
+    """True if a process listens at the socket `path`."""
     if not stat.S_ISSOCK(path.lstat().st_mode):
         return False
     with socket.socket(socket.AF_UNIX) as client:

@@ -39,7 +39,7 @@ EVENTS = (
     | zmq.EVENT_CLOSE_FAILED
     | zmq.EVENT_MONITOR_STOPPED
 )
-MOST_STRANGERS = 16384  # in all, where descriptors allow as many
+MOST_STRANGERS = 16384  # in all, if descriptors allow as many
 # Bytes that a server sends to anybody: its greeting, and with keys its WELCOME, or an ERROR; READY is longer.
 _TO_ANYBODY, _WITH_KEYS = 64, 64 + 170 + 32
 _LEAST_STRANGERS = 16
@@ -47,10 +47,10 @@ _SILENT_SECONDS = 60  # for which the kernel keeps a silent connection to itself
 _LEAST_KEPT_BACK, _KEPT_BACK_SHARE = 32, 16  # descriptors for files and links of our own: that share
 _COUNT_SECONDS = 5.0  # between looks at how many descriptors the rest of the process has
 _REFILL_SECONDS = 0.2
-_REPORT_SECONDS = 60.0  # between lines on the same
+_REPORT_SECONDS = 60.0  # between two such lines
 _MOST_NAMED = 4  # addresses in a line
 _FLOOD_SECONDS, _FLOOD_RATE = 0.2, 100.0  # how often failed handshakes are counted; a flood, each second
-_SCREEN_SECONDS = 60.0  # for which the kernel drops what begins otherwise than a client does
+_SCREEN_SECONDS = 60.0  # for which the kernel drops connections that begin otherwise than a client's
 _ACKED_AT, _INFO_BYTES = 120, 256  # struct tcp_info: tcpi_bytes_acked, 64 bits (include/uapi/linux/tcp.h)
 _EVENT = struct.Struct("=HI")
 _DESCRIPTORS = "/proc/self/fd"
@@ -92,16 +92,17 @@ class Strangers:
 
     @property
     def strangers(self) -> int:
-        """Connections that may still be strangers'."""
+        """Number of connections that may still be strangers'."""
         return len(self._coming)
 
     @property
     def connections(self) -> int:
-        """All of them."""
+        """Number of all connections."""
         return len(self._open)
 
     def take_report(self) -> str:
-        """A line, once, when connections were closed for want of room, or many failed; else nothing."""
+        """Return a line, once, when connections were closed for want of room, or many failed; else an
+        empty string."""
         if flood := self._screen.take_report():
             return flood
         if not self._closed or time.monotonic() < self._report_at:
@@ -124,7 +125,7 @@ class Strangers:
         )
 
     def close(self) -> None:
-        """After the monitor was stopped: end the thread."""
+        """End the thread, after the monitor was stopped."""
         self._thread.join(2.0)
         _all.discard(self)
         self._reserve.close()
@@ -139,7 +140,7 @@ class Strangers:
                 if self._monitor.poll(200) and self._take():
                     break
                 self._screen.poll(time.monotonic())
-                if time.monotonic() > self._refill_at:  # also what a file has taken of it, and given back
+                if time.monotonic() > self._refill_at:  # a file may have borrowed from the reserve
                     self._refill_at = 0.0
                     self._reserve.refill()
             except zmq.ZMQError:
@@ -150,7 +151,7 @@ class Strangers:
             self._monitor.close(linger=0)
 
     def _take(self) -> bool:
-        """Take what the monitor tells; whether that was its last word."""
+        """Handle the monitor's events; return whether it has stopped."""
         for _ in range(64):
             try:
                 head = self._monitor.recv(zmq.NOBLOCK)
@@ -178,8 +179,8 @@ class Strangers:
         return False
 
     def _leave_silent(self, descriptor: int) -> None:
-        """Have the kernel keep a connection to itself until its client says something, as a client of ZeroMQ
-        does at once: a silent one takes no descriptor."""
+        """Have the kernel keep a connection to itself until its client sends something, as a client of
+        ZeroMQ does at once: a silent one takes no descriptor."""
         with self._hand.at(descriptor) as link:
             port = _name_of(link.getsockname)[1] if link is not None else 0
             if link is not None and port:
@@ -191,7 +192,7 @@ class Strangers:
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)  # an earlier connection of that number
         if not self._port:
-            return  # of a path, which the file system guards
+            return  # the server listens at a path, which the file system guards
         self._screen.lift_of(descriptor)
         self._open.add(descriptor)
         self._coming[descriptor] = ""
@@ -213,7 +214,7 @@ class Strangers:
             self._judge(next(iter(self._coming)), full=len(self._coming) == 1)
 
     def _see(self, descriptor: int) -> str:
-        """Ask for a stranger's address, which costs as much as all else; empty where it is gone."""
+        """Return a stranger's address, which costs as much as all else; empty if the connection is gone."""
         with self._hand.at(descriptor) as link:
             host = self._client_of(link)
         if host:
@@ -224,7 +225,7 @@ class Strangers:
         return host
 
     def _judge(self, descriptor: int, full: bool = False) -> None:
-        """Close this connection, unless it is a stranger's no more; where the port is `full`, in any case."""
+        """Close this connection, unless it is no longer a stranger's; if the port is `full`, in any case."""
         self._no_stranger(descriptor)
         with self._hand.at(descriptor) as link:
             host = self._client_of(link)
@@ -239,13 +240,13 @@ class Strangers:
         self._open.discard(descriptor)
 
     def _client_of(self, link: socket.socket | None) -> str:
-        """The address of a client of this server; empty for any other file."""
+        """Return the address of a client of this server; empty for any other file."""
         if link is None or _name_of(link.getsockname)[1] != self._port:
             return ""
         return _name_of(link.getpeername)[0]
 
     def _accept_failed(self) -> None:
-        """Descriptors are used up. Until one is free libzmq tries again, without a pause."""
+        """Free descriptors, which are used up. Until one is free libzmq tries again, without a pause."""
         now = time.monotonic()
         here = _connections()
         self._fewer, self._fewer_until = max(_LEAST_STRANGERS, here - _LEAST_KEPT_BACK), now + _COUNT_SECONDS
@@ -253,7 +254,7 @@ class Strangers:
         while _connections() > self._fewer and self._coming:
             self._judge(next(iter(self._coming)))
         if len(self._open) == before and not self._refill_at:
-            # All belong here. So that who waits is turned away, and libzmq has peace, it is let in first.
+            # All belong here. A reserved descriptor lets the waiting client in, to be turned away.
             self._reserve.give()
             self._refill_at = now + _REFILL_SECONDS
 
@@ -271,11 +272,11 @@ class Strangers:
                 del self._from[host]
 
     def _room(self) -> int:
-        """Connections that there may be, of all servers of this process."""
+        """Return the number of connections that all servers of this process may have."""
         now, here = time.monotonic(), _connections()
         if here > self._limit // 4 and now > self._counted_at + _COUNT_SECONDS:
             self._counted_at = now
-            with contextlib.suppress(OSError):  # there is none left to look with
+            with contextlib.suppress(OSError):  # no descriptor is left to look with
                 self._others = max(0, len(os.listdir(_DESCRIPTORS)) - here)  # noqa: PTH208
         kept_back = max(_LEAST_KEPT_BACK, self._limit // _KEPT_BACK_SHARE)
         room = max(_LEAST_STRANGERS, self._limit - self._others - kept_back)
@@ -283,17 +284,18 @@ class Strangers:
 
 
 class _Hand:
-    """Copies descriptors of libzmq's, one at a time: libzmq may close one meanwhile, and another file may get
+    """Copies libzmq's descriptors, one at a time: libzmq may close one meanwhile, and another file may get
     its number."""
 
     def __init__(self) -> None:
-        # Two descriptors of nothing: another's is copied over one of them, which takes no new number.
+        # Two descriptors of /dev/null: another is copied over one of them, which takes no new number.
         self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._copy = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     @contextlib.contextmanager
     def at(self, descriptor: int) -> Iterator[socket.socket | None]:
-        """The connection of that number, or what has the number by now; None where that is nothing."""
+        """Yield the connection of that number, or the file that has the number by now; None if there is
+        none."""
         try:
             os.dup2(descriptor, self._copy, inheritable=False)
         except OSError:
@@ -312,42 +314,43 @@ class _Hand:
 
 
 class _Screen:
-    """While many handshakes fail, has the kernel drop whatever does not begin as a client of libzmq does."""
+    """While many handshakes fail, has the kernel drop connections that do not begin like a client of
+    libzmq."""
 
     def __init__(self, hand: _Hand) -> None:
         self._hand = hand
         self._listener, self._port = -1, 0
-        self._succeeded = 0  # handshakes whose connections are there yet
+        self._succeeded = 0  # handshakes whose connections still stand
         self._failed, self._counted_at = 0, time.monotonic()  # handshakes since then
         self._until = 0.0  # 0: the kernel drops nothing
         self._was_on = False
         self._report = ""
 
     def handle_listening(self, descriptor: int, port: int) -> None:
-        """The server listens there."""
+        """Note the listening socket and its port."""
         self._listener, self._port = descriptor, port
 
     def handle_succeeded(self) -> None:
-        """A client is in."""
+        """Count a client whose handshake succeeded."""
         self._succeeded += 1
 
     def handle_ended(self) -> None:
-        """A connection is over. libzmq does not tell whether its handshake had succeeded: as many as have
-        succeeded are taken for such."""
+        """Count the end of a connection. libzmq does not report whether its handshake had succeeded: as
+        many ends as there were successes count as successful."""
         if self._succeeded:
             self._succeeded -= 1
         else:
             self._failed += 1
 
     def lift_of(self, descriptor: int) -> None:
-        """Let everything through to an accepted connection: it has inherited what was told of the port."""
+        """Let everything through to an accepted connection, which has inherited the port's program."""
         if self._was_on:
             with self._hand.at(descriptor) as link:
                 if link is not None:
                     detach(link)
 
     def poll(self, now: float) -> None:
-        """Begin or end, where that is due."""
+        """Begin or end dropping, if that is due."""
         if self._until and now > self._until:
             self._until = 0.0
             self._set(None)
@@ -363,12 +366,12 @@ class _Screen:
             )
 
     def take_report(self) -> str:
-        """A line, once, when it has begun."""
+        """Return a line, once, after dropping has begun."""
         report, self._report = self._report, ""
         return report
 
     def _set(self, steps: Sequence[Step] | None) -> bool:
-        """Have the kernel run this program at the port, or none; whether it does."""
+        """Have the kernel run this program at the port, or none; return whether it does."""
         with self._hand.at(self._listener) as link:
             if link is None or _name_of(link.getsockname)[1] != self._port:
                 return False  # it is closed
@@ -379,12 +382,12 @@ class _Screen:
 
 
 def _connections() -> int:
-    """Connections of all servers of this process."""
+    """Return the number of connections of all servers of this process."""
     return sum(len(each._open) for each in tuple(_all))
 
 
 def _name_of(ask: Callable[[], object]) -> tuple[str, int]:
-    """Host and port of one end of a connection; nothing, and 0, for what has none."""
+    """Return host and port of one end of a connection; empty and 0 if it has none."""
     try:
         name = ask()
     except OSError:
@@ -393,7 +396,8 @@ def _name_of(ask: Callable[[], object]) -> tuple[str, int]:
 
 
 def _acknowledged(link: socket.socket) -> int:
-    """Bytes of ours that a client's kernel says it has; 0 where the system does not tell."""
+    """Return the number of this server's bytes that a client's kernel has acknowledged; 0 if the system
+    does not report it."""
     try:
         info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     except OSError:

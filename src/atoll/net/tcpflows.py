@@ -1,7 +1,8 @@
-"""Transfers over TCP, to measure a link with: a thread that takes those of several connections, and the end
-that sends.
+"""Transfers over TCP, to measure a link with: a thread that takes those of several connections, and the
+sending end.
 
-A connection says its token, and then its transfers, each its length (8 bytes, little-endian) and its bytes.
+A connection sends its token, and then its transfers, each as its length (8 bytes, little-endian) and its
+bytes.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from atoll.wire.messages import FlowLost, Taken
 
 Told: TypeAlias = Callable[[Taken | FlowLost], None]
 
-GREETING_SECONDS = 10.0  # for a connection to say its token
+GREETING_SECONDS = 10.0  # for a connection to send its token
 SILENCE_SECONDS = 300.0  # in the middle of a transfer, after which its sender is given up
-MOST_STRANGERS = 16  # connections that have not said a token yet; for another, the oldest is closed
+MOST_STRANGERS = 16  # connections that have sent no token yet; a further one closes the oldest
 _LENGTH = struct.Struct("<Q")
 _LOOK_SECONDS = 0.2
 _FULL_SECONDS = 0.05  # before another try, where this process has too many files open
@@ -42,7 +43,7 @@ _RETRANSMITTED_AT, _SENT_AT, _INFO_BYTES = 100, 156, 160
 
 @dataclass
 class _Flow:
-    """The transfer of one connection, and how far it is. Its bytes are counted, and kept nowhere."""
+    """The transfers of one connection. Their bytes are counted, and kept nowhere."""
 
     number: int
     size: int
@@ -52,20 +53,20 @@ class _Flow:
 
 @dataclass
 class _Link:
-    """A connection. Until it has said its token it has no flow, and may only say that."""
+    """A connection. Until it has sent its token it has no flow, and may send nothing else."""
 
     socket: socket.socket
     flow: _Flow | None
     heard: float
-    head: bytearray = field(default_factory=bytearray)  # the token or a length, as far as it has come
+    head: bytearray = field(default_factory=bytearray)  # the received part of the token or of a length
     got: int = -1  # bytes of the transfer; -1: none has begun
 
 
 class TcpFlows:
-    """Takes transfers at `port` of `host` on a thread of its own, and tells each through `told`, from that
+    """Takes transfers at `port` of `host` on a thread of its own, and reports each through `told`, from that
     thread, until `close`.
 
-    Raises UserError where it cannot listen.
+    Raises UserError if it cannot listen.
     """
 
     def __init__(self, host: str, port: int, told: Told) -> None:
@@ -84,19 +85,19 @@ class TcpFlows:
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._lock = threading.Lock()  # guards the next two
-        self._flows: dict[bytes, _Flow] = {}  # by token: those that nobody has connected for yet
+        self._flows: dict[bytes, _Flow] = {}  # by token: flows without a connection yet
         self._failure = ""
         self._links: dict[int, _Link] = {}  # by file descriptor; touched by the thread alone
         self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._over = threading.Event()
-        self._scratch = memoryview(bytearray(_PIECE))  # where what comes is thrown away
+        self._scratch = memoryview(bytearray(_PIECE))  # received bytes are thrown away here
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name="atoll link tcp", daemon=True)
         self._thread.start()
 
     def open(self, number: int, size: int) -> bytes:
-        """A flow of transfers of at most `size` bytes; returns its token. Raises UserError where the thread
+        """Open a flow of transfers of `size` bytes each; return its token. Raises UserError if the thread
         has failed."""
         token = secrets.token_bytes(TOKEN_BYTES)
         flow = _Flow(number, size, token)
@@ -146,7 +147,7 @@ class TcpFlows:
         self._end_silent(time.monotonic())
 
     def _fail(self, reason: str) -> None:
-        """All flows are lost, and none comes any more."""
+        """Report all flows as lost; no new one is opened any more."""
         with self._lock:
             self._failure = reason
             lost = [*self._flows.values(), *(link.flow for link in self._links.values())]
@@ -159,7 +160,7 @@ class TcpFlows:
         try:
             link, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # else it is gone again
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # other errors: the client is gone again
                 self._over.wait(_FULL_SECONDS)
             return
         with contextlib.suppress(OSError):
@@ -192,7 +193,7 @@ class TcpFlows:
             self._end(link, f"its connection ended: {error.strerror or error}")
 
     def _take_some(self, link: _Link) -> None:
-        """Take what has come. Raises ConnectionError where nothing more comes."""
+        """Take received bytes. Raises ConnectionError if no more come."""
         link.heard = time.monotonic()
         if link.got < 0:
             wanted = TOKEN_BYTES if link.flow is None else _LENGTH.size
@@ -237,7 +238,7 @@ class TcpFlows:
                 self._end(link, f"nothing came for {SILENCE_SECONDS:g} s in the middle of a transfer")
 
     def _end(self, link: _Link, reason: str = "") -> None:
-        """End a connection; with a reason, its client is told."""
+        """End a connection; with a reason, report its flow as lost."""
         self._links.pop(link.socket.fileno(), None)
         self._selector.unregister(link.socket)
         link.socket.close()
@@ -247,10 +248,10 @@ class TcpFlows:
 
 class TcpSender:
     """A connection to a server's `TcpFlows`, by which transfers are sent. `congestion` is the kernel's
-    algorithm by name; empty: its default, which `congestion` then names.
+    algorithm by name; empty: its default, which the attribute `congestion` then names.
 
-    Raises UserError for an algorithm that this kernel has not, or does not let us use, and
-    PeerLostError where the port does not answer.
+    Raises UserError for an algorithm that this kernel does not have or allow, and PeerLostError if the port
+    does not answer.
     """
 
     def __init__(self, place: tuple[str, int], token: bytes, congestion: str, seconds: float) -> None:
@@ -283,8 +284,8 @@ class TcpSender:
         self.congestion = said.rstrip(b"\0").decode()
 
     def send(self, data: memoryview, look: Callable[[], None]) -> None:
-        """Hand a transfer over to the kernel. `look` is called whenever it has to be waited for, at least
-        each 50 ms, and may raise; that is the way out. Raises PeerLostError where the connection ends."""
+        """Hand a transfer over to the kernel. `look` is called during waits, at least every 50 ms, and may
+        raise to end them. Raises PeerLostError if the connection ends."""
         try:
             for part in (memoryview(_LENGTH.pack(len(data))), data):
                 left = part
@@ -294,7 +295,7 @@ class TcpSender:
             raise PeerLostError(f"{self._name}: the connection ended: {error.strerror}") from None
 
     def _send_some(self, left: memoryview, look: Callable[[], None]) -> memoryview:
-        """What is left after the kernel has taken some, or has been waited for."""
+        """Return the rest after the kernel has taken some, or after a wait."""
         try:
             return left[self._socket.send(left[:_PIECE], socket.MSG_DONTWAIT) :]
         except BlockingIOError:
@@ -303,7 +304,8 @@ class TcpSender:
             return left
 
     def segments(self) -> tuple[int, int]:
-        """Segments with data that were sent so far, and how many of these were sent again; by the kernel."""
+        """Return the numbers of segments with data sent so far, and of those sent again, by the kernel's
+        count."""
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         if len(info) < _INFO_BYTES:  # Linux before 4.6
             return 0, 0
@@ -311,14 +313,13 @@ class TcpSender:
         return int(sent), int(again)
 
     def close(self) -> None:
-        """End the connection. What has not left is thrown away, or it would be in the way of what is measured
-        next."""
+        """End the connection. Unsent data is thrown away: it would disturb the next measurement."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
 
 def choose_congestion(link: socket.socket, name: str) -> None:
-    """Set the congestion control of a TCP socket. Raises UserError, which says what there is."""
+    """Set the congestion control of a TCP socket. Raises UserError, which names the available ones."""
     try:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode("ascii", "replace"))
     except FileNotFoundError:
@@ -344,8 +345,8 @@ def _congestions(which: str) -> list[str]:
 
 
 def most_in_flight() -> int | None:
-    """The most bytes that this kernel lets a TCP connection have on its way (the last of net.ipv4.tcp_wmem);
-    None where it does not tell."""
+    """Return the most bytes that this kernel lets a TCP connection have on its way (the last of
+    net.ipv4.tcp_wmem); None if it does not tell."""
     try:
         with open("/proc/sys/net/ipv4/tcp_wmem", encoding="ascii") as file:  # noqa: PTH123
             return int(file.read().split()[-1])

@@ -1,8 +1,9 @@
 """Clients and servers whose messages travel over the loss-tolerant transport: tunnels.
 
-A tunnel lives within one ZeroMQ connection, which lets in, gives the session's id and secret, and tells of
-deaths. All other messages go through the session, in order; those of before it is open wait. When one of the
-two is lost, both are. A server has tunnels and plain clients side by side. docs/ltp.md, "The tunnel".
+A tunnel lives within one ZeroMQ connection, which authenticates, gives the session's id and secret, and
+reports the other end's death. All other messages go through the session, in order; messages sent before it is
+open wait. When one of the two is lost, both are. A server has tunnels and plain clients side by side. Source:
+docs/ltp.md, "The tunnel".
 """
 
 from __future__ import annotations
@@ -53,18 +54,18 @@ from atoll.wire.messages import (
 
 __all__ = ["Lossy", "TunnelClient", "TunnelServer", "Wish", "block_elements"]
 
-NO_UDP_SECONDS = 10.0  # without a datagram from the server, after which none is expected any more
-LOOK_SECONDS = 1.0  # how often a server looks whether those who have tunnels are still there
-CHECK_SECONDS = 0.25  # for which such a look is good, where something is to be sent
+NO_UDP_SECONDS = 10.0  # without a datagram from the server, after which a client gives up
+LOOK_SECONDS = 1.0  # between a server's checks that tunnels' clients are still there
+CHECK_SECONDS = 0.25  # for which such a check is good, if something is to be sent
 MOST_TUNNELS = 1024  # of a server
-MOST_GONE = 4096  # peers whose tunnel is over, that are remembered while their connection may stand
-_WISH = b"\xa1m\xa8OpenLink"  # how one begins, after its count of fields
+MOST_GONE = 4096  # peers with an ended tunnel, remembered while their connection may stand
+_WISH = b"\xa1m\xa8OpenLink"  # the beginning of an OpenLink, after its count of fields
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a client wants of its tunnel: `who` is it, in words, and of which `site`; how both ends of the
-    session are set (`settings`), and over how many UDP ports it goes."""
+    """A client's options for its tunnel: the client in words (`who`), its `site`, the settings of both
+    ends of the session, and the number of UDP ports (`stripes`)."""
 
     who: str
     site: str = ""
@@ -75,8 +76,8 @@ class Wish:
 class TunnelClient(Client):
     """A client whose messages go through a tunnel.
 
-    Unlike a plain one it does not come back when its connection or its session is lost: `losses` says so, and
-    whoever uses it makes another one.
+    Unlike a plain client it does not come back when its connection or its session is lost: `losses` says so,
+    and the owner makes another client.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class TunnelClient(Client):
         self._wish = wish or Wish(who="a client")
         self._link: LtpLink | None = None
         self._udp_ports: list[int] = []  # where its datagrams go
-        self._opening_at = 0.0  # since when the first datagram of the server's is waited for
+        self._opening_at = 0.0  # when the wait for the server's first datagram began
         self._link_lost = ""  # why the tunnel is over
         try:
             super().__init__(address, keys, limit=limit, name=name)
@@ -111,12 +112,12 @@ class TunnelClient(Client):
 
     @property
     def link(self) -> LinkFigures | None:
-        """The tunnel in figures; None before it is open."""
+        """The tunnel's figures; None before it is open."""
         return self._tunnel.figures(f"{self.name} at {self.address}", self._wish.site)
 
     @property
     def connected(self) -> bool:
-        """Whether the other side has let us in, and datagrams come through."""
+        """True while the other side has let this client in, and datagrams come through."""
         return super().connected and self._tunnel.opened and not self._link_lost
 
     @property
@@ -128,14 +129,14 @@ class TunnelClient(Client):
 
     @property
     def trouble(self) -> str:
-        """Why there is no tunnel, in words; empty when there is one."""
+        """Why there is no tunnel, in words; empty if there is one."""
         why = self._link_lost or super().trouble
         if why or self._tunnel.opened:
             return why
         return f"no datagram came back from {self._place} yet" if self._udp_ports else "no tunnel is open yet"
 
     def check(self) -> None:
-        """Raises UserError when the other side refuses the key, is no Atoll, or lets no UDP through."""
+        """Raise UserError if the other side refuses the key, is no Atoll, or lets no UDP through."""
         super().check()
         waited = time.monotonic() - self._opening_at
         if self._link is None or self._tunnel.opened or self._link_lost or waited < NO_UDP_SECONDS:
@@ -147,9 +148,9 @@ class TunnelClient(Client):
         )
 
     def send(self, header: bytes, payload: Buffer | None = None, lossy: Lossy | None = None) -> None:
-        """Send, never waiting; `lossy`: not all of the payload needs to arrive. It is not copied: it must
-        stay unchanged until the other side has answered. Raises RunError when far too many messages wait,
-        UserError for what cannot be sent so."""
+        """Send, never waiting; `lossy`: not all of the payload needs to arrive. The payload is not copied:
+        it must stay unchanged until the other side has answered. Raises RunError if far too many messages
+        wait, UserError for a payload that cannot be lossy so."""
         self._alive()
         message = _message(self, header, payload, self._limit)
         if lossy is not None and message.payload is not None:
@@ -162,7 +163,7 @@ class TunnelClient(Client):
         self._tunnel.say(message)
 
     def receive(self, timeout: float) -> tuple[bytes, memoryview | None] | None:
-        """The next header and payload, waiting for up to `timeout` seconds."""
+        """Return the next header and payload, waiting for up to `timeout` seconds; None if there are none."""
         self._alive()
         until = time.monotonic() + timeout
         while True:
@@ -177,7 +178,7 @@ class TunnelClient(Client):
                 return None
 
     def close(self) -> None:
-        """Close; what is still unsent gets up to a second."""
+        """Close; unsent messages get up to a second."""
         if not self._closed:
             if self._generation == process.generation():
                 self._tunnel.wait_sent(CLOSING_SECONDS)
@@ -190,7 +191,8 @@ class TunnelClient(Client):
         super()._end(linger)
 
     def _is_for_application(self, header: bytes) -> bool:
-        """Takes what came over the ZeroMQ connection; a refusal is the application's."""
+        """Handle a message of the ZeroMQ connection; return True for a refusal, which is the
+        application's."""
         try:
             message = decode_untrusted(header)
         except WireError:
@@ -227,7 +229,7 @@ class TunnelClient(Client):
 
     @property
     def _host(self) -> str:
-        """Where its datagrams go."""
+        """The host to which its datagrams go."""
         place = host_and_port(self.address)
         return place[0].replace("localhost", "127.0.0.1") if place is not None else "127.0.0.1"
 
@@ -237,7 +239,7 @@ class TunnelClient(Client):
         return f"{self._host}, UDP port{many} {', '.join(map(str, self._udp_ports))}"
 
     def _fail(self, reason: str) -> None:
-        """The session is over; from the link's thread."""
+        """Note the end of the session; called from the link's thread."""
         self._link_lost = self._link_lost or reason
         self._mail.add([None])
 
@@ -252,24 +254,24 @@ class TunnelClient(Client):
 
 @dataclass
 class _Tunnel:
-    """One that a server has with `peer`."""
+    """A server's tunnel with `peer`."""
 
     peer: bytes
     who: str
     site: str
     end: TunnelEnd
-    checked_at: float  # when the connection stood, monotonic
+    checked_at: float  # when the connection last stood, monotonic
     reason: str = ""  # why it is over
 
 
 class TunnelServer(Server):
-    """A server that also takes tunnels: what comes through one looks as if it had come over the connection,
-    but for what was lost of a lossy payload.
+    """A server that also takes tunnels: a message through one looks as if it had come over the connection,
+    but for the lost blocks of a lossy payload.
 
-    `link_rate`, bytes per second: what comes through tunnels is shared out, so that all who send do not pass
-    it: alike among sites, and then among the sessions of each. `udp_port` is the first of the ports for
-    datagrams (0: any free ones); they are opened for the first client that asks, as many as it wishes, and
-    those after it get no more. Raises UserError too where that port is in use.
+    `link_rate`, bytes per second: arriving traffic of tunnels is shared out, equally among sites and then
+    among the sessions of each, so that all senders together stay below it. `udp_port` is the first of the
+    ports for datagrams (0: any free ones); they are opened for the first client that asks, as many as it
+    wishes, and later clients get no more. Raises UserError too if that port is in use.
     """
 
     def __init__(
@@ -293,22 +295,22 @@ class TunnelServer(Server):
         self.wake = self._mail.fileno()
         if udp_port:
             try:
-                self._make_link(1).close()  # who started this is to hear of a port that is in use
+                self._make_link(1).close()  # report a port in use at the start
             except BaseException:
                 self._end(0)
                 raise
         self._tunnels: dict[bytes, _Tunnel] = {}
-        self._gone: dict[bytes, None] = {}  # whose tunnel is over
+        self._gone: dict[bytes, None] = {}  # peers whose tunnel is over
         self._looked_at = 0.0
         self._mail_first = True
 
     def links(self) -> list[LinkFigures]:
-        """The tunnels in figures."""
+        """Return the tunnels' figures."""
         figures = (tunnel.end.figures(tunnel.who, tunnel.site) for tunnel in self._tunnels.values())
         return [each for each in figures if each is not None]
 
     def receive(self, timeout: float) -> Received | None:
-        """The next message, waiting for up to `timeout` seconds."""
+        """Return the next message, waiting for up to `timeout` seconds; None if there is none."""
         self._alive()
         until = time.monotonic() + timeout
         while True:
@@ -343,8 +345,8 @@ class TunnelServer(Server):
     def offer(
         self, peer: bytes, header: bytes, payload: Buffer | None = None, *, copy: bool = True
     ) -> Offered:
-        """Send, never waiting, or tell why not: "full" (try again later) or "gone" (that connection is no
-        more)."""
+        """Send, never waiting, and return "sent", "full" (try again later) or "gone" (the connection is
+        lost)."""
         tunnel = self._tunnels.get(peer)
         if tunnel is None:
             return "gone" if peer in self._gone else super().offer(peer, header, payload, copy=copy)
@@ -430,7 +432,7 @@ class TunnelServer(Server):
         return LinkOpened(session=session, secret=secret, ports=ports)
 
     def _stands(self, tunnel: _Tunnel, now: float, good_for: float) -> bool:
-        """Whether its connection and its session are there; else it is closed."""
+        """True if the tunnel's connection and session stand; else the tunnel is closed."""
         if tunnel.end.lost:
             super().offer(tunnel.peer, encode(LinkLost(reason=tunnel.end.lost[:4000])))
             self._close_tunnel(tunnel.peer, tunnel.end.lost)
@@ -479,5 +481,5 @@ def _message(endpoint: Endpoint, header: bytes, payload: Buffer | None, limit: i
 
 
 def _most_bytes(limit: int) -> int:
-    """What transfers that come may take: a window and a message, and parity of them."""
+    """Return the bytes that arriving transfers may take: a window and a message, and their parity."""
     return min(2 * (limit + WINDOW_BYTES), MOST_BYTES)

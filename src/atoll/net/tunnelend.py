@@ -1,7 +1,7 @@
 """One end of a tunnel: messages, in order, on a session of the loss-tolerant transport.
 
-The application's thread puts messages in; the link's thread takes what happens, and goes on sending. What
-has come is handed to a Mailbox, which wakes the application's poll. docs/ltp.md, "The tunnel".
+The application's thread puts messages in; the link's thread handles events, and goes on sending. Received
+messages go to a Mailbox, which wakes the application's poll. Source: docs/ltp.md, "The tunnel".
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from atoll.wire.datagrams import payload_bytes
 from atoll.wire.messages import LostBlocks
 from atoll.wire.tunnel import BATCHES, PAYLOADS, decode_batch_untrusted, encode_batch
 
-UNDERWAY = 16  # transfers that the other end has not closed; what waits meanwhile goes in one batch
+UNDERWAY = 16  # transfers that the other end has not closed; messages that wait meanwhile go in one batch
 IDLE_SECONDS = 60.0  # of silence, after which the session is over
-# numpy has no bfloat16; uint8: what a codec has written.
+# numpy has no bfloat16; uint8: a codec's output.
 _WIRE_DTYPES = {"float32": "f4", "float64": "f8", "float16": "f2", "bfloat16": "u2", "uint8": "u1"}
 
 T = TypeVar("T")
 
 
 def block_elements(dtype: str, settings: Settings) -> int:
-    """Elements in a block of a lossy payload."""
+    """Return the number of elements in a block of a lossy payload."""
     return payload_bytes(settings.datagram_bytes) // _dtype_of(dtype).itemsize
 
 
@@ -48,8 +48,8 @@ def _dtype_of(name: str) -> np.dtype[Any]:
 
 
 class Mailbox(Generic[T]):
-    """What link threads have for the thread that uses an endpoint. `fileno` can be read from while there is
-    something."""
+    """Items of link threads for the thread that uses an endpoint. `fileno` is readable while there are
+    any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class Mailbox(Generic[T]):
         return self._woken
 
     def add(self, items: Sequence[T | None]) -> None:
-        """Adds items; None only wakes whoever waits."""
+        """Add items; None only wakes the waiting thread."""
         with self._lock:
             if self._closed:
                 return
@@ -70,7 +70,7 @@ class Mailbox(Generic[T]):
             self._items.extend(items)
 
     def take(self) -> T | None:
-        """The next item, if there is one."""
+        """Return the next item, or None."""
         with self._lock:
             while self._items:
                 item = self._items.popleft()
@@ -90,8 +90,8 @@ class Mailbox(Generic[T]):
 
 
 class TunnelEnd:
-    """One end. `came` is told of messages in order, and `over` once, why there are no more: both from the
-    link's thread. `limit` is the largest payload or header in bytes."""
+    """One end of a tunnel. `came` is called with messages in order, and `over` once, with the reason why
+    there are no more: both from the link's thread. `limit` is the largest payload or header in bytes."""
 
     def __init__(
         self,
@@ -100,25 +100,25 @@ class TunnelEnd:
         over: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         self.opened = False  # the other end was heard
-        self.lost = ""  # why nothing goes any more
+        self.lost = ""  # why the session is over
         self.session: LinkSession | None = None
         self.bytes_in = self.bytes_out = 0
         self._came, self._over = came, over
         self._condition = threading.Condition(threading.Lock())
         self._outbox, self._inbox = Outbox(), Inbox(limit)
         self._underway: dict[int, bool] = {}  # transfers: lossy
-        self._borne = self._filled = 0  # blocks of what was sent
+        self._borne = self._filled = 0  # lost blocks of sent payloads
 
     # -- for the application's thread ------------------------------------------------------------------------
 
     def begin(self, open_session: Callable[[Callable[[list[Event]], None]], LinkSession]) -> None:
-        """Opens the session: what waits goes."""
+        """Open the session, and send waiting messages."""
         with self._condition:
             self.session = open_session(self.handle_events)
             self._send()
 
     def say(self, message: Message) -> None:
-        """Sends, never waiting; once the session is over, nothing happens."""
+        """Send, never waiting; once the session is over, do nothing."""
         with self._condition:
             if not self.lost:
                 self._outbox.put(message)
@@ -126,17 +126,17 @@ class TunnelEnd:
 
     @property
     def waiting(self) -> int:
-        """Messages that the session does not have yet."""
+        """Number of messages that the session does not have yet."""
         return self._outbox.waiting
 
     def taken(self, message: Message) -> None:
-        """The application has taken this message, the next one."""
+        """Note that the application has taken this message, the next one."""
         with self._condition:
             self._inbox.handle_taken(message)
             self._send()
 
     def wait_sent(self, seconds: float) -> None:
-        """Waits until the other end has all that was sent, or for so long."""
+        """Wait until the other end has all sent messages, or for so long."""
         until = time.monotonic() + seconds
         with self._condition:
             while not self.lost and self.session is not None and (self._outbox.waiting or self._underway):
@@ -145,7 +145,8 @@ class TunnelEnd:
                     return
 
     def close(self, reason: str) -> None:
-        """Ends the session, and tells the other end why; `over` is not told. Closing twice does no harm."""
+        """End the session, and tell the other end why, without a call of `over`. Closing twice does no
+        harm."""
         with self._condition:
             self.lost = self.lost or reason
             session = self.session
@@ -155,7 +156,7 @@ class TunnelEnd:
                 session.close(reason)
 
     def figures(self, peer: str, site: str) -> LinkFigures | None:
-        """The session in figures; None before it is open."""
+        """Return the session's figures; None before it is open."""
         if self.session is None:
             return None
         status = self.session.status().session
@@ -174,7 +175,8 @@ class TunnelEnd:
     # -- for the link's thread -------------------------------------------------------------------------------
 
     def handle_events(self, events: list[Event]) -> None:
-        """What the session tells. Raises WireError where the other end errs: the session is over then."""
+        """Handle the session's events. Raises WireError for an error of the other end: the session is over
+        then."""
         lost = ""
         with self._condition:
             if self.lost:
@@ -234,7 +236,7 @@ class TunnelEnd:
             self._inbox.handle_payload(event.iteration, raw, lost)
 
     def _send(self) -> None:
-        """Gives the session what may go now."""
+        """Give the session all messages that may go now."""
         session = self.session
         if session is None or self.lost:
             return
@@ -268,14 +270,14 @@ class TunnelEnd:
         self._underway[transfer] = lossy is not None
 
     def _forget(self) -> None:
-        """Lets go of what others may want to write to."""
+        """Drop messages whose memory others may want to write to."""
         self._outbox = Outbox()
         self._underway = {}
         self._condition.notify_all()
 
 
 def check_lossy(lossy: Lossy, payload: memoryview, settings: Settings) -> None:
-    """Raises UserError for what cannot be sent so."""
+    """Raise UserError for a payload that cannot be sent so."""
     itemsize = _dtype_of(lossy.dtype).itemsize
     if not 0 <= lossy.chunk < PAYLOADS:
         raise UserError(f"a lossy payload of chunk {lossy.chunk}: chunks are from 0 to {PAYLOADS - 1}")

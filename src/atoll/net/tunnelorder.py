@@ -1,8 +1,9 @@
-"""The books of a tunnel's end: what it may send now, and what of what came is next. No socket, clock or lock.
+"""The order of messages at a tunnel's end: those that may be sent now, and the next of those received. No
+socket, clock or lock.
 
-Messages are numbered from 0 on, each way. A sender has at most a window of them on the way that the other
-end's application has not taken: so a receiver that is busy is not flooded, and keeps little in memory,
-however out of order transfers come. docs/ltp.md, "The tunnel".
+Messages are numbered from 0 on, each way. A sender has at most a window of messages on the way that the other
+end's application has not taken: so a busy receiver is not flooded, and keeps little in memory, however out of
+order transfers come. Source: docs/ltp.md, "The tunnel".
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from atoll.wire.base import HEADER_BYTES, WireError
 from atoll.wire.messages import LostBlocks
 from atoll.wire.tunnel import BATCH_BYTES, MOST_MESSAGES, WINDOW_MESSAGES, Batch, Entry
 
-WINDOW_BYTES = 2**27  # of headers and payloads that the other end has not taken; one message may pass it
-INLINE_BYTES = 2**14  # up to which a payload is copied into the batch, where nothing is lost
-TOLD_SHARE = 1 / 4  # of a window that was taken here, and said to the other end in no batch of its own accord
+WINDOW_BYTES = 2**27  # headers and payloads that the other end has not taken; one message may exceed it
+INLINE_BYTES = 2**14  # up to which a payload is copied into the batch, which is reliable
+TOLD_SHARE = 1 / 4  # of a window: so much taken here is reported in a batch of its own
 
 
 @dataclass(frozen=True)
 class Lossy:
-    """How a payload may be sent: what of it is lost is told where it arrives. `chunk` and `iteration` name it
-    in errors and reports. `high`, by block, (blocks,): what arrives in the end; None: nothing but the last
-    block. Blocks have `block_elements` elements."""
+    """A payload's way of being sent: losses are reported at its arrival. `chunk` and `iteration` name it
+    in errors and reports. `high`, by block, (blocks,), marks the blocks that arrive in the end; None: only
+    the last one. Blocks have `block_elements` elements."""
 
     chunk: int
     iteration: int
@@ -39,12 +40,12 @@ class Lossy:
 
 @dataclass(frozen=True)
 class Message:
-    """One message. `lost`: what is missing of a payload that came lossy."""
+    """One message. `lost`: the missing blocks of a payload that came lossy."""
 
     header: bytes
     payload: memoryview | None = None
-    lossy: Lossy | None = None  # of one to be sent
-    lost: LostBlocks | None = None  # of one that came
+    lossy: Lossy | None = None  # of a message to be sent
+    lost: LostBlocks | None = None  # of a received message
 
     @property
     def bytes(self) -> int:
@@ -52,13 +53,13 @@ class Message:
 
     @property
     def apart(self) -> bool:
-        """Whether the payload is a transfer of its own."""
+        """True if the payload is a transfer of its own."""
         payload = self.payload
         return payload is not None and payload.nbytes > INLINE_BYTES
 
 
 class Outbox:
-    """What is to be sent, and what was and is not taken."""
+    """Messages to be sent, and the window of sent ones that are not taken."""
 
     def __init__(self) -> None:
         self.next = 0  # the number of the next message
@@ -71,7 +72,7 @@ class Outbox:
 
     @property
     def waiting(self) -> int:
-        """Messages that are not sent yet."""
+        """Number of messages that are not sent yet."""
         return len(self._waiting)
 
     @property
@@ -80,12 +81,13 @@ class Outbox:
 
     @property
     def ready(self) -> bool:
-        """Whether something may go."""
+        """True if a message may go."""
         return bool(self._waiting) and self._open
 
     def take(self, transfers: int) -> tuple[int, list[Message]]:
-        """The number of the first message of the next batch, and its messages; their payloads need at most so
-        many transfers. Raises RunError when the numbers have run out."""
+        """Return the number of the next batch's first message, and the batch's messages, whose payloads
+        need at most so many transfers (one message may need more). Raises RunError when the numbers have
+        run out."""
         first, size, apart = self.next, 0, 0
         batch: list[Message] = []
         while self.ready:
@@ -103,7 +105,7 @@ class Outbox:
         return first, batch
 
     def handle_taken(self, taken: int) -> None:
-        """The other end's application has taken so many messages in all. Raises WireError."""
+        """Note that the other end's application has taken so many messages in all. Raises WireError."""
         if taken > self.next:
             raise WireError(f"{taken} messages were taken, of {self.next}")
         while self.next - len(self._untaken) < taken:
@@ -111,7 +113,7 @@ class Outbox:
 
 
 class Inbox:
-    """What came, put into order. A payload has at most `limit` bytes."""
+    """Received messages, put into order. A payload has at most `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self.taken = 0  # messages that the application has taken
@@ -119,11 +121,11 @@ class Inbox:
         self._next = 0  # the number of the message that is handed out next
         self._entries: dict[int, Entry] = {}
         self._payloads: dict[int, tuple[memoryview, LostBlocks | None]] = {}
-        self._held = 0  # bytes that came and were not taken
+        self._held = 0  # bytes received and not taken
         self._told = self._untold_bytes = 0
 
     def handle_batch(self, batch: Batch) -> None:
-        """Takes in a batch. Raises WireError for one that there cannot be."""
+        """Take in a batch. Raises WireError for an impossible one."""
         for number, entry in enumerate(batch.entries, batch.first):
             self._check_number(number, self._entries)
             size = len(entry.header)
@@ -136,7 +138,7 @@ class Inbox:
             self._entries[number] = entry
 
     def handle_payload(self, number: int, payload: memoryview, lost: LostBlocks | None) -> None:
-        """Takes in a payload that is apart. Raises WireError for one that there cannot be."""
+        """Take in a payload that is apart. Raises WireError for an impossible one."""
         self._check_number(number, self._payloads)
         self._hold(payload.nbytes)
         self._payloads[number] = payload, lost
@@ -154,7 +156,7 @@ class Inbox:
             )
 
     def in_order(self) -> list[Message]:
-        """The messages whose turn has come."""
+        """Return the messages whose turn has come."""
         ready = []
         while (entry := self._entries.get(self._next)) is not None:
             lost: LostBlocks | None = None
@@ -175,19 +177,19 @@ class Inbox:
         return ready
 
     def handle_taken(self, message: Message) -> None:
-        """The application has taken the next message."""
+        """Note that the application has taken the next message."""
         self.taken += 1
         self._held -= message.bytes
         self._untold_bytes += message.bytes
 
     @property
     def is_to_tell(self) -> bool:
-        """Whether the other end is to be told what was taken, though there is nothing else to say."""
+        """True if the other end must learn what was taken, though there is nothing else to send."""
         many = self.taken - self._told >= WINDOW_MESSAGES * TOLD_SHARE
         return many or self._untold_bytes >= WINDOW_BYTES * TOLD_SHARE
 
     def batch(self, first: int, messages: Sequence[Message]) -> Batch:
-        """The batch of these messages, which tells what was taken."""
+        """Return a batch of these messages, which also reports what was taken."""
         self._told, self._untold_bytes = self.taken, 0
         return Batch(first=first, taken=self.taken, entries=[_entry_of(message) for message in messages])
 

@@ -1,9 +1,9 @@
 """UDP sockets that carry bursts: many datagrams in one system call, as rows of one array.
 
-Where the system has segmentation offload, the kernel cuts a burst into datagrams (UDP_SEGMENT) and joins
-those that came one after the other (UDP_GRO). Where it has not, or refuses it, each datagram takes a call of
-its own; `UdpPort.offload` says which, and why. Nothing here waits: `poll` the port. Source: docs/ltp.md,
-"Bursts, stripes, and a link's thread".
+If the system has segmentation offload, the kernel cuts a burst into datagrams (UDP_SEGMENT) and joins
+consecutive arrivals (UDP_GRO). If it has none, or refuses it, each datagram takes a call of its own;
+`UdpPort.offload` says which, and why. Nothing here waits: `poll` the port. Source: docs/ltp.md, "Bursts,
+stripes, and a link's thread".
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from atoll.net.packetfilter import Step, attach
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Address: TypeAlias = tuple[Any, ...]  # (host, port), of IPv6 with flow and scope: as the socket module has it
 
-BUFFER_BYTES = 8 * 2**20  # for what came and is not read yet: 64 ms of 1 Gbit/s. The usual 208 KiB are 1.7 ms
+BUFFER_BYTES = 8 * 2**20  # of unread datagrams: 64 ms of 1 Gbit/s. The usual 208 KiB are 1.7 ms
 SEND_BUFFER_BYTES = 2 * 2**20  # a burst of 2 ms at 8 Gbit/s: more would be a queue that no rate knows of
 MOST_SEGMENTS = 64  # of one call: Linux's UDP_MAX_SEGMENTS before 6.9
 MOST_CALL_BYTES = 65_000  # of one call: with the headers it must stay within an IP packet's 65,535
 MOST_DATAGRAM_BYTES = 65_507  # of IPv4
-ARENA_BYTES = 2**20  # what one `receive` takes at most, so that what is to be sent gets its turn
-MOST_CALLS = 256  # that it makes at most: of tiny datagrams, or empty ones, the arena would take any number
+ARENA_BYTES = 2**20  # that one `receive` takes at most, so that sending gets its turn
+MOST_CALLS = 256  # of one `receive`: of tiny or empty datagrams the arena would take any number
 _SLOT = 2**16  # bytes that a call to receive may bring
 _ALIGNED = 64
 _IPV4_AND_UDP_BYTES, _IPV6_AND_UDP_BYTES = 28, 48
@@ -48,15 +48,15 @@ _UNSIGNED = struct.Struct("=I")
 _SHORT = struct.Struct("=H")
 _TIME = struct.Struct("@ll")  # seconds and nanoseconds
 _ANCILLARY_BYTES = 128  # room for a length, a count and a time
-MOST_LATENESS = 1.0  # seconds from coming to this machine to being read that are believed: a clock may be set
+MOST_LATENESS = 1.0  # seconds from arrival to reading that are believed: a clock may be set
 
 Refused: TypeAlias = Literal["full", "lost", "again"]
 
 
 class Received(NamedTuple):
-    """Datagrams of one length that came from one address, one after the other: `frames` is (n, size), and
-    `sizes` (n,) says the same of each. They lie in the port's memory, good until its next `receive`.
-    `arrived` (monotonic) is when the last of them came to this machine: a thread may be late in reading."""
+    """Consecutive datagrams of one length from one address: `frames` is (n, size), and `sizes` (n,)
+    repeats the size for each. They lie in the port's memory, good until its next `receive`. `arrived`
+    (monotonic) is when the last of them came to this machine: a thread may read late."""
 
     frames: Bytes
     sizes: npt.NDArray[np.int64]
@@ -66,7 +66,8 @@ class Received(NamedTuple):
 
 @dataclass(frozen=True)
 class Offload:
-    """Which way a port takes: whether the kernel cuts what is sent and joins what came; if not, why not."""
+    """A port's way through the system: whether the kernel cuts sent bursts and joins arrivals; if not, why
+    not."""
 
     sends: bool
     receives: bool
@@ -75,7 +76,7 @@ class Offload:
 
 @dataclass
 class Counters:
-    """Of one port, since it was opened."""
+    """Counts of one port, since it was opened."""
 
     sent: int = 0  # datagrams
     sent_bytes: int = 0
@@ -84,17 +85,17 @@ class Counters:
     received_bytes: int = 0
     received_calls: int = 0
     full: int = 0  # calls that found no room
-    refused: int = 0  # errors of the network: nobody listens there, no way leads there
-    too_large: int = 0  # datagrams that were larger than the way takes: lost
-    dropped: int = 0  # by the kernel, which had no room, or was told to (`take_only`); a burst is one
+    refused: int = 0  # errors of the network: nobody listens there, no route leads there
+    too_large: int = 0  # datagrams larger than the route takes: lost
+    dropped: int = 0  # by the kernel, for want of room or by `take_only`; a burst counts once
 
 
 class UdpPort:
     """A UDP socket at `address` (host and port; port 0: any free one, see `.address`), IPv4 or IPv6.
 
-    `buffer_bytes` is asked for what waits to be read; `.receive_buffer` is what the kernel gave. It belongs
-    to one thread at a time, and to the process that made it. Raises UserError for an address that is in use
-    or not ours.
+    `buffer_bytes` is the requested room for datagrams that wait to be read; `.receive_buffer` is the kernel's
+    grant. The port belongs to one thread at a time, and to the process that made it. Raises UserError for an
+    address that is in use or not this machine's.
     """
 
     def __init__(
@@ -128,21 +129,22 @@ class UdpPort:
         self.close()
 
     def fileno(self) -> int:
-        """For `poll`."""
+        """Return the descriptor, for `poll`."""
         return self._alive().fileno()
 
     def close(self) -> None:
-        """Closing twice does no harm."""
+        """Close the port. Closing twice does no harm."""
         self._closed = True
         self._socket.close()
 
     def send(self, frames: Bytes, address: Address) -> int:
-        """Send each row of `frames`, (n, size), as a datagram to `address`; how many of them are dealt with.
+        """Send each row of `frames`, (n, size), as a datagram to `address`; return the number of rows dealt
+        with.
 
-        Fewer than n: the system has no room now, and the rest may go again when the port is ready to write.
-        Rows that the network refuses (nobody listens there, too large for the way) count as dealt with: to
-        whoever sent them they are lost, and `count` and `trouble` say so. Rows that do not lie side by side
-        in memory are copied first.
+        Fewer than n: the system has no room now, and the rest may go again when the port is writable. Rows
+        that the network refuses (nobody listens there, too large for the route) count as dealt with: for
+        their sender they are lost, and `count` and `trouble` say so. Rows that are not contiguous in memory
+        are copied first.
         """
         door = self._alive()
         rows, size = frames.shape
@@ -172,7 +174,7 @@ class UdpPort:
         return sent
 
     def receive(self) -> list[Received]:
-        """What has come, up to ARENA_BYTES or MOST_CALLS, in order. Never waits; nothing: an empty list.
+        """Return the datagrams that have come, up to ARENA_BYTES or MOST_CALLS, in order; never waits.
 
         A kernel joins datagrams of one length, the last of which may be shorter: that one is another element.
         Afterwards `drained` says whether that was all.
@@ -190,7 +192,7 @@ class UdpPort:
             except BlockingIOError:
                 self.drained = True
                 break
-            except OSError as error:  # of a datagram sent before: the network's word about it
+            except OSError as error:  # the network's error about a datagram sent before
                 refusals += 1
                 if error.errno not in _NETWORK or refusals > MOST_SEGMENTS:
                     raise
@@ -209,15 +211,15 @@ class UdpPort:
         return [run.received(self._arena) for run in runs]
 
     def take_only(self, steps: Sequence[Step]) -> bool:
-        """Have the kernel drop what a program of `atoll.net.packetfilter` refuses, in place of the program
-        before; returns whether it does. Of a joined burst it looks at the beginning alone. What it drops is
-        in `count.dropped`."""
+        """Have the kernel drop packets that a program of `atoll.net.packetfilter` refuses, in place of the
+        program before; return whether it does. The program sees only the beginning of a joined burst.
+        `count.dropped` counts its drops."""
         return attach(self._alive(), steps)
 
     # -- setting up ----------------------------------------------------------------------------------------
 
     def _buffer(self, size: int, force: int, ask: int) -> int:
-        """Ask for a buffer; what we got, in bytes (Linux keeps as much again for its own records)."""
+        """Ask for a buffer; return its real size in bytes (Linux keeps as much again for its own records)."""
         try:
             if not _IS_LINUX:
                 raise PermissionError
@@ -246,7 +248,7 @@ class UdpPort:
         why = []
         for option, what in ((_UDP_SEGMENT, "UDP_SEGMENT"), (_UDP_GRO, "UDP_GRO")):
             try:
-                # Of UDP_SEGMENT 0 is "as each call says"; whether the kernel knows it is what we ask.
+                # For UDP_SEGMENT, 0 means "as each call says"; this only asks whether the kernel knows it.
                 self._socket.setsockopt(sockets.IPPROTO_UDP, option, int(option == _UDP_GRO))
             except OSError as error:
                 why.append(f"no {what}: {error.strerror}")
@@ -279,7 +281,8 @@ class UdpPort:
         return min(MOST_SEGMENTS, max(1, MOST_CALL_BYTES // size)) if self.offload.sends else 1
 
     def _refused(self, error: OSError, rows: int, size: int, address: Address) -> Refused:
-        """What becomes of the rows that a call did not send. Raises what is none of the network's doing."""
+        """Return what becomes of the rows that a call did not send. Raises errors that the network did not
+        cause."""
         number = error.errno
         if number in (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOBUFS, errno.ENOMEM):
             return "full"
@@ -303,8 +306,8 @@ class UdpPort:
         raise error
 
     def _told(self, ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[int, float]:
-        """The length of the datagrams that the kernel joined (0: it joined none), and when they came, by the
-        system's clock (0: it does not say)."""
+        """Return the length of the datagrams that the kernel joined (0: it joined none), and their arrival
+        by the system's clock (0: unknown)."""
         size, when = 0, 0.0
         for level, kind, data in ancillary:
             if level == sockets.IPPROTO_UDP and kind == _UDP_GRO:
@@ -318,7 +321,7 @@ class UdpPort:
 
 
 _IS_LINUX = sys.platform == "linux"
-# Words of the network about a datagram, this one or an earlier one: of no more weight than a loss.
+# Errors of the network about a datagram, this one or an earlier one: they weigh no more than a loss.
 _NETWORK = frozenset(
     (
         *(errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN),
@@ -347,7 +350,7 @@ class _Run:
 
 
 def _note(runs: list[_Run], at: int, count: int, size: int, address: Address, arrived: float) -> int:
-    """Take in `count` bytes that came to byte `at` of the arena; where the next ones may come."""
+    """Add `count` bytes that came to byte `at` of the arena; return the place for the next ones."""
     whole, rest = divmod(count, size)
     last = runs[-1] if runs else None
     if last is not None and last.size == size and last.end == at and last.address == address:
@@ -357,14 +360,15 @@ def _note(runs: list[_Run], at: int, count: int, size: int, address: Address, ar
         runs.append(_Run(at, size, whole, address, arrived))
     at += whole * size
     if not rest:
-        return at  # what comes next may be of the same kind: then it lies beside this
+        return at  # the next datagrams may be of the same run: they must lie beside these
     runs.append(_Run(at, rest, 1, address, arrived))
     return -(-(at + rest) // _ALIGNED) * _ALIGNED
 
 
 def _clocks() -> tuple[float, float]:
-    """Now (monotonic), and the kernel's clock for what came less ours. Of three tries the one in which least
-    time went by: a thread that was put off between the two clocks would have all come too early."""
+    """Return the monotonic time, and the kernel's clock for arrivals minus the monotonic one. The fastest
+    of three tries counts: if a thread were put off between the two clocks, all arrivals would seem too
+    early."""
     tries = []
     for _ in range(3):
         before, clock, after = time.monotonic(), time.time(), time.monotonic()
@@ -374,7 +378,8 @@ def _clocks() -> tuple[float, float]:
 
 
 def resolve(host: str, port: int) -> tuple[int, Address]:
-    """The family and the address of a host. May ask a name server. Raises UserError where there is none."""
+    """Return the family and the address of a host. May ask a name server. Raises UserError if there is
+    none."""
     if not 0 <= port < 2**16:
         raise UserError(f"port {port} of {host}: between 0 and 65535")
     try:
@@ -386,13 +391,13 @@ def resolve(host: str, port: int) -> tuple[int, Address]:
 
 
 def shown_address(address: Address) -> str:
-    """As in an error's line: host and port, an IPv6 host in brackets."""
+    """Return an address for an error's line: host and port, an IPv6 host in brackets."""
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
 def _most_bytes(door: sockets.socket, address: Address) -> int:
-    """The largest datagram that the way to `address` takes, as far as this machine knows."""
+    """Return the largest datagram that the route to `address` takes, as far as this machine knows."""
     option, level, headers = (
         (_IPV6_MTU, sockets.IPPROTO_IPV6, _IPV6_AND_UDP_BYTES)
         if door.family == sockets.AF_INET6

@@ -324,12 +324,12 @@ class GiveState(Message, frozen=True):
 
 
 class WhoIsMissing(Message, frozen=True):
-    """To the log, after a deadline has passed: a request for the contributors that it waits for. Answered
-    by Missing."""
+    """To the log or the hub, after a deadline has passed: a request for the members that it waits for.
+    Answered by Missing."""
 
 
 class Missing(Message, frozen=True):
-    """The contributors that the log waits for, and on what, a line each; empty if it waits for nobody."""
+    """The members that the log or the hub waits for, and on what, a line each; empty if it waits for none."""
 
     lines: Annotated[list[Text], Meta(max_length=8192)]
 
