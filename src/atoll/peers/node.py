@@ -140,7 +140,7 @@ class Node:
 
     @property
     def view(self) -> View:
-        """The newest view that the node knows."""
+        """The newest view that the node has learned; empty for a joiner."""
         return self._at.view
 
     @property

@@ -239,8 +239,8 @@ class Proposer:
             self._stand_back(now, "what it begins with did not come" if lacks else f"no answer from {names}")
 
     def _has_promises(self, now: float, proposal: _Proposal) -> bool:
-        """True once all voters that may answer have promised; after their time is over, a majority is
-        enough."""
+        """True once all members that this node does not wish to remove have promised; after their time is
+        over, a majority is enough."""
         if len(proposal.promises) < majority(self._view):
             return False
         hoped = {member.life.node for member in self._view.members} - self._wishes.wish.remove.keys()

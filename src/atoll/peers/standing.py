@@ -16,7 +16,7 @@ class Standing:
 
     Attributes:
         life: its own; of a joiner incarnation 0, until it is in a view.
-        view: the newest that it knows.
+        view: the newest that it has learned; empty for a joiner.
         iteration: k, that it makes next.
         is_member: False for a joiner that is in no view yet, and for a node that was removed.
         source: the member whose state a joiner waits for; None: it has a state, or is no joiner.

@@ -87,19 +87,19 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The answer to a Hello. From the hub: rank and incarnation, how many workers the run starts with, how
-    many shards it has (0: its workers are a ring), how often to send a Heartbeat, and for how long silence is
-    borne (seconds). `replicas` is how many processes hold each shard; with 2, a Duty follows.
+    """The answer to a Hello. From the hub: rank and incarnation, the number of workers that the run starts
+    with, the number of shards (0: its workers are a ring), the interval of Heartbeats, and the tolerated
+    silence (both in seconds). `replicas` is the number of processes that hold each shard; with 2, a Duty
+    follows.
 
-    With sites, `sites` are their names in order; a site's shard is told its site's workers, and a global
-    shard how many sites there are, for those are its workers.
+    With sites, `sites` are their names in order; a site's shard gets the number of its site's workers, and a
+    global shard the number of sites, which are its workers.
 
-    From a shard: `shard` is its index, and `comes_back` says that it keeps a journal, so that it may be
-    started again when it dies, or has a standby; it is said again when that changes. A site's shard names its
-    site in `sites`.
-    From the hub, `links`: it has the links between workers measured, before which nobody should train, for
-    that would be measured too: until RingNews says that they are.
-    From the log, `late`: the run has begun without this worker, which takes part when it says Arrive.
+    From a shard: `shard` is its index, and `comes_back` is true if it keeps a journal, so that it may be
+    started again when it dies, or has a standby; the shard sends Welcome again when that changes. A site's
+    shard names its site in `sites`. From the hub, `links`: it has the links between workers measured, and
+    nobody should train until RingNews reports the end: training would be measured too. From the log, `late`:
+    the run has begun without this worker, which takes part once it sends Arrive.
     """
 
     run: Name

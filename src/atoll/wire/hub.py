@@ -16,13 +16,15 @@ MOST_BEATS = 4096  # in a message: no machine has as many workers
 
 
 class Heartbeat(Message, frozen=True):
-    """A worker or a shard is alive. It may come over a connection on which nobody has said Hello, so it bears
-    the run's name: each run counts incarnations from 1, and an earlier run's members may still try the port
-    that this hub has got.
+    """A sign of life of a worker or a shard. It may come over a connection without a Hello, so it bears the
+    run's name: each run counts incarnations from 1, and an earlier run's members may still try the port that
+    this hub has got.
 
-    `iteration` is how many iterations the worker has committed. `pace` is how long a worker of a run with
-    groups computes a sample, in seconds, over its latest batches; 0: not known yet. Of such a run too, `size`
-    is what its gradients take in bytes, and `batch` how many samples its latest iteration had."""
+    `iteration` is the number of iterations that the worker has committed. `pace`, in a run with groups, is
+    the worker's compute time of a sample, in seconds, over its latest batches; 0: not known yet. In such a
+    run too, `size` is its gradients' size in bytes, and `batch` the number of samples of its latest
+    iteration.
+    """
 
     run: Name
     incarnation: Count
@@ -33,8 +35,8 @@ class Heartbeat(Message, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's heartbeat as its launcher passes it on: what Heartbeat says, and `age`, for how many
-    seconds it was under way at the launcher's machine."""
+    """A worker's heartbeat as its launcher passes it on: the fields of Heartbeat, and `age`, the seconds
+    that it spent at the launcher's machine."""
 
     incarnation: Count
     iteration: Count = 0
@@ -66,8 +68,8 @@ class Heard(Message, frozen=True):
 
 
 class ToLauncher(msgspec.Struct, frozen=True, array_like=True):
-    """A worker to its launcher, over a socket of their machine: a heartbeat, the `number`-th, said at `at`
-    by the machine's monotonic clock. The launcher answers with the number, once the hub has heard it."""
+    """A heartbeat of a worker to its launcher, over a socket of their machine: the `number`-th, sent at
+    `at` by the machine's monotonic clock. The launcher answers with the number, once the hub has heard it."""
 
     run: Name
     number: Count
@@ -76,8 +78,8 @@ class ToLauncher(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Echo(Message, frozen=True):
-    """The hub to itself, over a connection to its own door: by `token` it knows its own, and by `number` when
-    it was sent. What members have said until then has been read once it comes back."""
+    """A message of the hub to itself, over a connection to its own port: `token` identifies the hub,
+    `number` the Echo. Once it comes back, all messages that members had sent until then have been read."""
 
     token: Name
     number: Count
@@ -98,7 +100,7 @@ class Goodbye(Message, frozen=True):
 
 
 class Over(Message, frozen=True):
-    """The hub to a shard, in answer to a Heartbeat: all workers have left, and the run is over."""
+    """From the hub to a shard, in answer to a Heartbeat: all workers have left, and the run is over."""
 
 
 class WhereAreShards(Message, frozen=True):
@@ -163,19 +165,19 @@ class Fence(Message, frozen=True):
 
 
 class Fenced(Message, frozen=True):
-    """Done; `used` is all that the incarnation's commits have used, which is the truth about its leases.
-    With `news`: nobody has asked, and `used` is what has come since the last."""
+    """The answer to Fence; `used` is all that the incarnation's commits have used, which decides on its
+    leases. With `news` it answers no Fence, and `used` is new since the last one."""
 
     worker: Count
     incarnation: Count
-    iteration: Count  # how many it had committed
+    iteration: Count  # iterations that it had committed
     used: list[Used]
     news: bool = False
 
 
 class Look(Message, frozen=True):
-    """The hub to the log: this worker's connection to the hub has broken; what of the one to you? Answered by
-    Looked."""
+    """From the hub to the log: this worker's connection to the hub has broken; does its connection to the
+    log stand? Answered by Looked."""
 
     worker: Count
     incarnation: Count
@@ -190,7 +192,7 @@ class Looked(Message, frozen=True):
 
 
 class Gather(Message, frozen=True):
-    """A worker wants to form the run's ring. Answered by Gathered once every rank wants it, or after
+    """A worker's wish to form the run's ring. Answered by Gathered once every rank wishes it, or after
     `seconds`. `number` counts this worker's wishes: one sent twice is answered twice and counted once."""
 
     incarnation: Count
@@ -269,7 +271,7 @@ class RingNews(Message, frozen=True):
 
 
 class LinkPlace(Message, frozen=True):
-    """A worker to the hub: others measure their links to it at this host and port, by this token."""
+    """A worker's host, port and token at which others measure their links to it; sent to the hub."""
 
     incarnation: Count
     host: Name
