@@ -117,8 +117,15 @@ class HubConnection:
 
 
 class HubHeartbeats:
-    """A thread, with a connection of its own, that sends heartbeats to the hub: the other threads may be
-    busy for minutes."""
+    """A thread, with a connection of its own, that sends heartbeats to the hub: the other threads may be busy
+    for minutes.
+
+    Args:
+        beat: called while the connection stands; sends what is due over it, or at once if its second argument
+            is true, and returns the seconds until there is more to send.
+        hear: takes a message of the hub; returns whether heartbeats are to go on.
+        look: called again and again, whether the connection stands or not.
+    """
 
     def __init__(
         self,
