@@ -201,10 +201,11 @@ class Gather(Message, frozen=True):
 
 
 class Gathered(Message, frozen=True):
-    """The ring is formed: `group` is its number, and names its keys. 0: not all came, but only `there` of
-    them; `missing` are the first ranks that did not.
-    `late`: that ring is under way without this worker, which may enter it (Enter).
-    `number` is the Gather's."""
+    """The ring is formed: `group` is its number, and names its keys. 0: only `there` workers came; `missing`
+    are the first ranks that did not.
+
+    `late`: that ring is under way without this worker, which may enter it (Enter). `number` is the Gather's.
+    """
 
     group: Count
     missing: Annotated[list[Count], Meta(max_length=4096)] = []
@@ -214,12 +215,13 @@ class Gathered(Message, frozen=True):
 
 
 class Reform(Message, frozen=True):
-    """A member of ring `group`, in which it has rank `rank`, wants the next one: it has lost touch with
-    another member, or (`admits`) newcomers are to enter. Answered by Reformed, once every living member has
-    said so; `number` counts this worker's wishes, as Gather's.
+    """A wish of a member of ring `group`, in which it has rank `rank`, for the next ring: it has lost touch
+    with another member, or (`admits`) newcomers are to enter. Answered by Reformed, once every living member
+    wishes it; `number` counts this worker's wishes, as in Gather.
 
-    `round` is the collective that it is in, and `holds` whether it holds all of that one's result. `fresh`:
-    it has entered, and has not got the training's state yet."""
+    `round` is the member's present collective, and `holds` is true if it holds that one's whole result.
+    `fresh`: the member has entered, and does not have the training's state yet.
+    """
 
     incarnation: Count
     number: Count
@@ -240,12 +242,13 @@ class Enter(Message, frozen=True):
 
 
 class Reformed(Message, frozen=True):
-    """The next ring: `workers` are the ranks that the hub knows its members by, in order of their ranks in
-    it; the last `newcomers` of them have no state yet, and take the first's.
+    """The next ring: `workers` are its members' ranks at the hub, in order of their ranks in the ring; the
+    last `newcomers` of them have no state yet, and take the first's.
 
-    `round` is the collective that the ring makes next: who was in an earlier one takes what it holds, who was
-    in this one begins it anew. `lost` are those of the ring before who died, `left` those who said goodbye.
-    With `group` 0 there is no next ring: `reason`. `number` is the wish's."""
+    `round` is the collective that the ring makes next: a member of an earlier one takes its held result, a
+    member of this one begins it anew. `lost` are the former ring's members that died, `left` those that said
+    goodbye. With `group` 0 there is no next ring, for this `reason`. `number` is the wish's.
+    """
 
     group: Count
     workers: Ranks = []
@@ -258,10 +261,11 @@ class Reformed(Message, frozen=True):
 
 
 class RingNews(Message, frozen=True):
-    """The hub to a ring's member, at once and in answer to each Heartbeat: ring `group` is `broken` (a member
-    is gone, or has said so of another), and how many newcomers are `waiting` to enter. In a run with groups,
-    `grouping` counts the hub's decisions on who is in which: 0 before the first. `links`: the worker's links
-    to others are to be measured; until they are, each of its heartbeats comes with a LinkPlace."""
+    """From the hub to a ring's member, at once and in answer to each Heartbeat: `broken` is true if a
+    member of ring `group` is gone, or was reported gone; `waiting` is the number of newcomers that are to
+    enter. In a run with groups, `grouping` counts the hub's decisions on the groups: 0 before the first.
+    `links`: the worker's links to others are to be measured; until they are, each of its heartbeats comes
+    with a LinkPlace."""
 
     group: Count
     broken: bool = False
@@ -280,8 +284,8 @@ class LinkPlace(Message, frozen=True):
 
 
 class MeasureLink(Message, frozen=True):
-    """The hub to a worker, over the connection of its heartbeats: measure the link to this other one, in at
-    most `seconds`. Answered by LinkMeasured."""
+    """From the hub to a worker, over its heartbeats' connection: measure the link to worker `worker`, in
+    at most `seconds`. Answered by LinkMeasured."""
 
     worker: Count
     host: Name
@@ -291,7 +295,8 @@ class MeasureLink(Message, frozen=True):
 
 
 class LinkMeasured(Message, frozen=True):
-    """The link to `worker`: bytes per second, and seconds one way. With `reason` there is none: why."""
+    """The link to `worker`: bytes per second, and seconds one way. With `reason` there was no measurement,
+    for this reason."""
 
     incarnation: Count
     worker: Count
@@ -331,7 +336,7 @@ class Grouped(Message, frozen=True):
 
 
 class InGroup(Message, frozen=True):
-    """A worker has moved: the shards know `contributor`, and it speaks for that and for nobody else."""
+    """A worker has moved: the shards know it as `contributor`, for which alone it speaks."""
 
     incarnation: Count
     contributor: Count
@@ -380,21 +385,23 @@ class Duty(Message, frozen=True):
 
 
 class Serves(Message, frozen=True):
-    """A shard to the hub: it knows that it is the primary, and serves. Said until Duty says so."""
+    """From a shard to the hub: the shard knows that it is the primary, and serves. Repeated until Duty
+    confirms it."""
 
     incarnation: Count
 
 
 class InSync(Message, frozen=True):
-    """A primary to the hub: its standby holds all that was acknowledged, and from now on nothing is before it
-    holds that too. Said until Duty says so."""
+    """From a primary to the hub: its standby holds all that was acknowledged, and from now on nothing is
+    acknowledged before the standby holds it too. Repeated until Duty confirms it."""
 
     incarnation: Count
     standby: Count
 
 
 class LostTouch(Message, frozen=True):
-    """A shard to the hub: the connection to its primary or standby is lost. Said until there is another."""
+    """From a shard to the hub: the connection to its primary or standby is lost. Repeated until there is
+    another."""
 
     incarnation: Count
     partner: Count
