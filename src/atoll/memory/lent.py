@@ -56,7 +56,7 @@ class Turns:
             self._slot = slot
 
     def add(self, key: Key, numel: int, dtype: torch.dtype) -> None:
-        """They are all there."""
+        """Do nothing: all chunks are there already."""
 
     def pin(
         self, key: Key, *, writes: bool = False, overwrites: bool = False

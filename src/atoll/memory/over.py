@@ -21,7 +21,7 @@ _MARK = "_atoll_over"  # an attribute of a parameter: the members that share it
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a member says of the parameters that it has given one call's members."""
+    """One member's report of the parameters that one call's members share."""
 
     members: tuple[int, ...]
     names: int  # a checksum

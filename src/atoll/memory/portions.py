@@ -22,24 +22,24 @@ class Portion:
         return self.end <= self.begin
 
     def bounds(self, first: int, last: int | None = None) -> tuple[int, int]:
-        """Where the elements of these slots lie that are in the portion; where none are, the first bound is
-        not below the second."""
+        """Return the bounds of these slots' elements inside the portion; if none are inside, the first bound
+        is not below the second."""
         slots = self._trained.chunk.slots
         place, end = slots[first], slots[first if last is None else last]
         return max(place.offset, self.begin), min(end.offset + end.numel, self.end)
 
     def numel(self, slot: int) -> int:
-        """How many of a slot's elements are in the portion."""
+        """Number of a slot's elements in the portion."""
         first, last = self.bounds(slot)
         return max(0, last - first)
 
     def is_whole(self, slot: int) -> bool:
-        """Whether all of a slot's elements are in the portion."""
+        """True if all of a slot's elements are in the portion."""
         first, last = self.bounds(slot)
         return last - first == self._trained.chunk.slots[slot].numel
 
     def has(self, slot: int) -> bool:
-        """Whether any of a slot is in the portion; of one without elements, its place."""
+        """True if any element of a slot is in the portion; a slot without elements counts by its place."""
         if not self._trained.extent:  # parameters without elements alone: whoever steps them has them
             return True
         begin, end = self._trained.place(slot)

@@ -1,9 +1,8 @@
-"""What a script reads as `p.grad` where the gradient lies elsewhere.
+"""Stand-ins for `p.grad` where the gradient lies elsewhere.
 
-A `GradientProxy` has the gradient's shape, dtype and device, and no memory of its own. Each function that it
-is given to gets the gradient itself, for the length of the call; what the call changes there counts. Lists of
-gradients (`torch._foreach_mul_`) are served one by one, so that they are never all in one place.
-"""
+A `GradientProxy` has the gradient's shape, dtype and device, and no memory of its own. Each function that
+gets a proxy receives the gradient itself, for the length of the call; changes made there count. Lists of
+gradients (`torch._foreach_mul_`) are served one by one, so that they are never all in one place."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ _OVERWRITE = ("zero_", ZERO_LIST)  # whatever is there
 
 
 class Source(Protocol):
-    """Where a proxy's gradient is."""
+    """The place of a proxy's gradient."""
 
     edits: int
     """How often it was written into."""

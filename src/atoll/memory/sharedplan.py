@@ -26,7 +26,7 @@ _TRIALS = 3  # of which the shortest counts; the first makes the connections
 
 
 class _Word(msgspec.Struct, frozen=True):
-    """What a member says of the plan that it has found."""
+    """One member's report of the plan that it has found."""
 
     model: int  # a checksum of what all must have alike
     error: str = ""

@@ -90,11 +90,11 @@ class ChunkStates:
 
     @property
     def has_elements(self) -> bool:
-        """Whether anything is kept for each element."""
+        """True if the optimizer keeps any state for each element."""
         return any(self._kept)
 
     def is_elementwise(self, key: str, value: Any, numel: int) -> bool:
-        """Whether a state is one for each of `numel` elements."""
+        """True if a state holds one value for each of `numel` elements."""
         return isinstance(value, Tensor) and (
             (key in self._elementwise and value.numel() == numel) or (value.numel() == numel > 1)
         )
@@ -107,11 +107,11 @@ class ChunkStates:
         self._kept[bounds[0] : bounds[1] + 1] = [kept] * count
 
     def numbers(self, slot: int) -> State:
-        """What is kept for a parameter as a whole ("step"), in copies."""
+        """Return copies of the state kept for a parameter as a whole ("step")."""
         return {key: copied(value) for key, value in self._numbers[slot].items()}
 
     def signature(self, slot: int) -> object:
-        """What must be equal for two slots to step alike."""
+        """Return a value that is equal for two slots if they can step together."""
         return signature(self._numbers[slot] | dict.fromkeys(self._kept[slot]), self._kept[slot])
 
     def keys(self, slot: int) -> frozenset[str]:
@@ -232,5 +232,5 @@ def group_numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def stepped_dtype(dtype: torch.dtype, master: bool) -> torch.dtype:
-    """What a parameter of `dtype` is stepped in: single precision for a half one that has a master."""
+    """Return the dtype in which a parameter is stepped: float32 for a half one that has a master."""
     return torch.float32 if master and dtype in _HALF else dtype

@@ -27,13 +27,13 @@ class Summing(Waitable, Protocol):
 
 
 class Over(Summing):
-    """What has nothing to wait for."""
+    """A sum with nothing to wait for."""
 
     def advance(self) -> None:
-        """It has ended."""
+        """Do nothing: the sum has ended."""
 
     def wait(self) -> None:
-        """It has ended."""
+        """Do nothing: the sum has ended."""
 
 
 class Sum(Summing):

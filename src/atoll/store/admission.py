@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Admission:
-    """What goes into Welcome, or one line for Refused. `reason` is for the record. `waits`: a shard's place
+    """The contents of Welcome, or one line for Refused. `reason` is for the record. `waits`: a shard's place
     is taken, by a process that may be dead."""
 
     worker: int = -1

@@ -104,7 +104,7 @@ class Blocks:
 
 
 def _forget(epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: Sequence[int]) -> None:
-    """What all members have left behind them."""
+    """Drop the blocks that all members have passed."""
     epoch = epochs[lease.sampler, lease.epoch]
     least = min(epoch.asked.get(member, 0) for member in members)
     for number in [number for number in epoch.blocks if number < least]:

@@ -1,4 +1,4 @@
-"""What both rules of the log share: who contributes, what of it is staged, and what weighs as usual."""
+"""State that both rules of the log share: contributors, their staged chunks, and the usual weight."""
 
 from __future__ import annotations
 

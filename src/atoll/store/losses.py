@@ -1,4 +1,4 @@
-"""What of a contribution's chunks was lost on the way: kept beside what has come, and told to who sent it."""
+"""Lost parts of a contribution's chunks: kept beside the received ones, and reported to the sender."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def absent(loss: ChunkLoss | None, extent: int, places: Sequence[tuple[int, int]
 
 
 def _within(spans: Spans, places: Sequence[tuple[int, int]]) -> Spans:
-    """What of the spans lies in the places."""
+    """Return the parts of the spans that lie in the places."""
     found: list[Spans] = [_NONE]
     for start, stop in places:
         first, last = np.searchsorted(spans[:, 1], start, "right"), np.searchsorted(spans[:, 0], stop)

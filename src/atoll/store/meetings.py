@@ -12,7 +12,7 @@ from atoll.wire.messages import Count, Text, WorkerStand
 
 
 class MeetingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker has brought to a meeting."""
+    """One worker's part in a meeting."""
 
     incarnation: Count
     what: Text
@@ -51,12 +51,12 @@ class Meetings(msgspec.Struct, forbid_unknown_fields=True):
         self.since[worker] = since
 
     def skip_to(self, number: int) -> None:
-        """Where nobody has brought anything: the next to take place is this one, or a later one."""
+        """Let meeting `number`, or a later one, be the next, unless a worker has already brought a part."""
         if not any(self.parts.values()):
             self.next = max(self.next, number)
 
     def is_bound(self, worker: int, incarnation: int) -> bool:
-        """Whether meetings wait for this incarnation."""
+        """True if meetings wait for this incarnation."""
         return self.bound.get(worker) == incarnation
 
     def meet(
@@ -166,7 +166,7 @@ class Meetings(msgspec.Struct, forbid_unknown_fields=True):
         return Waits(frozenset(needed if begun else ()), stands)
 
     def waiting_for(self) -> list[str]:
-        """Who is waited for, in words."""
+        """List the workers waited for, in words."""
         if not self.parts.get(self.next):
             return []
         what = next(iter(self.parts[self.next].values())).what

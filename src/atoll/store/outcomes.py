@@ -1,4 +1,4 @@
-"""What the log answers to an input: data for its runtime to act on."""
+"""The log's answers to an input, as data for its runtime to act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the run's shards are: each held by one process or by two, and those of sites."""
+"""The places of the run's shards, each kept by one process or by two, and of the sites' shards."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Shards:
         return sorted([*self.members, *(index for index, pair in self.pairs.items() if pair.halves())])
 
     def incarnations(self) -> list[int]:
-        """Those of the shards that are there, of both processes where they are held twice."""
+        """Incarnations of the present shards, of both processes where a shard has two."""
         return [member.incarnation for member in (*self.members.values(), *self.halves.values())]
 
     def addresses(self) -> list[str] | None:
@@ -224,7 +224,7 @@ class Sites:
         return site
 
     def address(self, site: str) -> str:
-        """Where a site's shard is; empty while it is not there."""
+        """Address of a site's shard; empty while the shard is absent."""
         there = self.members.get(site)
         return there.address if there is not None else ""
 

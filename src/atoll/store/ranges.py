@@ -19,7 +19,7 @@ class Ranges(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
         return iter(list(zip(self.starts, self.stops, strict=True)))
 
     def __len__(self) -> int:
-        """How many integers are in it."""
+        """Number of integers in the set."""
         return sum(self.stops) - sum(self.starts)
 
     def __bool__(self) -> bool:

@@ -1,8 +1,7 @@
-"""How the workers of a ring meet: who is in it, and the keys by which its members find one another.
+"""The rendezvous of a ring's workers: its members, and the keys by which they find one another.
 
-The keys are c10d's Store (torch.distributed.Store), operation by operation. Each ring has keys of its own, so
-that a ring that is made again meets nothing of the one before; they go when the last member has.
-"""
+The keys are c10d's Store (torch.distributed.Store), operation by operation. Each ring has its own keys, so
+that a ring that is formed again meets no key of the one before; they go when the last member has."""
 
 from __future__ import annotations
 
@@ -232,8 +231,8 @@ class Rendezvous:
     # -- its keys -----------------------------------------------------------------------------------------
 
     def handle_call(self, now: float, peer: Peer, call: StoreCall) -> list[Answer]:
-        """What a member asks of its ring's keys. Raises UserError, and changes nothing, for a ring that is
-        not the member's, for keys or values that the operation does not want, and beyond a bound."""
+        """Answer a member's operation on its ring's keys. Raises UserError, and changes nothing, for a ring
+        that is not the member's, for keys or values that the operation does not take, and beyond a bound."""
         ring = self._rings.get(call.group)
         if ring is None or call.incarnation not in ring.members:
             raise UserError(f"ring {call.group} is not incarnation {call.incarnation}'s, or is no more")
@@ -267,7 +266,7 @@ class Rendezvous:
         return [(peer, StoreAnswer(count=count)), *others]
 
     def _change_once(self, ring: _Ring, call: StoreCall) -> tuple[int, list[Answer]]:
-        """What does not come out the same when it is done again."""
+        """Make a change whose repetition would give another result."""
         key, there = call.keys[0], ring.keys.get(call.keys[0])
         if call.operation == "delete":
             if there is not None:
@@ -284,8 +283,8 @@ class Rendezvous:
         return total, self._put(ring, key, b"%d" % total)
 
     def _compare_set(self, peer: Peer, ring: _Ring, call: StoreCall) -> list[Answer]:
-        """As TCPStore's: a key that is not there is set where "" was expected, else what was expected comes
-        back."""
+        """Compare and set, after TCPStore: a missing key is set if "" was expected. On a mismatch the answer
+        is the current value, or the expected one for a missing key."""
         key, (expected, desired) = call.keys[0], call.values
         there = ring.keys.get(key)
         if there == expected or (there is None and not expected):

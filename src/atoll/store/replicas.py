@@ -47,7 +47,7 @@ class Pair(msgspec.Struct, forbid_unknown_fields=True):
         return next((half for half in self.halves() if half.life == life), None)
 
     def halves(self) -> list[Half]:
-        """Those who are there, the primary first."""
+        """Return the present halves, the primary first."""
         return [half for half in (self.primary, self.standby) if half is not None]
 
     def partner_of(self, incarnation: int) -> Half | None:
@@ -62,7 +62,8 @@ class Pair(msgspec.Struct, forbid_unknown_fields=True):
         return "it was given up, and may lack what was acknowledged since"
 
     def role_for(self, token: str, since: int, goes_on: bool) -> Role:
-        """What a process would be that comes now. `goes_on`: its directory holds a journal to go on from."""
+        """Return the role that a process would get on arrival. `goes_on`: its directory holds a journal to
+        go on from."""
         if not self.begun:
             return "primary"
         if self.primary is None:

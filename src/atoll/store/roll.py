@@ -103,7 +103,8 @@ class Roll:
         return self.enter(now, Member(kind, place, self.new_incarnation(), address, token, launcher))
 
     def enter(self, now: float, member: Member, patience: float | None = None) -> Member:
-        """It is there from now on; `patience`: its silence is borne for so long, however regular it was."""
+        """Enter a member. With `patience`, in seconds, its silence is borne for so long, however regular its
+        signs of life were."""
         least = max(self._least, 3 * self.heartbeat)
         borne = Patience(least, self.patience) if patience is None else Patience(patience, patience)
         signs = self._signs[member.incarnation] = _Signs(now, borne)
@@ -112,7 +113,7 @@ class Roll:
         return member
 
     def remove(self, member: Member) -> None:
-        """It is there no longer."""
+        """Remove a member, if present."""
         self.known.pop(member.incarnation, None)
         self._signs.pop(member.incarnation, None)
 
@@ -128,7 +129,7 @@ class Roll:
         return member if member is not None and member.kind in kinds else None
 
     def is_there(self, incarnation: int) -> bool:
-        """Whether somebody of this incarnation is there: a worker, a shard or a site's shard."""
+        """True if a member of this incarnation is present: a worker, a shard or a site's shard."""
         return incarnation in self.known
 
     # -- signs of life ------------------------------------------------------------------------------------
@@ -160,8 +161,8 @@ class Roll:
         return now >= self._end(signs)
 
     def note_broken(self, incarnation: int, broken: bool) -> None:
-        """Whether all of a member's connections have broken, as far as is known: then it counts as dead after
-        `broken_seconds` of silence, without more patience. A sign of life says that they have not."""
+        """Note if all known connections of a member have broken: the member then counts as dead after
+        `broken_seconds` of silence, without more patience. Its next sign of life clears the mark."""
         signs = self._signs.get(incarnation)
         if signs is not None and signs.broken != broken:
             signs.broken = broken

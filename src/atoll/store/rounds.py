@@ -47,7 +47,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
     told: messages.Committed | None = None
 
     def committed(self, _worker: int) -> int:
-        """How many iterations are in the log, for a live worker."""
+        """Number of iterations in the log, for a live worker."""
         return self.iteration + bool(self.combined)
 
     def commit(self, worker: int, commit: messages.Commit, draft: Draft, _these: Contributors) -> None:
@@ -133,7 +133,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         draft.write(Joined(worker=worker, incarnation=incarnation, clock=self.iteration))
 
     def _pass_over_idle(self) -> None:
-        """Where nobody else is waited for, go on without those who wait in a meeting."""
+        """Go on without the workers that wait in a meeting, if only they are missing."""
         late = [worker for worker in self.members if worker not in self.commits]
         if self.commits and self.idle.issuperset(late):
             for worker in late:
@@ -272,7 +272,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         )
 
     def waiting_for(self, these: Contributors) -> list[str]:
-        """Who is waited for and on what, in words."""
+        """List, in words, the workers waited for and what each has to do."""
         if not self.members and not self.combined:
             missing = these.roster.missing()
             return [missing] if missing else []

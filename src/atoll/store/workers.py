@@ -29,7 +29,7 @@ class Workers:
 
     @property
     def open(self) -> bool:
-        """Whether a ring is under way, which late workers may enter: any rank is good then."""
+        """True while a ring is under way that late workers may enter with any rank."""
         return self._open
 
     @open.setter
@@ -79,7 +79,7 @@ class Workers:
         return f"the run is a ring of {self.count} workers, and {what}; `atoll hub --workers` sets how many"
 
     def must_wait(self, wish: int) -> bool:
-        """Whether a worker with this wish (-1: any rank) has to wait until another one leaves or is dead."""
+        """True if a worker with this wish (-1: any rank) has to wait until another one leaves or dies."""
         if wish >= 0 or not self._ring or self.open:
             return wish in self.members
         return len(self.members) >= self.count
