@@ -1,6 +1,6 @@
-"""How a run of gradients becomes a payload, and a payload a run: the codec's seam, the same at all ends.
+"""Encoding of runs of gradients into payloads and back, used equally at all ends.
 
-A codec writes float32. Runs of other dtypes go as they lie, and so do all where the codec is `float32`.
+A codec writes float32. Runs of other dtypes travel unchanged, and so do all runs if the codec is `float32`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Coding:
         return self.codec.name
 
     def writes(self, dtype: str) -> bool:
-        """Whether runs of a dtype ("float32") go otherwise than as they lie."""
+        """True if the codec changes the bytes of runs of a dtype ("float32")."""
         return dtype == "float32" and not self._plain
 
     def loses(self, dtype: str) -> bool:
-        """Whether runs of a dtype may come back with other bits."""
+        """True if runs of a dtype may come back with other bits."""
         return self.writes(dtype) and not self.codec.lossless
 
     def size(self, elements: int, dtype: str) -> int:

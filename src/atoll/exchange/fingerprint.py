@@ -1,4 +1,4 @@
-"""What two nodes' CPU sides must have alike to compute the same bits."""
+"""Properties of a node's CPU side that must be equal on two nodes for equal bits."""
 
 from __future__ import annotations
 

@@ -151,11 +151,11 @@ class Link:
 
     @property
     def come_back(self) -> int:
-        """How often a shard was lost and found again."""
+        """Number of times that a shard was lost and found again."""
         return self._links.come_back
 
     def figures(self) -> dict[int, LinkFigures]:
-        """How the loss-tolerant connections do, by shard: those that are open."""
+        """Return the figures of the open loss-tolerant connections, by shard."""
         return self._links.figures()
 
     # -- what is sent -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contributors:
-    """Those who exchange. In one exchange all contributors know the same names.
+    """The contributors of an exchange. In one exchange all contributors know the same names.
 
     Args:
         own: the name of this worker's contributor.

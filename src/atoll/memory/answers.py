@@ -1,4 +1,5 @@
-"""What a member answers to the others, who ask for its parts of chunks. Source: docs/memory.md, "Members"."""
+"""A member's answers to the others, which ask for its parts of chunks. Source: docs/memory.md,
+"Members"."""
 
 from __future__ import annotations
 

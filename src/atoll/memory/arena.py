@@ -109,7 +109,7 @@ class Arena:
         return self.blocks * self.block_bytes
 
     def blocks_for(self, nbytes: int) -> int:
-        """How many blocks in a row hold `nbytes` bytes; at least one."""
+        """Number of blocks in a row that hold `nbytes` bytes; at least one."""
         return max(1, -(-nbytes // self.block_bytes))
 
     def take(self, count: int = 1, at: int | None = None) -> Block:
@@ -189,7 +189,7 @@ class Arena:
                 self._free[place : place + 2] = [(first, count + more)]
 
     def is_current(self, block: Block) -> bool:
-        """Whether `block` has not been given back since it was taken."""
+        """True if `block` has not been given back since it was taken."""
         taken = self._counts.get(block.first) == block.count
         return taken and self._generations[block.first] == block.generation
 

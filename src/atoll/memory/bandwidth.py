@@ -1,7 +1,7 @@
-"""What this machine moves and steps, measured on the spot in some tenths of a second.
+"""Bandwidths and step speeds of this machine, measured on the spot in some tenths of a second.
 
-Each figure is the best of a few trials of what the engine does: another process's work slows one down, and
-nothing makes one faster than it is.
+Each figure is the best of a few trials of the engine's own operations: another process's work slows a trial
+down, and nothing makes one faster than the machine.
 """
 
 from __future__ import annotations

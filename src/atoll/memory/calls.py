@@ -19,7 +19,7 @@ def caller(above: int = 0) -> FrameType | None:
 
 
 def is_under_way(call: FrameType | None) -> bool:
-    """Whether `call` is among those that led here, on this thread."""
+    """True if `call` is among this thread's callers."""
     frame = inspect.currentframe() if call is not None else None
     while frame is not None and frame is not call:
         frame = frame.f_back

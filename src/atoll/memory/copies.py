@@ -21,5 +21,5 @@ def to_host(target: Tensor, source: Tensor, *, adds: bool = False) -> None:
 
 
 def is_needless(device: torch.device) -> bool:
-    """Whether the device's memory is the host's, so that what others have may come there at once."""
+    """True if the device's memory is the host's, so that others' parts may arrive there directly."""
     return device.type == "cpu"

@@ -45,7 +45,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether it has come to an end, good or bad."""
+        """True once the transfer has ended, well or badly."""
         return self._done.is_set()
 
     def wait(self, seconds: float = DISK_SECONDS) -> None:
@@ -165,7 +165,7 @@ class DiskFile:
 
     @property
     def free_blocks(self) -> int:
-        """How many blocks `take` still has."""
+        """Number of blocks that `take` still has."""
         return len(self._free)
 
     def take(self) -> int:

@@ -216,7 +216,7 @@ class Engine:
         )
 
     def _is_held(self, chunk: int) -> bool:
-        """Whether a chunk must stay: it is in use, on its way, or somebody has a view of its memory."""
+        """True if a chunk must stay: in use, on its way, or with a view of its memory somewhere."""
         stay = self._resident[chunk]
         if not stay.ready:
             return stay.coming is not None and not stay.coming.done()
@@ -258,7 +258,7 @@ class Engine:
     # Values that change
 
     def has_edits(self, chunk: int) -> bool:
-        """Whether the script has written to it where it lies on the device, and that is not written back."""
+        """True if the script's writes to a chunk on the device are not written back yet."""
         with self.lock:
             stay = self._resident.get(chunk)
             if stay is None or not stay.ready or chunk in self._void:
@@ -403,7 +403,7 @@ class Engine:
         return self.chunks[place.chunk].names[place.slot]
 
     def version(self, place: Place) -> int:
-        """How often the parameter was written into."""
+        """Number of writes into the parameter."""
         return version(self.chunks[place.chunk].parameters[place.slot])
 
 

@@ -75,7 +75,7 @@ class WatchedGradients(Gradients):
         return _WatchedChunk(trained, payloads, steps, leaving)
 
     def watched(self, chunk: int) -> _WatchedChunk:
-        """Those of a chunk."""
+        """Return the watched gradients of a chunk."""
         each = self._chunks[chunk]
         assert isinstance(each, _WatchedChunk)
         return each
@@ -193,7 +193,7 @@ class Exchanged(Moving):
                 watched.edited.discard(slot)
 
     def edited(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the script has changed one of these gradients since they were put."""
+        """True if the script has changed one of these gradients since they were put."""
         for each, members in self._homes(parameters):
             watched = self.gradients.watched(each.chunk.id)
             if watched.kept:
@@ -204,7 +204,8 @@ class Exchanged(Moving):
         return False
 
     def are_finite(self) -> bool | None:
-        """Whether all gradients are, by their global norm; None: that one is not, which says nothing."""
+        """True if all gradients are finite, by their global norm; None if the norm is not, which decides
+        nothing."""
         norm = self.gradients.norm(self.gradients.measures or 2.0)
         return True if bool(torch.isfinite(norm)) else None
 
@@ -227,7 +228,7 @@ class Exchanged(Moving):
         self.engine.write_back()
 
     def is_written(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the script may have changed the values of a chunk in which one of these lies."""
+        """True if the script may have changed the values of a chunk in which one of these lies."""
         return any(self._places[id(parameter)][0].chunk.id in self.written for parameter in parameters)
 
     def begin_values(self) -> None:

@@ -54,12 +54,12 @@ class Fitted:
 
     @property
     def mover(self) -> Engine | None:
-        """What moves the chunks; None where everything fits."""
+        """The engine that moves the chunks; None where everything fits."""
         return None
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:
-        """What was decided beside the plan: (what, choice, reason)."""
+        """Decisions beside the plan: (subject, choice, reason)."""
         return []
 
     def stats(self) -> MemoryFigures:

@@ -37,14 +37,14 @@ Value: TypeAlias = _Number | bool | int | float | str | None
 
 
 class _Slot(msgspec.Struct, frozen=True):
-    """What is kept for one parameter."""
+    """The description of one parameter's state."""
 
     numbers: dict[str, Value]
     kept: dict[str, str]  # dtypes by key
 
 
 def described(states: ChunkStates) -> bytes:
-    """What is kept for a chunk's parameters, in a word that `SharedStates` reads."""
+    """Describe the states of a chunk's parameters, in bytes that `SharedStates` reads."""
     slots = [
         _Slot(
             {
@@ -87,13 +87,13 @@ class SharedStates:
         self._count = -1  # as of which count
 
     def numbers(self, slot: int) -> State:
-        """What is kept for a parameter as a whole, in copies."""
+        """Return copies of the state kept for a parameter as a whole."""
         if self._own is not None and self._own.portion.has(slot):
             return self._own.numbers(slot)
         return {key: _heard(value) for key, value in self._told(slot).numbers.items()}
 
     def kept(self, slot: int) -> dict[str, torch.dtype]:
-        """What is kept for each of its elements, by key."""
+        """Return the dtypes of the element-wise states, by key."""
         if self._own is not None and self._own.portion.has(slot):
             return self._own.kept(slot)
         return {key: _dtype(name) for key, name in self._told(slot).kept.items()}

@@ -153,7 +153,7 @@ class Slot:
 
 
 class ChunkGradients:
-    """What is known of one chunk's gradients; their values are in the payload."""
+    """The state of one chunk's gradients; their values are in the payload."""
 
     slot_kind = Slot
 
@@ -220,7 +220,7 @@ class ChunkGradients:
         return gradient if gradient.device == self.trained.device else gradient.to(self.trained.device)
 
     def counted(self, flat: Tensor, slot: int) -> Tensor:
-        """What of the payload counts as this slot's gradient, 1-D."""
+        """Return the payload's part that counts as this slot's gradient, 1-D."""
         return self.trained.run(flat, slot)
 
     def _clear_padding(self, flat: Tensor) -> None:
@@ -282,7 +282,7 @@ class ChunkGradients:
             self.failed = self.failed or error
 
     def forget(self, index: int) -> None:
-        """This slot has no gradient any more."""
+        """Drop a slot's gradient, if present."""
         if self.present[index]:
             self.arrive(whatever=True)
             self._change()
@@ -427,12 +427,12 @@ class Gradients:
         self._leaving.then(job)
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether its gradient lies in a chunk."""
+        """True if the parameter's gradient lies in a chunk."""
         return id(parameter) in self._places
 
     @uninterrupted
     def grad_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """What `parameter.grad` is: None, or a `GradientProxy`."""
+        """Return the value of `parameter.grad`: None, or a `GradientProxy`."""
         place = self._places.get(id(parameter))
         if place is None:
             return _own_gradient(parameter)
@@ -612,7 +612,7 @@ class Gradients:
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """What autograd has left at the parameter, whatever its class makes of `grad`."""
+    """Return the gradient that autograd has left at the parameter, whatever its class makes of `grad`."""
     with AsPlainTensors():
         gradient: Tensor | None = _GRAD.__get__(parameter)
         return gradient

@@ -23,7 +23,7 @@ class Grouping:
 
     @property
     def is_apart(self) -> bool:
-        """Whether any chunk is not everybody's."""
+        """True if some chunk is not shared by all members."""
         return any(len(self.groups(kind)) > 1 for kind in self.kinds)
 
     def kind(self, chunk: int) -> str:

@@ -1,5 +1,5 @@
-"""Where the values of chunks lie that are not on the device: in payloads of host memory, whose steps are made
-there. Source: docs/memory.md, "Moves"."""
+"""Homes of chunks' values outside the device: payloads of host memory, which are stepped there.
+Source: docs/memory.md, "Moves"."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Home(Protocol):
         """What the script has written, or may have, was put into `values`."""
 
     def must_tell(self, chunk: int) -> bool:  # noqa: ARG002
-        """Whether writes past autograd's count (`p.data.mul_()`) are to be `written` too, for a checksum
+        """True if writes past autograd's count (`p.data.mul_()`) are to be `written` too, for a checksum
         whenever the chunk's memory is given out."""
         return False
 

@@ -64,7 +64,7 @@ _LAYOUT = {Tensor.stride, Tensor.is_contiguous}
 
 
 class _Place:
-    """Where one parameter's value is when it is not in the parameter: in `copy`, in `piece`, or nowhere."""
+    """The place of one parameter's value outside the parameter: `copy`, `piece`, or none."""
 
     def __init__(self, room: _Room, parameter: nn.Parameter) -> None:
         self.room = room
@@ -378,9 +378,9 @@ def let_go(parameter: nn.Parameter) -> None:
 
 
 def resident_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    """How many bytes of these lie in memory now.
+    """Number of bytes of these parameters that lie in memory now.
 
-    Who takes those with the most first never holds more, of what is taken and what is not, than the budgets.
+    Taking the parameters with the most bytes first keeps the total within the budgets.
     """
     return sum(
         0 if isinstance(p, InitialisedParameter) and p._atoll_place.absent else p.nbytes for p in parameters
@@ -388,16 +388,16 @@ def resident_bytes(parameters: Sequence[nn.Parameter]) -> int:
 
 
 def spilled_to(parameters: Sequence[nn.Parameter]) -> int:
-    """Where in a file the last of these values ends; 0: none lies in one.
+    """Return the end, in its file, of the last of these values; 0 if none lies in a file.
 
-    Who takes those first that lie last lets the file become shorter as they go.
+    Taking the values that lie last first lets the file become shorter.
     """
     pieces = [p._atoll_place.piece for p in parameters if isinstance(p, InitialisedParameter)]
     return max((piece.begin + piece.nbytes for piece in pieces if piece is not None), default=0)
 
 
 def spilled_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """How long the files are in which values of these lie, until all of them were taken."""
+    """Total length of the files that hold values of these parameters, until all of them were taken."""
     rooms = {p._atoll_place.room for p in parameters if isinstance(p, InitialisedParameter)}
     return sum(room.spilled for room in rooms)
 

@@ -51,7 +51,7 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
         self._fetch = lost
 
     def held(self) -> set[nn.Parameter]:
-        """Those whose states are here."""
+        """Parameters whose states are here."""
         return set(super().keys())
 
     def keep(self, parameters: set[nn.Parameter]) -> None:

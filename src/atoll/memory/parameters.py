@@ -200,7 +200,7 @@ def put(parameter: nn.Parameter, memory: Tensor) -> None:
 
 
 def version(parameter: nn.Parameter) -> int:
-    """How often a ChunkParameter was written into, by autograd's count."""
+    """Number of writes into a ChunkParameter, by autograd's count."""
     with AsPlainTensors():
         return version_of(parameter)
 
@@ -222,7 +222,7 @@ def _chunk_parameters(arguments: Any) -> Iterator[ChunkParameter]:
 
 
 def _writes(func: Any, kwargs: Keywords) -> bool:
-    """Whether it writes into an argument, by its name. Autograd counts most, not a fused step."""
+    """True if a function writes into an argument, by its name. Autograd counts most, not a fused step."""
     name: str = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
 
@@ -250,7 +250,7 @@ def _unpin(used: dict[Engine, list[int]]) -> None:
 
 @contextmanager
 def _plain(parameters: Sequence[ChunkParameter]) -> Iterator[None]:
-    """They are plain parameters within."""
+    """Make these parameters plain ones within the context."""
     for parameter in parameters:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     try:

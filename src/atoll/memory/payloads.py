@@ -1,7 +1,7 @@
-"""What of a chunk lies somewhere by itself: its values, its gradient, its optimizer's state.
+"""Payloads: the values, the gradient or the optimizer's state of a chunk.
 
-A payload is known by (chunk, kind). `Payloads` is what gradients and steps need of whoever holds them, and
-what `store.Store` offers; `TensorPayloads` holds them in plain tensors of their own.
+A payload is known by (chunk, kind). `Payloads` is the interface that gradients and steps need, and that
+`store.Store` offers; `TensorPayloads` keeps payloads in plain tensors of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def spare_kind(kind: str) -> str:
 
 
 def is_spare(kind: str) -> bool:
-    """Whether it is the kind of a spare payload."""
+    """True if `kind` names a spare payload."""
     return kind.startswith(_SPARE)
 
 
@@ -54,7 +54,7 @@ class Payloads(Protocol):
         """
 
     def drop(self, key: Key) -> None:
-        """What it holds is of no use any more. It stays known; its next pin gives zeros."""
+        """Discard a payload's content. The key stays known; its next pin gives zeros."""
 
 
 class TensorPayloads:

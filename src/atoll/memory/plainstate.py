@@ -29,10 +29,10 @@ class States(Protocol):
     group: int  # of the optimizer's
 
     def numbers(self, slot: int) -> State:
-        """What is kept for a parameter as a whole, in copies."""
+        """Return copies of the state kept for a parameter as a whole."""
 
     def kept(self, slot: int) -> dict[str, torch.dtype]:
-        """What is kept for each of its elements, by key."""
+        """Return the dtypes of the element-wise states, by key."""
 
     def elements(self, slot: int, key: str) -> Tensor:
         """A copy of what is kept under `key`, with the parameter's shape and strides."""
@@ -64,7 +64,7 @@ class PlainState:
         self._is_loading = False  # a `load_state_dict` runs whose states have been taken
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's state lies in a chunk."""
+        """True if a parameter's state lies in a chunk."""
         return id(parameter) in self._slots
 
     def watch(self) -> list[Handle]:

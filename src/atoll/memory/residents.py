@@ -38,7 +38,7 @@ class Residents:
             ADDRESSES.add(stand_in.untyped_storage().data_ptr(), place, absent=True)
 
     def blocks(self, chunk: int) -> int:
-        """How many of the arena's blocks a chunk takes."""
+        """Number of the arena's blocks that a chunk takes."""
         each = self._chunks[chunk]
         return self._arena.blocks_for(each.chunk.numel * each.dtype.itemsize)
 

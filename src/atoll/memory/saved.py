@@ -1,14 +1,14 @@
-"""What autograd saves for backward while parameters' memory moves.
+"""Saved tensors: autograd's references for backward while parameters' memory moves.
 
 Many operations save a parameter, or a view of it, for backward: `F.linear` its weight, `w.t()` a view. A
-saved tensor whose memory is a parameter's in a chunk is packed to what it was made of (the parameter, dtype,
-size, stride, offset), so that the chunk may leave, and is derived again when backward unpacks it. Everything
-else is kept as it is. Source: docs/memory.md, "How a parameter is reached".
+saved tensor whose memory is a parameter's in a chunk is packed to its origin (the parameter, dtype, size,
+stride, offset), so that the chunk may leave, and is derived again when backward unpacks it. Other tensors
+are kept unchanged. Source: docs/memory.md, "How a parameter is reached".
 
 The hooks are `torch.autograd.graph.saved_tensors_hooks`. They are entered around the forward of the model and
 of each of its modules that is called by itself (`watch_modules`), and by each operation that uses a
-parameter (`entered`), unless hooks of somebody else are active, such as those of a checkpoint: what those
-keep is a view, and a chunk with a view of it stays where it is (engine.py).
+parameter (`entered`), unless other hooks are active, such as those of a checkpoint: those keep a view, and a
+chunk with a view of it stays where it is (engine.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from atoll.tensors.torch_compat import saved_tensors_hooks_in_force, untraced, v
 
 
 class Owner(Protocol):
-    """Whose chunks they are: an engine."""
+    """The owner of chunks: an engine."""
 
     def derive(self, packed: Packed) -> Tensor:
         """The tensor that was packed, from the parameter's memory as it lies now."""
@@ -81,7 +81,7 @@ class Addresses:
 
     @untraced
     def pack(self, tensor: Tensor) -> object:
-        """What is kept of a tensor that is saved."""
+        """Return the packed form of a tensor that autograd saves."""
         try:
             address = tensor.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):  # no memory of its own: sparse, or made by a transform
@@ -149,7 +149,7 @@ _NOTHING = nullcontext()
 
 
 def hooks_are_active() -> bool:
-    """Whether saved-tensor hooks are, ours or another's."""
+    """True if saved-tensor hooks are active, ours or another's."""
     return saved_tensors_hooks_in_force() is not None
 
 

@@ -93,7 +93,7 @@ class Segments:
             self.states.keep(*segment)
 
     def is_cut_for(self, present: tuple[bool, ...], settings: Settings) -> bool:
-        """Whether the latest step was of the same slots, and nothing was loaded since."""
+        """True if the latest step was of these slots, and nothing was loaded since."""
         return bool(self._runs) and self._cut_for == self._key(present, settings)
 
     def _key(self, present: tuple[bool, ...], settings: Settings) -> tuple[object, ...]:
@@ -146,7 +146,7 @@ class Segments:
         return parameter
 
     def _state(self, bounds: tuple[int, int], elements: Mapping[str, Tensor]) -> State:
-        """What the optimizer keeps for a segment."""
+        """Return the optimizer's state for a segment."""
         start, end = self.states.bounds(*bounds)
         held = {key: elements[key][start:end] for key in self.states.keys(bounds[0])}
         return self.states.numbers(bounds[0]) | held
@@ -169,7 +169,7 @@ class Segments:
         return bounds, numbers, frozenset(kept)
 
     def _round(self, values: Tensor, stepped: Tensor) -> None:
-        """Where there is a master, the values are what it is rounded to."""
+        """Round the master, if there is one, into the values."""
         if self.states.has_master:
             for first, last in self._runs:
                 start, end = self.states.bounds(first, last)

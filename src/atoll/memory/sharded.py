@@ -138,7 +138,7 @@ class Sharded(Moving):
         return self.gradients.reduce(weight, samples)[0]
 
     def all_finite(self) -> bool:
-        """Whether all reduced gradients are finite."""
+        """True if all reduced gradients are finite."""
         return self.gradients.all_finite()
 
     def nonfinite(self) -> str:

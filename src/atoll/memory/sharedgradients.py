@@ -120,11 +120,11 @@ class _SharedChunk(ChunkGradients):
 
     @property
     def has_mean(self) -> bool:
-        """Whether there is a mean, in the payload or set aside: all members have one, or none has."""
+        """True if there is a mean, in the payload or set aside: all members have one, or none has."""
         return self.is_mean or any(self.earlier)
 
     def is_own(self, slot: int) -> bool:
-        """Whether a slot's gradient is what has come to this member, and nothing else."""
+        """True if a slot's gradient is only the one that has come to this member."""
         return not self.is_mean and not self.earlier[slot]
 
     def take(self, index: int, gradient: Tensor, measures: float | None) -> None:
@@ -268,7 +268,7 @@ class _SharedChunk(ChunkGradients):
     # The mean, as scripts see it
 
     def is_readable(self, index: int) -> bool:
-        """Whether this member can read the gradient without asking another."""
+        """True if this member can read the gradient without asking another."""
         if index in self.kept or self.is_own(index):
             return True
         return self.is_mean and (self.portion.is_whole(index) or index in self.edits)
@@ -594,7 +594,7 @@ class SharedGradients(Gradients):
         return norms
 
     def all_finite(self) -> bool:
-        """Whether all members' gradients are finite, once they are summed; called by all members."""
+        """True if all members' gradients are finite, once they are summed; called by all members."""
         self._bad = self._first_nonfinite()
         told = [float(bool(self._bad))]
         what = f"whether the gradients of step {self._sharing.points.steps} are finite"

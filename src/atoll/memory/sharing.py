@@ -88,19 +88,19 @@ class Sharing:
         return self._parts[chunk]
 
     def others(self, chunk: int) -> Sequence[Part]:
-        """What other members hold of it."""
+        """Return the parts of a chunk that other members hold."""
         return self._others[chunk]
 
     def holds_all(self, chunk: int) -> bool:
-        """Whether no other member holds any of it."""
+        """True if no other member holds any part of a chunk."""
         return not self._others[chunk]
 
     def holds_any(self, chunk: int) -> bool:
-        """Whether this member holds a part of it; of a chunk without elements, one member does."""
+        """True if this member holds a part of a chunk; one member holds a chunk without elements."""
         return any(part.member == self.rank for part in self.holding.parts[chunk])
 
     def may_be_asked(self, chunk: int) -> bool:
-        """Whether others may ask this member for a chunk; of one without elements, for the state."""
+        """True if others may ask this member for a chunk; without elements, for the chunk's state."""
         known = 0 <= chunk < len(self._parts)
         return known and (not self._extents[chunk] or self.holds_any(chunk))
 
@@ -236,7 +236,7 @@ class Sharing:
         self._moved.fetched(into.nbytes)
 
     def description(self, chunk: int, holder: int) -> bytes:
-        """What the holder's `foreign.described` gives; empty where nothing is kept for its part."""
+        """Return the holder's `foreign.described`; empty where no state is kept for its part."""
         size = torch.empty(1, dtype=torch.int64)
         self.fetch(holder, (chunk, "described.size"), size)
         if not int(size):

@@ -234,8 +234,8 @@ class Speculation:
 
 
 def can_be_stepped_ahead(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step does nothing but what it leaves in values and state: PyTorch's own classes. Another's
-    may count or print, which nobody can take back."""
+    """True if a step changes only values and state: PyTorch's own classes. Another class's step may count
+    or print, which cannot be undone."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
@@ -251,7 +251,7 @@ def _are_same_attributes(then: Settings, now: Settings) -> bool:
 
 
 def _is_same(then: Any, now: Any) -> bool:
-    """Whether both are surely the same value, and were not one object that has changed meanwhile."""
+    """True if both are surely equal, and were not one object that has changed meanwhile."""
     if isinstance(then, Tensor) and isinstance(now, Tensor):  # of which `noted` has made copies
         return (then.dtype, then.device) == (now.dtype, now.device) and torch.equal(then, now)
     return _cannot_change(then) and type(then) is type(now) and bool(then == now)

@@ -17,7 +17,7 @@ from atoll.core.units import format_bytes
 
 
 class Piece(NamedTuple):
-    """Where `nbytes` bytes lie in the file, and their CRC-32."""
+    """The place of `nbytes` bytes in the file, and their CRC-32."""
 
     begin: int
     nbytes: int

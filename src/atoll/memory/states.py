@@ -119,7 +119,7 @@ class ChunkStates:
         return self._kept[slot]
 
     def kept(self, slot: int) -> dict[str, torch.dtype]:
-        """What is kept for each of its elements, by key; with a master, that too, as "master"."""
+        """Return the dtypes of the element-wise states, by key; with a master, that too, as "master"."""
         kept = {key: self._dtypes[key] for key in sorted(self._kept[slot])}
         if self.has_master and (kept or self._numbers[slot]):
             kept[MASTER] = self.dtype
@@ -137,7 +137,7 @@ class ChunkStates:
             self.portion.of(flat, slot).copy_(elements[start:end])
 
     def bounds(self, first: int, last: int) -> tuple[int, int]:
-        """Where these slots lie in the payloads that are here."""
+        """Return the bounds of these slots in this member's payloads."""
         start, end = self.portion.bounds(first, last)
         return start - self.portion.begin, end - self.portion.begin
 

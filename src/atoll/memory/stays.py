@@ -1,4 +1,4 @@
-"""What a chunk's stay on the device is made of, and what stands in for its parameters while it is away."""
+"""A chunk's stay on the device, and the stand-ins for its parameters while it is away."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class Stay:
         self.ready, self.coming = True, None
 
     def written(self) -> list[int]:
-        """How often each parameter was written into, by slot."""
+        """Number of writes into each parameter, by slot."""
         return [version(parameter) for parameter in self.each.parameters]
 
     @property
     def is_viewed(self) -> bool:
-        """Whether anybody but the engine and the parameters has a view."""
+        """True if there are views besides those of the engine and the parameters."""
         return self._uses() > self._unheld
 
     def is_slot_viewed(self, slot: int) -> bool:
-        """Whether anybody has a view of this slot's memory."""
+        """True if there is a foreign view of this slot's memory."""
         return storage_uses(self._ids[slot]) > self._unheld_by_slot[slot]
 
     def set_apart(self, slot: int) -> Tensor:
@@ -75,7 +75,7 @@ class Stay:
 
     @property
     def is_apart(self) -> bool:
-        """Whether any slot lies outside of the block: this stay is not one to be used again."""
+        """True if some slot lies outside of the block: such a stay is not used again."""
         return bool(self._apart)
 
     def seal(self, *, anew: bool = False) -> None:
@@ -85,7 +85,7 @@ class Stay:
 
     @property
     def is_seal_broken(self) -> bool:
-        """Whether what lies here is not what was noted."""
+        """True if the content differs from the checksum noted by `seal`."""
         return self._seal is not None and self._seal != self._checksum()
 
     def _checksum(self) -> int:

@@ -194,7 +194,7 @@ class Stepper:
             self.speculation.step_ended()
 
     def _is_stepping(self) -> bool:
-        """Whether this is called by a step that is under way: one that raised is not."""
+        """True if the caller is a step under way; a step that raised is not."""
         return is_under_way(self._call)
 
     def _with_all_parameters(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,12 +273,12 @@ class Stepper:
 
 
 def has_stepper(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a `Stepper` that is not closed steps it."""
+    """True if an open `Stepper` steps the optimizer."""
     return optimizer in _STEPPED
 
 
 def state_dtypes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What the optimizer keeps for each element of a parameter of `dtype`, by key: for sizes in a plan.
+    """Return the dtypes of the states kept for each element of a parameter of `dtype`, by key, for a plan.
 
     Raises PrepareError for an optimizer that is not element-wise.
     """

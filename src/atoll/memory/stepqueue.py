@@ -119,7 +119,7 @@ class StepQueue:
 
     @property
     def has_next(self) -> bool:
-        """Whether a chunk waits to be stepped."""
+        """True if a chunk waits to be stepped."""
         return self._step is not None and bool(self._step.waiting)
 
     def take(self) -> tuple[Step, int]:

@@ -32,7 +32,8 @@ Key: TypeAlias = tuple[int, str]  # (chunk id, kind)
 
 @dataclass(eq=False)
 class _Payload:
-    """Where one lies: in the host while it has a block, and on disk while its slots are up to date."""
+    """The place of one payload: in the host while it has a block, and on disk while its slots are up to
+    date."""
 
     key: Key
     numel: int
@@ -56,7 +57,7 @@ class _Payload:
 
 @dataclass(frozen=True)
 class StoreStatistics:
-    """What moved between host and disk, whole payloads and their bytes, and how long users waited for it."""
+    """Moves between host and disk, in payloads and bytes, and the time that users waited for them."""
 
     uses: int = 0  # pins
     misses: int = 0  # of them, what was not in the host and had to be read; prefetched is not missed
@@ -119,7 +120,7 @@ class Store:
             self._payloads[key], self._counts[key] = payload, self.host.blocks_for(payload.nbytes)
 
     def has(self, key: Key) -> bool:
-        """Whether it was added."""
+        """True if a payload of this key was added."""
         return key in self._payloads
 
     @property
@@ -148,7 +149,7 @@ class Store:
             self.unpin(key)
 
     def pin_now(self, key: Key, *, writes: bool = False, overwrites: bool = False) -> Tensor:
-        """As `pin`, until `unpin(key)`, from whatever thread."""
+        """Pin a payload until `unpin(key)`, from any thread, with the arguments of `pin`."""
         with self._lock:
             payload = self._payloads[key]
             self._make_resident(payload, writes=writes, overwrites=overwrites)
@@ -429,4 +430,4 @@ class Store:
 
 
 def _nothing() -> None:
-    """What is done where only the room is wanted."""
+    """Do nothing, where only the room is wanted."""

@@ -78,7 +78,7 @@ class Sum(Summing):
         self._inside = self._members.exchange(self._flat[begin:end], sends, self._come, takes, self._what)
 
     def _overlaps(self, group: int, begin: int, end: int) -> list[int]:
-        """How many of these elements each member holds, of those of a group."""
+        """Return the number of these elements that each member of a group holds."""
         held = [0] * self._members.count
         for part in self._groups[group]:
             first, last = part.overlap(begin, end)

@@ -97,7 +97,7 @@ def _stored_as(wanted: Mapping[str, Tensor], found: Mapping[str, Entry]) -> dict
 def _faults(
     wanted: Mapping[str, Tensor], found: Mapping[str, Entry], stored_as: Mapping[str, str], cast: bool
 ) -> list[str]:
-    """What does not fit, in words; nothing if all does."""
+    """List, in words, the mismatches; empty if everything fits."""
     missing = [repr(name) for name in wanted if name not in stored_as]
     unexpected = [repr(name) for name in found if name not in wanted]
     shapes, dtypes = [], []
