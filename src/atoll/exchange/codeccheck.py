@@ -1,4 +1,4 @@
-"""What a codec must keep (`axes/codec.py`: Codec), tried on a probe: a codec may be anybody's code."""
+"""Checks of the codec contract (`axes/codec.py`: Codec) on a probe: a codec may be foreign code."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MOST_HELD = 64.0  # gradients that an element may hold back then
 
 
 class _FlawError(Exception):
-    """What is wrong, as it follows the codec's name."""
+    """A codec's fault, in words that follow the codec's name."""
 
 
 def flaw_of(codec: Any, name: str) -> str:
-    """What of the contract the object does not keep, in words that follow its name; empty: nothing."""
+    """Return the first breach of the contract, in words that follow the codec's name; empty: none."""
     try:
         _check_shape(codec, name)
         for each in (

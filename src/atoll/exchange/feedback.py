@@ -93,18 +93,17 @@ class Feedback:
 
     @property
     def loses(self) -> bool:
-        """Whether link or codec may lose anything."""
+        """True if link or codec may lose anything."""
         return self._link.lossy or self.keeps
 
     @property
     def holds_back(self) -> bool:
-        """Whether what the link loses of a contribution goes along with a later one."""
+        """True if a contribution's losses on the link are sent with a later one."""
         return self._link.holds_back
 
     @property
     def keeps(self) -> bool:
-        """Whether anything of a contribution may go along with a later one: what the link loses, or what the
-        codec drops."""
+        """True if parts of a contribution may be sent with a later one: losses of the link or the codec."""
         return bool(self._residuals)
 
     @property
@@ -414,7 +413,7 @@ class _Residual:
         return self.values[start:stop], weight / self.weight
 
     def _spans(self, present: Sequence[bool | int], start: int, stop: int) -> Iterator[slice]:
-        """Where the slots that are present lie within a run."""
+        """Yield the slices of the present slots within a run."""
         for slot, here in zip(self._chunk.slots, present, strict=True):
             first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)
             if here and first < last:

@@ -197,7 +197,7 @@ def _chunk_of(part: Part, chunks: Mapping[int, Chunk]) -> Chunk:
 
 
 def _dtypes(part: Part, chunk: Chunk) -> Iterator[str]:
-    """Those of its payloads, in order."""
+    """Yield the dtypes of a part's payloads, in order."""
     if part.values:
         yield chunk.dtype
     for dtype in part.states.values():

@@ -31,13 +31,13 @@ BUFFERS = 3  # one that the worker reads, one that is announced, one that is wri
 
 
 def slots_for(stale_max: int) -> int:
-    """How many slots a worker needs: iterations from the global one to `stale_max` beyond, and the next."""
+    """Number of slots of a worker: iterations from the global one to `stale_max` beyond, and the next."""
     return stale_max + 2
 
 
 @dataclass(frozen=True)
 class Run:
-    """Where a chunk's `numel` values lie, from byte `offset` of a run of several chunks."""
+    """The place of a chunk's `numel` values, from byte `offset` of a run of several chunks."""
 
     chunk: int
     offset: int
@@ -51,7 +51,7 @@ class Run:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What lies where, in bytes; the same for the same layout on every node."""
+    """The layout of the host memory, in bytes; equal for equal layouts on every node."""
 
     slots: int
     buffers: int
@@ -134,11 +134,11 @@ class HostMemory:
 
     @property
     def path(self) -> str:
-        """Where other processes of this user find it."""
+        """Path under which other processes of this user find the memory."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def gradients(self, iteration: int) -> Mapping[int, Tensor]:
-        """Where the node's own gradients of an iteration lie: each trainable chunk's, by its id."""
+        """Return the node's own gradients of an iteration: each trainable chunk's, by its id."""
         return self._slots[iteration % self.plan.slots]
 
     def buffer(self, index: int) -> Mapping[int, Tensor]:

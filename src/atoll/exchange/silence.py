@@ -44,7 +44,7 @@ class Silence:
 
     @staticmethod
     def is_long(seconds: float) -> bool:
-        """Whether shards that have been waited for so long are to be looked at."""
+        """True if shards are to be checked after a wait of so many seconds."""
         return seconds > _ASK_AFTER
 
     def look(self, shard: int, since: float) -> Literal["ask", "tell", ""]:

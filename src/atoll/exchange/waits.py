@@ -29,7 +29,7 @@ class Wait:
         return time.monotonic() - self.since
 
     def asks(self, every: float) -> bool:
-        """Whether the log is to be asked again, which is noted."""
+        """True if the log is to be asked again, which is noted."""
         now = time.monotonic()
         if now - self.asked <= every:
             return False

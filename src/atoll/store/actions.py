@@ -1,4 +1,4 @@
-"""What a shard's state hands to its runtime: what to do with the tensors."""
+"""Actions that a shard's state asks of its runtime, on tensors."""
 
 from __future__ import annotations
 

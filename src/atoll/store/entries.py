@@ -18,7 +18,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
 class LogEntry(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="e", tag=str.lower
 ):
-    """What every line of the log is."""
+    """Base of all lines of the log."""
 
 
 class Joined(LogEntry, frozen=True):

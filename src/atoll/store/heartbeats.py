@@ -27,7 +27,7 @@ _OPEN_BATCHES = 64  # messages to the hub that may be without an answer; the old
 
 @dataclass(frozen=True)
 class Ways:
-    """Where a heartbeat goes now: to the launcher, as the `number`-th (0: not there), and to the hub
+    """The ways of the next heartbeat: to the launcher, as the `number`-th (0: not there), and to the hub
     directly."""
 
     number: int

@@ -17,7 +17,7 @@ Key: TypeAlias = tuple[int, int]  # worker, incarnation
 
 @dataclass(frozen=True)
 class Progress:
-    """How many positions of an epoch are used, leased and not used, and free."""
+    """Number of positions of an epoch that are used, leased and not used, and free."""
 
     used: int
     leased: int
@@ -155,7 +155,7 @@ class Leases:
     handle_goodbye = handle_fenced  # one who leaves in good order is fenced as well
 
     def progress(self, sampler: int, epoch: int) -> Progress:
-        """Where an epoch stands; all zero where nobody has asked for it."""
+        """Return an epoch's progress; all zero where no worker has asked for it."""
         state = self.state.epochs.get((sampler, epoch))
         if state is None:
             return Progress(0, 0, 0)

@@ -243,12 +243,12 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has begun here, and all its workers have left or died."""
+        """True if the run has begun here, and all its workers have left or died."""
         roster = self.these.roster
         return roster.begun and not roster.live and not roster.waiting
 
     def comes_late(self, worker: int, incarnation: int) -> bool:
-        """Whether the run has begun without this incarnation."""
+        """True if the run has begun without this incarnation."""
         roster = self.these.roster
         return roster.begun and roster.incarnation(worker) != incarnation
 
@@ -262,7 +262,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self.these.roster.refusal(worker, incarnation)
 
     def met_by(self) -> list[str]:
-        """Who has yet to come to the meeting under way, or to the run before it begins, in words."""
+        """List, in words, the workers missing from the current meeting, or from the run before it begins."""
         missing = self.these.roster.missing()
         return self.meetings.waiting_for() or ([missing] if missing else [])
 
@@ -284,5 +284,5 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self.rule.waits() if isinstance(self.rule, Rounds) else Waits(frozenset(), {})
 
     def waiting_for(self) -> list[str]:
-        """Who is waited for, and on what, in words: for the line of an error when a deadline passes."""
+        """List, in words, the workers waited for: for the line of an error when a deadline passes."""
         return self.meetings.waiting_for() or self.rule.waiting_for(self.these)

@@ -1,4 +1,4 @@
-"""Who is there: the run's workers, shards and sites, as the hub knows them."""
+"""Membership: the run's workers, shards and sites, as the hub knows them."""
 
 from __future__ import annotations
 

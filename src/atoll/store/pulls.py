@@ -56,7 +56,7 @@ class Pulls:
         return False
 
     def _may_come(self, asked: Asked) -> bool:
-        """Whether what is asked for may be there later."""
+        """True if the requested data may become available later."""
         state, pull = self._state, asked.pull
         if isinstance(pull, messages.PullMean) and not state.awaits_mean(pull.iteration):
             return False
@@ -90,7 +90,7 @@ class Pulls:
 
 
 def _both(waiting: Asked, asked: Asked) -> Asked:
-    """What is asked for by a pull of the same as one that waits: the chunks of either."""
+    """Return the newer pull, with the chunks of both where they ask for equal shares."""
     one, other = waiting.pull, asked.pull
     if (one.share, one.shares) != (other.share, other.shares):
         return asked

@@ -79,12 +79,12 @@ class Regroup:
 
     @property
     def under_way(self) -> bool:
-        """Whether a ring stands that a late worker may enter."""
+        """True while a ring stands that a late worker may enter."""
         return bool(self.members) and not self.over
 
     @property
     def waiting(self) -> int:
-        """How many newcomers wait to enter."""
+        """Number of newcomers that wait to enter."""
         return len(self._entering)
 
     @property
@@ -93,7 +93,7 @@ class Regroup:
         return [member for member in self.members if self.awaits(member)]
 
     def awaits(self, member: int) -> bool:
-        """Whether others want the next ring, and this living member has not said so yet."""
+        """True if others want the next ring, and this living member has not reported yet."""
         return bool(self._reports) and member in self.members and member not in self._reports
 
     def handle_formed(self, group: int, workers: Mapping[int, int]) -> None:
@@ -234,7 +234,7 @@ class Regroup:
 
 
 def _rank(asked: _Asked[Reform]) -> tuple[bool, int]:
-    """Who has no state comes last."""
+    """Return the sort key of a request: members without state come last."""
     return asked.message.fresh, asked.message.rank
 
 

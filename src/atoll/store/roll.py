@@ -1,4 +1,4 @@
-"""Who is there, by incarnation, and for how long each has been silent."""
+"""The present members, by incarnation, and the time that each has been silent."""
 
 from __future__ import annotations
 

@@ -43,11 +43,11 @@ class Roster(msgspec.Struct, forbid_unknown_fields=True):
         return f"worker {worker} of incarnation {incarnation} has not joined"
 
     def wait(self, worker: int, incarnation: int) -> None:
-        """It has come, and enters when the consistency lets it."""
+        """Note a new worker, which enters when the consistency lets it."""
         self.waiting[worker] = incarnation
 
     def is_quorate(self) -> bool:
-        """Whether as many are there as the run begins with; always so once it has begun."""
+        """True if enough workers have come to begin the run; always so once it has begun."""
         return self.begun or len(self.waiting) >= self.workers
 
     def enter(self, only: Mapping[int, int] | None = None) -> list[tuple[int, int]]:

@@ -106,7 +106,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return ""
 
     def awaits_mean(self, iteration: int) -> bool:
-        """Whether the mean of this iteration is not there yet."""
+        """True if the mean of this iteration is not there yet."""
         return iteration >= self.steps and iteration > self.combined
 
     # -- what workers send --------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # -- what the log says --------------------------------------------------------------------------------
 
     def handle_entry(self, entry: Entry) -> list[Action]:
-        """What to do, in this order. Raises StoreError where the log counts what is not here."""
+        """Return the actions for an entry, in order. Raises StoreError if the log contradicts this state."""
         self.applied += 1
         if isinstance(entry, Joined):
             self.members[entry.worker] = Member(entry.incarnation, entry.clock)
@@ -298,7 +298,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             member.staleness = staleness
 
     def staleness_of(self, worker: int) -> float:
-        """How stale a live worker's last contribution was, in global iterations."""
+        """Staleness of a live worker's last contribution, in global iterations."""
         return self.members[worker].staleness
 
     def lost_of(

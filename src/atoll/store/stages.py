@@ -31,6 +31,6 @@ class Stages(msgspec.Struct, forbid_unknown_fields=True):
             self.staged.pop((worker, incarnation), None)
 
     def forget_worker(self, worker: int, incarnation: int) -> None:
-        """This incarnation and earlier ones are fenced."""
+        """Drop the staged chunks of this incarnation and of earlier ones, which are fenced."""
         for key in [key for key in self.staged if key[0] == worker and key[1] <= incarnation]:
             del self.staged[key]

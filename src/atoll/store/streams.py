@@ -60,7 +60,7 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
     settings: dict[int, messages.Hyperparameters] = {}
 
     def committed(self, worker: int) -> int:
-        """How many iterations are in the log, for a live worker."""
+        """Number of iterations in the log, for a live worker."""
         return self.streams[worker].clock
 
     def commit(self, worker: int, commit: messages.Commit, draft: Draft, these: Contributors) -> None:
@@ -199,7 +199,7 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
         return number, part, enough
 
     def waiting_for(self, these: Contributors) -> list[str]:
-        """Who is waited for and on what, in words: the slowest, whom SSP waits for, come first."""
+        """List, in words, the workers waited for: the slowest, which SSP waits for, come first."""
         missing = these.roster.missing()
         if missing:
             return [missing]
