@@ -16,7 +16,7 @@ from atoll.train.members.workers import Workers
 
 
 class Description(msgspec.Struct):
-    """What must be equal on all workers, each entry under the name that an error would give it."""
+    """Settings that must be equal on all workers, under the names that errors use."""
 
     parameters: dict[str, str]
     buffers: dict[str, str]

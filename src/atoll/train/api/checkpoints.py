@@ -25,13 +25,13 @@ class Checkpoints:
         masks: MaskCheck,
         aside: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """What happens within `aside()` is not the training's own time."""
+        """Time spent inside `aside()` does not count as training time."""
         self._runtime, self._collectives, self._masks, self._aside = runtime, collectives, masks, aside
         self._state, self._workers, self._records = runtime.state, runtime.workers, runtime.records
         self._entrance = runtime.entrance
 
     def register(self, objects: dict[str, Stateful]) -> None:
-        """As `Session.register`."""
+        """Register objects with a state_dict (`Session.register`). Raises UserError for others."""
         for name, stateful in objects.items():
             if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
                 raise UserError(
@@ -42,7 +42,7 @@ class Checkpoints:
         self._state.registered.update(objects)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """As `Session.save`."""
+        """Save a checkpoint (`Session.save`)."""
         with self._collectives.call("session.save"):
             self._collectives.before_saving()
             with self._aside():
@@ -51,7 +51,7 @@ class Checkpoints:
             self._records.emit(events.Saved, iteration=self._state.iteration, path=str(path))
 
     def resume(self, folder: str | os.PathLike[str] | None) -> int:
-        """As `Session.resume`."""
+        """Enter a run under way, or load a checkpoint if there is one (`Session.resume`)."""
         state, entrance = self._state, self._entrance
         if entrance is not None and entrance.late:
             with self._aside():
@@ -79,7 +79,7 @@ class Checkpoints:
             return state.iteration
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """As `Session.load`."""
+        """Load a checkpoint (`Session.load`)."""
         if self._entrance is not None and self._entrance.late:
             raise UserError(
                 "session.load: this worker comes late, and the run is under way; call session.resume(folder) "

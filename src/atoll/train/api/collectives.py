@@ -44,7 +44,7 @@ class Collectives:
         self._follow()
 
     def barrier(self) -> None:
-        """As `Session.barrier`."""
+        """Wait for all workers (`Session.barrier`)."""
         name = "session.barrier"
         with self.call(name):
             self.settle()
@@ -64,14 +64,14 @@ class Collectives:
         self.unify(name, registered=True)
 
     def reduce(self, value: Value, op: Reduction, weight: float | None) -> Value:
-        """As `Session.reduce`."""
+        """Reduce a value over the workers (`Session.reduce`)."""
         with self.call("session.reduce", asked_of_reduce(value, op)):
             reduced = self._workers.reduce(value, op, weight)
         self._follow()
         return reduced
 
     def gather(self, value: Any) -> list[Any]:
-        """As `Session.gather`."""
+        """Gather one value from each worker (`Session.gather`)."""
         with self.call("session.gather", asked_of_gather(value)):
             gathered = self._workers.gather(value)
         self._follow()

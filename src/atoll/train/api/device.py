@@ -1,4 +1,4 @@
-"""Which device is whose."""
+"""The assignment of devices to workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atoll.train.api.place import Place
 
 
 def device_of(place: Place) -> torch.device:
-    """This worker's CUDA (or ROCm) device, or the CPU where there is none."""
+    """Return the CUDA (or ROCm) device of this worker, or the CPU where there is none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type != "cuda":  # others lack float64, DLPack or a c10d backend
         return torch.device("cpu")

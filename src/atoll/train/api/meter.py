@@ -66,7 +66,7 @@ class Meter:
 
     @property
     def seconds_waited(self) -> float:
-        """What this worker has waited for others in all, for whatever reason."""
+        """Total seconds that this worker has waited for others, for any reason."""
         seconds = 0.0
         for each in self._waits:
             seconds += each.seconds_waited

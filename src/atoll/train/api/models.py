@@ -56,7 +56,7 @@ class Models:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As `Session.no_sync`."""
+        """Accumulate gradients locally inside the block (`Session.no_sync`)."""
         before = [(prepared.reducer, prepared.reducer.synchronous) for prepared in self._prepared]
         for reducer, _ in before:
             reducer.synchronous = False

@@ -1,4 +1,4 @@
-"""How fast a worker computes, by its own iterations."""
+"""The pace of a worker: its computing time per sample, from its own iterations."""
 
 from __future__ import annotations
 

@@ -55,12 +55,12 @@ class Place:
     standing: Standing | None = None
 
     def name_of(self, rank: int) -> int:
-        """What a message calls the member of this rank."""
+        """Return the number that messages give the member of this rank."""
         return self.names[rank] if self.names else rank
 
     @property
     def name(self) -> int:
-        """What messages call this worker; unlike its rank, it never changes."""
+        """Number of this worker in messages. Unlike the rank, the number never changes."""
         return self.name_of(self.rank)
 
     @staticmethod
@@ -87,23 +87,23 @@ class Place:
 
 
 class WorkerRoster(Protocol):
-    """Who takes part in the calls of all workers, as one worker knows it."""
+    """The participants in the calls of all workers, as one worker knows them."""
 
     @property
     def place(self) -> Place:
-        """This worker's place, as it is now."""
+        """Current place of this worker."""
 
     @property
     def late(self) -> bool:
-        """Whether this worker has come when the run was under way, and has yet to enter."""
+        """True for a worker that came while the run was under way and has yet to enter."""
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of those who took part in the latest call, in order."""
+        """Ranks of the participants in the latest call, in order."""
 
 
 class Seat:
-    """This worker's place among its group's members, as it is now (a WorkerRoster)."""
+    """Current place of a worker among the members of its group (a WorkerRoster)."""
 
     def __init__(self, place: Place, *, late: bool = False) -> None:
         self.place, self.late = place, late
@@ -114,7 +114,7 @@ class Seat:
 
 
 def is_first(roster: WorkerRoster) -> bool:
-    """Whether this worker writes, and describes, for all."""
+    """True if this worker writes, and describes, for all workers."""
     return roster.place.rank == roster.ranks[0] and not roster.late
 
 

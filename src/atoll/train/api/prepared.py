@@ -243,7 +243,7 @@ class Prepared:
 
     @property
     def steps_elsewhere(self) -> bool:
-        """Whether the trained parameters and the optimizer's state live elsewhere: at shards."""
+        """True if the trained parameters and the optimizer's state live elsewhere: at shards."""
         return self._strategy.brings_parameters
 
     def loading(self) -> AbstractContextManager[None]:

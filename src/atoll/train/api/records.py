@@ -149,7 +149,7 @@ class Records:
     # Iterations, and what is logged in them
 
     def log(self, values: dict[str, float | Tensor]) -> None:
-        """As `Session.log`."""
+        """Record values of this iteration (`Session.log`)."""
         kept = {name: loggable(name, value) for name, value in values.items()}
         if not self.kept:
             return

@@ -125,12 +125,12 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0; it may change with the members."""
+        """Number of this worker, from 0. The rank may change with the members."""
         return self._state.rank
 
     @property
     def world(self) -> int:
-        """How many workers there are; it changes with the members."""
+        """Number of workers, which changes with the members."""
         return self._state.world
 
     @property
@@ -147,7 +147,7 @@ class Session:
 
     @property
     def iteration(self) -> int:
-        """How many times the (first) prepared optimizer has stepped."""
+        """Number of steps of the (first) prepared optimizer."""
         return self._state.iteration
 
     # Training

@@ -53,11 +53,11 @@ class Asking:
         self._asked.clear()
 
     def is_asked(self, chunk: int) -> bool:
-        """Whether a chunk is on its way, or has come and is not dealt with."""
+        """True if a chunk is on its way, or has come and is not yet processed."""
         return chunk in self._asked
 
     def has_come(self, chunk: int) -> None:
-        """It is dealt with: ask for another one."""
+        """Mark a chunk as processed, and ask for another one."""
         self._asked.discard(chunk)
         self._connection.shards.answered((self._kind, chunk))
         self._more()
@@ -99,12 +99,12 @@ class Answers:
 
     @property
     def have_arrived(self) -> bool:
-        """Whether all that was asked for is here."""
+        """True once every chunk has an answer."""
         return len(self._staged) == len(self._chunks)
 
     @property
     def by_chunk(self) -> bool:
-        """Whether chunks are taken one by one."""
+        """True if chunks are taken one by one."""
         return self._asking is not None
 
     def in_turn(self) -> list[BoundChunk]:
@@ -113,7 +113,7 @@ class Answers:
 
     @abstractmethod
     def what(self) -> str:
-        """What is waited for, in words."""
+        """Return a description of the awaited answers, in words."""
 
     def begin(self) -> None:
         """Ask for the first chunks, where they are asked for one by one."""
@@ -126,7 +126,7 @@ class Answers:
             self._asking.stop()
 
     def next(self, chunk: int, what: str | Callable[[], str]) -> Tensor:
-        """This side's run of a chunk, once it is here."""
+        """Wait for this side's run of a chunk, and return the run."""
         shard = self._connection.shard_of[chunk]
         self._connection.shards.wait(lambda: chunk in self._staged, lambda: [shard], what)
         values, self._staged[chunk] = self._staged[chunk], None

@@ -223,7 +223,7 @@ class Peers:
 
     @property
     def late(self) -> bool:
-        """Whether this node has come late, and has not entered."""
+        """True if this node came late and has not entered."""
         return self._worker.late
 
     def begin(self) -> None:

@@ -126,7 +126,7 @@ class Devices:
 
 
 def by_torchrun() -> bool:
-    """Whether torchrun's agent has started this worker."""
+    """True if torchrun's agent started this worker."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

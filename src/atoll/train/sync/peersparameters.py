@@ -240,7 +240,7 @@ class LocalParameters:
 
     @property
     def is_newer(self) -> bool:
-        """Whether something was announced that is not taken."""
+        """True if parameters were announced and not yet taken."""
         return self._newest is not None
 
     @property
