@@ -194,7 +194,7 @@ class Stepper:
             self.speculation.step_ended()
 
     def _is_stepping(self) -> bool:
-        """True if the caller is a step under way; a step that raised is not."""
+        """True inside a step that is under way; a step that raised is not."""
         return is_under_way(self._call)
 
     def _with_all_parameters(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -284,5 +284,5 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self.rule.waits() if isinstance(self.rule, Rounds) else Waits(frozenset(), {})
 
     def waiting_for(self) -> list[str]:
-        """List, in words, the workers waited for: for the line of an error when a deadline passes."""
+        """List, in words, the workers waited for and on what: for the error when a deadline passes."""
         return self.meetings.waiting_for() or self.rule.waiting_for(self.these)

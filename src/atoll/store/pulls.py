@@ -90,7 +90,10 @@ class Pulls:
 
 
 def _both(waiting: Asked, asked: Asked) -> Asked:
-    """Return the newer pull, with the chunks of both where they ask for equal shares."""
+    """Return the newer pull, with the chunks of both where they ask for equal shares.
+
+    An empty list of chunks, on either side, means all of them.
+    """
     one, other = waiting.pull, asked.pull
     if (one.share, one.shares) != (other.share, other.shares):
         return asked

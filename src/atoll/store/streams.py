@@ -199,7 +199,7 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
         return number, part, enough
 
     def waiting_for(self, these: Contributors) -> list[str]:
-        """List, in words, the workers waited for: the slowest, which SSP waits for, come first."""
+        """List, in words, the workers waited for and on what: the slowest, which SSP waits for, first."""
         missing = these.roster.missing()
         if missing:
             return [missing]

@@ -135,8 +135,10 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is worker 0, which prints and writes for all; the first of those that live, where
-        workers may die alone."""
+        """True on worker 0, which prints and writes for all workers.
+
+        Where workers may die alone it is the first living worker; never one that has not yet entered.
+        """
         return self._workers.is_first
 
     @property
