@@ -1,1 +1,1 @@
-"""What a checkpoint holds of a session, and what replicas have alike."""
+"""Checkpoints of a session, and the state that all replicas have in common."""

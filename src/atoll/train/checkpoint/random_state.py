@@ -1,4 +1,4 @@
-"""Random-number generators: what a checkpoint keeps of each worker's, and how it is put back."""
+"""States of random-number generators in checkpoints: captured, checked, and put back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """This worker's random-number generators: Python's, NumPy's, torch's on the CPU and on `device`. JSON
-    can hold it."""
+    """Return the states of this worker's random-number generators, as JSON values: Python's, NumPy's, torch's
+    on the CPU and on `device`."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": _listed(random.getstate()),
@@ -27,7 +27,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """The inverse of `random_state`; a device of another kind than the one saved on keeps its generator."""
+    """Put back a `random_state`; a device of another kind than the one saved on keeps its generator."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

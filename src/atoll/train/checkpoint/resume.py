@@ -1,5 +1,6 @@
-"""What a checkpoint holds of a session, and how it is put back: all of it, or, when something does not fit,
-nothing."""
+"""The state of a session in a checkpoint, put back as a whole, or, when something does not fit, not at
+all.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ AnySampler: TypeAlias = "DealtSampler[Any] | LeasedSampler | PeerBatches"
 
 
 class Stateful(Protocol):
-    """What `session.register` takes."""
+    """An object that `session.register` takes."""
 
     def state_dict(self) -> Any: ...
 
@@ -83,12 +84,12 @@ class TrainingState:
     """The parts of a session that go into its checkpoints, and come back from them.
 
     Parts are added as the script makes them. `save`, `load` and `unify` are collectives of the `workers` that
-    they are given. `capture` and `restore` are the same for one worker that enters a run under way: its state
-    comes from another one's memory. `rank` and `world` are this worker's place among the members.
+    they are given. `capture` and `restore` serve one worker that enters a run under way: its state comes from
+    another worker's memory. `rank` and `world` are this worker's place among the members.
     """
 
     def __init__(self, place: Place, device: torch.device) -> None:
-        """`place` is this worker's as the session begins."""
+        """`place` is this worker's place as the session begins."""
         self._device = device
         self.rank, self.world = place.rank, place.world
         self.prepared: list[Prepared] = []
@@ -100,7 +101,7 @@ class TrainingState:
 
     @property
     def tiers(self) -> list[Tiers]:
-        """Of the models that have budgets of memory."""
+        """Tiers of the models that have budgets of memory."""
         return [prepared.tiers for prepared in self.prepared if prepared.tiers is not None]
 
     def sync(self, what: str) -> None:
@@ -169,8 +170,8 @@ class TrainingState:
         _raise_together(workers, failure, "session.save (worker 0 to write)")
 
     def load(self, workers: Workers, path: str | os.PathLike[str]) -> None:
-        """Every worker reads; raises CheckpointError on every worker, and changes nothing, if one cannot go
-        on from it, or has another one."""
+        """Read a checkpoint on every worker. Raises CheckpointError on every worker, and changes nothing, if
+        one cannot go on from its checkpoint, or has another one."""
         failure, found = "", None
         model: dict[str, Any] = {}
         trees: dict[str, Any] = {}
@@ -245,8 +246,9 @@ class TrainingState:
     def _of_own_groups(
         self, rank: int, model: dict[str, Any], trees: dict[str, Any], where: str
     ) -> dict[str, Any]:
-        """The model as this worker's groups have it, and its optimizers' state in `trees`, where groups have
-        parameters of their own. Raises CheckpointError where those of the checkpoint are others."""
+        """Return the model as this worker's groups have it, and put its optimizers' state into `trees`,
+        where groups have parameters of their own. Raises CheckpointError where the checkpoint's groups
+        are others."""
         held = trees.get("groups", [{}] * len(self.prepared))
         for index, (prepared, its) in enumerate(zip(self.prepared, held, strict=True)):
             check_held(its, prepared.groups, where)
@@ -263,7 +265,7 @@ class TrainingState:
         return model
 
     def _put_back(self, model: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """What is in `model` and `trees` of the models, optimizers, schedulers and registered objects."""
+        """Put back models, optimizers, schedulers, registered objects and the iteration."""
         state = trees["state"]
         with ExitStack() as loads:
             for prepared in self.prepared:  # what is registered may load an optimizer too
@@ -325,13 +327,13 @@ class TrainingState:
     # From one worker's memory to another's
 
     def capture(self, fixed: bool = False) -> bytes:
-        """All that a worker needs that enters the run here, between two iterations: models with their
-        buffers, optimizers, schedulers, registered objects, the samplers' deals, what reducers know, the
-        iteration. No pickle: safetensors and JSON, as `tensors.checkpoint.pack` has them.
+        """Return all that a worker needs to enter the run here, between two iterations: models with their
+        buffers, optimizers, schedulers, registered objects, the samplers' deals, the reducers' member states,
+        the iteration. No pickle: safetensors and JSON, as `tensors.checkpoint.pack` has them.
 
         Where parameters live at the shards of a parameter server they are left out, with the optimizer's
-        state. `fixed`: the newcomer takes a lost worker's place, and data is not dealt anew. Nobody else
-        takes part. Raises CheckpointError for what a checkpoint cannot hold.
+        state. `fixed`: the newcomer takes a lost worker's place, and data is not dealt anew. Not a
+        collective. Raises CheckpointError for what a checkpoint cannot hold.
         """
         state = {
             **self._own_state(),
@@ -361,8 +363,8 @@ class TrainingState:
         return pack(model=model, trees={"optimizer": optimizers, "state": state})
 
     def capture_shared(self) -> bytes:
-        """As `capture`, of what the members of a group have alike: neither samplers, reducers nor random
-        numbers, in which they go on as they are."""
+        """Return the state that is equal on a group's members, in the form of `capture`: without samplers,
+        reducers and random numbers, which each member keeps."""
         return self._pack(
             {
                 **self._own_state(),
@@ -373,7 +375,7 @@ class TrainingState:
         )
 
     def restore_shared(self, raw: bytes | bytearray | memoryview) -> None:
-        """Take over what another worker's `capture_shared` gave. Raises CheckpointError as `restore` does."""
+        """Take over another worker's `capture_shared`. Raises CheckpointError as `restore` does."""
         where = "the state of a group's first member"
         model, trees = unpack(raw, where)
         try:
@@ -387,13 +389,12 @@ class TrainingState:
     def restore(
         self, raw: bytes | bytearray | memoryview, own: int, rank: int | None = None, fixed: bool = False
     ) -> None:
-        """Take over what another worker's `capture` gave; then this one goes on at that iteration.
+        """Take over another worker's `capture`, and go on at its iteration.
 
-        `rank` is this worker's in the samplers' deals where it is in them already; else `deal_anew` follows,
-        unless it was captured `fixed`.
-        The random-number generators are derived from the other's, and `own`, this worker's rank. All is
-        checked before anything is changed: raises CheckpointError, which names what differs, and has changed
-        nothing.
+        `rank` is this worker's in the samplers' deals where they include it already; else `deal_anew`
+        follows, unless the state was captured `fixed`. The random-number generators are derived from the
+        other's, and `own`, this worker's rank. Raises CheckpointError, which names what differs, before
+        anything is changed.
         """
         where = "the state of a living worker"
         model, trees = unpack(raw, where)
@@ -427,14 +428,14 @@ class TrainingState:
         derive_random_state(state["random"], own)
 
     def places(self) -> list[Any]:
-        """Where this worker is in each of its samplers' deals, as JSON can hold it."""
+        """Return this worker's place in each of its samplers' deals, as JSON values."""
         return [sampler.place() for sampler in self.samplers]
 
     def deal_anew(self, places: Sequence[Any], rank: int, world: int, absent: Collection[int] = ()) -> None:
-        """The members have changed: this worker is number `rank` of `world` now, and each member's `places()`
-        are known, None for one that enters. Every member calls it, at the same point of the same iteration.
+        """Take the place of number `rank` among `world` new members, and deal the rest of the epoch anew.
 
-        What is left of an epoch is dealt anew (`DealtSampler.deal_anew`, `absent` as there).
+        `places` has each member's `places()`, None for one that enters; see `DealtSampler.deal_anew`, for
+        `absent` too. Every member calls it, at the same point of the same iteration.
         """
         for number, sampler in enumerate(self.samplers):
             if isinstance(sampler, DealtSampler):
@@ -458,7 +459,7 @@ class TrainingState:
         }
 
     def _own_state(self) -> dict[str, Any]:
-        """What is the same on every worker."""
+        """Return the entries that are equal on every worker."""
         return {
             "iteration": self.iteration,
             "workers": self.world,
@@ -526,7 +527,8 @@ class TrainingState:
 
 
 def _raise_together(workers: Workers, failure: str, what: str, said: Any = None) -> list[Any]:
-    """Raise CheckpointError where any worker has a failure; else what each has said, in order of rank."""
+    """Raise CheckpointError where any worker has a failure; else return what each has said, in order of
+    rank."""
     everyone = workers.gather((failure, said), what)
     for rank, (message, _) in zip(workers.ranks, everyone, strict=True):
         if message:
@@ -535,7 +537,8 @@ def _raise_together(workers: Workers, failure: str, what: str, said: Any = None)
 
 
 def _check_alike(ranks: Sequence[int], everyone: Sequence[tuple[int, str, str]]) -> None:
-    """Raise CheckpointError unless all workers have read the same: the iteration, digest and path of each."""
+    """Raise CheckpointError unless all workers have read one checkpoint, by the iteration, digest and path of
+    each."""
     first, (iteration, digest, _) = ranks[0], everyone[0]
     for rank, (its, other, where) in zip(ranks, everyone, strict=True):
         if other == digest:
@@ -562,13 +565,13 @@ def _check_one_folder(ranks: Sequence[int], given: Sequence[tuple[str, str]]) ->
 
 
 def _lies_elsewhere(module: nn.Module) -> bool:
-    """Whether the module is under memory budgets, and its parameters come and go."""
+    """True for a module under memory budgets, whose parameters come and go."""
     return any(hasattr(parameter, "stored_value") for parameter in module.parameters())
 
 
 def _beside(prepared: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of a model that is trained elsewhere, what is not there: its other parameters and its buffers, and the
-    optimizer's settings, in the form of its state_dict."""
+    """Return the part of a model trained elsewhere that stays here: its other parameters and its buffers, and
+    the optimizer's settings, in the form of its state_dict."""
     held: dict[str, Any] = {
         name: parameter for name, parameter in prepared.parameters.items() if name not in prepared.brought
     }
@@ -585,7 +588,7 @@ def _beside(prepared: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @torch.no_grad()
 def _load_beside(prepared: Prepared, held: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
-    """The inverse of `_beside`."""
+    """Load what `_beside` gave."""
     for name, value in _beside(prepared)[0].items():
         value.copy_(held[name])
     for group, saved in zip(prepared.optimizer.param_groups, optimizer["param_groups"], strict=True):
@@ -630,12 +633,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any],
 
 
 def _prefix(index: int) -> str:
-    """The first model's names are its own; a second one's are told apart."""
+    """Return what tells a model's names in a checkpoint apart; empty for the first model."""
     return "" if index == 0 else f"model{index}:"
 
 
 def _of_model(saved: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The entries of one of a checkpoint's models, under the model's own names."""
+    """Return the entries of one of a checkpoint's models, under the model's own names."""
     if index:
         prefix = _prefix(index)
         return {name.removeprefix(prefix): v for name, v in saved.items() if name.startswith(prefix)}

@@ -11,7 +11,7 @@ from atoll.train.gradients.samples import Seen
 
 
 class SampledBatches:
-    """The batches of a session's first model, which are those of its samplers, where it has any.
+    """The batches of a session's first model, counted by the session's samplers if it has any.
 
     Without a sampler of the session the epoch is what the script shows of its loop. The epoch is unknown
     where each worker leases its own data.
@@ -23,7 +23,7 @@ class SampledBatches:
         self._trains_on: AnySampler | None = None  # the first whose batches a backward has reached
 
     def given_by(self, sampler: AnySampler) -> None:
-        """A sampler is about to give an index: the samples that a forward counts next are its."""
+        """Note that `sampler` is about to give an index: the samples that a forward counts next are its."""
         self._sampling = sampler
         if sampler.resumed:
             # A DataLoader draws a number when it starts; a run that was never stopped has drawn it long ago.
@@ -75,4 +75,4 @@ class OtherBatches:
         return UNKNOWN
 
     def whole(self) -> None:
-        """The first model's iterations use up the samplers' data."""
+        """Do nothing: the first model's iterations use up the samplers' data."""

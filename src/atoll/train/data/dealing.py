@@ -1,8 +1,8 @@
-"""How what is left of an epoch is dealt to workers, and dealt anew when they change; pure.
+"""Deal the rest of an epoch to workers, and deal it anew when they change; pure.
 
 Workers in lockstep make **ticks**: one index each (ShardedSampler), or one batch each (BatchesSampler). In a
-tick each member without anything in hand takes its part of the next run of the **pool**; one that has been
-given something before the deal, and has not committed it, has that first. So all members make equally many
+tick each member without anything in hand takes its part of the next run of the **pool**. A member that was
+given ticks before the deal, and has not committed them, has those first. So all members make equally many
 ticks, and while nothing is in hand, a tick of all is a contiguous run of the pool, whatever their number, and
 however it is shared out.
 """
@@ -25,9 +25,9 @@ Tick: TypeAlias = list[Item]  # what one member trains on in one tick; empty: a 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a member of a deal is: `rank` there; ticks `given` to its loader, `used` by its backwards,
-    `committed` by whole iterations, and by all of them but the `last`; `ended`: its loader asks for nothing
-    more in this epoch."""
+    """A member's place in a deal: its `rank` there; ticks `given` to its loader, `used` by its backwards,
+    `committed` by whole iterations, and by all of those but the last (`before_last`). `ended`: its loader
+    asks for nothing more in this epoch."""
 
     rank: int
     given: int
@@ -38,13 +38,13 @@ class Place:
 
 
 class Deal:
-    """The pool `runs` among `len(held)` members, each with the ticks that it has in hand.
+    """Deals the pool `runs` among `len(held)` members, each with the ticks that it has in hand.
 
     `batch` is how many samples a tick of all members takes; 0: one for each member. `ticks` is how many each
-    member makes: as many as the pool takes, rounded up (what is missing is filled up), or down with
-    `drop_last`, but at least as many as any member has in hand, and with `ended` no more than that. What the
-    pool then has too much is `over`. `shares` says how many samples of a tick's batch each member takes; else
-    members take one each in turn.
+    member makes: as many as the pool takes, rounded up (the end is filled up), or down with `drop_last`, but
+    at least as many as any member has in hand, and with `ended` no more than that. The rest of the pool is
+    then `over`. `shares` gives each member's number of samples of a tick's batch; else members take one each
+    in turn.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Deal:
         self.world = len(self.held)
         self.size = positions(self.runs)
         self._in_hand = max(map(len, self.held))
-        # While some have ticks in hand: where the pool's part of a tick begins, how long it is, who shares it
+        # Of each tick while some have ticks in hand: the pool's part (begin, length), and the ranks it is for
         self._early: list[tuple[int, int, Sequence[int]]] = []
         self._taken = 0
         for tick in range(self._in_hand):
@@ -78,7 +78,8 @@ class Deal:
         self.ticks = self._in_hand + (0 if ended else more)
 
     def slots(self, rank: int, tick: int) -> range:
-        """The pool's slots that a member takes in a tick; those from `size` on are none, to be filled up."""
+        """Return the pool's slots that a member takes in a tick; slots from `size` on are beyond the pool,
+        and filled up. Raises RunError for shares that do not add up."""
         begin, need = self._taken, self.per_tick
         members: Sequence[int] = range(self.world)
         if tick < self._in_hand:
@@ -98,7 +99,7 @@ class Deal:
         return range(begin, begin + sizes[place])
 
     def all_slots(self, rank: int, ticks: int) -> Tensor:
-        """All slots of the pool that a member takes in its first `ticks`; int64, flat."""
+        """Return all slots of the pool that a member takes in its first `ticks`; int64, flat."""
         singly = min(ticks, self._in_hand if self._shares is None else self.ticks)
         early = [s for t in range(singly) for s in self.slots(rank, t)]
         late = max(0, min(ticks, self.ticks) - max(singly, self._in_hand))
@@ -108,14 +109,14 @@ class Deal:
         return slots[slots < self.size]
 
     def tick(self, rank: int, tick: int) -> Tick:
-        """What a member trains on in a tick; empty for a fill."""
+        """Return what a member trains on in a tick; empty for a fill."""
         held = self.held[rank]
         if tick < len(held):
             return held[tick]
         return [self.item(slot) for slot in self.slots(rank, tick) if slot < self.size]
 
     def item(self, slot: int) -> Item:
-        """The epoch and position that a slot of the pool stands for."""
+        """Return the epoch and position that a slot of the pool stands for."""
         for epoch, start, stop in self.runs:
             if slot < stop - start:
                 return epoch, start + slot
@@ -124,15 +125,15 @@ class Deal:
 
     @property
     def over(self) -> list[Run]:
-        """What no tick takes, though it is to be dealt: for the epoch that comes next."""
+        """Runs that no tick takes where the epoch has `ended`: the next epoch begins with them."""
         return cut(self.runs, self._taken)[1] if self.ended else []
 
     def left(self, places: Sequence[Place], given: bool = True, absent: Collection[int] = ()) -> list[Run]:
-        """What is still to be dealt when the members at `places` are those who live: all but what they were
-        given (not `given`: but what they have used), and what the lost had used in whole iterations.
+        """Return what is still to be dealt when only the members at `places` live.
 
-        Members are in lockstep, so that the lost have used as much as those who live; the ranks `absent` have
-        had no part in the last iteration.
+        Not to be dealt are ticks that the living were given (with `given` false, only those that they have
+        used), and ticks that the lost had used in whole iterations. Members are in lockstep, so the lost have
+        committed as much as the living; the ranks `absent` had no part in the last iteration.
         """
         keep = torch.ones(self.size, dtype=torch.bool)
         back: list[Item] = []
@@ -150,5 +151,6 @@ class Deal:
         return merged([*kept(self.runs, keep), *singles(back)])
 
     def in_hand(self, place: Place) -> list[Tick]:
-        """What a member has been given, and no whole iteration has used: it trains on it in any case."""
+        """Return the ticks that a member was given and has not committed. The member trains on them in any
+        case."""
         return [self.tick(place.rank, tick) for tick in range(place.committed, place.given)]

@@ -1,4 +1,6 @@
-"""A loop over an epoch's data that ends where the others' does, also for a worker that comes back in it."""
+"""A loop over an epoch's data that ends with the others' loops, also for a worker that returns inside the
+epoch.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from atoll.train.data.leased_sampler import LeasedSampler
 def epoch_of(
     loader: DataLoader[Any], samplers: Sequence[AnySampler], catch_up: Callable[[], None]
 ) -> Iterator[Any]:
-    """The batches of a loader that has one of these `samplers`, in as many loops as the epoch takes. At each
-    one's end `catch_up()` lets this worker be where the others are. Raises UserError for another loader."""
+    """Return the batches of a loader that has one of these `samplers`, in as many loops as the epoch takes.
+    After each loop `catch_up()` brings this worker to where the others are. Raises UserError for another
+    loader."""
     batches: Any = loader.batch_sampler if isinstance(loader, DataLoader) else None
     dealing = (batches, getattr(batches, "sampler", None))  # as batch_sampler=, or as sampler=
     sampler = next((each for each in samplers if any(each is other for other in dealing)), None)

@@ -1,4 +1,4 @@
-"""What a loader was given, and how much of that backwards have reached."""
+"""Counts of what a loader was given, and of what backwards have reached."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Protocol
 
 
 class Given(Protocol):
-    """Batches, or single indices."""
+    """A count of batches, or of single indices, that a loader was given."""
 
     @property
     def consumed(self) -> int:
-        """How many samples backwards have reached."""
+        """Number of samples that backwards have reached."""
 
     def begin(self, sizes: Sequence[int] = (), used: int = 0) -> None:
-        """They are given anew; those of these sizes were given before, and the first `used` are used."""
+        """Start anew, with entries of these `sizes` given before, of which the first `used` are used."""
 
     def sizes(self, start: int = 0) -> list[int]:
-        """The sizes of those from the `start`-th on."""
+        """Return the sizes of the entries from index `start` on."""
 
     def used(self, given: int) -> int:
-        """How many of the first `given` have been used whole."""
+        """Return how many of the first `given` entries have been used whole."""
 
     def count(self, samples: float, given: int) -> float:
-        """A backward has reached this many samples: how many of them count in the mean."""
+        """Record that a backward has reached `samples` samples; return how many count in the mean."""
 
     def next_sizes(self, given: int) -> set[float]:
-        """The possible sizes of the next batch that a backward reaches."""
+        """Return the possible sizes of the next batch that a backward reaches."""
 
 
 class GivenBatches:
     """Batches of known sizes, in the order in which they were given. A fill, of size 0, is one sample that
-    weighs nothing. `consumed` is how many samples of them backwards have reached."""
+    weighs nothing. `consumed` is the number of their samples that backwards have reached."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -40,7 +40,7 @@ class GivenBatches:
         self.consumed = 0
 
     def begin(self, sizes: Sequence[int] = (), used: int = 0) -> None:
-        """Batches are given anew; those of these sizes were given before, and the first `used` are used."""
+        """Start anew, with batches of these `sizes` given before, of which the first `used` are used."""
         self._sizes, self._used, self._rest = list(sizes), used, 0
         self.consumed = self._samples(used)
 
@@ -48,7 +48,7 @@ class GivenBatches:
         return len(self._sizes)
 
     def give(self, size: int, at: int) -> None:
-        """The `at`-th batch is of this size; those from it on were not given after all."""
+        """Record that batch `at` has this size; batches recorded from `at` on were not given after all."""
         while self._used > at:
             self._used -= 1
             self._rest += max(1, self._sizes[self._used])
@@ -57,16 +57,17 @@ class GivenBatches:
         self._use()
 
     def used(self, given: int) -> int:
-        """How many of the first `given` batches have been used whole."""
+        """Return how many of the first `given` batches have been used whole."""
         return min(self._used, given)
 
     def next_sizes(self, given: int) -> set[float]:
-        """The possible sizes of the next batch that a backward reaches."""
+        """Return the possible sizes of the next batch that a backward reaches."""
         used = self.used(given)
         return {float(max(1, self._sizes[used]))} if used < given else set()
 
     def count(self, samples: float, given: int) -> float:
-        """A backward has reached this many samples: how many of them count in the mean."""
+        """Record that a backward has reached `samples` samples; return how many count in the mean: none of a
+        fill."""
         used = self.used(given)
         is_fill = used < given and self._sizes[used] == 0
         self.consumed += int(samples)
@@ -75,7 +76,7 @@ class GivenBatches:
         return 0.0 if is_fill else samples
 
     def sizes(self, start: int = 0) -> list[int]:
-        """The sizes of the batches from the `start`-th on."""
+        """Return the sizes of the batches from index `start` on."""
         return self._sizes[start:]
 
     def use_up(self, count: int) -> None:
@@ -94,7 +95,8 @@ class GivenBatches:
 
 
 class GivenIndices:
-    """Single indices, of which a loader makes batches. `consumed` is how many of them backwards have reached.
+    """Single indices, of which a loader makes batches. `consumed` is the number of them that backwards have
+    reached.
 
     The size of a batch is the number of indices that the loader asks for between two trained batches. A
     loader with workers of its own fetches ahead, and asks for one batch each time.
@@ -105,11 +107,11 @@ class GivenIndices:
         self._given = self._asked = self._usual = 0
 
     def used(self, given: int) -> int:
-        """How many of the first `given` indices have been used."""
+        """Return how many of the first `given` indices have been used."""
         return min(self.consumed, given)
 
     def count(self, samples: float, given: int) -> float:
-        """A backward has reached this many samples, after `given` indices: how many of them count."""
+        """Record that a backward has reached `samples` samples, after `given` indices; all of them count."""
         self.consumed += int(samples)
         asked = given - self._given if given >= self._given else given
         if asked and asked == self._asked:
@@ -118,16 +120,16 @@ class GivenIndices:
         return samples
 
     def next_sizes(self, given: int) -> set[float]:
-        """The possible sizes of the next batch that a backward reaches, as far as is known."""
+        """Return the possible sizes of the next batch that a backward reaches, as far as is known."""
         left = given - self.consumed
         return {float(size) for size in (left, self._usual) if 0 < size <= left}
 
     def begin(self, sizes: Sequence[int] = (), used: int = 0) -> None:
-        """Indices are given anew; so many were given before, and the first `used` are used."""
+        """Start anew, with the first `used` indices used; `sizes` has no meaning here."""
         del sizes
         self.consumed = used
 
     def sizes(self, start: int = 0) -> list[int]:
-        """Nothing is to be known of single indices."""
+        """Return nothing: single indices have no sizes."""
         del start
         return []

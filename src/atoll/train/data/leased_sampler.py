@@ -1,4 +1,4 @@
-"""Deals a dataset's indices to workers of any speed: each takes what it needs from the hub, in leases."""
+"""A sampler for workers of any speed: each leases runs of indices from the hub as needed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from atoll.wire.messages import Leased, Used
 FIRST_LEASE = 32  # samples, until a batch has been seen
 BATCHES = 2  # in a lease: one in use and one ahead; more makes the others wait longer at the end of an epoch
 EPOCHS_KEPT = 4  # epochs behind the current one whose used positions a checkpoint can still name
-GENERATION = 2**20  # what a load adds to the sampler's number, so that the hub begins its epochs anew
+GENERATION = 2**20  # added to the sampler's number at each load: the hub then begins the epochs anew
 
-# What only fills a batch up, and weighs nothing, is in runs of the epoch below 0 that `_filling` gives.
-Where: TypeAlias = tuple[int, list[int]]  # the epoch of the samples to come; epochs that may not be over
+# Fills, of weight 0, stand in runs of an epoch below 0 (`_filling`).
+Where: TypeAlias = tuple[int, list[int]]  # the epoch of the next samples; earlier epochs that may not be over
 Ranges: TypeAlias = dict[int, list[tuple[int, int]]]  # positions of epochs' whole orders
 
 
 class Lessor(Protocol):
-    """What `HubClient.lease` is: up to `count` positions of an epoch of `length`, asked for during at most
+    """Signature of `HubClient.lease`: lease up to `count` positions of an epoch of `length` samples, within
     `wait` seconds."""
 
     def __call__(self, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased: ...
@@ -41,18 +41,19 @@ _LATE = (
 
 
 class LeasedSampler(Sampler[int]):
-    """One worker's indices of a dataset; the order of an epoch is ShardedSampler's, drawn from the seed.
+    """One worker's indices of a dataset, leased from the hub. Each epoch has ShardedSampler's order, drawn
+    from the seed.
 
-    The hub leases runs of the order, and a lease ends with the commit that used it; what a dead worker
-    had not used is leased again. So each sample counts once an epoch, a faster worker takes more, and no
-    worker knows beforehand how many it gets.
+    The hub leases runs of the order. A lease ends with the commit that uses it; positions that a dead worker
+    had not used are leased again. So each sample counts once an epoch, and a faster worker takes more. No
+    worker knows beforehand how many samples it gets.
 
-    When nothing is left to lease but others have not yet used theirs, a worker waits up to `wait` seconds,
-    for one of them may die; but not for those who wait too. Then its iteration ends, and what comes back of
-    that epoch is dealt first in the next one. In `ssp`, and at a site, let `wait` be 0: the others may be
-    held up until this worker goes on.
+    When nothing is left to lease but others hold unused positions, a worker waits up to `wait` seconds, since
+    a holder may die. It does not wait for workers that wait too. Then its iteration ends, and positions of
+    that epoch that come back are dealt first in the next one. In `ssp`, and at a site, let `wait` be 0:
+    others may be held up until this worker goes on.
 
-    An iteration that was broken off goes on after the samples that were consumed; `set_epoch` leaves it.
+    An interrupted iteration goes on after the consumed samples; `set_epoch` abandons it.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class LeasedSampler(Sampler[int]):
         on_index: Callable[[LeasedSampler], None] | None = None,
         mixes: Callable[[str], None] = lambda _line: None,
     ) -> None:
-        """`number` is the sampler's among the session's, `workers` their expected number, for `len`.
+        """`number` is the sampler's among the session's; `workers` is their expected number, for `len`.
 
-        `lease_size` in samples; 0: two batches of the size that is seen. `wait` in seconds; more than the
-        hub's patience, or a death that it waits for is noticed too late. `on_index` is called with the
-        sampler before each index. `mixes(line)` is called with a warning where samples of an earlier epoch
-        come in the loop of a later one. Raises UserError for a dataset without a length.
+        `lease_size` is in samples; 0: two batches of the size seen so far. `wait` is in seconds, and must
+        exceed the hub's patience, or a death is noticed too late. `on_index` is called with the sampler
+        before each index. `mixes(line)` gets a warning when samples of an earlier epoch come in the loop of a
+        later one. Raises UserError for a dataset without a length.
         """
         self._samples = Samples(Order(dataset, seed, shuffle))
         self._leasing = Leasing(self._samples, lease, number, lease_size)
@@ -98,7 +99,7 @@ class LeasedSampler(Sampler[int]):
 
     @property
     def resumed(self) -> bool:
-        """Whether the iteration begins inside an epoch, where a checkpoint was made."""
+        """True if samples of the epoch were used before the checkpoint that was loaded."""
         return self._samples.done(self._epoch) > 0
 
     @property
@@ -107,11 +108,11 @@ class LeasedSampler(Sampler[int]):
         return self._taken.consumed
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration one of `epoch`; of one that the workers have used up, nothing is left."""
+        """Make the next iteration one of `epoch`. An epoch that the workers have used up gives nothing."""
         if epoch != self._epoch or self._whole:
             self._turn_back()
             if not self._whole:
-                # The script leaves the epoch: what is left of it is not for the next.
+                # The script abandons the epoch: its leases are not for the next one.
                 self.leave_leased()
             self._begin(int(epoch))
 
@@ -122,15 +123,15 @@ class LeasedSampler(Sampler[int]):
         return self._give()
 
     def __len__(self) -> int:
-        """An even share of the epoch in progress, else of the next, rounded up. It is an estimate: a faster
+        """Return an even share, rounded up, of the epoch in progress, else of the next. An estimate: a faster
         worker gets more."""
         left = self._samples.order.length - self._samples.done(self._epoch + self._whole)
         return -(-left // self._workers)
 
     def used(self) -> list[Used]:
-        """The positions that this worker has trained on since the last call, for the commit that uses them.
+        """Return the positions trained on since the last call. Call once for each commit.
 
-        The samples consumed are those given first. Call it once for each commit.
+        The consumed samples are those given first.
         """
         runs = joined([*self._hand.take_seen(), *self._take_consumed()])
         for run in runs:
@@ -142,8 +143,8 @@ class LeasedSampler(Sampler[int]):
         return [Used(sampler=key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
 
     def count(self, samples: float) -> float:
-        """A backward has reached this many samples; how many of them count: not those that a batch was filled
-        up with."""
+        """Record that a backward has reached `samples` samples; return how many count in the mean. Fills do
+        not."""
         filled = self._hand.filled_among(self.consumed - self._reported, int(samples))
         self._batch = max(self._batch, int(samples))
         self._taken.count(samples, self.given)
@@ -154,43 +155,47 @@ class LeasedSampler(Sampler[int]):
         return self._taken.next_sizes(self.given)
 
     def held(self) -> list[Used]:
-        """What this worker was given, or has consumed, and `used` has not named yet."""
+        """Return the positions that this worker was given and `used` has not returned."""
         return self._named(joined([*self._hand.seen, *(run for run in self._hand.runs if run[0] >= 0)]))
 
     def leave_leased(self) -> None:
-        """What is leased and was not given is another's from now on."""
+        """Drop leased positions that were not given: other workers get them."""
         self._leasing.queue.clear()
 
     def where(self) -> Where:
-        """Where this worker is in its data, for `go_to` of all members of its group."""
+        """Return this worker's place in its data, for `go_to` on all members of its group."""
         begun = [] if self._whole else [self._epoch]
         return self._epoch + self._whole, [*self._pending, *begun]
 
     def go_to(self, members: Sequence[Where]) -> None:
-        """Be where the furthest of a new group's `members` is: all must lease alike. Who is in an epoch
-        before that ends it; what is left of such epochs, or comes back of those before (a dead member's, when
-        its old group is fenced), is given with the next."""
+        """Go to the epoch of the furthest of a new group's `members`, since all must make equal requests.
+
+        A member in an earlier epoch ends that epoch at once. The rest of such epochs, and positions of
+        earlier ones that come back (a dead member's, when its old group is fenced), are given with the next
+        epoch.
+        """
         self._target = max(epoch for epoch, _ in members)
         earlier = {epoch for _, epochs in members for epoch in epochs}
         earlier |= set(range(self._target - EPOCHS_KEPT, self._target))
         self._pending = sorted(epoch for epoch in earlier if 0 <= epoch < self._target)
 
     def committed(self) -> None:
-        """An iteration is whole: `used` is what says so of its samples."""
+        """Do nothing: `used` reports the samples of a whole iteration."""
 
     # Checkpoints
 
     def place(self) -> dict[str, Any]:
-        """This worker's part of a checkpoint, as JSON can hold it; `state_dict` takes every worker's."""
+        """Return this worker's part of a checkpoint, as JSON values; `state_dict` takes every worker's."""
         whole = self._whole and not self._pending
         return {"epoch": min([self._epoch + whole, *self._pending]), "used": self._samples.used()}
 
     def state_dict(self, consumed: int | Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """What the workers have used, from their `place`s; from this one's alone unless given.
+        """Return the used samples, independent of the number of workers.
 
-        It is independent of the number of workers. What a worker used that has died since is not in it.
-        `consumed` may be a count as ShardedSampler takes it, the samples of this epoch that all workers
-        consumed. That is near the truth only: the first so many positions then count as used.
+        `consumed` has every worker's `place` (default: this worker's alone). Samples used by a worker that
+        has died since are missing. `consumed` may be a count, as ShardedSampler takes it: samples of this
+        epoch that all workers consumed. The state is then approximate: the first so many positions count as
+        used.
         """
         places: Sequence[Mapping[str, Any]]
         if isinstance(consumed, int):
@@ -214,10 +219,10 @@ class LeasedSampler(Sampler[int]):
             raise CheckpointError("the checkpoint's sampler names used samples that are none")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the place in `state`: what is used there is not given again.
+        """Continue from `state`: samples used there are not given again.
 
-        The seed is the saved one. A ShardedSampler's state is taken too. Every worker loads the same state.
-        Raises CheckpointError as `check_state` does.
+        The seed is the saved one. A ShardedSampler's state is accepted too. Every worker must load the same
+        state. Raises CheckpointError as `check_state` does.
         """
         self.check_state(state)
         self._epoch = state["epoch"]
@@ -236,18 +241,19 @@ class LeasedSampler(Sampler[int]):
             self._epoch += 1
 
     def deal_state(self) -> dict[str, Any]:
-        """What a worker needs that enters the run, to lease of the same order: no worker's own samples."""
+        """Return the state with which a newcomer leases of the same order. Samples used since the load are
+        left out."""
         order, used = self._samples.order, self._samples.used(since_load=False)
         return {**order.facts(self._epoch, 0), "loads": self._leasing.loads, "used": used}
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where `state` is none of `deal_state`'s, or of other data."""
+        """Raise CheckpointError where `state` does not come from `deal_state`, or is of other data."""
         self.check_state({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
         if type(state["loads"]) is not int or state["loads"] < 0:
             raise CheckpointError(f"the sampler was loaded {state['loads']!r} times, which cannot be")
 
     def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
-        """Lease as the worker does whose `deal_state` this is."""
+        """Lease of the same order as the worker that gave `state`."""
         self.load_state_dict({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
         self._epoch, self._leasing.loads = state["epoch"], state["loads"]
 
@@ -260,7 +266,7 @@ class LeasedSampler(Sampler[int]):
                 self._whole = True
                 if not continued or self.given:
                     return
-                # What was broken off had nothing left: this iteration is of the next epoch.
+                # The interrupted iteration had nothing left: give the next epoch.
                 continued = False
                 self._begin(self._epoch + 1)
                 self._begun = True
@@ -275,8 +281,8 @@ class LeasedSampler(Sampler[int]):
             yield 0 if epoch < 0 else int(self._samples.left(epoch)[0][place])
 
     def _lease_more(self) -> bool:
-        """Put leased positions into the queue; False when this worker's iteration is at its end. Members of a
-        group all ask alike, and are answered alike."""
+        """Queue newly leased positions; return False at the end of this worker's iteration. All members of a
+        group make equal requests and get equal answers."""
         if self._epoch < self._target:
             return False
         leasing = self._leasing
@@ -288,12 +294,12 @@ class LeasedSampler(Sampler[int]):
                 if leased.over and not self._hand.holds(epoch):
                     self._pending.remove(epoch)
         leased = self._ask(self._epoch)
-        # Whoever waits for what this worker holds waits likewise: then the hub tells both that it is over.
+        # Two workers may wait for each other's positions: the hub then tells both that the epoch is over.
         if self._wait > 0 and not leased.over and leased.start >= leased.stop and not leased.length:
             leased = self._ask(self._epoch, self._wait)
         if leasing.take(leased):
             return True
-        # Over with some of it in hand: others may hold some too, each waiting for the rest.
+        # With positions in hand the epoch stays pending: others may hold some too, and theirs may come back.
         kept = [] if leased.over and not self._hand.holds(self._epoch) else [self._epoch]
         self._pending = [*(epoch for epoch in self._pending if epoch != self._epoch), *kept]
         return False
@@ -309,10 +315,11 @@ class LeasedSampler(Sampler[int]):
         self._samples.keep(current - EPOCHS_KEPT, (epoch, *self._pending))
 
     def _turn_back(self) -> None:
-        """Give again what was given and not consumed.
+        """Queue again the positions that were given and not consumed.
 
-        After a whole iteration only what makes no batch is (of a loader with `drop_last`): where more is
-        left, the script left it out or counts samples otherwise, and it would come again without end.
+        After a whole iteration only less than a batch is queued again (of a loader with `drop_last`). A
+        larger rest counts as used: the script left it out, or counts samples otherwise, and the rest would
+        come back without end.
         """
         hand = self._hand
         hand.seen += self._take_consumed()
@@ -326,61 +333,62 @@ class LeasedSampler(Sampler[int]):
         self._taken.begin()
 
     def _take_consumed(self) -> list[Run]:
-        """Take what was consumed and not taken yet from what is held."""
+        """Remove from the hand the samples consumed since the last call; return them without fills."""
         count = self._taken.used(self.given) - self._reported
         self._reported += count
         return self._hand.take(count)
 
 
 class InHand:
-    """What a worker was given: `runs`, in their order, and from iterations before `seen`, which it has
-    trained on. `used` has named none of both."""
+    """Positions given to a worker and not returned by `used`: `runs` of this iteration, in order, and `seen`
+    of earlier ones."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.seen: list[Run] = []
 
     def hold(self, run: Run) -> None:
-        """It was given this."""
+        """Add a run that was given."""
         if self.runs and self.runs[-1][0] == run[0] and self.runs[-1][2] == run[1]:
             run = (run[0], self.runs.pop()[1], run[2])
         self.runs.append(run)
 
     def holds(self, epoch: int) -> bool:
-        """Whether it has anything of an epoch, or what fills its batches up."""
+        """True if positions of `epoch`, or fills of its batches, are in hand."""
         return any(run[0] in (epoch, _filling(epoch)) for run in (*self.runs, *self.seen))
 
     def filled_among(self, first: int, count: int) -> int:
-        """How many of `count` samples, from the `first` that is held on, only fill up."""
+        """Return the number of fills among `count` samples from index `first` of `runs` on."""
         among = cut(cut(self.runs, first)[1], count)[0]
         return positions(run for run in among if run[0] < 0)
 
     def take(self, count: int) -> list[Run]:
-        """Take the first `count` samples; those that only fill up are left out."""
+        """Remove the first `count` samples; return them without fills."""
         taken, self.runs = cut(self.runs, count)
         return [run for run in taken if run[0] >= 0]
 
     def take_seen(self) -> list[Run]:
-        """Take what is of iterations before."""
+        """Remove and return the runs of earlier iterations."""
         seen, self.seen = self.seen, []
         return seen
 
 
 class Samples:
-    """Which samples of each epoch were used: before a checkpoint that was loaded, and here since."""
+    """Samples of each epoch that were used: before the checkpoint that was loaded, and by this worker
+    since."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
         self._done: Ranges = {}  # before the load, by epoch
-        self._used: Ranges = {}  # here since, likewise
+        self._used: Ranges = {}  # on this worker since, by epoch
         self._left: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def done(self, epoch: int) -> int:
-        """How many of an epoch were used before the load."""
+        """Return the number of samples of an epoch that were used before the load."""
         return sum(stop - start for start, stop in self._done.get(epoch, []))
 
     def used(self, *, since_load: bool = True) -> list[list[int]]:
-        """The runs that were used, as JSON can hold them."""
+        """Return the runs used before the load, and with `since_load` those used since, as JSON values."""
         both = (self._done, self._used) if since_load else (self._done,)
         return [
             [epoch, start, stop]
@@ -390,7 +398,7 @@ class Samples:
         ]
 
     def load(self, state: Mapping[str, Any], done: Iterable[Run]) -> None:
-        """A checkpoint is loaded, before which these runs were used."""
+        """Load a checkpoint, before which the runs `done` were used."""
         self.order.load(state)
         self._done, self._used = {}, {}
         for epoch, start, stop in done:
@@ -398,15 +406,15 @@ class Samples:
         self._left.clear()
 
     def keep(self, first: int, epochs: Collection[int]) -> None:
-        """Forget what was used before epoch `first`, and the order of all but these epochs."""
+        """Forget runs used before epoch `first`, and the order of all epochs but `epochs`."""
         for ranges in (self._used, self._done):
             for old in [epoch for epoch in ranges if epoch < first]:
                 del ranges[old]
         self._left = {epoch: left for epoch, left in self._left.items() if epoch in epochs}
 
     def left(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The epoch's indices as leased, int64, shape (left,), and their positions in the epoch's whole
-        order (None: the same). After a load, they are those that were not used before."""
+        """Return the epoch's indices that the hub leases, and their positions in the epoch's whole order
+        (None: all, in order); int64, shape (left,). Samples used before a load are left out."""
         if epoch not in self._left:
             indices, places = self.order.draw(epoch), None
             if self._done.get(epoch):
@@ -419,7 +427,7 @@ class Samples:
         return self._left[epoch]
 
     def note_used(self, run: Run) -> None:
-        """A run of what is leased was used."""
+        """Record that a leased run was used."""
         epoch, start, stop = run
         places = self.left(epoch)[1]
         found = [(epoch, start, stop)]
@@ -430,8 +438,8 @@ class Samples:
 
 
 class Leasing:
-    """Asks the hub for runs. `queue` is what is leased, and given before anything else is leased; `loads` is
-    how often the sampler was loaded."""
+    """Requests runs from the hub. `queue` has leased runs that were not given yet; `loads` counts loads of
+    the sampler."""
 
     def __init__(self, samples: Samples, lease: Lessor, number: int, size: int) -> None:
         self._samples, self._lease, self._number, self._size = samples, lease, number, size
@@ -440,23 +448,24 @@ class Leasing:
 
     @property
     def key(self) -> int:
-        """What the hub knows the sampler by: it keeps its books by that."""
+        """Number under which the hub keeps the sampler's books."""
         return self._number + GENERATION * self.loads
 
     def load(self) -> None:
-        """A checkpoint is loaded: the hub's books begin anew."""
+        """Begin new books at the hub, after a checkpoint is loaded."""
         self.queue.clear()
         self.loads += 1
 
     def next(self) -> tuple[int, int]:
-        """Take the first position that is leased, and its epoch."""
+        """Remove the first leased position; return its epoch and the position."""
         epoch, place, stop = self.queue.popleft()
         if place + 1 < stop:
             self.queue.appendleft((epoch, place + 1, stop))
         return epoch, place
 
     def ask(self, epoch: int, given: int, batch: int, wait: float) -> Leased:
-        """Ask for samples of an epoch, for a worker that was `given` so many in batches of `batch`."""
+        """Lease samples of an epoch, for a worker that was given `given` samples in batches of `batch`.
+        Raises RunError for a lease beyond the epoch's end."""
         length = len(self._samples.left(epoch)[0])
         if not length:
             return Leased(sampler=self.key, epoch=epoch, start=0, stop=0, over=True)
@@ -466,35 +475,35 @@ class Leasing:
         return leased
 
     def take(self, leased: Leased) -> bool:
-        """Put what is leased into the queue; whether there is anything."""
+        """Queue a lease with its fills; return whether anything is queued."""
         missing = leased.length - (leased.stop - leased.start)
         if leased.start < leased.stop:
             self.queue.append((leased.epoch, leased.start, leased.stop))
-        if missing > 0:  # the others of the group have more
+        if missing > 0:  # other members of the group got more
             self.queue.append((_filling(leased.epoch), 0, missing))
         return bool(self.queue)
 
     def _count(self, given: int, batch: int) -> int:
-        """Samples to lease: whole batches, the rest of a batch under way included."""
+        """Return the number of samples to lease: whole batches, the rest of a batch under way included."""
         if self._size:
             return self._size
         return BATCHES * batch - given % batch if batch else FIRST_LEASE
 
 
 class LeasedBatches(Sampler[list[int]]):
-    """Batches of a LeasedSampler, for `DataLoader(batch_sampler=...)`, of the size that `size()` gives before
-    each."""
+    """Batches of a LeasedSampler, for `DataLoader(batch_sampler=...)`. `size()` returns the size of the next
+    batch."""
 
     def __init__(self, sampler: LeasedSampler, size: Callable[[], int]) -> None:
         self.sampler, self._size = sampler, size
 
     @property
     def epoch(self) -> int:
-        """The sampler's."""
+        """Epoch of the sampler."""
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """As the sampler's."""
+        """Set the sampler's epoch."""
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -503,12 +512,12 @@ class LeasedBatches(Sampler[list[int]]):
             yield batch
 
     def __len__(self) -> int:
-        """An estimate, as the sampler's."""
+        """Return an estimate, from the sampler's."""
         return -(-len(self.sampler) // self._size())
 
 
 def _filling(epoch: int) -> int:
-    """What stands in a run for an epoch that batches are filled up in."""
+    """Return the number below 0 that marks fills of `epoch` in runs."""
     return -1 - epoch
 
 

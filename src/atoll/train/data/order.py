@@ -1,4 +1,4 @@
-"""In which order the samples of a dataset are dealt in each epoch, and how a place in it is saved."""
+"""The order of a dataset's samples in each epoch, and saved places in the order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from atoll.train.data.runs import Run
 
 
 class Order:
-    """The permutation of a dataset's `length` samples, drawn anew each epoch from `seed`; without `shuffle`
-    that of the dataset.
+    """The order of a dataset's `length` samples: a permutation drawn from `seed` for each epoch, or without
+    `shuffle` the dataset's own order.
 
-    A run of it is an epoch, and positions in that epoch's order from the second to the third (exclusive).
+    A run is an epoch, and positions in that epoch's order from the second to the third number (exclusive).
     """
 
     def __init__(self, dataset: Sized | int, seed: int, shuffle: bool) -> None:
@@ -25,13 +25,13 @@ class Order:
         self._drawn: dict[int, Tensor] = {}
 
     def of(self, epoch: int) -> Tensor:
-        """The epoch's permutation of all indices, int64, shape (length,)."""
+        """Return the epoch's permutation of all indices, int64, shape (length,), and keep it."""
         if epoch not in self._drawn:
             self._drawn[epoch] = self.draw(epoch)
         return self._drawn[epoch]
 
     def draw(self, epoch: int) -> Tensor:
-        """As `of`, for who keeps it."""
+        """Draw the epoch's permutation, int64, shape (length,), without keeping it."""
         if not self.shuffle:
             return torch.arange(self.length)
         generator = torch.Generator()
@@ -39,21 +39,21 @@ class Order:
         return torch.randperm(self.length, generator=generator)
 
     def index(self, epoch: int, position: int) -> int:
-        """The dataset's index at a position of an epoch."""
+        """Return the dataset's index at a position of an epoch."""
         return int(self.of(epoch)[position])
 
     def keep(self, epochs: Collection[int] = ()) -> None:
-        """Forget the permutations of all other epochs."""
+        """Forget the permutations of all epochs but `epochs`."""
         self._drawn = {epoch: order for epoch, order in self._drawn.items() if epoch in epochs}
 
     def whole(self, epoch: int) -> list[Run]:
-        """All of an epoch."""
+        """Return all of an epoch as runs."""
         return [(epoch, 0, self.length)] if self.length else []
 
     # -- saved places -------------------------------------------------------------------------------------
 
     def saved(self, left: Sequence[Run], epoch: int) -> dict[str, Any]:
-        """A sampler's state, of which `left` is to be dealt in `epoch`."""
+        """Return the state of a sampler that has `left` to deal in `epoch`."""
         left, offset = list(left), self.length
         if left and left[-1][0] == epoch and left[-1][2] == self.length:
             offset = left.pop()[1]
@@ -61,7 +61,7 @@ class Order:
         return {**state, "left": [list(run) for run in left]} if left else state
 
     def facts(self, epoch: int, offset: int) -> dict[str, Any]:
-        """What every sampler's state has."""
+        """Return the entries that every sampler's state has."""
         length, shuffle = self.length, self.shuffle
         return {"seed": self.seed, "epoch": epoch, "offset": offset, "length": length, "shuffle": shuffle}
 
@@ -99,7 +99,7 @@ class Order:
             raise CheckpointError("the checkpoint's sampler names samples that are none")
 
     def has(self, item: Any) -> bool:
-        """Whether something that was read is an epoch, and a position in it."""
+        """True if `item`, which was read and may be anything, is an epoch and a position in it."""
         return (
             isinstance(item, (list, tuple))
             and len(item) == 2
@@ -109,13 +109,13 @@ class Order:
         )
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Draw as the sampler did that `state` is of, which is checked."""
+        """Take the seed of `state`, which was checked."""
         self.seed = state["seed"]
         self._drawn.clear()
 
 
 def left_in(state: Mapping[str, Any]) -> list[Run]:
-    """What `Order.saved` was told is left."""
+    """Return the runs left to deal in a state of `Order.saved`."""
     runs: list[Run] = [(e, start, stop) for e, start, stop in state.get("left", [])]
     return [*runs, (state["epoch"], state["offset"], state["length"])]
 

@@ -43,7 +43,7 @@ class Passes:
         self._unwatch = watch_loaders(self)
 
     def close(self) -> None:
-        """Stop to watch DataLoaders."""
+        """Stop watching DataLoaders."""
         self._unwatch()
 
     def forward(self) -> None:

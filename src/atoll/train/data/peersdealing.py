@@ -1,11 +1,11 @@
-"""How batches are dealt to nodes in proportion to their speeds, by nobody: each works out the same; pure.
+"""Deal batches to nodes in proportion to their speeds, without a coordinator: each node works out the same;
+pure.
 
 All nodes make the same **ticks**: in tick q they take the next `batch` samples of the **pool** together, each
-a part of it. The parts of a **block** of ticks are by facts alone that every node has by then: what the
-applied contributions of iterations up to a fixed distance before said, whose speeds, and who was there at
-all. So no two nodes ever deal differently, however far each has come, or has a loader that fetches ahead.
-What was dealt to a node whose contribution of that iteration was not applied is dealt again. Source:
-docs/peers.md, "Data".
+a part. The parts of a **block** of ticks follow from facts alone that every node has by then: the nodes and
+speeds in the applied contributions of iterations up to a fixed distance before. So no two nodes ever deal
+differently, however far each has come, or its loader fetches ahead. Samples dealt to a node whose
+contribution of that iteration was not applied are dealt again. Source: docs/peers.md, "Data".
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from atoll.core.errors import UserError
 from atoll.train.data.runs import Item, Run, cut, items_of, merged, positions, singles, ticks_of
 from atoll.train.data.shares import split
 
-BLOCK = 16  # ticks that are dealt alike
-AHEAD = 31  # ticks that a loader may fetch ahead, where nothing else is said
+BLOCK = 16  # ticks that are dealt by the same weights
+AHEAD = 31  # ticks that a loader may fetch ahead by default
 _WINDOW = 64  # iterations over which a node's speed is the median
-_NEWEST = 16  # and where it has changed: where theirs is beyond _CHANGED times that, or below its part
+_NEWEST = 16  # newest iterations, whose median counts alone if it differs by more than a factor of _CHANGED
 _CHANGED = 1.5
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """An applied iteration: whose contributions it was made of, and the seconds that a sample took each (0:
-    not known)."""
+    """An applied iteration: the nodes that contributed, each with its seconds per sample (0: not known)."""
 
     iteration: int
     paces: dict[int, float]
@@ -43,13 +42,13 @@ class Dealt(msgspec.Struct, frozen=True):
     parts: dict[int, int]
 
     def part_of(self, node: int) -> list[Item]:
-        """What a node takes; nothing: a fill."""
+        """Return the samples that a node takes; empty: a fill."""
         begin = sum(size for other, size in self.parts.items() if other < node)
         return items_of(self.runs)[begin : begin + self.parts.get(node, 0)]
 
 
 class DealState(msgspec.Struct):
-    """A deal between two iterations: with it, a node that comes late deals as the others do."""
+    """A deal between two iterations, with which a late node deals as the others do."""
 
     pool: list[Run]
     next: int
@@ -63,9 +62,10 @@ class DealState(msgspec.Struct):
 
 
 class PeerDeal:
-    """The pool `runs` among `nodes`, from `tick` on. Ticks go on over epochs: `again` gives the next pool.
+    """Deals the pool `runs` among `nodes`, tick by tick. Ticks go on over epochs: `again` gives the next
+    pool.
 
-    `ahead` is how many ticks beyond the next one are asked for at most; the same on all nodes.
+    `ahead` is the most ticks beyond the next one that are asked for; equal on all nodes.
     """
 
     def __init__(
@@ -83,32 +83,33 @@ class PeerDeal:
         self.begin(runs)
 
     def begin(self, runs: Iterable[Run]) -> None:
-        """Deal these as at the beginning. What was told of iterations is forgotten: after a checkpoint, which
-        may be an earlier one, others have their numbers."""
+        """Deal `runs` as at the beginning. Reported iterations are forgotten: after a load of an earlier
+        checkpoint, other iterations have their numbers."""
         self._state = DealState(list(runs), 0, 0, [], [], [], {}, -1, self._nodes)
 
-    # What is told
+    # Reports
 
     def applied(self, iteration: int, paces: Mapping[int, float]) -> None:
-        """The contributions of these nodes, and no others, are in the global parameters; in order of
-        iterations, each once."""
+        """Report that the contributions of the nodes in `paces`, and no others, are in the global parameters.
+        Called in order of iterations, once each."""
         facts = self._state.facts
         if not facts or facts[-1].iteration < iteration:
             facts.append(Fact(iteration, dict(paces)))
 
     def made(self, iteration: int, ticks: int) -> None:
-        """This node's backward of `iteration` is whole, and so many ticks were used by then, of all."""
+        """Report that this node's backward of `iteration` is whole, after `ticks` ticks in all."""
         state = self._state
-        if state.made and state.made[-1][0] == iteration:  # one more backward of it
+        if state.made and state.made[-1][0] == iteration:  # one more backward of the iteration
             state.made.pop()
         state.made.append((iteration, ticks))
         state.used = max(state.used, ticks)
         self._forget()
 
-    # What is asked
+    # Queries
 
     def tick(self, number: int) -> Dealt | None:
-        """What all take in a tick; None: nothing is left. Raises UserError for one that is too far ahead."""
+        """Return what all nodes take in a tick; None: nothing is left. Raises UserError for a tick that is
+        too far ahead."""
         state = self._state
         if number > state.used + self._ahead:
             raise UserError(
@@ -123,45 +124,45 @@ class PeerDeal:
 
     @property
     def ticks_left(self) -> int:
-        """How many more ticks the pool gives, as it is."""
+        """Number of ticks that the pool still gives, as it is."""
         return ticks_of(positions(self._state.pool), self.batch, drop_last=self._drop_last)
 
     def left(self) -> list[Run]:
-        """What no applied contribution has trained on, once all iterations are applied: what is in the pool,
-        what was dealt and not used, and what was dealt to nodes that were not there."""
+        """Return the samples on which no contribution has trained once all iterations are applied: the pool,
+        samples dealt and not used, and samples dealt to absent nodes."""
         state = self._state
         missed = self._missed(state.facts[-1].iteration) if state.facts else []
         unused = [run for each in state.dealt if each.tick >= state.used for run in each.runs]
         return merged([*state.pool, *missed, *unused])
 
     def again(self, runs: Iterable[Run], *, carry: bool = True) -> list[Run]:
-        """Deal `runs` next, and with `carry` what is left of the pool before them; what was dealt and not
-        used is forgotten. Returns the pool."""
+        """Deal `runs` next, and with `carry` the rest of the pool before them. Samples dealt and not used are
+        forgotten. Returns the pool."""
         state = self._state
         state.pool = merged([*(state.pool if carry else ()), *runs])
         state.dealt = [each for each in state.dealt if each.tick < state.used]
-        # A node that came back may have made more ticks than the pool before had: those are of this one.
+        # A returned node may have made more ticks than the former pool had: they belong to this one.
         state.next = min(state.next, state.used)
         return list(state.pool)
 
     @property
     def used(self) -> int:
-        """Ticks of iterations that are made."""
+        """Number of ticks that whole backwards have used."""
         return self._state.used
 
     def state(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the state as JSON values."""
         plain: dict[str, Any] = msgspec.to_builtins(self._state, str_keys=True)
         return plain
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on as another node's `state` says. Raises msgspec.ValidationError for anything else."""
+        """Continue from another node's `state`. Raises msgspec.ValidationError for anything else."""
         self._state = msgspec.convert(state, DealState, strict=False)
 
     # Inside
 
     def _deal(self) -> bool:
-        """Deal the next tick; False: the pool is empty."""
+        """Deal the next tick; False: the pool gives none."""
         state = self._state
         weights = self._weights(state.next // BLOCK)
         size = min(self.batch, positions(state.pool))
@@ -173,7 +174,7 @@ class PeerDeal:
         return True
 
     def _weights(self, block: int) -> dict[int, float]:
-        """How a block is shared out; decided once, when its first tick is dealt."""
+        """Return the nodes' weights in a block, decided once, when its first tick is dealt."""
         state = self._state
         if block not in state.blocks:
             until = self._known_at(block * BLOCK)
@@ -183,20 +184,20 @@ class PeerDeal:
         return state.blocks[block]
 
     def _known_at(self, tick: int) -> int:
-        """The last iteration that every node has applied, whenever it deals this tick."""
+        """Return the last iteration that every node has applied when it deals `tick`; below 0: none."""
         used = tick - 1 - self._ahead
         iteration = next((made for made, ticks in reversed(self._state.made) if ticks <= used), None)
         return -1 if iteration is None else iteration - self._stale_max - 1
 
     def _judge(self, until: int) -> None:
-        """Put back what was dealt to nodes that were not there, in iterations up to `until`."""
+        """Put samples dealt to absent nodes, in iterations up to `until`, back into the pool."""
         state = self._state
         if missed := self._missed(until):
             state.pool = merged([*state.pool, *missed])
         state.judged = max(state.judged, until)
 
     def _missed(self, until: int) -> list[Run]:
-        """What was dealt to nodes that were not there, in iterations up to `until` that were not judged."""
+        """Return samples dealt to absent nodes, in iterations up to `until` that were not judged."""
         state = self._state
         present = {fact.iteration: fact.paces.keys() for fact in state.facts}
         begin = 0
@@ -211,7 +212,7 @@ class PeerDeal:
         return merged(back)
 
     def _forget(self) -> None:
-        """Let go of what nothing asks for any more."""
+        """Drop what no later call needs."""
         state = self._state
         oldest = self._known_at(state.used) - _WINDOW
         state.facts = [fact for fact in state.facts if fact.iteration > oldest]
@@ -224,8 +225,8 @@ class PeerDeal:
 
 
 def weights_by(facts: Sequence[Fact]) -> dict[int, float]:
-    """The nodes of the last of these iterations, each with its speed in samples a second; where one's is not
-    known yet, all alike."""
+    """Return the nodes of the last of these iterations, each with its speed in samples a second; all 1.0
+    where one speed is not known yet."""
     weights = {}
     for node in sorted(facts[-1].paces):
         paces = [fact.paces[node] for fact in facts if fact.paces.get(node, 0.0) > 0]
@@ -236,7 +237,7 @@ def weights_by(facts: Sequence[Fact]) -> dict[int, float]:
 
 
 def _pace_by(paces: Sequence[float]) -> float:
-    """What a node's iterations say of its next ones: many of them, since few tell little of uneven steps; the
+    """Predict a node's seconds per sample: the median of many iterations, since steps are uneven; of the
     newest alone, where those are much slower or faster."""
     whole, newest = median(paces), median(paces[-_NEWEST:])
     return whole if whole / _CHANGED <= newest <= whole * _CHANGED else newest

@@ -127,9 +127,9 @@ class PeerSampler(ShardedSampler):
 class PeerBatches(Sampler[list[int]]):
     """One worker's part of batches with `batch` samples over all nodes: for `DataLoader(batch_sampler=...)`.
 
-    As BatchesSampler, but that a node's part is in proportion to its speed, as all know it (`PeerDeal`); its
-    devices take even parts of that, the remainder the last ones. A worker for whom nothing is left of a batch
-    gets a fill: one sample, which weighs nothing in the mean.
+    A node's part is in proportion to its speed, which all nodes know (`PeerDeal`). The node's devices take
+    even parts of that, the last devices the remainder. A worker whose part of a batch is empty gets a fill:
+    one sample, which weighs nothing in the mean.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class PeerBatches(Sampler[list[int]]):
         on_index: Callable[[Any], None] | None = None,
         asked: Callable[[], None] = lambda: None,
     ) -> None:
-        """`iteration()` is the one under way; this worker is the node's `device`-th of `devices`; `ahead` is
-        how many batches are asked for at most that are beyond the next one; `asked` is called before it is
-        looked whether there is a next one, and may `return_to` another place; the rest as in BatchesSampler.
-        Raises UserError for an `ahead` below 0."""
+        """`iteration()` returns the iteration under way. This worker is the node's `device`-th of `devices`.
+        `ahead` is the most batches beyond the next one that a loader asks for. `asked()` is called before
+        each look for a next batch, and may call `return_to`. The rest as in BatchesSampler. Raises UserError
+        for an `ahead` below 0."""
         if ahead is not None and ahead < 0:
             raise UserError(f"session.batches with ahead={ahead}: batches fetched ahead are 0 or more")
         self.shuffle, self.drop_last = shuffle, drop_last
@@ -163,15 +163,15 @@ class PeerBatches(Sampler[list[int]]):
         self._epoch = 0
         options = {} if ahead is None else {"ahead": ahead}
         self._deal = PeerDeal(self._order.whole(0), batch, nodes, stale_max, drop_last=drop_last, **options)
-        self._batches = GivenBatches()  # that were given and are not used up
-        self._loop = 0  # the number of the latest one over its batches
-        self._told = False  # it was told that there are no more
+        self._batches = GivenBatches()  # given and not used up
+        self._loop = 0  # number of the latest loop over the batches
+        self._told = False  # the latest loop was notified of its end
         self._whole = False  # the epoch has given its last batch
-        self._start = self._order.whole(0)  # of this deal: an iteration that is broken off begins there again
-        self._given = False  # something of it
-        self._trained_on = False  # something of it was
-        self._within = False  # it begins inside an epoch, where a checkpoint was made
-        self._returned = False  # into this deal, in a loop that may not have ended
+        self._start = self._order.whole(0)  # of this deal: an interrupted iteration begins there again
+        self._given = False  # some batch of this deal was given
+        self._trained_on = False  # a backward has reached a batch of this deal
+        self._within = False  # loaded inside an epoch, and nothing given since
+        self._returned = False  # `return_to` was called, in a loop that may not have ended
 
     @property
     def epoch(self) -> int:
@@ -180,7 +180,7 @@ class PeerBatches(Sampler[list[int]]):
 
     @property
     def resumed(self) -> bool:
-        """Whether the iteration begins inside an epoch, where a checkpoint was made."""
+        """True after a load of a checkpoint made inside an epoch, until the first batch is given."""
         return self._within
 
     def set_epoch(self, epoch: int) -> None:
@@ -189,13 +189,13 @@ class PeerBatches(Sampler[list[int]]):
             self._begin(int(epoch), carry=False)
 
     def __len__(self) -> int:
-        """How many batches this node gets from what is left of the epoch, if no node is lost."""
+        """Return the number of batches left of the epoch, if no node is lost."""
         return self._deal.ticks_left
 
     @property
     def ended(self) -> bool:
-        """Whether the loop that has just ended was the epoch's last: not where this node came back within the
-        others' epoch, in a loop whose loader had nothing more in hand. The next loop goes on there."""
+        """True if the loop that has just ended was the epoch's last. After a return inside the others' epoch,
+        False while the deal has batches and the loop gave none of them: the next loop goes on there."""
         if self._returned and not self._given:
             return self._whole or self._deal.tick(self._deal.used) is None
         return self._whole
@@ -216,7 +216,8 @@ class PeerBatches(Sampler[list[int]]):
         return _Batches(partial(self._next_of, self._loop))
 
     def _next_of(self, loop: int) -> list[int]:
-        """The next batch for a loop; raises StopIteration where the epoch has none, or another loop began."""
+        """Return the next batch for loop number `loop`. Raises StopIteration where the epoch has none, or
+        another loop has begun."""
         if loop == self._loop:
             self._asked()
         if loop != self._loop or self._told:
@@ -237,10 +238,10 @@ class PeerBatches(Sampler[list[int]]):
         begin, end = (len(of_node) * each // self._devices for each in (self._device, self._device + 1))
         return of_node[begin:end]
 
-    # What is told
+    # Notifications
 
     def applied(self, iteration: int, paces: Mapping[int, float]) -> None:
-        """As PeerDeal.applied."""
+        """Report an applied iteration (`PeerDeal.applied`)."""
         self._deal.applied(iteration, paces)
 
     def next_sizes(self) -> set[float]:
@@ -248,15 +249,15 @@ class PeerBatches(Sampler[list[int]]):
         return self._batches.next_sizes(len(self._batches))
 
     def count(self, samples: float) -> float:
-        """A backward has reached this many samples: how many of them count in the mean."""
+        """Record that a backward has reached `samples` samples; return how many count in the mean."""
         given = len(self._batches)
-        if self._batches.used(given) == given:  # of a deal before: its loader had it in hand
+        if self._batches.used(given) == given:  # of an earlier deal: the loader had the batch in hand
             return samples
         self._trained_on = True
         return self._batches.count(samples, given)
 
     def committed(self) -> None:
-        """The backward of an iteration is whole: what was used so far counts."""
+        """Record the end of an iteration's backward: everything used so far counts."""
         used = self._batches.used(len(self._batches))
         self._batches.use_up(used)
         self._deal.made(self._iteration(), self._deal.used + used)
@@ -264,11 +265,12 @@ class PeerBatches(Sampler[list[int]]):
     # Where it is
 
     def place(self) -> dict[str, Any]:
-        """All nodes are at the same place, which each knows by itself."""
+        """Return nothing: each node knows the place of all by itself."""
         return {}
 
     def state_dict(self, _places: int | Sequence[Mapping[str, Any]] = 0) -> dict[str, Any]:
-        """The place in the epoch, with all iterations so far applied, in the form of DealtSampler's."""
+        """Return the place in the epoch once all iterations so far are applied, in the form of
+        DealtSampler's."""
         return self._order.saved(self._deal.left(), self._epoch)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -289,7 +291,7 @@ class PeerBatches(Sampler[list[int]]):
             self._begin(self._epoch + 1, carry=False)
 
     def deal_state(self) -> dict[str, Any]:
-        """The deal as it is: with it, one who comes late and the others deal alike."""
+        """Return the deal, so that a late node deals as the others do."""
         start = [list(run) for run in self._start]
         over = self._whole and not self._trained_on  # else what its loader has is yet to be used
         return {**self.state_dict(), "deal": self._deal.state(), "start": start, "over": over}
@@ -304,7 +306,7 @@ class PeerBatches(Sampler[list[int]]):
             raise CheckpointError(f"the sampler's deal is none: {error}") from None
 
     def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
-        """Deal as the node does that `state` is of."""
+        """Take over the deal of the node that gave `state`."""
         self.check_deal_state(state)
         self._epoch = state["epoch"]
         self._order.load(state)
@@ -314,10 +316,13 @@ class PeerBatches(Sampler[list[int]]):
         self._whole = bool(state["over"])
 
     def return_to(self, state: Mapping[str, Any]) -> None:
-        """As `load_deal_state`, for a node without which the others have come there, and which may be within
-        a loop over its data: what its loader has fetched stands for the next ticks, as in
-        `DealtSampler.return_to`. The loop goes on there, also one that was told of its end, if it asks again:
-        torch's DataLoader with workers does so whenever it hands out a batch."""
+        """Load the deal that the others have reached without this node, which may be inside a loop over its
+        data.
+
+        Batches that the loader has fetched stand for the next ticks, as in `DealtSampler.return_to`. The loop
+        goes on in the deal. An ended loop does too, if it asks again: torch's DataLoader with workers does so
+        whenever it hands out a batch.
+        """
         batches = self._batches
         self._batches = GivenBatches()
         self.load_deal_state(state)

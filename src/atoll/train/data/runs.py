@@ -17,7 +17,8 @@ Item: TypeAlias = tuple[int, int]  # an epoch, and a position in its order
 
 
 def joined(runs: Iterable[Run]) -> list[Run]:
-    """The runs in their order; one that begins within or right behind the one before is joined to it.
+    """Return the runs in their order; a run that begins within or right behind the run before is joined to
+    that.
 
     Runs of epochs below 0, which only fill batches up, are never joined.
     """
@@ -32,22 +33,22 @@ def joined(runs: Iterable[Run]) -> list[Run]:
 
 
 def merged(runs: Iterable[Run]) -> list[Run]:
-    """The runs in the order of their positions, each position once."""
+    """Return the runs in the order of their positions, each position once."""
     return joined(sorted(runs))
 
 
 def positions(runs: Iterable[Run]) -> int:
-    """How many positions runs have."""
+    """Return the number of positions of runs."""
     return sum(stop - start for _, start, stop in runs)
 
 
 def ticks_of(count: int, batch: int, *, drop_last: bool) -> int:
-    """How many batches so many positions make; with `drop_last` whole ones alone."""
+    """Return the number of batches that `count` positions make; with `drop_last`, of whole ones alone."""
     return count // batch if drop_last else -(-count // batch)
 
 
 def cut(runs: Iterable[Run], count: int) -> tuple[list[Run], list[Run]]:
-    """The first `count` positions, and the rest."""
+    """Split runs into the first `count` positions, and the rest."""
     first: list[Run] = []
     rest: list[Run] = []
     for epoch, start, stop in runs:
@@ -61,7 +62,7 @@ def cut(runs: Iterable[Run], count: int) -> tuple[list[Run], list[Run]]:
 
 
 def without(runs: Iterable[Run], parts: Iterable[Run]) -> list[Run]:
-    """What of the runs is in none of the parts."""
+    """Return the positions of `runs` that are in none of `parts`."""
     left, gone = [], merged(parts)
     for epoch, start, end in runs:
         for _, first, stop in (part for part in gone if part[0] == epoch):
@@ -74,17 +75,17 @@ def without(runs: Iterable[Run], parts: Iterable[Run]) -> list[Run]:
 
 
 def items_of(runs: Iterable[Run]) -> list[Item]:
-    """The positions of runs, one after the other."""
+    """Return the positions of runs, one after the other."""
     return [(epoch, position) for epoch, start, stop in runs for position in range(start, stop)]
 
 
 def singles(items: Iterable[Item]) -> list[Run]:
-    """Runs of one position each."""
+    """Return runs of one position each."""
     return [(epoch, position, position + 1) for epoch, position in items]
 
 
 def kept(runs: Iterable[Run], keep: Tensor) -> Iterator[Run]:
-    """The positions that are kept, as runs.
+    """Yield the positions that are kept, as runs.
 
     Args:
         runs: of `positions(runs)` positions.

@@ -1,4 +1,4 @@
-"""Deals a dataset's indices to the workers, and knows its place in the epoch."""
+"""Samplers for workers in lockstep: they deal a dataset's indices, and save the place in the epoch."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ Thing = TypeVar("Thing", int, list[int])
 
 
 class Comeback:
-    """The iterations that a worker has `made` since it came back into a deal, until its loop has ended; None:
-    it has not come back. `each` is how many ticks one takes, as far as is known."""
+    """Iterations of a worker since its return into a deal. `made` counts them until the loop over its data
+    has ended (None: no return); `each` is the most ticks of one iteration so far."""
 
     def __init__(self) -> None:
         self.made: int | None = None
         self.each = 0
 
     def committed(self, ticks: int) -> None:
-        """An iteration of so many ticks is whole."""
+        """Record a whole iteration of `ticks` ticks."""
         self.each = max(self.each, ticks)
         if self.made is not None:
             self.made += 1
 
     def beyond(self, ticks: int) -> int:
-        """Iterations made beyond those that were left of the epoch, a deal of so many ticks; below 0: some
+        """Return the iterations made beyond those left of the epoch, a deal of `ticks` ticks; below 0: some
         are left."""
         return self.made - -(-ticks // self.each) if self.made and self.each else -1
 
 
 class DealtSampler(Sampler[Thing], Generic[Thing]):
-    """What samplers for workers in lockstep have in common: the order, the deal, and the place in it.
+    """Base of samplers for workers in lockstep: the order, the deal, and the place in the deal.
 
-    The order of each epoch is drawn from the seed. The epoch goes on by itself: an iteration that follows a
-    whole one is of the next epoch. A **deal** begins with an epoch, with a load, and with each change of
-    members; `given` and the like count from its beginning.
+    The order of each epoch is drawn from the seed. An iteration that follows a whole one is of the next
+    epoch. A **deal** begins with an epoch, with a load, and with each change of members; `given` and the like
+    count from its beginning.
     """
 
     _batch = 0  # samples that all workers take together; 0: one each
@@ -82,7 +82,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self._order = Order(dataset, seed, shuffle)
         self._epoch = 0
         self._whole = False  # whether the iteration has given its last tick
-        self._iterating = 0  # the number of the iteration that is asked for more; 0: none is
+        self._iterating = 0  # number of the active iteration; 0: none
         self._iterations = 0
         self._on_index = on_index
         self._deal: Deal = self._deal_of(self._order.whole(self._epoch))
@@ -94,7 +94,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
 
     @property
     def resumed(self) -> bool:
-        """Whether the iteration begins inside an epoch, where a checkpoint was made."""
+        """True if the deal is not a whole epoch, as after a load of a checkpoint made inside one."""
         return self._deal.runs != self._order.whole(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -104,15 +104,14 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
 
     @property
     def ended(self) -> bool:
-        """Whether the loop that has just ended was the epoch's last: not where this worker came back within
-        the others' epoch, and its loader had been told of the end of one before. The next loop goes on
-        there."""
+        """True if the loop that has just ended was the epoch's last. False if this worker returned inside the
+        others' epoch while its loader was still ending an earlier one: the next loop goes on there."""
         return self._whole or self._comeback.beyond(self._deal.ticks) >= 0
 
     def __iter__(self) -> Iterator[Thing]:
         if self.ended:
             self._turn_to(self._epoch + 1)
-        elif self._comeback.made:  # the loop that it came back in has ended within the epoch
+        elif self._comeback.made:  # the loop in which the worker returned ended inside the epoch
             self._skip(self._comeback.made)
         self._comeback.made = None
         self._start()
@@ -121,7 +120,8 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         return self._give(self._iterations)
 
     def __len__(self) -> int:
-        """How many this worker gets from the iteration in progress, else from the next one."""
+        """Return how many indices or batches this worker gets from the iteration in progress, else the
+        next."""
         deal = (
             self._deal_of(self._order.whole(self._epoch))
             if self._whole and not self._iterating
@@ -132,7 +132,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
     # Where it is
 
     def place(self) -> dict[str, Any]:
-        """This worker's place in the deal, as JSON can hold it: for a checkpoint or a new deal."""
+        """Return this worker's place in the deal, as JSON values, for a checkpoint or a new deal."""
         return {
             "epoch": self._epoch,
             "rank": self.rank,
@@ -151,12 +151,12 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         return self._taken.consumed
 
     def committed(self) -> None:
-        """An iteration is whole: what was used so far counts."""
+        """Record a whole iteration: everything used so far counts."""
         self._before_last, self._committed = self._committed, self._taken.used(self.given)
         self._comeback.committed(self._committed - self._before_last)
 
     def count(self, samples: float) -> float:
-        """A backward has reached this many samples: how many of them count in the mean."""
+        """Record that a backward has reached `samples` samples; return how many count in the mean."""
         return self._taken.count(samples, self.given)
 
     def next_sizes(self) -> set[float]:
@@ -164,9 +164,9 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         return self._taken.next_sizes(self.given)
 
     def state_dict(self, consumed: int | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The place in the epoch, from every worker's `place`; or from how many samples all have consumed.
+        """Return the place in the epoch, independent of the number of workers.
 
-        It is independent of the number of workers.
+        `consumed` has every worker's `place`, or is the number of samples that all have consumed.
         """
         if isinstance(consumed, int):
             left = cut(self._deal.runs, consumed)[1]
@@ -192,13 +192,12 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
             self._begin(self._epoch + 1)
 
     def return_to(self, state: Mapping[str, Any]) -> None:
-        """As `load_state_dict`, for a worker without whom the others have come to that place (their
-        `lockstep_state`), and which may be within a loop over its data.
+        """Load the place that the others have reached without this worker (their `lockstep_state`).
 
-        What its loader has fetched it trains on in any case: that stands for the first ticks of the new
-        deal, so that it makes as many iterations of the epoch as they do. Where the loop ends at another
-        iteration than theirs, since more was fetched than the epoch has left, or all of an epoch of before,
-        the next one begins where they are by then.
+        The worker may be inside a loop over its data. It trains in any case on what its loader has fetched,
+        which stands for the first ticks of the new deal; so all make equally many iterations of the epoch.
+        Where the loop ends at another iteration than the others' (the loader fetched more than the epoch has
+        left, or all of an earlier epoch), the next loop begins where the others are by then.
         """
         in_hand, used = self.given - self._committed, self._taken.used(self.given) - self._committed
         sizes = self._taken.sizes(self._committed)
@@ -207,13 +206,13 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self._taken.begin(sizes, used)
 
     def _turn_to(self, epoch: int) -> None:
-        """Begin an epoch, some of which may be made: its first ticks are what stood for them."""
+        """Begin an epoch, and skip the iterations of it that were made after a return."""
         made = max(0, self._comeback.beyond(self._deal.ticks))
         self._begin(epoch)
         self._skip(made)
 
     def _skip(self, made: int) -> None:
-        """So many iterations of this deal are made."""
+        """Skip `made` iterations of this deal."""
         if made:
             deal = self._deal
             self._set_deal(self._deal_of(cut(deal.runs, made * self._comeback.each * deal.per_tick)[1]))
@@ -223,13 +222,14 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
     def deal_anew(
         self, places: Sequence[Mapping[str, Any] | None], rank: int, absent: Collection[int] = ()
     ) -> None:
-        """Deal what is left of the epoch to the members at `places`, of whom this worker is `rank` from now
-        on; None for one who comes new. Every member calls it, at the same point of the same iteration.
+        """Deal the rest of the epoch to new members. Every member calls it, at the same point of the same
+        iteration.
 
-        `absent` are those of the ranks until now that had no part in the last whole iteration.
+        `places` has each member's `place` by new rank, None for a newcomer; `rank` is this worker's new rank.
+        `absent` has the former ranks that had no part in the last whole iteration.
 
-        What a member was given it keeps: of a loader that fetches ahead, all that was fetched. What a lost
-        one had not committed is dealt again. Where a loader has asked for its last, that is done first in the
+        A member keeps what it was given: of a loader that fetches ahead, all that was fetched. What a lost
+        member had not committed is dealt again; once a loader has ended its loop, at the beginning of the
         next epoch. Raises RunError where members are in different epochs.
         """
         known = {index: _place(place) for index, place in enumerate(places) if place is not None}
@@ -260,8 +260,8 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self._order.keep({run[0] for run in self._deal.runs})
 
     def _deal_idle(self, rank: int, world: int, over: bool) -> None:
-        """Nobody trains on what this sampler gives now, nor has in this deal (it may be for evaluation): the
-        next iteration is of all of it; for one who comes new when the epoch was `over`, of the next one."""
+        """Give the whole deal again, since nobody has trained on it (a sampler for evaluation, say). With
+        `over`, for a newcomer after the epoch, begin the next one."""
         whole, self.rank, self.world = self._whole, rank, world
         self._set_deal(self._deal_of(self._deal.runs))
         self._whole = whole
@@ -269,12 +269,12 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
             self._begin(self._epoch + 1)
 
     def lockstep_state(self) -> dict[str, Any]:
-        """The place that all members have come to with whole iterations, in the form of `state_dict`: for one
-        who takes a lost member's place in a deal that has not changed."""
+        """Return the place that all members have reached with whole iterations, in the form of `state_dict`,
+        for a worker that takes a lost member's place in an unchanged deal."""
         return self.state_dict(self._committed * self._deal.per_tick)
 
     def deal_state(self) -> dict[str, Any]:
-        """The deal as it is: with it, one who comes new and the others deal alike."""
+        """Return the deal, so that a newcomer deals as the others do."""
         deal = self._deal
         return {
             **self.state_dict(0),
@@ -298,7 +298,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
             raise CheckpointError("the sampler's deal names workers or samples that are none")
 
     def load_deal_state(self, state: Mapping[str, Any], rank: int | None = None) -> None:
-        """Take part in another worker's deal, as its member `rank`, who has nothing in hand; None: as nobody,
+        """Take part in another worker's deal as its member `rank`, with nothing in hand; None: as no member,
         until `deal_anew`."""
         self.check_deal_state(state)
         self._epoch = state["epoch"]
@@ -339,8 +339,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
             while self.given < self._deal.ticks and self._iterating == iteration:
                 deal = self._deal
                 for each in self._look_up(deal, self.given, min(self.given + _AT_ONCE, deal.ticks)):
-                    # The last one is out before a loader asks for more: a loop that breaks there has had the
-                    # epoch.
+                    # Set before the yield: a loop that breaks at the last batch has had the epoch.
                     self.given += 1
                     self._whole = self.given >= self._deal.ticks
                     if self._on_index is not None:
@@ -354,7 +353,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
 
     @abstractmethod
     def _look_up(self, deal: Deal, start: int, stop: int) -> list[Thing]:
-        """What this worker gives in these ticks."""
+        """Return what this worker gives in one or more ticks from `start` on, before `stop`."""
 
 
 class ShardedSampler(DealtSampler[int]):
@@ -365,8 +364,8 @@ class ShardedSampler(DealtSampler[int]):
     number, and a place in the epoch is one number: how many samples all workers have consumed.
 
     Every worker gets equally many indices: the permutation's beginning fills up the end, or, with
-    `drop_last`, what does not go round is left out. When workers are lost or come new, what is left is dealt
-    anew (`deal_anew`).
+    `drop_last`, the remainder is left out. When members change, `deal_anew` deals the rest of the epoch
+    again.
     """
 
     def _look_up(self, deal: Deal, start: int, stop: int) -> list[int]:
@@ -381,7 +380,7 @@ class ShardedSampler(DealtSampler[int]):
         return found
 
     def _one(self, deal: Deal, tick: int) -> int:
-        """The index of a tick while some have ticks in hand."""
+        """Return the index of a tick in which some members have ticks in hand."""
         items = deal.tick(self.rank, tick)
         if items:
             return self._order.index(*items[0])
@@ -389,7 +388,8 @@ class ShardedSampler(DealtSampler[int]):
         return self._order.index(self._epoch, (slots[0] - deal.size if slots else 0) % self._order.length)
 
     def _indices(self, deal: Deal, slots: Tensor) -> Tensor:
-        """The dataset's indices in these slots; from the pool's end on, the epoch's beginning once more."""
+        """Return the dataset's indices in `slots`, int64; slots beyond the pool get the epoch's beginning
+        once more."""
         found = self._order.of(self._epoch)[(slots - deal.size) % self._order.length]
         begin = 0
         for epoch, start, stop in deal.runs:
@@ -406,14 +406,14 @@ class BatchesSampler(DealtSampler[list[int]]):
 
     The k-th batches of all workers together are the k-th `batch` samples of the epoch's order; remainders of
     even shares go to the first ranks. The last may have fewer (with `drop_last` it is left out). A worker
-    for whom nothing is left of one gets a fill: one sample, which weighs nothing in the mean.
+    whose part of a batch is empty gets a fill: one sample, which weighs nothing in the mean.
     """
 
     def __init__(
         self, dataset: Sized | int, *, batch: int, shares: Shares | None = None, **options: Any
     ) -> None:
-        """`batch` is the number of samples in a batch of all workers; `shares` says how many of them each
-        takes, else they are even; `options` as in DealtSampler."""
+        """`batch` is the number of samples in a batch of all workers; `shares` gives each worker's part
+        (default: even parts); `options` as in DealtSampler. Raises UserError for a `batch` below 1."""
         if batch < 1:
             raise UserError(f"a global batch of {batch} samples; it must be 1 or more")
         self._batch, self._shares = batch, shares

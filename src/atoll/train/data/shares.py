@@ -1,4 +1,4 @@
-"""How many samples of a tick each member takes; pure."""
+"""Shares: each member's number of a tick's samples; pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shares: TypeAlias = Callable[[int, int, Sequence[int]], Sequence[int]]
 
 
 def split(size: int, weights: Mapping[int, float]) -> dict[int, int]:
-    """`size` samples in proportion to `weights`, by largest remainder; ties to the lower member."""
+    """Split `size` samples in proportion to `weights`, by largest remainder; ties to the lower member."""
     whole = sum(weights.values())
     exact = {member: size * weights[member] / whole for member in sorted(weights)}
     parts = {member: int(value) for member, value in exact.items()}

@@ -1,4 +1,4 @@
-"""Where a session's samplers get their samples from: a deal that all workers know, or the hub's leases."""
+"""Sources of a session's samplers: a deal that all workers know, or the hub's leases."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ class Source(Protocol):
     def batches(
         self, dataset: Sized, whole: int, ahead: int | None, order: Arguments, on_index: OnIndex
     ) -> BatchesSampler | LeasedBatches | PeerBatches:
-        """Make this worker's part of batches of `whole` samples, `ahead` of which are fetched before use."""
+        """Make this worker's part of batches of `whole` samples; a loader fetches up to `ahead` batches
+        before use."""
 
     def catch_up(self) -> None:
-        """Be where the other workers are, between two loops over a loader."""
+        """Bring this worker to where the others are, between two loops over a loader."""
 
 
 class DealtData:
-    """All workers know the deal, and each takes its part by its rank."""
+    """Samplers over a deal that all workers know; each takes its part by its rank."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
@@ -62,11 +63,11 @@ class DealtData:
         return made
 
     def catch_up(self) -> None:
-        """All workers make the same iterations."""
+        """Do nothing: all workers make the same iterations."""
 
 
 class NodesData:
-    """Nodes deal by what each has contributed (strategy `peers`)."""
+    """Samplers over nodes, dealt by what each has contributed (strategy `peers`)."""
 
     def __init__(self, state: TrainingState, peers: Peers) -> None:
         self._state, self._peers = state, peers
@@ -90,12 +91,12 @@ class NodesData:
 
 
 class LeasedData:
-    """Workers go at their own pace, and each takes its data from the hub as it needs it.
+    """Samplers for workers that go at their own pace: each leases its data from the hub as needed.
 
     Args:
-        state: the session's.
-        leases: of this worker.
-        samplers: those whose used-up data goes along with this worker's commits.
+        state: the session's state.
+        leases: this worker's leases.
+        samplers: samplers whose used positions go along with this worker's commits; new ones are added.
         members: returns how many workers share a batch.
         wait: seconds for which the hub may hold up a lease.
         warn_once: prints a line once for a subject.
@@ -139,9 +140,9 @@ class LeasedData:
         return LeasedBatches(leased, lambda: _part_of(whole, self._state.rank, self._members()))
 
     def catch_up(self) -> None:
-        """Nobody waits for the others at the end of a loop."""
+        """Do nothing: nobody waits for the others at the end of a loop."""
 
 
 def _part_of(whole: int, rank: int, members: int) -> int:
-    """One member's part of `whole` samples, the remainder to the first; at least one."""
+    """Return one member's part of `whole` samples, the remainder to the first; at least one."""
     return max(1, whole // members + (rank % members < whole % members))

@@ -1,10 +1,11 @@
 """Entering a run under way, and dealing data anew when its members change, with a parameter server.
 
-The parameters and the optimizer's state are at the shards; the rest comes from a living worker's memory,
-with shard 0 as the mailbox: the newcomer asks, and whoever is asked answers at its next boundary between two
-iterations. Nobody is waited for who might be dead (shard 0 asks the next one then), nothing is kept that
-could be stale, and workers need no connections to one another. Under `bsp` the answer waits for exactly the
-boundary at which the newcomer enters: it is a member of the next iteration, so the others wait for its part.
+The parameters and the optimizer's state are at the shards; the rest comes from a living worker's memory, with
+shard 0 as the mailbox. The newcomer asks; the worker that is asked answers at its next boundary between two
+iterations. Nobody waits for a worker that might be dead (shard 0 then asks the next one), nothing is kept
+that could be stale, and workers need no connections to one another. Under `bsp` the answer waits for exactly
+the boundary at which the newcomer enters: it is a member of the next iteration, so the others wait for its
+part.
 """
 
 from __future__ import annotations
@@ -21,30 +22,29 @@ from atoll.train.members.attendance import Attendance
 from atoll.train.members.workers import Workers
 from atoll.wire.messages import AnyMessage, Arrive, Committed, GiveState, WantState
 
-ENTERING = "entering"  # what a newcomer's words are sent again until
+ENTERING = "entering"  # names a newcomer's messages, which are sent again until answered
 _NEVER = 2**53  # later than any iteration
 
 
 class Entrance(Protocol):
-    """How a worker that comes late enters the run."""
+    """The way of a late worker into the run."""
 
     @property
     def late(self) -> bool:
-        """Whether this worker has come late, and has not entered."""
+        """True for a worker that has come late, and has not entered."""
 
     def begin(self) -> None:
-        """The workers have met. One that comes late is alone until it enters."""
+        """Note that the workers have met. A late worker is alone until it enters."""
 
     def enter(self) -> bool:
-        """Enter with the state of a living worker; False where nobody lives, and this one has it all to
-        itself."""
+        """Enter with the state of a living worker; False where no other worker lives."""
 
     def ending(self) -> None:
-        """This worker has made all its iterations, and still lets others in."""
+        """Note that this worker has made all its iterations; it still lets others in."""
 
 
 class RingEntrance:
-    """How a worker enters a ring that is under way: when its members admit newcomers (`Ring.admit`)."""
+    """The way into a ring that is under way: when its members admit newcomers (`Ring.admit`)."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -54,24 +54,24 @@ class RingEntrance:
         return self._ring.outside
 
     def begin(self) -> None:
-        """The members have met as the ring was formed."""
+        """Do nothing: the members have met as the ring was formed."""
 
     def enter(self) -> bool:
         self._ring.enter()
         return True
 
     def ending(self) -> None:
-        """Whoever comes now is let in by the last round."""
+        """Do nothing: the last round lets newcomers in."""
 
 
 class ServedEntrance:
-    """A worker's part in who joins and leaves the run.
+    """The way into a run with a parameter server, and a worker's part in letting others in.
 
     `entered()` fetches the parameters once this worker takes part, and returns the worker's next iteration.
-    `told_members(n)` hears the number of live workers. `told_unlike(line)` hears of another worker with
-    different hyperparameters. `elastic`: all workers make the same iterations (`bsp`, without sites), and
-    data is dealt anew among them, in groups too. `fixed`: all make the same iterations without a new deal
-    (`bsp` between sites); a newcomer takes a lost worker's rank, and that worker's part of the data.
+    `told_members(n)` is called with the number of live workers. `told_unlike(line)` is called when another
+    worker has different hyperparameters. `elastic`: all workers make the same iterations (`bsp`, without
+    sites), and data is dealt anew among them, in groups too. `fixed`: all make the same iterations without a
+    new deal (`bsp` between sites); a newcomer takes a lost worker's rank, and that worker's part of the data.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ServedEntrance:
         self._fixed = fixed
         self._worker = attendance.place.rank
         self._members: list[int] = []  # in order; empty while unknown
-        self._at: int | None = None  # the iteration whose boundary this is; None: it is none
+        self._at: int | None = None  # the iteration whose boundary this is; None: no boundary
         self._wanted: list[WantState] = []
         self._given: tuple[GiveState, memoryview | None] | None = None
         shards.on(WantState, self._handle_want)
@@ -104,7 +104,7 @@ class ServedEntrance:
         return self._attendance.late
 
     def begin(self) -> None:
-        """The workers have met: those are the members. One that comes late is alone until it enters."""
+        """Take the workers that have met as the members. A late worker is alone until it enters."""
         if self._elastic:
             self._take_members(self._attendance.ranks)
 
@@ -159,7 +159,7 @@ class ServedEntrance:
         self._at = None
 
     def ending(self) -> None:
-        """This worker has made all its iterations: from now on any time is a boundary."""
+        """Note that this worker has made all its iterations: from now on any time is a boundary."""
         self._at = _NEVER
         self._answer()
 
@@ -169,7 +169,7 @@ class ServedEntrance:
         self._answer()
 
     def _answer(self) -> None:
-        """Give this worker's state to those who want it as it is now."""
+        """Give this worker's present state to the newcomers that are due."""
         at = self._at
         if at is None:
             return
@@ -181,7 +181,7 @@ class ServedEntrance:
         refused, payload = "", memoryview(b"")
         try:
             payload = memoryview(self._state.capture(self._fixed))
-        except CheckpointError as error:  # the newcomer's to know, and nothing that ends this one
+        except CheckpointError as error:  # for the newcomer to know; this worker goes on
             refused = str(error)[:4000]
         for want in due:
             reach("enter.giving", want.iteration)
@@ -208,7 +208,7 @@ class ServedEntrance:
             self._regroup(committed.iteration, members, list(committed.entering))
 
     def _regroup(self, iteration: int, members: list[int], entering: list[int]) -> None:
-        """All who have made this iteration meet, and deal what is left of their data anew."""
+        """Meet all that have made this iteration, and deal the rest of their data anew."""
         what = f"the members' places in their data after iteration {iteration}"
         reach("members.meet", iteration)
         places = self._workers.gather(self._state.places(), what)

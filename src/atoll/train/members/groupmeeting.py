@@ -1,5 +1,6 @@
-"""What workers in groups tell one another outside the iterations: inside each group over its ring, between
-groups through the log's meetings, to which a group comes as one."""
+"""Meetings of workers in groups outside the iterations: inside each group over its ring, between groups
+through the log's meetings, to which a group comes as one.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class OwnCall:
-    """The call of all workers that this one is in: its place in the script there (None: it is in none), and
-    whether it was called away from it."""
+    """The call of all workers that this worker is in: its place in its script (`stand`; None: it is in no
+    call), and whether it was called away from the call."""
 
     stand: Stand | None = None
     is_away: bool = False
@@ -84,10 +85,10 @@ class GroupMeeting(BytesMeeting):
         self._log, self._models = log, models
         self._group, self._moves, self._call = ring, moves, call
         self._has_come = False  # the whole group, to the call that this worker is in
-        self._last: _Parts = {}  # what all brought to the latest one that it was in
+        self._last: _Parts = {}  # what all brought to this worker's latest call
 
     def _leaves(self) -> bool:
-        """A worker alone also moves while it waits for others: they may wait for it in its next group."""
+        """True where a worker that is alone is called to another group: others may wait for it there."""
         return self._group.world == 1 and self._moves is not None and self._moves.is_called()
 
     def part(self) -> None:
@@ -102,8 +103,8 @@ class GroupMeeting(BytesMeeting):
             self._group.scripts.leave(self.standing_for("the end of the session").stand)
 
     def gather_group(self) -> None:
-        """The call's first meeting then skips this wait, so that all calls take part in equally many
-        collectives of the ring."""
+        """Wait until the whole group has come. The call's first meeting then skips this wait, so that all
+        calls take part in equally many collectives of the ring."""
         self._models.gather_members()
         self._has_come = True
 
@@ -113,7 +114,8 @@ class GroupMeeting(BytesMeeting):
         self._has_come = self._call.is_away = False
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Raises MismatchError where members of the group stand at other places, or have ended."""
+        """Return every live worker's bytes, in order of rank. Raises MismatchError where members of the group
+        stand at other places, or have ended."""
         if self.roster.late:
             return [payload]
         attendance = self._attendance
@@ -131,7 +133,7 @@ class GroupMeeting(BytesMeeting):
                     lambda: self._gather_all(payload, number, what),
                     where=lambda: None if self._call.is_away else self.standing_for(what).stand,
                 )
-                parts = result if met == number else None  # else it was a call that others were behind in
+                parts = result if met == number else None  # else others were behind, in an earlier call
             except CalledAwayError:
                 self._call.is_away = True  # others may have been answered, and be in their next call
                 assert self._moves is not None
@@ -141,15 +143,15 @@ class GroupMeeting(BytesMeeting):
         return [parts[rank] for rank in attendance.ranks]
 
     def _gather_all(self, payload: bytes, number: int, what: str) -> tuple[int, _Parts]:
-        """The number of a call that is over with this, and what all brought to it. The group's first member
-        takes the members' parts to the log's meeting, and tells them of the others'."""
+        """Return the number of the call that ends with this, and what all brought to it. The group's first
+        member takes the members' parts to the log's meeting, and gives them the other groups' parts."""
         channel, place = self._group.session, self._group.place
         assert channel is not None
         own = msgspec.msgpack.encode(_Part(number, what, payload, self.standing_for(what)))
         said = [msgspec.msgpack.decode(part, type=_Part) for part in gather_bytes(channel, own, what)]
         first = min(part.number for part in said)
         ahead = [rank for rank, part in enumerate(said) if part.number > first]
-        if ahead:  # who is behind was called away when it had brought its part, and others were answered
+        if ahead:  # a member is behind if it was called away with its part brought, and others were answered
             word = msgspec.msgpack.encode(self._last) if place.rank == ahead[0] else None
         else:
             self._check_same(said)
@@ -170,7 +172,8 @@ class GroupMeeting(BytesMeeting):
                 )
 
     def _meet_as_group(self, said: Sequence[_Part], number: int, what: str) -> _Parts:
-        """What all workers bring, where this group brings what its members have `said`."""
+        """Bring what the group's members have `said` to the log's meeting; return the parts of all
+        workers."""
         brought = {self._group.place.name_of(rank): part.payload for rank, part in enumerate(said)}
         met: _Parts = {}
         stand, packed = self.standing_for(what), msgspec.msgpack.encode(brought)

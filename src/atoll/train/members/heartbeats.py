@@ -11,8 +11,8 @@ from atoll.wire.messages import Beat, Heartbeat, ToLauncher, Welcome, encode
 
 
 class HeartbeatSender:
-    """Sends the heartbeats of the worker that the hub has given this `welcome`, over a link to the hub, and
-    to its `launcher`, if it has one. One thread calls `look`; no call waits."""
+    """Sends the heartbeats of a worker, whose `welcome` is from the hub: over a link to the hub, and to the
+    worker's `launcher`, if there is one. One thread calls `look`; no call waits."""
 
     def __init__(self, welcome: Welcome, launcher: Launcher | None) -> None:
         self._run = welcome.run
@@ -26,8 +26,8 @@ class HeartbeatSender:
             self._line.close()
 
     def look(self, link: Client, beat: Beat, *, at_once: bool = False, directly: bool = False) -> bool:
-        """Send a heartbeat, if it is time to or it is wanted `at_once`; the `link` to the hub must stand.
-        Returns whether one went to the hub directly, as it does where it is to (`directly`)."""
+        """Send a heartbeat if one is due or wanted `at_once`; the `link` to the hub must stand. Returns
+        whether one went to the hub itself; with `directly` each does."""
         if link.losses != self._losses:
             self._losses = link.losses
             self._route.renew()

@@ -1,4 +1,4 @@
-"""A worker's side of the hub: rank and incarnation, the shards' addresses, leases, and signs of life."""
+"""A worker's client of the hub: rank and incarnation, the shards' addresses, leases, and heartbeats."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ from atoll.wire.messages import (
     encode,
 )
 
-SILENCE = 3.0  # seconds without an answer, after which that is told
+SILENCE = 3.0  # seconds without an answer, after which the silence is reported
 _FAREWELL_SECONDS = 5.0  # for a hub that is being started again to know who says goodbye to it
 _REASON_CHARACTERS = 300  # of why this worker leaves
-_AT_ONCE = 0.2  # seconds that who asks in passing waits for an answer
+_AT_ONCE = 0.2  # seconds to wait for the answer to a question in passing
 _LOOK_SECONDS = 0.1  # between looks whether links are measured
 _ASK_AGAIN = (0.01, 0.2)  # seconds before the same lease is asked for again: first, and at most
 
-_Wish: TypeAlias = Gather | Reform | Enter | JoinGroup  # what the hub answers once others have come, too
+_Wish: TypeAlias = Gather | Reform | Enter | JoinGroup  # requests answered once other workers have come, too
 
 
 class HubSilence:
-    """Tells when the hub at `address` has not answered for a while, and when it answers again: it calls
-    `tell(line)`. `meanwhile` ends the first line, and says what becomes of the run."""
+    """Calls `tell(line)` when the hub at `address` has not answered for a while, and when it answers again.
+    `meanwhile` ends the first line, and says what becomes of the run."""
 
     def __init__(self, address: str, tell: Callable[[str], None], meanwhile: str) -> None:
         self._address, self._tell, self._meanwhile = address, tell, meanwhile
@@ -70,7 +70,8 @@ class HubSilence:
         self._told = False
 
     def look(self, link: Client, asked: float | None) -> None:
-        """Look at `link`, whose oldest question without an answer was sent at `asked` (monotonic)."""
+        """Check `link`, whose oldest question without an answer was sent at `asked` (monotonic; None: there
+        is none)."""
         now = time.monotonic()
         if link.connected and (asked is None or now - asked < SILENCE):
             if self._told:
@@ -89,11 +90,10 @@ class HubSilence:
 class HubClient:
     """A connection to the hub at `address`. `timeout` in seconds is the deadline of each wait (sync.timeout).
 
-    `run` is the run's name where it is known; the hub's Welcome tells it. All calls come from one thread;
-    the heartbeats have a thread and a connection of their own, since a script may compute for minutes. They
-    go through `launcher` where it passes them on, and to the hub directly where it does not. That thread also
-    looks whether the hub is silent, and tells people through `notices`; `without(welcome)` says what becomes
-    of the run meanwhile.
+    `run` is the run's name if it is known; the hub's Welcome gives it. All calls come from one thread.
+    Heartbeats have a thread and a connection of their own, since a script may compute for minutes. They go
+    through `launcher` if it passes them on, else to the hub directly. Their thread also looks whether the hub
+    is silent, and warns through `notices`; `without(welcome)` returns what becomes of the run meanwhile.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class HubClient:
         notices: Notices | None = None,
         without: Callable[[Welcome], str] = lambda _welcome: "",
     ) -> None:
-        self.iteration = 0  # how many iterations are committed: the session sets it, heartbeats tell it
+        self.iteration = 0  # committed iterations: set by the session, sent in heartbeats
         self.welcome: Welcome | None = None
         self.seconds_waited = 0.0  # for leases, in all
         self._address, self._run = address, run
@@ -123,17 +123,16 @@ class HubClient:
         self.news: RingNews | None = None  # the latest of a ring, as the heartbeats' thread got it
         self._beats = HubHeartbeats(address, keys, self._beat, self._note, self._look)
         self._sender: HeartbeatSender | None = None  # from `join` on
-        self._leaves_because = ""  # what goodbye says, where it is no end of the training
-        self.silence: HubSilence | None = None  # looks at it, from `join` on
+        self._leaves_because = ""  # the reason in goodbye, before the end of the training
+        self.silence: HubSilence | None = None  # from `join` on
         self._asked: float | None = None  # when a question was asked that the hub answers at once; monotonic
 
     def join(self, wish: int = -1, site: str = "") -> Welcome:
-        """Take part, as rank `wish` (-1: any that is free), at `site` where the run has some; heartbeats
-        begin.
+        """Take part as rank `wish` (-1: any that is free), at `site` if the run has sites; heartbeats begin.
 
-        A rank whose worker has just died is free after the hub's patience: that long this waits. Raises
-        RefusedError when the rank is taken, or version or run are others, or there is no such site,
-        DeadlineError when there is no hub.
+        A rank whose worker has just died is free after the hub's patience: the call waits that long. Raises
+        RefusedError for a taken rank, another version or run, or an unknown site, and DeadlineError when
+        there is no hub.
         """
         hello = Hello(
             version=VERSION,
@@ -164,8 +163,8 @@ class HubClient:
         return welcome
 
     def wait_for_links(self) -> None:
-        """Return when the links between the run's workers are measured, if the hub has that done: whoever
-        trains before would be measured too. Raises DeadlineError when the other workers do not come."""
+        """Return when the links between the run's workers are measured, if the hub has that done: training
+        before would be measured too. Raises DeadlineError when the other workers do not come."""
         if self._links is None:
             return
         until = time.monotonic() + self._hub.timeout
@@ -177,8 +176,8 @@ class HubClient:
             time.sleep(_LOOK_SECONDS)
 
     def shards(self) -> list[str]:
-        """The addresses of the shards that this worker talks to, by index, once all are there: at a site, its
-        shard's alone. Raises DeadlineError when they are not."""
+        """Return the addresses of the shards that this worker talks to, by index, once all are there: at a
+        site, its shard's alone. Raises DeadlineError when they are not."""
         try:
             return list(self._ask(WhereAreShards(), Shards, "the shards' addresses").addresses)
         except DeadlineError as error:
@@ -191,7 +190,8 @@ class HubClient:
             ) from error
 
     def where_shards_are(self) -> list[str] | None:
-        """As `shards`, if the hub answers at once; None if it does not, or one shard is not there."""
+        """Return the addresses of `shards` if the hub answers at once; None if not, or if a shard is
+        missing."""
         try:
             return list(self._ask(WhereAreShards(), Shards, "the shards' addresses", _AT_ONCE).addresses)
         except (DeadlineError, PeerLostError):
@@ -199,9 +199,9 @@ class HubClient:
 
     def gather(self) -> int:
         """Form the run's ring with all its workers; returns the ring's number, which names its keys. With
-        `late` set then, it is the number of a ring that was formed without this worker.
+        `late` set then, the ring was formed without this worker.
 
-        Raises DeadlineError, naming those who did not come.
+        Raises DeadlineError, naming the workers that did not come.
         """
         timeout, what = self._hub.timeout, "the ring's other workers"
         ring = self._wish(Gather, Gathered, what, self._longest, seconds=timeout)
@@ -248,33 +248,33 @@ class HubClient:
 
     @property
     def _longest(self) -> float:
-        """Seconds for a wish that the hub answers when the time is over: if it does not, it is gone."""
+        """Seconds to wait for an answer that the hub gives within sync.timeout: without one it is gone."""
         return self._hub.timeout + (0.0 if self.welcome is None else self.welcome.patience)
 
     def _wish(
         self, kind: type[_Wish], expected: type[Answer], what: str, timeout: float, **fields: Any
     ) -> Answer:
-        """Ask for what depends on other workers."""
+        """Ask for an answer that depends on other workers."""
         self._wishes += 1
         wish = kind(incarnation=self._incarnation, number=self._wishes, **fields)
         return self._ask(wish, expected, what, timeout, self._wishes)
 
     def set_pace(self, seconds: float) -> None:
-        """How long this worker computes a sample, in seconds, for a run with groups; 0: not known yet. The
-        first pace is told to the hub at once."""
+        """Set the seconds in which this worker computes a sample, for a run with groups; 0: not known yet.
+        The first pace is sent to the hub at once."""
         first, self._pace = seconds > 0 and not self._pace, seconds
         if first:
             self._beats.at_once()
 
     @property
     def grouping(self) -> int:
-        """The latest grouping that the hub has told is meant for this worker; 0: none."""
+        """Latest grouping that the hub has announced for this worker; 0: none."""
         return self.news.grouping if self.news is not None else 0
 
     def join_group(self, grouping: int, iteration: int, held: Sequence[Used] = ()) -> Grouped:
-        """Ask for this worker's group in `grouping`, at the end of its `iteration`-th iteration. `held` is
-        what it was given of its leases and has not used: it is the new group's then. With `group` 0 in the
-        answer it stays where it is.
+        """Ask for this worker's group in `grouping`, at the end of its `iteration`-th iteration. `held` are
+        leased positions that it was given and has not used: the new group gets them. With `group` 0 in the
+        answer the worker stays where it is.
 
         Returns when all members have asked, or the hub does not wait any longer; raises DeadlineError when
         there is no hub.
@@ -285,8 +285,8 @@ class HubClient:
         )
 
     def in_group(self, contributor: int) -> None:
-        """This worker has moved: the shards know `contributor`, for which it speaks from now on. Each
-        heartbeat says so again, so no lost connection loses it."""
+        """Announce that this worker has moved, and speaks for `contributor`, which the shards know.
+        Heartbeats to the hub repeat the announcement, so no lost connection loses it."""
         self._contributor = contributor
         self._beats.at_once()
 
@@ -300,12 +300,12 @@ class HubClient:
         contributor: int = 0,
         block: int = 0,
     ) -> Leased:
-        """Up to `count` positions of an epoch of `length` samples; `contributor` and `block` as
-        wire/messages.py: Lease has them, for a group's member.
+        """Lease up to `count` positions of an epoch of `length` samples; `contributor` and `block`, of a
+        group's member, as in wire/messages.py: Lease.
 
-        While others hold what is left, it asks again for up to `wait` seconds, and then returns an empty
-        Leased with over=False. None: up to the timeout, and then it raises DeadlineError. A request whose
-        answer is lost with a connection is sent again, and counts once.
+        While others hold the rest, asks again for up to `wait` seconds, and then returns an empty Leased with
+        over=False. None: up to the timeout, and then raises DeadlineError. A request whose answer is lost
+        with a connection is sent again, and counts once.
         """
         request = Lease(
             incarnation=self._incarnation,
@@ -336,7 +336,7 @@ class HubClient:
             pause = min(2 * pause, _ASK_AGAIN[1])
 
     def _lease(self, request: Lease, what: str) -> Leased:
-        """Ask once."""
+        """Ask once. Raises RunError for a lease that does not answer the request."""
         self._leases += 1
         request = msgspec.structs.replace(request, number=self._leases)
         leased = self._ask(request, Leased, what, number=self._leases)
@@ -352,7 +352,7 @@ class HubClient:
         return leased
 
     def check(self) -> None:
-        """Raises RunError when the hub has given this worker up."""
+        """Raise RunError when the hub has given this worker up."""
         self._hub.check()
 
     def leaves_because(self, reason: str) -> None:
@@ -360,8 +360,8 @@ class HubClient:
         self._leaves_because = one_line(reason, _REASON_CHARACTERS)
 
     def goodbye(self, finished: bool = False) -> None:
-        """Leave in good order: the hub frees what was leased and not used. Heartbeats end. `finished`: at the
-        end of the training, as all others."""
+        """Leave in good order: heartbeats end, and the hub frees leases that were not used. `finished`: at
+        the end of the training, as all others."""
         self._stop_beating()
         if self.welcome is not None and not self._hub.refusal:
             with contextlib.suppress(AtollError):  # a hub that is gone misses this worker's heartbeats
@@ -372,7 +372,7 @@ class HubClient:
         self.welcome = None
 
     def close(self) -> None:
-        """Close the connections; without `goodbye` before, the hub takes it for a death. Closing twice does
+        """Close the connections; without `goodbye` before, the hub takes this for a death. Closing twice does
         no harm."""
         self._stop_beating()
         self._hub.client.close()
@@ -401,13 +401,14 @@ class HubClient:
         timeout: float | None = None,
         number: int | None = None,
     ) -> Answer:
-        """As `HubConnection.ask`, for up to sync.timeout seconds by default."""
+        """Ask the hub (`HubConnection.ask`), for up to sync.timeout seconds by default."""
         deadline = self._hub.timeout if timeout is None else timeout
         return self._hub.ask(message, expected, what, deadline, number)
 
     def _beat(self, link: Client, at_once: bool) -> float:
-        """Send a heartbeat, if it is time to. What the hub is to know beside goes with those that go to the
-        hub directly: the first over each connection, and those that are wanted at once."""
+        """Send a heartbeat if one is due; returns the seconds until the next look. Links' places and the
+        group go along with heartbeats to the hub itself: the first over each connection, and those that are
+        wanted at once."""
         sender, incarnation = self._sender, self._known_as
         assert sender is not None
         place = self._links.place(incarnation) if self._links is not None else None
@@ -421,7 +422,7 @@ class HubClient:
         return sender.pause()
 
     def _look(self, link: Client) -> None:
-        """Tell the hub of links that were measured, and people of its silence."""
+        """Send the hub the links that were measured, and report its silence."""
         if self._links is not None and link.connected:
             for word in self._links.measured(self._known_as):
                 link.send(encode(word))
@@ -429,8 +430,8 @@ class HubClient:
             self.silence.look(link, self._asked)
 
     def _note(self, message: AnyMessage) -> bool:
-        """Take what the hub says; whether it takes heartbeats. Its word that a ring broke frees a member that
-        waits for another one."""
+        """Take a message of the hub; return False once it takes no heartbeats. News that a ring broke frees a
+        member that waits for another one."""
         if isinstance(message, Refused):
             self._hub.refusal = one_line(message.reason, MOST_REASON)
             return False

@@ -1,6 +1,6 @@
-"""What workers of a parameter server tell one another outside the iterations: through the log's meetings.
+"""Meetings of a parameter server's workers outside the iterations, through the log.
 
-They have no group of their own: a worker that dies is left out, and the others' meetings go on.
+The workers have no group of their own: a worker that dies is left out, and the others' meetings go on.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from atoll.train.members.meetings import BytesMeeting, called
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.wire.messages import AnyMessage, Ended, Ends, Meet, Met, WorkerStand
 
-MEETING, ENDING = "meeting", "ending"  # what a Meet is sent again until; an Ends
+MEETING, ENDING = "meeting", "ending"  # name a Meet and an Ends, which are sent again until answered
 
 
 class CalledAwayError(AtollError):
-    """A meeting was left before its end; what was brought to it is brought again."""
+    """A meeting was left before its end; this worker brings its part again."""
 
 
 class LogMeeting(BytesMeeting):
@@ -44,10 +44,10 @@ class LogMeeting(BytesMeeting):
         stand: WorkerStand,
         leaves: Callable[[], bool] = lambda: False,
     ) -> list[bytes]:
-        """What those who come to the meeting of this number bring, in order of who they are to the log.
+        """Bring `payload` to the meeting of this number; return the bytes of all that come, in the log's
+        order.
 
-        Where `leaves()`, this worker does not wait on, but is to come to the meeting again; raises
-        CalledAwayError then.
+        Raises CalledAwayError once `leaves()` is True: this worker must come to the meeting again.
         """
         shards = self._shards
         meet = Meet(incarnation=shards.incarnation, number=number, what=what[:256], stand=stand)

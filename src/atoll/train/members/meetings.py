@@ -1,5 +1,4 @@
-"""How workers meet outside the iterations: what a way to meet must have, and what follows where bytes can be
-gathered."""
+"""Meetings of workers outside the iterations: the interface, and meetings by gathered bytes alone."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ def called(what: str) -> str:
 class WorkerMeeting(ABC):
     """The way in which this worker meets the others (`train/members/workers.py`: Workers).
 
-    Every method that tells others something is a collective: each worker makes it, in the same order. `what`
-    is waited for, in words for errors.
+    Every method that sends others something is a collective: each worker makes it, in the same order. `what`
+    says what is waited for, in words for errors.
     """
 
     roster: WorkerRoster
@@ -46,31 +45,31 @@ class WorkerMeeting(ABC):
 
     @property
     def seconds_waited(self) -> float:
-        """In all calls so far."""
+        """Seconds waited in all calls so far."""
         return 0.0
 
     @abstractmethod
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Each live worker's bytes, in order of rank."""
+        """Return each live worker's bytes, in order of rank."""
 
     @abstractmethod
     def combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
-        """`tensor`, in place: the sum (for `mean` too), minimum or maximum over workers."""
+        """Replace `tensor` by the sum (for `mean` too), minimum or maximum over workers, and return it."""
 
     @abstractmethod
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Overwrite `tensors` by those of the first worker; shapes and dtypes are the same everywhere."""
 
     def take_from(self, root: int, tensors: Iterable[Tensor], what: str) -> None:  # noqa: B027
-        """The same by those of the worker of rank `root`, over a ring: no others have models of which groups
-        of workers hold parts of their own."""
+        """Overwrite `tensors` by those of the worker of rank `root`, over a ring: only there may groups of
+        workers hold parts of a model of their own."""
 
     def round(self, what: str, act: Callable[[], _Result]) -> _Result:  # noqa: ARG002
-        """Do what one call is, together with the other workers."""
+        """Run `act`, a collective of one call, together with the other workers."""
         return act()
 
     def stand_at(self, stand: Stand | None) -> None:
-        """This worker is in a call of its session, or (None) in none any more."""
+        """Note that this worker is in a call of its session, or (None) in none any more."""
         self.stand = stand
 
     def compare(self, stand: Stand) -> None:  # noqa: B027
@@ -87,14 +86,14 @@ class WorkerMeeting(ABC):
 
 
 class BytesMeeting(WorkerMeeting):
-    """A meeting by `gather_bytes` alone. While it is late, this worker is alone in each."""
+    """A meeting by `gather_bytes` alone. A late worker is alone in each."""
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         held = [tensor for tensor in tensors if tensor.numel()]
         if not held or self.roster.late:
             return
         first = b""
-        while not first:  # the first was lost meanwhile: who is that now did not know so, and brought nothing
+        while not first:  # the first worker was lost meanwhile: the next did not know so, and brought nothing
             own = b"".join(bytes_of(tensor) for tensor in held) if is_first(self.roster) else b""
             first = self.gather_bytes(own, what)[0]
         put_bytes(held, memoryview(bytearray(first)))
@@ -119,7 +118,7 @@ class BytesMeeting(WorkerMeeting):
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """A tensor's values, contiguous, as they lie in memory."""
+    """Return a tensor's values, contiguous, as they lie in memory."""
     host = tensor.detach().to("cpu").contiguous()
     return bytes(host.reshape(-1).view(torch.uint8).numpy()) if host.numel() else b""
 

@@ -1,4 +1,4 @@
-"""What the nodes of a run tell one another outside the iterations: through the members' meetings.
+"""Meetings of the nodes of a run outside the iterations, through the members' meetings.
 
 A value counts everywhere or nowhere, and a node that is left out is not waited for (`peers`). Source:
 docs/peers.md, "When an iteration may be applied".
@@ -69,9 +69,10 @@ class NodesMeeting(BytesMeeting):
         return [part for node in self._gather_nodes(own, what) for part in decoder.decode(node)]
 
     def _gather_nodes(self, payload: bytes, what: str) -> list[bytes]:
-        """Each member's bytes, in order of node; in several meetings, where somebody's are too many for one.
+        """Return each member's bytes, in order of node; in several meetings, where some member's are too many
+        for one.
 
-        Nobody comes in between those, for they are all at the same iteration; who is lost is left out.
+        Nobody enters between those meetings, since all are at one iteration; a lost node is left out.
         """
         most = min(_PIECE, _MET // self._worker.world)
         met = self._meet(len(payload).to_bytes(_LENGTH, "little") + payload[:most], what)
@@ -106,8 +107,8 @@ class NodesMeeting(BytesMeeting):
         return met
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
-        """By those of the first node, where any node has others. Where that is left out meanwhile, the tensor
-        that it was giving is begun anew, and is the next node's."""
+        """Overwrite `tensors` by those of the first node, where any node has others. If the first node is
+        left out meanwhile, the tensor under way begins anew, with the next node's."""
         held = [tensor for tensor in tensors if tensor.numel()]
         if not held or self.roster.late:
             return
@@ -122,8 +123,8 @@ class NodesMeeting(BytesMeeting):
             tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
     def _from_first(self, tensor: Tensor, what: str) -> Tensor | None:
-        """The first node's values, as bytes in host memory; None where it was left out meanwhile: who is the
-        first then did not know so, and brought nothing. All see the same."""
+        """Return the first node's values, as flat bytes in host memory; None where it was left out meanwhile,
+        and the next did not know so, and brought nothing. All nodes return the same."""
         flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
         for start in range(0, flat.numel(), _PIECE):
             piece = flat[start : start + _PIECE]

@@ -1,9 +1,9 @@
-"""How the nodes of a run without a server come to know one another, once: through the hub's store, or the one
-in which torchrun's workers meet.
+"""The introduction of the nodes of a run without a server to one another, once: through the hub's store, or
+the store in which torchrun's workers meet.
 
-Of a node's devices the leader is introduced, and tells the others. After that nobody is needed for it. Each
-node keeps what it knows in the run's directory, so that one that is started again finds the others with the
-hub dead. Source: docs/peers.md, "When an iteration may be applied".
+Of a node's devices the leader is introduced, and notifies the others. Nobody is needed for it afterwards:
+each node keeps what it knows in the run's directory, so that a restarted node finds the others with the hub
+dead. Source: docs/peers.md, "When an iteration may be applied".
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _WITHOUT_HUB = "the nodes go on without it"
 
 
 class Known(msgspec.Struct, forbid_unknown_fields=True):
-    """What a node leaves in the run's directory; `devices`: how many each node has, in order."""
+    """A node's file in the run's directory; `devices`: how many each node has, in order."""
 
     run: str
     node: int
@@ -77,7 +77,7 @@ class Known(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    """What a node leaves in the store; `token` is a name that its process has made up for itself."""
+    """A node's record in the store; `token` is a name that its process has made up for itself."""
 
     incarnation: int
     address: str
@@ -86,8 +86,8 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Word(msgspec.Struct, forbid_unknown_fields=True):
-    """What a node's leader tells its other devices: that it was introduced (`late`: to others who have begun
-    without it), or its error and that one's line."""
+    """A leader's word to its node's other devices: its introduction (`late`: the others had begun without
+    this node), or the class and the line of its error."""
 
     known: Known | None = None
     late: bool = False
@@ -95,37 +95,38 @@ class _Word(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Met(Protocol):
-    """Where a node has met the others for the first time. `late`: they have begun without this one."""
+    """A node's first meeting with the others. `late`: they had begun without this node."""
 
     run: str
     node: int
     incarnation: int
     late: bool
     hub: str
-    founding: int  # of the run's beginnings under one hub, which this is
+    founding: int  # number of this beginning of the run under one hub
     devices: list[int]  # of each node, in order; once all have met
 
     def close(self) -> None:
-        """Let go of what met."""
+        """Leave the meeting."""
 
 
 class Meeting(Met, Protocol):
-    """Where nodes meet."""
+    """A meeting at which nodes exchange their addresses."""
 
     world: int
     host: str
 
     def socket_folder(self) -> str:
-        """A folder that all nodes share for sockets, which only this user reaches; empty: there is none."""
+        """Return a folder that all nodes share for sockets, which only this user reaches; empty: there is
+        none."""
 
     def exchange(self, address: str) -> list[NodeAt]:
-        """Say where this node listens; where all do, in order of node. Raises DeadlineError, naming who did
-        not come, or RunError where it cannot come any more."""
+        """Announce this node's address; return those of all nodes, in order. Raises DeadlineError, naming a
+        node that did not come, or RunError where a node cannot come any more."""
 
 
 class Introduction:
-    """What this node knows of the others, and where it is kept: `nodes` are those that the run began with,
-    `devices` how many each has. This worker is the node's `device`-th."""
+    """This node's knowledge of the others, and the file that keeps it: `nodes` are those that the run began
+    with, `devices` how many each has. This worker is the node's `device`-th."""
 
     def __init__(self, meeting: Met, nodes: Sequence[NodeAt], kept: _Kept | None, device: int = 0) -> None:
         self.run, self.node, self.late = meeting.run, meeting.node, meeting.late
@@ -137,7 +138,7 @@ class Introduction:
 
     @property
     def place(self) -> Place:
-        """This worker's place in the run; it never changes. Workers are numbered node by node."""
+        """Place of this worker in the run, which never changes. Workers are numbered node by node."""
         local = int(os.environ.get("LOCAL_RANK", "0")) + int(os.environ.get(FIRST_VARIABLE, "0"))
         return Place(self.workers_of(self.node)[self.device], sum(self.devices), local)
 
@@ -147,22 +148,22 @@ class Introduction:
         return range(first, first + self.devices[node])
 
     def node_of(self, rank: int) -> int:
-        """Whose device a worker is."""
+        """Return the node whose device a worker is."""
         return next(node for node in range(len(self.devices)) if rank in self.workers_of(node))
 
     def describe(self) -> str:
-        """Where the nodes have met, in a few words."""
+        """Describe the meeting in a few words."""
         return self._meeting.hub or "the store of the launch"
 
     def remember(self, nodes: Sequence[NodeAt]) -> None:
-        """These are where other nodes are now."""
+        """Record where other nodes are now."""
         known = {**self._known, **{each.node: each for each in nodes}}
         if known != self._known:
             self._known = known
             self._keep()
 
     def lived(self, incarnation: int) -> None:
-        """This node lives for the `incarnation`-th time."""
+        """Record that this node lives for the `incarnation`-th time."""
         if incarnation != self.incarnation:
             self.incarnation = incarnation
             self._keep()
@@ -173,13 +174,13 @@ class Introduction:
 
     @property
     def known(self) -> Known:
-        """What one has to know to come back."""
+        """Knowledge with which this node comes back when it is started again."""
         nodes = [self._known[node] for node in sorted(self._known)]
         met = self._meeting
         return Known(self.run, self.node, self.incarnation, nodes, met.hub, met.founding, self.devices)
 
     def close(self, finished: bool = False) -> None:
-        """Leave the hub, and the file to the next one of this name, unless the run has come to its end."""
+        """Leave the hub; keep the file for this node's next life, unless the run has come to its end."""
         self._meeting.close()
         if self._kept is not None:
             self._kept.close(finished)
@@ -187,7 +188,7 @@ class Introduction:
 
 def introduce(config: Config, place: Place | None) -> tuple[Introduction, CpuSide | None, Devices] | None:
     """Start this node's CPU side, and introduce it to the others; None where there are none: alone. A device
-    that does not lead its node is told by the one that does.
+    that does not lead its node is notified by the leader.
 
     Raises ConfigError for an environment that is wrong, UserError for a name that another node has or keys
     that are others, DeadlineError when the others do not come within `sync.timeout`.
@@ -223,7 +224,7 @@ _Introduced = tuple[Introduction, CpuSide]
 
 
 def _tell_devices(inside: Place, act: Callable[[], _Introduced | None]) -> _Introduced | None:
-    """At the leader: be introduced, and leave word of it, or of why not, in the store of the devices."""
+    """At the leader: be introduced, and report that, or the failure, in the store of the devices."""
     word = _Word()
     try:
         introduced = act()
@@ -243,7 +244,7 @@ def _tell_devices(inside: Place, act: Callable[[], _Introduced | None]) -> _Intr
 
 
 def _hear_leader(inside: Place, timeout: float) -> Introduction:
-    """At another device: what the leader says. Raises what it raised."""
+    """At another device: return the leader's introduction, or raise the leader's error."""
     assert inside.store is not None
     # The leader waits for its CPU side, for the hub, for the others to come there, and for their addresses.
     seconds = _START_SECONDS + 3 * timeout + LEADER_SECONDS
@@ -291,7 +292,7 @@ def _introduce_node(
 
 
 def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) -> str:
-    """Begin with the CPU side; where it listens."""
+    """Begin with the CPU side; returns the address at which it listens."""
     sync, link = config.sync, config.link
     side.send(
         Begin(
@@ -320,8 +321,9 @@ def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) ->
 
 
 def _listen(meeting: Meeting, keys: Keys | None) -> str:
-    """Where this node listens: at a socket that only this user reaches, where there is a folder for those,
-    the launcher's, or that of nodes that met in a store on this machine and have no key."""
+    """Return this node's address: a socket that only this user reaches, where there is a folder for those
+    (the launcher's, or that of nodes that met in a store on this machine and have no key); else a TCP
+    port."""
     folder = os.environ.get(SOCKETS_VARIABLE, "")
     if not folder and keys is None:
         folder = meeting.socket_folder()
@@ -341,7 +343,7 @@ def _meet(config: Config, place: Place | None, keys: Keys | None, devices: int) 
 
 
 class _OfLeader:
-    """At a device that does not lead: where its leader has met the other nodes."""
+    """The leader's meeting, at a device that does not lead."""
 
     def __init__(self, known: Known, late: bool) -> None:
         self.run, self.node, self.incarnation = known.run, known.node, known.incarnation
@@ -349,11 +351,11 @@ class _OfLeader:
         self.late = late
 
     def close(self) -> None:
-        """It is the leader who leaves."""
+        """Do nothing: the leader leaves."""
 
 
 class _InStore:
-    """What both meetings have: nodes leave their records in a store."""
+    """Base of meetings in which nodes leave their records in a store."""
 
     def __init__(self, node: int, world: int, incarnation: int, timeout: float, devices: int) -> None:
         self.node, self.world, self.incarnation = node, world, incarnation
@@ -385,7 +387,7 @@ class _InStore:
         return [where for where, _ in records]
 
     def _record(self, store: Store, node: int) -> tuple[NodeAt, int]:
-        """Where a node is, and how many devices it has."""
+        """Return a node's address, and how many devices it has."""
         began = time.monotonic()
         try:
             store.wait([_key(node)], timedelta(seconds=self._timeout))
@@ -393,7 +395,7 @@ class _InStore:
         except (DistStoreError, RuntimeError) as error:
             waited, which = time.monotonic() - began, f"node {node} of {self.world}"
             late = waited >= 0.9 * self._timeout  # clocks and milliseconds are rounded
-            if isinstance(error, DistStoreError) and not late:  # a hub says so at once
+            if isinstance(error, DistStoreError) and not late:  # a hub reports a lost node at once
                 raise RunError(
                     f"{which} was lost before it had said where it listens (node {self.node} waited "
                     f"{waited:.1f} s for that): start the run again"
@@ -406,7 +408,7 @@ class _InStore:
 
 
 class StoreMeeting(_InStore):
-    """In the store of a launch, torchrun's or the caller's."""
+    """A meeting in the store of a launch, torchrun's or the caller's."""
 
     def __init__(self, place: Place, timeout: float, devices: int = 1) -> None:
         assert place.store is not None
@@ -444,14 +446,14 @@ class StoreMeeting(_InStore):
         return folder
 
     def close(self) -> None:
-        """Let the folder of sockets go. The store is the launch's."""
+        """Let the folder of sockets go. The store belongs to the launch."""
         if self._folder_lock is not None:
             os.close(self._folder_lock)
             self._folder_lock = None
 
 
 class HubMeeting(_InStore):
-    """In the store of the hub at `address`, which gives this node its name."""
+    """A meeting in the store of the hub at `address`, which gives this node its name."""
 
     def __init__(self, config: Config, address: str, keys: Keys | None, devices: int) -> None:
         timeout = config.timeout_seconds
@@ -489,7 +491,7 @@ class HubMeeting(_InStore):
 
 
 class KnownMeeting:
-    """With none: what this node knew of the others when it lived before says where they are."""
+    """No meeting: the others' addresses are those that this node knew when it lived before."""
 
     def __init__(self, known: Known) -> None:
         self.run, self.node, self.world, self.hub = known.run, known.node, len(known.nodes), known.hub
@@ -507,11 +509,12 @@ class KnownMeeting:
         return [own if each.node == self.node else each for each in self._nodes]
 
     def close(self) -> None:
-        """There is nobody to leave."""
+        """Do nothing: there is nobody to leave."""
 
 
 def _check_devices(node: int, before: int, now: int) -> None:
-    """Raise ConfigError where a node comes back with another number of devices: workers' ranks go by it."""
+    """Raise ConfigError where a node comes back with another number of devices, on which workers' ranks
+    depend."""
     if before != now:
         raise ConfigError(
             f"node {node} had {before} device{'s' * (before > 1)} when the run began, and comes back with "
@@ -520,8 +523,8 @@ def _check_devices(node: int, before: int, now: int) -> None:
 
 
 def known_before(config: Config, devices: int = 1) -> KnownMeeting | None:
-    """Where this node, of so many devices, was introduced before, in this run: it is started again, and the
-    others go on. Where a launch of torchrun's starts its workers again without a hub, it is all of them."""
+    """Return what this node, of so many devices, knew before in this run: it is started again, and the others
+    go on. None for a first start, and where torchrun without a hub starts again, which starts all workers."""
     if by_torchrun() and HUB_VARIABLE not in os.environ:
         return None
     given = os.environ.get(RANK_VARIABLE, "")
@@ -546,7 +549,7 @@ def known_before(config: Config, devices: int = 1) -> KnownMeeting | None:
 
 
 class _Kept:
-    """The file of node `node` in `folder`, and a lock that says that the node lives.
+    """The file of node `node` in `folder`, and a lock that lasts as long as the node lives.
 
     The lock is the process's own: a child that it forks (a DataLoader's) does not hold it.
     """
@@ -565,7 +568,8 @@ class _Kept:
             ) from None
 
     def write(self, known: Known) -> None:
-        """Replace the file at once or not at all; one that cannot be written costs a restart, not the run."""
+        """Replace the file at once or not at all; a file that cannot be written costs a restart, not the
+        run."""
         new = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):
             with os.fdopen(open_like_folder(new, os.O_WRONLY | os.O_TRUNC), "wb") as file:
@@ -588,13 +592,13 @@ def _key(node: int) -> str:
 
 
 def keys_from_environment() -> Keys | None:
-    """The keys in the file that $ATOLL_KEY_FILE names, where it is set."""
+    """Return the keys in the file that $ATOLL_KEY_FILE names, where it is set."""
     path = os.environ.get(KEYS_VARIABLE, "")
     return read_keys(Path(path)) if path else None
 
 
 def wished_rank() -> int:
-    """The rank that this worker wishes for; -1: any."""
+    """Return the rank that this worker wishes for; -1: any. Raises ConfigError for no whole number."""
     given = os.environ.get(RANK_VARIABLE, "-1")
     try:
         return int(given)

@@ -1,9 +1,9 @@
-"""How a worker moves to another group: by the hub's grouping, between two iterations.
+"""Moves of a worker to another group: by the hub's grouping, between two iterations.
 
-The hub counts its groupings, and tells workers of the latest. A contribution says which one its workers know
-of, and its answer, to which they all move at the end of that step: so the members of a group leave it
-together. What is in flight is none: the iteration before is whole, and the next has not begun. Source:
-docs/ps-hra.md; docs/notes/ps-hra.md.
+The hub numbers its groupings, and announces the latest to workers. A contribution names the grouping that its
+workers know, and its answer the grouping to which they all move at the end of that step: so the members of a
+group leave it together. Nothing is in flight: the iteration before is whole, and the next has not begun.
+Source: docs/ps-hra.md; docs/notes/ps-hra.md.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.uplink import Speaker
 from atoll.wire.messages import Arrive, Grouped, Leased, Reformed
 
-ARRIVING = "arriving"  # what a group's Arrive is sent again until
+ARRIVING = "arriving"  # names a group's Arrive, which is sent again until answered
 
 
 class Shared(Protocol):
-    """What a session has alike on all members of a group (`train/checkpoint/resume.py`: TrainingState)."""
+    """The part of a session that is equal on all members of a group (`train/checkpoint/resume.py`:
+    TrainingState)."""
 
     iteration: int
 
@@ -40,15 +41,16 @@ class Shared(Protocol):
 
 
 class GroupState:
-    """What the members of a group take from its first one, and agree on (`train/group/rounds.py`: State).
-    Data is leased: where they are in it is all that there is to agree on."""
+    """The state that members of a group take from its first one, and agree on (`train/group/rounds.py`:
+    State). Data is leased: members need to agree only on their places in it."""
 
     def __init__(self, state: Shared, samplers: list[LeasedSampler], warn: Callable[[str], None]) -> None:
-        """`samplers` may grow; `warn` tells people."""
+        """`samplers` may grow; `warn(line)` warns the user."""
         self._state, self._samplers, self._warn = state, samplers, warn
 
     def capture(self) -> bytes:
-        """Nothing, where it cannot be given: nobody asked for a checkpoint, and each goes on with its own."""
+        """Return the shared state; empty, with a warning, where it cannot be given: each member goes on with
+        its own."""
         try:
             return self._state.capture_shared()
         except CheckpointError as error:
@@ -69,15 +71,15 @@ class GroupState:
 
 
 class Leases:
-    """What a worker leases of the hub: for itself, or its part of what its group leases, block by block."""
+    """A worker's leases of the hub: for itself, or its part of its group's leases, block by block."""
 
     def __init__(self, hub: HubClient) -> None:
         self._hub = hub
-        self._contributor = 0  # its group; 0: none but itself
-        self._blocks: dict[tuple[int, int], int] = {}  # (sampler, epoch) -> those that it has got
+        self._contributor = 0  # its group; 0: the worker itself
+        self._blocks: dict[tuple[int, int], int] = {}  # (sampler, epoch) -> number of the last block
 
     def lease(self, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased:
-        """As `HubClient.lease`."""
+        """Lease positions of an epoch (`HubClient.lease`)."""
         if not self._contributor:
             return self._hub.lease(sampler, epoch, length, count, wait)
         block = self._blocks.get((sampler, epoch), 0) + 1
@@ -89,20 +91,20 @@ class Leases:
         return leased
 
     def move(self, contributor: int) -> None:
-        """The worker is in another group."""
+        """Lease as a member of another group from now on."""
         self._contributor = contributor
         self._blocks.clear()
 
 
 class Told(Protocol):
-    """Who hears of a move: its group, how long it took, and who speaks for the group."""
+    """A callback for a move: the group, how many seconds the move took, and the speaker for the group."""
 
     def __call__(self, grouped: Grouped, seconds: float, speaker: Speaker) -> None: ...
 
 
 @dataclass
 class Parts:
-    """What a move concerns."""
+    """The parts of a session that a move concerns."""
 
     hub: HubClient
     ring: Ring
@@ -128,7 +130,7 @@ class Regrouping:
 
     @property
     def contributors(self) -> list[int]:
-        """All that live, as the log last said."""
+        """All contributors that live, as the log last reported."""
         return self._parts.models.contributors or [self.contributor]
 
     def known(self) -> int:
@@ -136,16 +138,16 @@ class Regrouping:
         return self._parts.hub.grouping
 
     def is_called(self) -> bool:
-        """Whether the hub wants this worker elsewhere, between two of its iterations."""
+        """True where the hub wants this worker in another group, between two of its iterations."""
         return self.known() > self.grouping and not self._parts.models.exchange.reduced
 
     def answer(self) -> None:
-        """Go where the hub wants this worker, which is a group of one."""
+        """Move this worker, a group of one, to the hub's latest grouping."""
         self._parts.models.exchange.settle()  # what is in flight is this group's
         self.move(self.known())
 
     def move(self, grouping: int) -> None:
-        """An iteration is over, and its answer says to move to this grouping."""
+        """Move to the grouping that the answer to the last iteration names."""
         if grouping <= self.grouping:
             return
         self.grouping = grouping

@@ -1,4 +1,4 @@
-"""How the workers of one ring meet: by collectives over its channel. Alone, nothing touches a socket."""
+"""Meetings of the workers of one ring: collectives over its channel. Alone, nothing touches a socket."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _OPS: dict[str, dist.ReduceOp.RedOpType] = {
 
 
 class RingMeeting(WorkerMeeting):
-    """A meeting over `ring`, among whose members this worker has `seat`. There is no ring exactly when it is
-    alone."""
+    """A meeting over `ring`, among whose members this worker has `seat`. A worker is alone exactly if `ring`
+    is None."""
 
     def __init__(self, seat: Seat, ring: Ring | None) -> None:
         self.roster, self._ring = seat, ring
@@ -46,7 +46,7 @@ class RingMeeting(WorkerMeeting):
 
     @property
     def _channel(self) -> Channel | None:
-        """To the other workers (Gloo, CPU tensors); None when alone."""
+        """Channel to the other workers (Gloo, CPU tensors); None when alone."""
         return None if self._ring is None else self._ring.session
 
     def round(self, what: str, act: Callable[[], _Result]) -> _Result:
@@ -58,7 +58,7 @@ class RingMeeting(WorkerMeeting):
             self._ring.scripts.stand = stand
 
     def compare(self, stand: Stand) -> None:
-        """The message has one size whatever the call is."""
+        """Compare all workers' places; the message has one size whatever the call is."""
         if self._ring is None:
             return
         said = self.round(str(stand), lambda: self._gather_stands(stand))

@@ -1,4 +1,4 @@
-"""What a newcomer of a ring takes from a living member, and what changes with the members."""
+"""The state that a newcomer of a ring takes from a living member, and that changes with the members."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atoll.train.checkpoint.resume import TrainingState
 
 
 class RingState:
-    """A session's whole state, which all workers of a ring have alike (`train/group/rounds.py`: State)."""
+    """A session's whole state, equal on all workers of a ring (`train/group/rounds.py`: State)."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state

@@ -1,8 +1,6 @@
-"""What the workers of a run tell one another outside the iterations: small values, and tensors to start
-from.
+"""Collectives of the workers of a run outside the iterations: of small values, and of tensors to start from.
 
-Every call is a collective: each worker makes it, in the same order. Alone, each is trivial and touches no
-socket.
+Each worker makes every call, in the same order. Alone, each is trivial and touches no socket.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _OPS = get_args(Reduction)
 
 
 class Workers:
-    """The workers that meet by `meeting`, of whom this is one."""
+    """The workers of a run, this one included, which meet by `meeting`."""
 
     def __init__(self, meeting: WorkerMeeting) -> None:
         self._meeting = meeting
@@ -35,32 +33,32 @@ class Workers:
 
     @property
     def place(self) -> Place:
-        """This worker's place, as it is now."""
+        """Current place of this worker."""
         return self._meeting.roster.place
 
     @property
     def alone(self) -> bool:
-        """Whether there is no group at all, and so nobody to talk to."""
+        """True if there is no group at all, and so nobody to talk to."""
         return self._meeting.alone
 
     @property
     def late(self) -> bool:
-        """Whether this worker has yet to enter a run under way."""
+        """True for a worker that has yet to enter a run under way."""
         return self._meeting.roster.late
 
     @property
     def seconds_waited(self) -> float:
-        """The time that all calls so far have waited."""
+        """Seconds that all calls so far have waited."""
         return self._meeting.seconds_waited
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of those who took part in the latest collective, in the order of `gather`."""
+        """Ranks of the participants in the latest collective, in the order of `gather`."""
         return self._meeting.roster.ranks
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker writes, and describes, for all."""
+        """True if this worker writes, and describes, for all workers."""
         return is_first(self._meeting.roster)
 
     def gather_group(self) -> None:
@@ -141,7 +139,7 @@ class Workers:
         """Raise UserError unless all workers ask for the same: they would wait for one another in vain."""
         stand = self._meeting.stand
         if stand is not None and stand.asks == asked:
-            return  # it is compared with this worker's place
+            return  # compared already, with this worker's place
         everyone = self.gather(asked, what)
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
@@ -164,8 +162,8 @@ class Workers:
         return self._meeting.combine(result, op, what).to(value.device)
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
-        """Each worker's `value`, in order of rank: tensors of any shape and dtype, or values that JSON can
-        hold."""
+        """Return each worker's `value`, in order of rank: tensors of any shape and dtype, or values that JSON
+        can hold. Raises UserError for other values."""
         if isinstance(value, Tensor):
             return [_unpack(part, value.device) for part in self.gather_bytes(_pack(value), what)]
         try:
@@ -177,7 +175,7 @@ class Workers:
         return [json.loads(part) for part in self.gather_bytes(payload, what)]
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Each worker's bytes, in order of rank."""
+        """Return each worker's bytes, in order of rank."""
         self.check_open()
         return self._meeting.gather_bytes(payload, what)
 
@@ -187,7 +185,7 @@ class Workers:
         self._meeting.take_from_first(tensors, what)
 
     def take_from(self, root: int, tensors: Iterable[Tensor], what: str) -> None:
-        """The same by the values of the worker of rank `root` of a ring."""
+        """Overwrite `tensors` by the values of the worker of rank `root` of a ring."""
         self.check_open()
         self._meeting.take_from(root, tensors, what)
 
