@@ -20,7 +20,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import atoll
-from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, Config, LinkOptions, Run, Sync
+from atoll.core.config import (
+    HUB_VARIABLE,
+    JOINED_VARIABLE,
+    RANK_VARIABLE,
+    Config,
+    LinkOptions,
+    Run,
+    Sync,
+)
 from atoll.core.errors import UserError
 from atoll.net.keys import make_keys, write_keys
 from atoll.train.api.place import Place
@@ -342,7 +350,9 @@ def test_a_node_that_lives_keeps_its_name_in_the_runs_directory(
             code = "import atoll; atoll.join()"
             config = tmp_path / "peers.toml"
             config.write_text('[run]\nstrategy = "peers"\n')
-            status, err = run_python(code, {"ATOLL_CONFIG": str(config)})
+            # As one that was started beside this process, not by it.
+            environment = {"ATOLL_CONFIG": str(config), JOINED_VARIABLE: ""}
+            status, err = run_python(code, environment)
             assert (status, err.count("\n")) == (2, 1), err
             assert "node 0 of the run in " in err
             assert " is alive already" in err

@@ -249,14 +249,16 @@ class Lessees:
         self.counts.update(new)
 
     def save(self) -> None:
-        """Those who live save, and all end: what the dead had used is not in the checkpoint."""
+        """Those who live save, and all end: what the dead had used of the epochs under way is not in
+        the checkpoint, so it is dealt again. Earlier epochs stay as they are."""
         for worker in self.samplers:
             self.commit(worker)
         living = list(self.samplers.values())
         self.state = _plain(living[0].state_dict(_plain([sampler.place() for sampler in living])))
         for life, trained in self.trained.items():
             if life not in self.lives.values():
-                self.counts.subtract(trained)
+                again = {item: count for item, count in trained.items() if item[0] >= self.state["epoch"]}
+                self.counts.subtract(again)
         self._begin()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from dealing_worlds import Change, Team, drawn_shares, run
+from dealing_worlds import Change, Lessees, Team, drawn_shares, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,3 +141,34 @@ STEPS = st.lists(
     ),
     max_size=60,
 )
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 80), st.integers(1, 5), st.integers(1, 7), STEPS)
+def test_leased_samples_count_once_whoever_dies_comes_back_and_is_resumed(
+    length: int, world: int, batch: int, steps: list[tuple[str, int, bool]]
+) -> None:
+    office = Lessees(length)
+    for worker in range(world):
+        office.come(worker)
+    for what, number, commits in steps:
+        living = sorted(office.samplers)
+        worker = living[number % len(living)]
+        if what == "train":
+            office.iterate(worker, batch, commits=commits)
+        elif what == "die" and len(living) > 1:
+            office.die(worker)
+        elif what == "come":
+            office.come(max(living) + 1 if commits or number in living else number)
+        elif what == "save":
+            office.save()
+            for each in range(number + 1):
+                office.come(each)
+    last = max(sampler.epoch for sampler in office.samplers.values())
+    for _ in range(12 * length + 400):
+        if all(sampler.epoch > last + 1 for sampler in office.samplers.values()):
+            break
+        for worker in office.samplers:
+            office.iterate(worker, batch)
+    assert {office.counts[epoch, place] for epoch in range(last + 1) for place in range(length)} == {1}
+    assert max(office.counts.values()) == 1

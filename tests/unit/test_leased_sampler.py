@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import random
 from collections import Counter
 from typing import Any
@@ -518,6 +519,24 @@ def test_one_that_enters_leases_of_the_same_order() -> None:
     assert sorted(had) == sorted(Order(40, 3, True).of(2).tolist()[10:])
     with pytest.raises(CheckpointError, match="loaded -1 times"):
         newcomer.check_deal_state({**state, "loads": -1})
+    for pending in ([-1], [1.5], "12", list(range(2000))):
+        with pytest.raises(CheckpointError, match="the sampler's pending epochs are "):
+            newcomer.check_deal_state({**state, "pending": pending})
+
+
+def test_a_newcomer_deals_what_comes_back_of_an_epoch_that_the_others_have_left() -> None:
+    """The giver is in the next epoch, holds a sample of the earlier one that is not committed, and dies."""
+    office = Office()
+    first = office.sampler(0, 4)
+    assert len(list(first)) == 4
+    first.count(4)
+    again = iter(first)
+    next(again)
+    assert first.epoch == 1
+    newcomer = office.sampler(1, 4)
+    newcomer.load_deal_state(json.loads(json.dumps(first.deal_state())))
+    office.die(0)
+    assert sorted(train(office, 1, newcomer, 8)) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_members_of_a_new_group_go_to_where_the_furthest_is() -> None:

@@ -114,13 +114,15 @@ class TestJournal:
         assert said[0].startswith(f"atoll: {tmp_path / '0.jsonl'}: No space left on device; the run goes on")
         assert said[1] == f"atoll: {tmp_path / '0.jsonl'}: 3 events were lost"
 
+    @pytest.mark.parametrize("missing", ["most", "only the end"])
     def test_a_disk_that_fills_in_the_middle_of_a_line(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
     ) -> None:
         path, write = tmp_path / "0.jsonl", os.write
         with Journal(path) as journal:
             journal(Warned(time=1.0, worker=0, message="whole"))
-            room = [10]
+            torn = Warned(time=2.0, worker=0, message="torn")
+            room = [10 if missing == "most" else len(encode(torn))]
 
             def full(file: int, data: bytes) -> int:
                 if not room[0]:
@@ -130,7 +132,7 @@ class TestJournal:
                 return written
 
             monkeypatch.setattr(os, "write", full)
-            journal(Warned(time=2.0, worker=0, message="torn"))
+            journal(torn)
             monkeypatch.setattr(os, "write", write)
             journal(Warned(time=3.0, worker=0, message="room again"))
         reader = JournalReader(path)

@@ -6,11 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 
 
+_CUT_OFF = b" cut off\n"  # so that a line of which only the end is missing is not read as a whole one
+
+
 class Appender:
     """Appends lines, each with its end, to the file that `open_file` opens; raises nothing.
 
     One append writes all lines of a call, so two writers of one file do not mix their lines. A line that was
-    written in part gets its end before the next line. `torn`: the file's last line has no end yet.
+    written in part gets an end that marks it before the next line. `torn`: the file's last line has no end
+    yet.
     """
 
     def __init__(self, open_file: Callable[[], int], torn: bool = False) -> None:
@@ -19,7 +23,7 @@ class Appender:
 
     def write(self, lines: Sequence[bytes]) -> tuple[int, str]:
         """Append lines; returns the number of whole lines written, and the error if some were not ("")."""
-        before = b"\n" if self._torn and lines else b""
+        before = _CUT_OFF if self._torn and lines else b""
         data, done = memoryview(before + b"".join(lines)), 0
         try:
             if self._file < 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -66,6 +67,7 @@ class Records:
         self._read_at = time.perf_counter()
         # Of steps that no event tells of yet: time, iteration, samples, what it took, more fields.
         self._steps: deque[tuple[float, int, float, Taken, dict[str, Any]]] = deque()
+        self._telling = threading.RLock()  # while a thread makes events of them
         self._confirming = ""  # how, as was last told
         self._warned_of: set[str] = set()  # the subjects of `warn_once`
         shards = service.shards if service is not None else None
@@ -253,26 +255,25 @@ class Records:
     def _tell_of_steps(self) -> None:
         """Make the events of the steps since the last call. A fast loop makes none and takes no lock.
 
-        Any thread may call this, before an event of its own.
+        Any thread may call this, before an event of its own. Where another one does, it waits: the journals
+        may be closed next.
         """
         worker = self._who.place.name
-        while self._steps:
-            try:
+        with self._telling:
+            while self._steps:
                 at, iteration, samples, taken, figures = self._steps.popleft()
-            except IndexError:  # another thread has told of the last one
-                return
-            step = events.StepDone(
-                time=at,
-                worker=worker,
-                iteration=iteration,
-                samples=samples,
-                seconds=taken.seconds,
-                waiting=taken.waiting,
-                bytes_sent=taken.bytes_sent,
-                phases=taken.phases,
-                **figures,
-            )
-            self._bus.emit(step)
+                step = events.StepDone(
+                    time=at,
+                    worker=worker,
+                    iteration=iteration,
+                    samples=samples,
+                    seconds=taken.seconds,
+                    waiting=taken.waiting,
+                    bytes_sent=taken.bytes_sent,
+                    phases=taken.phases,
+                    **figures,
+                )
+                self._bus.emit(step)
 
     def _open_journal(self, workers: Workers) -> None:
         by_command = os.environ.get(DIRECTORY_VARIABLE)

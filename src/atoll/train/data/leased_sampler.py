@@ -18,6 +18,7 @@ from atoll.wire.messages import Leased, Used
 
 FIRST_LEASE = 32  # samples, until a batch has been seen
 BATCHES = 2  # in a lease: one in use and one ahead; more makes the others wait longer at the end of an epoch
+_MOST_PENDING = 1000  # epochs of which something may come back, in what a newcomer is given
 EPOCHS_KEPT = 4  # epochs behind the current one whose used positions a checkpoint can still name
 GENERATION = 2**20  # added to the sampler's number at each load: the hub then begins the epochs anew
 
@@ -242,20 +243,31 @@ class LeasedSampler(Sampler[int]):
 
     def deal_state(self) -> dict[str, Any]:
         """Return the state with which a newcomer leases of the same order. Samples used since the load are
-        left out."""
+        left out. `pending` has earlier epochs of which something may come back: the newcomer asks for it too.
+        """
         order, used = self._samples.order, self._samples.used(since_load=False)
-        return {**order.facts(self._epoch, 0), "loads": self._leasing.loads, "used": used}
+        return {
+            **order.facts(self._epoch, 0),
+            "loads": self._leasing.loads,
+            "used": used,
+            "pending": list(self._pending),
+        }
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError where `state` does not come from `deal_state`, or is of other data."""
         self.check_state({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
         if type(state["loads"]) is not int or state["loads"] < 0:
             raise CheckpointError(f"the sampler was loaded {state['loads']!r} times, which cannot be")
+        pending = state["pending"]
+        is_list = isinstance(pending, list) and len(pending) <= _MOST_PENDING
+        if not is_list or not all(type(epoch) is int and epoch >= 0 for epoch in pending):
+            raise CheckpointError(f"the sampler's pending epochs are {pending!r:.100}, which cannot be")
 
     def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
         """Lease of the same order as the worker that gave `state`."""
         self.load_state_dict({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
         self._epoch, self._leasing.loads = state["epoch"], state["loads"]
+        self._pending = sorted({*self._pending, *state["pending"]} - {self._epoch})
 
     # Giving and leasing
 
