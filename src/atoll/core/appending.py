@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-
 _CUT_OFF = b" cut off\n"  # so that a line of which only the end is missing is not read as a whole one
 
 

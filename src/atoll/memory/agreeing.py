@@ -1,8 +1,9 @@
-"""What the members of a group that hold one model compare before each step: which gradients are there, what
-scripts did to them, the hyperparameters, and the epochs of batches.
+"""The comparison that members of one group make before each step: which gradients are present, which of them
+scripts changed, the hyperparameters, and the epochs of batches.
 
-All of it travels in the sums of one call (`Sharing.agree`); only where two members differ is each asked for
-its words. Source: docs/memory.md, "Members".
+All members sum one vector of checksums and flags (`SyncPoints.agree`). Only if the checksums of two members
+differ do all members gather the compared values themselves, to name the difference. Source: docs/memory.md,
+"Members".
 """
 
 from __future__ import annotations
@@ -42,23 +43,26 @@ class BatchEpochs:
     """The epochs of the batches on which members train.
 
     Args:
-        epoch: returns that of this member's present batch.
-        mixed: called with a warning, where members train on batches of unlike epochs.
+        epoch: returns the epoch of this member's present batch.
+        mixed: called with a warning when members train on batches of unlike epochs.
     """
 
     epoch: Callable[[], Epoch] = lambda: UNKNOWN
     mixed: Callable[[str], None] = lambda _line: None
 
 
-NO_EPOCHS = BatchEpochs()  # of scripts that show none
+NO_EPOCHS = BatchEpochs()  # for scripts whose batches have no known epoch
 
 
 class StepAgreement:
     """The comparison that all members make before each step.
 
     Args:
+        sharing: this member's view of the group.
+        gradients: the gradients after their mean was taken.
         trained: the chunks with gradients.
-        optimizer: whose hyperparameters are compared; None: nothing is stepped here.
+        optimizer: the optimizer whose hyperparameters are compared; None if no step is made here.
+        epochs: the epochs of the batches.
     """
 
     def __init__(
@@ -74,8 +78,11 @@ class StepAgreement:
         self._epoch, self._epochs = epochs.epoch, ComparedEpochs(epochs.mixed)
 
     def agree(self) -> None:
-        """Compare. Raises UserError, on all members, for gradients, edits or hyperparameters that differ, and
-        MismatchError for batches of different dealt epochs."""
+        """Compare all of it with the other members: a collective.
+
+        Raises UserError, on all members, for gradients, edits or hyperparameters that differ, and
+        MismatchError for batches of different dealt epochs.
+        """
         sharing, gradients = self._sharing, self._gradients
         grouping, trained = sharing.grouping, [each.chunk.id for each in self._trained]
         present = [[float(here) for here in gradients.present(chunk)] for chunk in trained]
@@ -104,7 +111,8 @@ class StepAgreement:
                         )
 
     def _compare_epochs(self, epoch: Epoch) -> None:
-        """Raise MismatchError where members train on batches of different dealt epochs; warn of others."""
+        """Gather all members' epochs. Raise MismatchError if the epochs were dealt differently; warn of other
+        differences."""
         own = encode_stand(gradients_in(self._sharing.points.steps, waiting_line(), epoch))
         words = self._sharing.members.gather(own, "the epochs of all members")
         stands = {member: decode_stand(word) for member, word in enumerate(words)}

@@ -1,5 +1,4 @@
-"""A member's answers to the others, which ask for its parts of chunks. Source: docs/memory.md,
-"Members"."""
+"""A member's answers to other members that fetch its parts of chunks. Source: docs/memory.md, "Members"."""
 
 from __future__ import annotations
 
@@ -20,8 +19,14 @@ from atoll.memory.stepqueue import StepQueue
 
 
 class Answers:
-    """Answers from what this member holds: the payloads of `sharing`, `gradients`, and `states` by chunk, as
-    soon as `steps` have been made."""
+    """Answers fetches from what this member holds, after the steps that concern it.
+
+    Args:
+        sharing: the payloads.
+        steps: the steps to wait for.
+        gradients: the gradients.
+        states: the optimizer's states, by chunk.
+    """
 
     def __init__(
         self,
@@ -31,13 +36,17 @@ class Answers:
         states: Mapping[int, ChunkStates],
     ) -> None:
         self._sharing, self._steps, self._gradients, self._states = sharing, steps, gradients, states
-        # With a disk each payload in use takes room that a step may wait for: one is read at a time.
+        # With a disk a pinned payload takes room that a step may wait for, so only one is pinned at a time.
         self._reading = nullcontext() if sharing.store.disk is None else threading.Lock()
 
     @contextmanager
     def read(self, key: Key, count: int) -> Iterator[Tensor]:
-        """This member's part of a payload, flat, as it is when `count` sync points are past: on a thread of
-        `Members`, which waits for that, and for the chunk's step. Raises UserError for what is not here."""
+        """Lend this member's part of a payload, flat, as it is after `count` sync points.
+
+        It runs on a service thread of `Members`, and waits there for the sync points and for the chunk's
+        step. Raises UserError for a payload that is not here, RunError if this member has left, and
+        DeadlineError.
+        """
         sharing, (chunk, kind) = self._sharing, key
         if not sharing.may_be_asked(chunk):
             raise UserError(
@@ -48,11 +57,11 @@ class Answers:
             yield self._gradients.for_others(chunk)
             return
         try:
-            self._steps.wait_stepped(chunk, tells=False)  # this member's script, that is
+            self._steps.wait_stepped(chunk, tells=False)  # this member's script is still to be told
         except DeadlineError:
             raise
         except RunError as error:
-            # Nobody steps any more; in those words the asker would look at its own script.
+            # No step is made here any more. The queue's own words would point the asker at its own script.
             raise RunError(
                 f"worker {sharing.rank} has gone: it holds its part of the model no more"
             ) from error

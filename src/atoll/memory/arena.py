@@ -1,8 +1,9 @@
-"""Arenas: one allocation for a tier, cut into blocks of one size; what is larger takes several in a row.
+"""Arenas: one allocation for a tier, cut into blocks of one size. A larger payload takes several blocks in a
+row.
 
-On the host, and on the device where that is a CPU, the allocation is an anonymous mapping: it begins on a
-page, has exactly the bytes that were asked for, and is page-locked where it lies (`Arena.lock_pages`). The
-pinned memory that PyTorch gives out is rounded up to a power of two: 2.25 GiB take 4.
+On the host, and on a device that is a CPU, the allocation is an anonymous mapping. It begins on a page, has
+exactly the bytes that were asked for, and is page-locked in place (`Arena.lock_pages`). Pinned memory of
+PyTorch's would be rounded up to a power of two: 2.25 GiB take 4.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ _POISON = 0xFF  # in each byte: a NaN in every floating dtype, -1 in every signe
 
 
 def exactly(nbytes: int) -> str:
-    """A budget for people, to the byte: what is rounded may be too little."""
+    """Return a budget for people, to the byte, as a rounded one may be too little."""
     return f"{nbytes} bytes ({format_bytes(nbytes)})"
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """`count` blocks in a row from block `first` on; `memory` is 1-D, uint8, `count * block_bytes` long.
+    """`count` blocks in a row, from block `first` on.
 
-    `generation` is the run's own: `Arena.is_current` compares it.
+    Attributes:
+        generation: tells this use of the blocks from earlier and later ones, for `Arena.is_current`.
+        memory: 1-D, uint8, `count * block_bytes` long.
     """
 
     first: int
@@ -44,19 +47,28 @@ class Block:
     memory: Tensor
 
     def view(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The first `numel` elements of `dtype` that the memory holds, 1-D."""
+        """Return the first `numel` elements of the memory as `dtype`, 1-D."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
 
 class Arena:
     """`nbytes // block_bytes` blocks on `device`.
 
-    `what` names the tier in errors ("device", "host"). `block_bytes` is rounded up to `alignment`, on which
-    every block begins. `poison` (None: whether ATOLL_POISON is 1) fills blocks with NaN when they are given
-    back, and looks whether they still hold it when they are taken again. Raises UserError, with the least
-    budget that would do, where not one block fits, and where the system has not that much memory.
+    Calls must not overlap: threads that share an arena need a lock around them.
 
-    Calls must not overlap: whoever shares an arena between threads has a lock around them.
+    Args:
+        block_bytes: rounded up to `alignment`.
+        what: the tier's name in errors: "device" or "host".
+        poison: True fills blocks with NaN when they are given back, and checks that they still hold it when
+            they are taken again. None: only if the environment has ATOLL_POISON=1.
+        alignment: bytes; every block begins on a multiple of it.
+
+    Attributes:
+        used: bytes that are taken.
+        peak: the most bytes that were taken at once.
+
+    Raises UserError, with the least budget that would do, if not one block fits, and if the system does not
+    have that much memory.
     """
 
     def __init__(
@@ -81,10 +93,10 @@ class Arena:
         if self.poison:
             self._memory.fill_(_POISON)
         self._free = [(0, self.blocks)]  # runs (first, count), by their first; no two of them touch
-        self._counts: dict[int, int] = {}  # what is taken: how many blocks, by the first
+        self._counts: dict[int, int] = {}  # runs that are taken: number of blocks, by the first
         self._generations: Counter[int] = Counter()  # how often a run from this block on was taken
         self._locked: str | None = None
-        self.used = self.peak = 0  # bytes
+        self.used = self.peak = 0
 
     def _allocate(self) -> Tensor:
         try:
@@ -92,7 +104,7 @@ class Arena:
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
                 self._mapping = mmap.mmap(-1, self.nbytes, flags=flags)
                 if hasattr(mmap, "MADV_HUGEPAGE"):
-                    with contextlib.suppress(OSError):  # a kernel without them
+                    with contextlib.suppress(OSError):  # a kernel without huge pages
                         self._mapping.madvise(mmap.MADV_HUGEPAGE)  # a fused AdamW step takes a sixth less
                 return torch.frombuffer(self._mapping, dtype=torch.uint8)
             return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
@@ -109,14 +121,16 @@ class Arena:
         return self.blocks * self.block_bytes
 
     def blocks_for(self, nbytes: int) -> int:
-        """Number of blocks in a row that hold `nbytes` bytes; at least one."""
+        """Return the number of blocks that hold `nbytes` bytes; at least one."""
         return max(1, -(-nbytes // self.block_bytes))
 
     def take(self, count: int = 1, at: int | None = None) -> Block:
-        """`count` blocks in a row: from block `at` on if it is given, else in the smallest run that has them.
+        """Take `count` blocks in a row: from block `at` on if it is given, else in the smallest free run that
+        holds them.
 
-        Their content is undefined; NaN under poison. Raises UserError, with the least budget that would do,
-        where no such run is free, and RunError where somebody wrote into a block after he gave it back.
+        Their content is undefined; under poison it is NaN. Raises UserError, with the least budget that would
+        do, if no such run is free; ValueError if the blocks from `at` on are not; and RunError if a block was
+        written to after it was given back.
         """
         place = self._find(count) if at is None else self._find_at(count, at)
         first, size = self._free[place]
@@ -137,7 +151,7 @@ class Arena:
             return min(fitting)[1]
         free = sum(size for _, size in self._free) * self.block_bytes
         largest = max((size for _, size in self._free), default=0) * self.block_bytes
-        # At the end there may be some already; that many more make the run.
+        # Free blocks at the end of the arena would be part of the run, so only the rest must be added.
         last = self._free[-1] if self._free else (0, 0)
         least = self.nbytes + (count - (last[1] if sum(last) == self.blocks else 0)) * self.block_bytes
         raise UserError(
@@ -153,9 +167,10 @@ class Arena:
         raise ValueError(f"{self.what} tier: blocks {at} to {at + count - 1} are not all free")
 
     def give(self, block: Block) -> None:
-        """Take `block` back; under poison each of its bytes becomes 0xFF, which reads as NaN.
+        """Take `block` back. Under poison each of its bytes becomes 0xFF, which reads as NaN.
 
-        Whoever still has a view of it sees what comes next: it is for the caller to know that nobody has.
+        The caller makes sure that nobody has a view of it: a view would show the next content. Raises
+        ValueError for a block that was given back before.
         """
         if not self.is_current(block):
             raise ValueError(f"{self.what} tier: block {block.first} was given back before")
@@ -169,7 +184,7 @@ class Arena:
         self._join(place - 1)
 
     def keep(self, blocks: Iterable[Block]) -> None:
-        """Go on with these alone taken, whatever a `take` or `give` that was cut short has left."""
+        """Repair the arena after a `take` or `give` that was cut short: only `blocks` are taken."""
         kept = sorted(blocks, key=lambda block: block.first)
         self._counts = {block.first: block.count for block in kept}
         self.used = sum(block.memory.nbytes for block in kept)
@@ -182,7 +197,7 @@ class Arena:
             begin = first + count
 
     def _join(self, place: int) -> None:
-        """Make one run of the one at `place` and the next, if they touch."""
+        """Join the free run at `place` with the next one, if they touch."""
         if 0 <= place < len(self._free) - 1:
             (first, count), (then, more) = self._free[place : place + 2]
             if first + count == then:
@@ -202,17 +217,21 @@ class Arena:
             )
 
     def lock_pages(self) -> tuple[bool, str]:
-        """Page-lock the memory where it lies, so that an accelerator copies from and to it by itself.
+        """Page-lock the memory in place, so that an accelerator copies from and to it by itself, until the
+        arena ends.
 
-        (Whether it is, and why.) Of CUDA's runtime, and ROCm's under the same name; others copy by pageable
-        memory. Ends with the arena.
+        It works with the runtime of CUDA, and of ROCm under the same name. Other accelerators copy from
+        pageable memory.
+
+        Returns:
+            Whether the memory is page-locked, and why.
         """
         if self._locked is None:
             self._locked = self._lock_pages()
         return not self._locked, self._locked or "it was registered with the accelerator's runtime"
 
     def _lock_pages(self) -> str:
-        """Why it is not; empty: it is."""
+        """Page-lock the memory. Return why it is not page-locked; empty if it is."""
         if self.device.type != "cpu":
             return "it is the accelerator's own memory"
         if not torch.cuda.is_available():
@@ -221,7 +240,7 @@ class Arena:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(runtime.cudaHostRegister(address, self.nbytes, 1))  # 1: for all contexts
         if status:
-            with contextlib.suppress(RuntimeError):  # the runtime tells of it once more at the next operation
+            with contextlib.suppress(RuntimeError):  # the next operation reports the error again
                 torch.zeros(1, device="cuda")
             return f"the accelerator's runtime would not register it (error {status})"
         weakref.finalize(self, runtime.cudaHostUnregister, address)
@@ -230,7 +249,7 @@ class Arena:
     def keep_from_children(self) -> None:
         """Leave the memory out of processes that are forked from this one.
 
-        Else each page that is written after a fork (a DataLoader's workers) is held twice, and a direct read
-        that is under way meanwhile may land in the child's page.
+        Otherwise each page that is written after a fork (a DataLoader's workers) would be held twice, and a
+        direct read that is under way could land in the child's page.
         """
         self._mapping.madvise(mmap.MADV_DONTFORK)

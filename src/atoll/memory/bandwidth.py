@@ -1,7 +1,7 @@
-"""Bandwidths and step speeds of this machine, measured on the spot in some tenths of a second.
+"""Bandwidths and step speeds of this machine, measured in some tenths of a second.
 
-Each figure is the best of a few trials of the engine's own operations: another process's work slows a trial
-down, and nothing makes one faster than the machine.
+Each figure is the best of a few trials of the engine's own operations: other processes slow a trial down, and
+nothing makes one faster than the machine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from atoll.memory.disk import open_nameless, try_direct
 from atoll.moves.timeline import Bandwidths
 from atoll.tensors.elementwise import copy_for
 
-_MOVED = 2**26  # bytes of a copy: past every cache
-_SMALL = 4096  # bytes of a copy of which only the latency is left
-_WRITTEN = 2**25  # bytes on the disk
-_ELEMENTS = 2**22  # that are stepped
-_LEAST = 2**20  # bytes that are taken in any case
+_MOVED = 2**26  # bytes of a copy: larger than every cache
+_SMALL = 4096  # bytes of a copy that takes little more than the latency
+_WRITTEN = 2**25  # bytes written to the disk
+_ELEMENTS = 2**22  # elements that are stepped
+_LEAST = 2**20  # bytes that a measurement takes in any case
 _TRIALS, _SMALL_TRIALS = 3, 20
 
 
@@ -36,13 +36,20 @@ def measure(
     folder: str = "",
     most: int = 2 * _MOVED,
 ) -> Bandwidths:
-    """The bandwidths between `device`, host memory and the disk of `folder` (empty: none), and the pace of
-    `optimizer` on both. It takes at most about `most` bytes of each for a moment, or 1 MiB. Raises
-    ConfigError where nothing can be written to the folder."""
+    """Return the bandwidths between `device`, host memory and disk, and the pace of the optimizer's steps on
+    host and device.
+
+    Args:
+        optimizer: the optimizer to time; AdamW if None.
+        folder: the disk's folder; empty for no disk.
+        most: bytes of each kind of memory that may be taken for a moment; at least 1 MiB is.
+
+    Raises ConfigError if the folder cannot be written to.
+    """
     most = max(most, _LEAST)
     to_device, to_host, latency = _copies(device, min(_MOVED, most // 2))
     to_disk, from_disk = _disk(folder, min(_WRITTEN, most)) if folder else (0.0, 0.0)
-    # Values, gradients and as a rule two of state, in single precision.
+    # 16 bytes an element: value, gradient and, as a rule, two states, in single precision.
     elements = min(_ELEMENTS, most // 16)
     on_host = _steps(optimizer, torch.device("cpu"), elements)
     shared = device.type == "cpu"
@@ -59,8 +66,8 @@ def measure(
 
 
 def _copies(device: torch.device, nbytes: int) -> tuple[float, float, float]:
-    """Bytes/s to the device and to the host, and the seconds of a copy of no size."""
-    # The host's arena is page-locked in place (memory/arena.py) where there is an accelerator.
+    """Return the bytes/s to the device and to the host, and the latency of a copy in seconds."""
+    # With an accelerator the host's arena is page-locked too (memory/arena.py).
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
@@ -78,7 +85,7 @@ def _copies(device: torch.device, nbytes: int) -> tuple[float, float, float]:
 
 
 def _steps(optimizer: torch.optim.Optimizer | None, device: torch.device, elements: int) -> float:
-    """Elements/s that this optimizer steps on `device`, so many at once; without one, AdamW."""
+    """Return the elements/s that the optimizer (AdamW if None) steps on `device`, `elements` at once."""
     parameter = nn.Parameter(torch.zeros(elements, device=device))
     parameter.grad = torch.ones_like(parameter)
     if optimizer is None:
@@ -90,12 +97,13 @@ def _steps(optimizer: torch.optim.Optimizer | None, device: torch.device, elemen
         type(probe).step(probe)
         settle(device)
 
-    step()  # which makes its state
+    step()  # the first step makes the state
     return elements / max(_least(step, _TRIALS), 1e-9)
 
 
 def _disk(folder: str, nbytes: int) -> tuple[float, float]:
-    """Bytes/s written to and read from a file there, past the system's cache where the file system can."""
+    """Return the bytes/s written to and read from a file in `folder`, past the page cache if the file system
+    allows it."""
     nbytes = nbytes // _LEAST * _LEAST
     with mmap.mmap(-1, nbytes) as memory:
         memory.write(os.urandom(_LEAST) * (nbytes // _LEAST))  # zeros may be stored as nothing
@@ -112,7 +120,7 @@ def _disk(folder: str, nbytes: int) -> tuple[float, float]:
 
 
 def _write_and_read(file: int, memory: mmap.mmap) -> tuple[float, float]:
-    try_direct(file)  # as the disk tier does, which makes do with the system's cache too
+    try_direct(file)  # as the disk tier does; without it the page cache is used
 
     def write() -> None:
         if os.pwrite(file, memory, 0) != len(memory):
@@ -127,7 +135,7 @@ def _write_and_read(file: int, memory: mmap.mmap) -> tuple[float, float]:
 
 
 def _least(action: Callable[[], None], trials: int) -> float:
-    """The seconds of the fastest of some trials."""
+    """Return the seconds of the fastest of some trials."""
     least = float("inf")
     for _ in range(trials):
         began = time.perf_counter()
@@ -137,6 +145,6 @@ def _least(action: Callable[[], None], trials: int) -> float:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has done what it was given; a CPU has."""
+    """Wait until the device has done what was queued on it. A CPU queues nothing."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

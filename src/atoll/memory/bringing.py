@@ -1,7 +1,5 @@
-"""Copies of chunks to the device, ahead of their use on a thread of its own.
-
-Source: docs/memory.md, "Moves".
-"""
+"""Copies of chunks to the device: at once, or ahead of their use on a thread. Source: docs/memory.md,
+"Moves"."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from atoll.core.errors import DeadlineError
 from atoll.memory.home import Home
 from atoll.memory.stays import Stay
 
-_DEADLINE = 600.0  # seconds for one chunk to come: the slowest disk has read it by then
+_DEADLINE = 600.0  # seconds; even with the slowest disk a chunk comes in less
 
 
 class Bringing:
@@ -21,18 +19,18 @@ class Bringing:
 
     def __init__(self, home: Home, device: torch.device) -> None:
         self._home, self._device = home, device
-        # One thread: a link has one direction to the device.
+        # One thread is enough: all copies to the device share one direction of the link.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-bringing")
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def bring(self, stay: Stay) -> None:
-        """Copy the chunk's values to where it lies, on this thread."""
+        """Copy the chunk's values to its place on the device, on the caller's thread."""
         self._copy(stay, tells=True)
 
     def begin(self, stay: Stay) -> None:
-        """Begin to bring a chunk's values ahead of their use; `settle` ends it."""
+        """Begin to copy a chunk's values ahead of their use; `settle` ends it."""
         if self._stream is not None:
-            # What still reads the block's former values has been queued before.
+            # Kernels that still read the block's former values were queued before this.
             computing = torch.accelerator.current_stream(self._device)
             self._stream.wait_event(computing.record_event())
         stay.coming = self._thread.submit(self._ahead, stay)
@@ -47,12 +45,12 @@ class Bringing:
             self._home.bring(stay, tells=tells)
 
     def settle(self, stay: Stay) -> None:
-        """Wait until nobody copies into it any more, whether the values came or not. Raises DeadlineError."""
+        """Wait until no thread copies into the stay, whether the values came or not. Raises DeadlineError."""
         if stay.coming is not None:
             self._wait_for(stay.coming, stay.each.words)
 
     def settle_all(self) -> None:
-        """Wait until nothing is on its way, whether anybody has noted it or not. Raises DeadlineError."""
+        """Wait until no copy is under way, whether a stay has noted it or not. Raises DeadlineError."""
         self._wait_for(self._thread.submit(lambda: None), "what is on its way")
 
     @staticmethod
@@ -64,9 +62,9 @@ class Bringing:
             )
 
     def close(self) -> None:
-        """End the thread, once what it has begun is there."""
+        """End the thread, after the copies that it has begun."""
         self._thread.shutdown()
 
     def abandon(self) -> None:
-        """End the thread, and wait for nothing."""
+        """End the thread without waiting."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""The calls that led to a hook of ours, and whether a call that was noted is still under way.
+"""The call stack of a hook: who called it, and whether a noted call is still under way.
 
-Hooks of torch's around a call are not all run when a KeyboardInterrupt ends it. So what such a hook has begun
-is noted with the call's frame: once the frame is gone from the stack, nobody will end it.
+When a KeyboardInterrupt ends a call, torch does not run all of its hooks. So a hook that begins something
+notes the call's frame. Once that frame is gone from the stack, no hook will end what was begun.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from types import FrameType
 
 
 def caller(above: int = 0) -> FrameType | None:
-    """Return the frame that called the function that asks, or one `above` it; None where there is none."""
+    """Return the frame that called the caller of this function, or the frame `above` that; None if there is
+    none."""
     frame = inspect.currentframe()
     for _ in range(2 + above):
         frame = frame.f_back if frame is not None else None

@@ -1,5 +1,8 @@
-"""Copies between the device's arena and the host's. All of them go through these functions, so that who looks
-at speed can put a link of a known rate in their place (`tests/support/links.py`)."""
+"""Copies between the device's arena and the host's.
+
+All such copies go through these functions, so that a test of speed can replace them by a link of a known rate
+(`tests/support/links.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ def to_device(target: Tensor, source: Tensor) -> None:
 
 
 def to_host(target: Tensor, source: Tensor, *, adds: bool = False) -> None:
-    """Copy `source`, on the device, into `target` in host memory; with `adds`, add it to what is there."""
+    """Copy `source`, on the device, into `target` in host memory; with `adds`, add it to the content of
+    `target`."""
     if adds:
         target.add_(source.to(target.device))
     else:
@@ -21,5 +25,5 @@ def to_host(target: Tensor, source: Tensor, *, adds: bool = False) -> None:
 
 
 def is_needless(device: torch.device) -> bool:
-    """True if the device's memory is the host's, so that others' parts may arrive there directly."""
+    """True if the device's memory is the host's, so that fetched parts may arrive there directly."""
     return device.type == "cpu"

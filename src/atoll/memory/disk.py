@@ -1,9 +1,9 @@
 """The scratch file of the disk tier: blocks that threads read and write, each with a checksum.
 
-The file has no name: it is opened without one (O_TMPFILE), or loses it at once where the file system knows no
-such files. So it goes with the process, however that ends, and nobody ever loads what it holds; the checksums
-are in this process's memory. It is preallocated, and read and written past the page cache (O_DIRECT) where
-the file system allows both.
+The file has no name: it is opened without one (O_TMPFILE), or loses its name at once on a file system without
+such files. So it ends with the process, however that ends, and nobody ever loads its content; the checksums
+are in this process's memory. It is preallocated, and read and written past the page cache (O_DIRECT), if the
+file system allows both.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from atoll.core.errors import AtollError, DeadlineError, RunError, UserError
 from atoll.core.units import format_bytes, format_seconds
 from atoll.memory.arena import exactly
 
-PAGE = 4096  # bytes: direct transfers are of whole pages, in memory as in the file
-DISK_SECONDS = 120.0  # for a transfer, what it goes after included
-THREADS = 2  # one sums while another transfers
+PAGE = 4096  # bytes: direct transfers move whole pages, in memory and in the file
+DISK_SECONDS = 120.0  # the longest wait for a transfer and those before it
+THREADS = 2  # one computes a checksum while the other transfers
 _PREFIX = ".atoll-scratch-"
 _NEVER = -1  # the size of a block that was never written
 _WAY_OUT = "go on from a checkpoint, with memory.disk in a folder of another disk"
 
 
 class Transfer:
-    """A read or a write that is under way; `name` says of what, for errors."""
+    """A read or a write that is under way; `name` describes it in errors."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,13 +49,13 @@ class Transfer:
         return self._done.is_set()
 
     def wait(self, seconds: float = DISK_SECONDS) -> None:
-        """Until it is done. Raises what has gone wrong (see DiskFile), or DeadlineError after `seconds`."""
+        """Wait until it is done. Raises its error (see DiskFile), or DeadlineError after `seconds`."""
         self.wait_over(seconds)
         if self._error is not None:
             raise self._error
 
     def wait_over(self, seconds: float = DISK_SECONDS) -> None:
-        """Until it is done, well or badly; raises DeadlineError after `seconds`."""
+        """Wait until it is done, well or badly. Raises DeadlineError after `seconds`."""
         if not self._done.wait(seconds):
             raise DeadlineError(
                 f"{self.name} has not come to an end in {format_seconds(seconds)}: the disk is too slow or "
@@ -63,7 +63,7 @@ class Transfer:
             )
 
     def end(self, error: AtollError | None) -> None:
-        """By the thread that made it."""
+        """Mark the transfer as done, on the thread that made it."""
         self._error = error
         self._done.set()
 
@@ -71,17 +71,25 @@ class Transfer:
 class DiskFile:
     """`nbytes // block_bytes` blocks in a file without a name in `folder`, which is made if need be.
 
-    `block_bytes` is rounded up to whole pages. `direct`: whether the page cache is passed by; `reason`: why.
-    A block is used as `take`, `write` and `read` in turn, `give`. Transfers are begun in the order of the
-    calls, by `threads` threads. Two of one block, or of one place in memory, must follow each other: a
-    transfer fails with those that it is `after`, and goes on when those that it is `behind` have ended, well
-    or badly. Both are of this file, and earlier.
-    Raises UserError where the folder cannot be written to, and where it has no room for all blocks. With
-    `reserved`, room for so many bytes is taken at first, and `reserve` takes the rest.
+    A block is used as `take`, `write` and `read` in turn, `give`. Transfers begin in the order of the calls,
+    on `threads` threads. Two transfers of one block, or of one place in memory, must follow each other. A
+    transfer fails if one that it is `after` fails. It begins when those that it is `behind` have ended, well
+    or badly. Both must be earlier transfers of this file.
 
-    A transfer's errors are RunErrors that name folder and block: a full disk (only where the file system
-    could not promise the room before), one that cannot be read or written, a block that is cut off, and one
-    that does not hold what was written to it last.
+    Errors of transfers are RunErrors that name folder and block: a full disk (only if the file system could
+    not promise the room before), a disk that cannot be read or written, a block that is cut off, and a block
+    with another content than was last written to it.
+
+    Args:
+        block_bytes: rounded up to whole pages.
+        reserved: bytes of room to take on the disk at first; `reserve` takes the rest. None: all.
+
+    Attributes:
+        direct: True if transfers go past the page cache.
+        reason: why they do or do not.
+        peak: the most bytes that were in use at once.
+
+    Raises UserError if the folder cannot be written to, or has no room for all blocks.
     """
 
     def __init__(
@@ -109,9 +117,9 @@ class DiskFile:
             raise
         self.direct, self.reason = try_direct(self._file)
         self._free = list(range(self.blocks - 1, -1, -1))  # the lowest is taken first
-        self._sizes = array.array("q", [_NEVER]) * self.blocks  # bytes that were written last
+        self._sizes = array.array("q", [_NEVER]) * self.blocks  # bytes written last, by block
         self._sums = array.array("L", [0]) * self.blocks
-        self.peak = 0  # bytes
+        self.peak = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=_serve, args=(self._jobs,), name=f"atoll-disk-{number}", daemon=True)
@@ -121,7 +129,7 @@ class DiskFile:
             thread.start()
 
     def _make(self) -> int:
-        """The file's descriptor."""
+        """Return the descriptor of a new file."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _remove_left(self.folder)
@@ -134,8 +142,8 @@ class DiskFile:
         return file
 
     def reserve(self, nbytes: int | None = None) -> None:
-        """Take room on the disk for so many bytes in all; None: for all blocks. Raises UserError where there
-        is none."""
+        """Take room on the disk for `nbytes` in all; None for all blocks. Raises UserError if there is too
+        little."""
         wanted = self.nbytes if nbytes is None else min(nbytes, self.nbytes)
         if wanted <= self._reserved:
             return
@@ -160,16 +168,16 @@ class DiskFile:
 
     @property
     def used(self) -> int:
-        """Bytes of the blocks that are taken."""
+        """Bytes of the blocks that are in use."""
         return (self.blocks - len(self._free)) * self.block_bytes
 
     @property
     def free_blocks(self) -> int:
-        """Number of blocks that `take` still has."""
+        """The number of blocks that can still be taken."""
         return len(self._free)
 
     def take(self) -> int:
-        """A free block, which holds nothing yet; raises UserError if none is left."""
+        """Return a free block, which holds nothing yet. Raises UserError if none is left."""
         if not self._free:
             raise UserError(
                 f"memory.disk: all of {format_bytes(self.nbytes)} in {self.folder} are in use; raise it to "
@@ -180,15 +188,17 @@ class DiskFile:
         return block
 
     def give(self, block: int) -> None:
-        """Take `block` back, of which no transfer is under way; what it held cannot be read any more."""
+        """Free `block`, of which no transfer may be under way. Its content cannot be read any more."""
         self._sizes[block] = _NEVER
         self._free.append(block)
 
     def write(
         self, block: int, source: Tensor, after: Sequence[Transfer] = (), behind: Sequence[Transfer] = ()
     ) -> Transfer:
-        """Write `source`: 1-D, uint8, at most a block, whole pages that begin on a page. Nobody may change it
-        until the transfer is done."""
+        """Begin to write `source`: 1-D, uint8, whole pages that begin on a page, at most a block.
+
+        Nobody may change it until the transfer is done.
+        """
         bytes_ = self._bytes(block, source)
         name = f"{self.folder}: writing block {block} of the disk tier"
         return self.begin(name, lambda: self._write(block, bytes_), after, behind)
@@ -196,7 +206,7 @@ class DiskFile:
     def read(
         self, block: int, into: Tensor, after: Sequence[Transfer] = (), behind: Sequence[Transfer] = ()
     ) -> Transfer:
-        """Fill `into`, which has the size that was written last."""
+        """Begin to fill `into`, which must have the size that was written last."""
         bytes_ = self._bytes(block, into)
         name = f"{self.folder}: reading block {block} of the disk tier"
         return self.begin(name, lambda: self._read(block, bytes_), after, behind)
@@ -216,13 +226,13 @@ class DiskFile:
         after: Sequence[Transfer] = (),
         behind: Sequence[Transfer] = (),
     ) -> Transfer:
-        """Have a thread of this file call `job` in its turn, as if it were a transfer."""
+        """Let a thread of this file call `job` in its turn, as if it were a transfer."""
         transfer = Transfer(name)
 
         def run() -> None:
             error: AtollError | None = None
             try:
-                # Each was begun before, so the first of all that are under way waits for none.
+                # Each was begun earlier, so the earliest transfer under way waits for none.
                 for each in behind:
                     each.wait_over(DISK_SECONDS)
                 for each in after:
@@ -230,7 +240,7 @@ class DiskFile:
                 job()
             except AtollError as raised:
                 error = raised
-            except BaseException as raised:  # whatever it is, who waits is to raise it
+            except BaseException as raised:  # raised to whoever waits for the transfer
                 error = RunError(f"{name}: {_why(raised)}")
             finally:
                 transfer.end(error)
@@ -265,9 +275,9 @@ class DiskFile:
             )
 
     def close(self, seconds: float = DISK_SECONDS) -> None:
-        """End the threads, when they have made what was begun, and the file with all that it holds.
+        """End the threads, after the transfers that were begun, and delete the file.
 
-        Raises DeadlineError where they are not done after `seconds`; the file then ends with the process.
+        Raises DeadlineError if a transfer does not end within `seconds`; the file then ends with the process.
         """
         if self._file < 0:
             return
@@ -298,27 +308,27 @@ def _why(error: BaseException) -> str:
 
 
 def open_nameless(folder: Path) -> int:
-    """Open a new file in `folder` that has no name, or loses it at once: it goes with its process."""
+    """Open a new file in `folder` that has no name, or loses it at once, so that it ends with its process."""
     flags = os.O_RDWR | os.O_CLOEXEC
     if hasattr(os, "O_TMPFILE"):
         try:
             return os.open(folder, flags | os.O_TMPFILE, 0o600)
         except OSError as error:
-            # Kernels that do not know the flag take it for an attempt to write to a folder.
+            # A kernel that does not know the flag reports an attempt to write to a folder.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
     path = folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
     file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    with contextlib.suppress(FileNotFoundError):  # another process may have taken it for one that was left
+    with contextlib.suppress(FileNotFoundError):  # another process may have removed the name as a left-over
         path.unlink()
     return file
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove the names of files whose process died between making and unlinking one.
+    """Remove files whose process died between making the file and unlinking its name.
 
-    Ours for sure: by the name, an ordinary file of this user, and empty, as one is until it has lost its
-    name. Who made one this moment was about to remove it himself.
+    Such a file has our prefix, is this user's, ordinary and empty, as a file is until it has lost its name.
+    The owner of a file made at this moment was about to remove the name itself.
     """
     for path in folder.glob(f"{_PREFIX}*"):
         found = path.lstat()
@@ -328,7 +338,11 @@ def _remove_left(folder: Path) -> None:
 
 
 def try_direct(file: int) -> tuple[bool, str]:
-    """Pass the page cache by from now on, if the file system lets it: whether, and why."""
+    """Let transfers of an open file go past the page cache, if the file system allows it.
+
+    Returns:
+        Whether they do, and why.
+    """
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return False, "this system has no direct transfers"

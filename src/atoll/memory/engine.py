@@ -1,10 +1,9 @@
-"""Which chunks lie on the device: brings them before they are used, and takes them away for others.
+"""Brings chunks to the device before they are used, and takes them away when others need the room.
 
-The device's arena is cut into blocks; a chunk that is resident takes one, or several in a row. Its parameters
-are views with storages of their own. Whoever else holds a view (the script, a checkpoint, a custom function)
-raises that storage's use count: such a chunk is held, and stays where it is until the view is gone. So no
-memory is pulled away from under anybody. Source: docs/memory.md, "How a parameter is
-reached" and "Moves".
+The device's arena is cut into blocks. A resident chunk takes one block, or several in a row. Its parameters
+are views with storages of their own. Anybody else who holds a view (the script, a checkpoint, a custom
+function) raises that storage's use count. Such a chunk is held: it stays where it is until the view is gone.
+So nobody loses memory that they still use. Source: docs/memory.md, "How a parameter is reached" and "Moves".
 """
 
 from __future__ import annotations
@@ -39,9 +38,18 @@ from atoll.moves.cache import Decision
 class Engine:
     """Keeps the chunks of a model in the device's arena, by the decisions of `moves`.
 
-    `chunks` are those that move, by their id. `home` has the values that count, and is told of what the
-    script writes; `gradients` has what parameters show as theirs. Moves are counted in `moved`. `beside` are
-    bytes of the device's budget that are not in the arena. All methods may be called from several threads.
+    All methods may be called from several threads.
+
+    Args:
+        chunks: the chunks that move.
+        home: holds the values that count, and is told what the script writes.
+        gradients: the gradients that parameters show.
+        moved: counts moves.
+        beside: bytes of the device's budget outside the arena.
+
+    Attributes:
+        written_back: chunks that were written back so far.
+        waited: seconds that uses have waited for chunks.
     """
 
     def __init__(
@@ -63,16 +71,17 @@ class Engine:
         self.written_back, self.waited = 0, 0.0
         self.lock = threading.RLock()
         self._pins = Counter[int]()  # by chunk
-        # Stepped elsewhere: until `refresh`, what lies on the device is not to be written back.
+        # Chunks that are stepped elsewhere: until `refresh`, their copies on the device are not written back.
         self._void: set[int] = set()
         self._void_by = 0  # the thread that steps them
-        # Set while chunks come or leave. Found set by the next call, that was cut short (Ctrl-C, an error).
+        # Set while chunks come or leave. A call that finds it set knows that an earlier one was cut short
+        # (Ctrl-C, an error).
         self._cut_short = False
         self.is_closed = False
         self._why_closed = "this graph was made before close() of memory.fit; make its forward again"
 
     def take_over(self) -> None:
-        """Let the home have all values, chunk by chunk, and let the parameters' own memory go."""
+        """Move all values to the home, chunk by chunk, and free the parameters' own memory."""
         for each in sorted(self.chunks.values(), key=_taken_first):
             self.home.take(each)
             self._residents.take_over(each)
@@ -93,7 +102,7 @@ class Engine:
             self._residents.forget()
 
     def abandon(self, why: str) -> None:
-        """Let go of everything; parameters are left without values, and who uses one is told `why`."""
+        """Drop all chunks. Parameters are left without values; using one raises UserError with `why`."""
         self._why_closed = why
         self._bringing.abandon()
         with self.lock:
@@ -103,7 +112,11 @@ class Engine:
     # Uses
 
     def pin(self, chunks: Sequence[int], *, gives_out: bool = False) -> None:
-        """Make these chunks resident together until `unpin`; raises UserError when the budget cannot."""
+        """Make these chunks resident together until `unpin`. Raises UserError if the budget is too small.
+
+        Args:
+            gives_out: True if the script gets views of the chunks.
+        """
         with self.lock:
             pinned_here: list[int] = []
             try:
@@ -120,7 +133,8 @@ class Engine:
                 raise
 
     def unpin(self, chunks: Iterable[int]) -> None:
-        """End `pin`. Whoever has a view by now may write through a view of it, which nothing counts."""
+        """End `pin`. A chunk of which somebody has a view by now may be written through it without a
+        count."""
         with self.lock:
             for chunk in chunks:
                 self._pins[chunk] -= 1
@@ -128,8 +142,8 @@ class Engine:
                     stay.given_out |= stay.is_viewed
 
     def derive(self, packed: Packed) -> Tensor:
-        """The tensor that was packed: a view of the parameter's memory, which holds the chunk as long as it
-        lives."""
+        """Return the tensor that was packed: a view of the parameter's memory, which holds the chunk while
+        the view lives."""
         place = packed.place
         with self.lock:
             stay = self._bring(place.chunk)
@@ -148,13 +162,17 @@ class Engine:
             return derived
 
     def _bring(self, chunk: int, together: Sequence[int] = ()) -> Stay:
-        """The chunk on the device; makes room as `moves` decides. A call uses it `together` with these."""
+        """Return the stay of a chunk on the device, after making room as `moves` decides.
+
+        Args:
+            together: the chunks that the call uses at once, for the error.
+        """
         self._check_open()
         self._mend()
         self._cut_short = True
         try:
             decision = self._decide(chunk)
-        except Full as full:  # which changed nothing
+        except Full as full:  # it changed nothing
             self._cut_short = False
             raise self._too_small(chunk, full, together) from None
         if not decision.hit:
@@ -177,14 +195,14 @@ class Engine:
         except Full:
             gc.collect()  # views may hang on in cycles, such as those of an exception
             for stay in self._resident.values():
-                self._bringing.settle(stay)  # who is on its way may leave again once it is there
+                self._bringing.settle(stay)  # a chunk on its way may leave again once it is there
         return self.cache.handle_use(chunk, held=self._is_held)
 
     def _mend(self) -> None:
-        """Put right what a move that was cut short has left, wherever that was.
+        """Repair the state that a move left when it was cut short, at whatever point.
 
-        `_resident` alone is believed: the chunks there that are ready stay, with what was written into them;
-        the others go, once no thread copies into them any more. Arena and cache follow.
+        Only `_resident` is trusted. Its chunks that are ready stay, with what was written into them. The
+        others go, once no thread copies into them any more. Arena and cache follow.
         """
         if not self._cut_short:
             return
@@ -195,7 +213,8 @@ class Engine:
         self._cut_short = False
 
     def _too_small(self, chunk: int, full: Full, together: Sequence[int]) -> UserError:
-        """Return the error where a chunk finds no room; `together` are all that the call uses at once."""
+        """Return the error for a chunk that finds no room. `together` are the chunks that the call uses at
+        once."""
         names = [repr(self.chunks[c].names[0]) for c in self._resident if self._is_held(c)]
         if len(names) > 3:
             names[3:] = [f"{len(names) - 3} more"]
@@ -225,7 +244,7 @@ class Engine:
     # Coming and leaving
 
     def _prefetch(self) -> None:
-        """Begin to bring what is used next, as far as `moves` says that it costs no move."""
+        """Begin to bring the chunks that are used next, as far as `moves` finds that it costs no move."""
         self._cut_short = True
         while (decision := self.cache.poll_prefetch(self._is_held)) is not None:
             self._evict(decision)
@@ -233,7 +252,7 @@ class Engine:
         self._cut_short = False
 
     def _settled(self, chunk: int) -> Stay:
-        """The stay of a chunk that is resident or on its way, once its values are there."""
+        """Return the stay of a chunk that is resident or on its way, once its values are there."""
         stay = self._resident[chunk]
         self._cut_short = True
         if not stay.ready:
@@ -247,7 +266,7 @@ class Engine:
             self._moved.count("to_device", stay.each)
         self._cut_short = False
         if chunk in self._void and threading.get_ident() == self._void_by:
-            self._refresh(stay)  # the step was cut short: it is over for the thread that made it
+            self._refresh(stay)  # this thread's step was cut short, so it is over
         return stay
 
     def _evict(self, decision: Decision[int]) -> None:
@@ -266,7 +285,7 @@ class Engine:
             return stay.written() != stay.versions or stay.is_seal_broken
 
     def write_back(self) -> None:
-        """Hand what the script has written on the device to the payloads."""
+        """Copy what the script has written on the device to the home."""
         with self.lock:
             self._mend()
             if self._void_by == threading.get_ident():
@@ -290,13 +309,13 @@ class Engine:
             self.home.written(chunk)
         stay.seal(anew=True)
         self.home.written_back(each)
-        stay.versions = versions  # last: what was cut short is written back again
+        stay.versions = versions  # last: if this is cut short, the chunk is written back again
 
     def out_of_date(self, chunks: Iterable[int]) -> None:
-        """The values of these chunks are about to change in host memory: what lies on the device is dropped.
+        """Drop the device's copies of chunks whose values are about to change in host memory.
 
-        A chunk of which somebody holds a view stays, and one that another thread uses meanwhile comes;
-        neither is written back until `refresh` has brought its new values.
+        A chunk of which somebody holds a view stays, and another thread's use may bring one meanwhile.
+        Neither is written back until `refresh` has brought the new values.
         """
         with self.lock:
             self._mend()
@@ -314,7 +333,7 @@ class Engine:
             self._cut_short = False
 
     def refresh(self, chunks: Iterable[int]) -> None:
-        """Bring the new values of those of these chunks that lie on the device."""
+        """Bring the new values of those of `chunks` that lie on the device."""
         with self.lock:
             self._mend()
             self._void.update(chunks)
@@ -327,7 +346,7 @@ class Engine:
                 self._void.discard(chunk)
             elif stay.ready:
                 self._refresh(stay)
-            else:  # on its way, perhaps with the values before the step
+            else:  # on its way, perhaps with values from before the step
                 self._cut_short = True
                 self._bringing.settle(stay)
                 self._residents.let_go(chunk)
@@ -336,7 +355,7 @@ class Engine:
                 self._cut_short = False
 
     def _refresh(self, stay: Stay) -> None:
-        """Bring a chunk's new values to where it lies."""
+        """Bring a chunk's new values to its place on the device."""
         self._bringing.bring(stay)
         stay.versions = stay.written()
         stay.seal(anew=True)
@@ -344,7 +363,7 @@ class Engine:
         self._void.discard(stay.each.chunk.id)
 
     def handle_step_ended(self) -> StepStatistics:
-        """A step is over: its order of use is expected of the next."""
+        """End a step: its order of uses is expected of the next."""
         with self.lock:
             self._mend()
             self._cut_short = True
@@ -354,7 +373,8 @@ class Engine:
 
     @uninterrupted
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of a parameter's present value in ordinary memory of its device; nothing is brought."""
+        """Return a copy of a parameter's present value in ordinary memory of its device; no chunk is
+        brought."""
         place = place_of(parameter)
         assert place is not None
         with self.lock:
@@ -366,7 +386,8 @@ class Engine:
 
     @uninterrupted
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """`parameter.data = value`, by copying; raises UserError for another shape, dtype or device."""
+        """Assign `parameter.data = value`, by copying. Raises UserError for another shape, dtype or
+        device."""
         place = place_of(parameter)
         assert place is not None
         each = self.chunks[place.chunk]
@@ -385,7 +406,7 @@ class Engine:
             self._mend()
             if place.chunk in self._resident:
                 stay = self._settled(place.chunk)
-                if stay.is_slot_viewed(place.slot):  # which plain PyTorch leaves as it is
+                if stay.is_slot_viewed(place.slot):  # plain PyTorch leaves such a view as it is
                     self._residents.set_apart(stay, place.slot)
                 stay.views[place.slot].copy_(value)
                 stay.given_out = True
@@ -399,22 +420,25 @@ class Engine:
     # What parameters ask
 
     def name(self, place: Place) -> str:
-        """The parameter's name."""
+        """Return a parameter's name."""
         return self.chunks[place.chunk].names[place.slot]
 
     def version(self, place: Place) -> int:
-        """Number of writes into the parameter."""
+        """Return the number of writes into a parameter."""
         return version(self.chunks[place.chunk].parameters[place.slot])
 
 
 def _taken_first(each: TrainedChunk) -> tuple[int, int]:
-    """The order in which `Engine.take_over` never holds more than the budgets: those in memory, whose room is
-    free then, and then from the end of the file."""
+    """Return a sort key for `Engine.take_over`, in whose order memory never exceeds the budgets.
+
+    Chunks with the most bytes in memory come first, as that memory becomes free. Then come those at the end
+    of the file.
+    """
     return -resident_bytes(each.parameters), -spilled_to(each.parameters)
 
 
 def in_order_of_use(engine: Engine, chunks: Iterable[int]) -> list[int]:
-    """Sort chunks by when the next step uses them first, as far as that is known."""
+    """Sort chunks by when the next step first uses them, as far as that is known."""
     first: dict[int, int] = {}
     order = engine.cache.order
     for position, chunk in enumerate(order.uses if order is not None else ()):

@@ -1,8 +1,8 @@
 """A model under budgets whose steps are made elsewhere: at the shards of a parameter server.
 
-Here are its values and its gradients, in whatever tier there is room; no optimizer's state. Gradients leave,
-and new values come, in pieces that are cut in another way than the chunks here: each worker cuts chunks by
-its own budgets, and what is exchanged is cut alike on all of them.
+The model's values and gradients lie here, in whatever tier has room; the optimizer's state does not. There
+are two layouts. Each worker cuts the chunks of its tiers by its own budgets. The chunks that are exchanged
+are cut alike on all workers, so a gradient or a value is copied between the two, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from atoll.tensors.changed import same_bits
 
 
 class _WatchedChunk(ChunkGradients):
-    """What is known of one chunk's gradients, and in which slots (`edited`) the script has changed them
-    since others were put in their place."""
+    """One chunk's gradients, with a record of the script's changes.
+
+    Attributes:
+        edited: slots whose gradient the script has changed since `put_gradients` last replaced it.
+    """
 
     def __init__(self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving) -> None:
         self.edited: set[int] = set()
@@ -53,7 +56,11 @@ class _WatchedChunk(ChunkGradients):
         super().forget(index)
 
     def become(self, index: int, run: Tensor, measures: float | None) -> None:
-        """Let a slot's gradient be this, 1-D in the order of memory, whatever it was."""
+        """Replace a slot's gradient, or its absence, by `run`: 1-D, (numel,), in the order of memory.
+
+        Args:
+            measures: the order of the norm that is taken of the new gradient; None for no norm.
+        """
         self.arrive()
         with self.borrow(writes=True) as flat:
             part = self.trained.part(flat, index)
@@ -67,7 +74,7 @@ class _WatchedChunk(ChunkGradients):
 
 
 class WatchedGradients(Gradients):
-    """Gradients that others' may be put in the place of."""
+    """Gradients that can be replaced by exchanged ones, and that record what the script changes."""
 
     def _held(
         self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving
@@ -82,16 +89,16 @@ class WatchedGradients(Gradients):
 
     @property
     def measures(self) -> float | None:
-        """The kind of norm that is taken as gradients come."""
+        """The order of the norm that is taken of each gradient as it arrives; None for no norm."""
         return self._measures
 
 
 class Exchanged(Moving):
-    """What `fit_exchanged` gives: the model in chunks, whose gradients are read and whose values are written
-    by whoever exchanges them, `Chunk` by `Chunk` of a layout of theirs.
+    """The model that `fit_exchanged` returns: whoever exchanges it reads its gradients and writes its values.
 
-    Values are written between `begin_values` and `end_values` alone, and not between a forward and the end of
-    its backward.
+    Methods take a `Chunk` of the exchange's layout and that chunk's parameters, in the order of its slots.
+    Values may be written only between `begin_values` and `end_values`, and not between a forward and the end
+    of its backward.
     """
 
     gradients: WatchedGradients
@@ -119,13 +126,18 @@ class Exchanged(Moving):
 
     @property
     def written(self) -> set[int]:
-        """Chunks whose values the script may have changed since values were written here."""
+        """The chunks here whose values the script may have changed since the last `end_values`."""
         return self._values.edited
 
     def _homes(
         self, parameters: Sequence[nn.Parameter]
     ) -> Iterator[tuple[TrainedChunk, list[tuple[int, int]]]]:
-        """Where these lie: each chunk here with (index, slot) of those that lie there in a row."""
+        """Yield each chunk here that holds some of `parameters`, with (index in `parameters`, slot in the
+        chunk) pairs.
+
+        Neighbours in `parameters` that lie in one chunk are yielded together; a chunk may be yielded more
+        than once.
+        """
         placed = [(*self._places[id(parameter)], index) for index, parameter in enumerate(parameters)]
         for _, found in groupby(placed, key=lambda place: place[0].chunk.id):
             members = list(found)
@@ -134,7 +146,8 @@ class Exchanged(Moving):
     def _runs(
         self, kind: str, chunk: Chunk, parameters: Sequence[nn.Parameter], values: Tensor, *, writes: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each parameter its run in a payload of this kind, and the one in `values`, (chunk.extent,)."""
+        """Yield two 1-D views for each parameter: its elements in the payload `kind` here, and in `values`,
+        (chunk.extent,)."""
         for each, members in self._homes(parameters):
             with self._store.pin((each.chunk.id, kind), writes=writes) as flat:
                 for index, slot in members:
@@ -144,7 +157,8 @@ class Exchanged(Moving):
 
     @torch.no_grad()
     def put_sums(self, chunk: Chunk, parameters: Sequence[nn.Parameter], values: Tensor) -> None:
-        """Keep a group's sums, (chunk.extent,), beside the gradients."""
+        """Keep the group's summed gradients of a chunk, `values` (chunk.extent,), beside the member's own
+        gradients."""
         for each, _ in self._homes(parameters):
             if not self._store.has((each.chunk.id, SUM)):
                 self._store.add((each.chunk.id, SUM), each.chunk.numel, each.dtype)
@@ -153,21 +167,22 @@ class Exchanged(Moving):
 
     @torch.no_grad()
     def read_sums(self, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """A copy of them, (chunk.extent,)."""
+        """Return a copy, (chunk.extent,), of the sums that `put_sums` kept."""
         values = torch.zeros(chunk.extent, dtype=parameters[0].dtype)
         for here, read in self._runs(SUM, chunk, parameters, values, writes=False):
             read.copy_(here)
         return values
 
     def present(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
-        """Which of them have a gradient."""
+        """Return one flag for each parameter: whether it has a gradient."""
         places = [self._places[id(parameter)] for parameter in parameters]
         return [self.gradients.watched(each.chunk.id).present[slot] for each, slot in places]
 
     def read_gradients(
         self, chunk: Chunk, parameters: Sequence[nn.Parameter], present: Sequence[bool], into: Tensor
     ) -> None:
-        """Copy the gradients of those that are `present` to their slots of `into`, (chunk.extent,)."""
+        """Copy the gradients of the parameters flagged in `present` to their slots of `into`,
+        (chunk.extent,)."""
         for each, members in self._homes(parameters):
             wanted = [(index, slot) for index, slot in members if present[index]]
             if not wanted:
@@ -179,8 +194,8 @@ class Exchanged(Moving):
     def put_gradients(
         self, chunk: Chunk, parameters: Sequence[nn.Parameter], present: Sequence[bool], values: Tensor
     ) -> None:
-        """Let these be the gradients: the slots of `values`, (chunk.extent,), of those that are `present`,
-        and None of the others."""
+        """Replace the parameters' gradients: by the slots of `values`, (chunk.extent,), where `present`, else
+        by None."""
         measures = self.gradients.measures
         for each, members in self._homes(parameters):
             watched = self.gradients.watched(each.chunk.id)
@@ -193,24 +208,24 @@ class Exchanged(Moving):
                 watched.edited.discard(slot)
 
     def edited(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """True if the script has changed one of these gradients since they were put."""
+        """True if the script has changed one of these gradients since `put_gradients`."""
         for each, members in self._homes(parameters):
             watched = self.gradients.watched(each.chunk.id)
             if watched.kept:
-                with watched.settled():  # looks what came of the views that the script has
+                with watched.settled():  # takes in changes made through the script's views
                     pass
             if any(slot in watched.edited for _, slot in members):
                 return True
         return False
 
     def are_finite(self) -> bool | None:
-        """True if all gradients are finite, by their global norm; None if the norm is not, which decides
-        nothing."""
+        """True if the gradients' global norm is finite; None if it is not, since it may overflow though all
+        gradients are finite."""
         norm = self.gradients.norm(self.gradients.measures or 2.0)
         return True if bool(torch.isfinite(norm)) else None
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> tuple[Tensor, float]:
-        """Clip the gradients; the norm before, and what they were multiplied by."""
+        """Clip the gradients; return the norm before, and the factor that they were multiplied by."""
         norm = self.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         return norm, float(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
 
@@ -218,26 +233,27 @@ class Exchanged(Moving):
 
     @torch.no_grad()
     def read_values(self, chunk: Chunk, parameters: Sequence[nn.Parameter], into: Tensor) -> None:
-        """Copy the values of these to their slots of `into`, (chunk.extent,); see `write_back`."""
+        """Copy the parameters' values from the tiers to their slots of `into`, (chunk.extent,); call
+        `write_back` first."""
         for here, read in self._runs(VALUES, chunk, parameters, into, writes=False):
             read.copy_(here)
 
     def write_back(self) -> None:
-        """Hand what the script has written into parameters to the tiers: `written` says in which chunks that
-        may be."""
+        """Copy what the script has written into parameters on the device to the tiers, and add those chunks
+        to `written`."""
         self.engine.write_back()
 
     def is_written(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """True if the script may have changed the values of a chunk in which one of these lies."""
+        """True if one of these parameters lies in a chunk whose values the script may have changed."""
         return any(self._places[id(parameter)][0].chunk.id in self.written for parameter in parameters)
 
     def begin_values(self) -> None:
-        """All values are about to change, as one."""
+        """Begin to replace the values: the copies on the device are out of date from here on."""
         self._before_step([each.chunk.id for each in self._trained])
         self._new: list[nn.Parameter] = []  # those whose values have changed
 
     def write_values(self, chunk: Chunk, parameters: Sequence[nn.Parameter], values: Tensor) -> None:
-        """Let these have new values: the slots of `values`, (chunk.extent,)."""
+        """Write the slots of `values`, (chunk.extent,), into the parameters' values."""
         for each, members in self._homes(parameters):
             with self._store.pin((each.chunk.id, VALUES), writes=True) as flat, torch.no_grad():
                 for index, slot in members:
@@ -247,7 +263,12 @@ class Exchanged(Moving):
                         self._new.append(each.parameters[slot])
 
     def end_values(self, *, stepped: bool) -> None:
-        """All have come; `stepped`: by a step that the script has made."""
+        """Finish the replacement: raise the changed parameters' autograd version, and refresh their copies on
+        the device.
+
+        Args:
+            stepped: True if an optimizer step of the script made the new values.
+        """
         if self._new:  # for autograd, too, they are other values now
             torch.autograd.graph.increment_version(self._new)
         self._new = []
@@ -266,6 +287,6 @@ class Exchanged(Moving):
 
 
 def _run(chunk: Chunk, flat: Tensor, index: int) -> Tensor:
-    """A slot's elements, 1-D, in the order of memory."""
+    """Return a slot's elements of `flat`, (chunk.extent,): 1-D, in the order of memory."""
     slot = chunk.slots[index]
     return flat[slot.offset : slot.offset + slot.numel]

@@ -43,9 +43,16 @@ def plan(
     *,
     lent: int = 0,
 ) -> MemoryPlan:
-    """How `fit` would hold the model. With `members` all of them call it; each gets its own plan, with chunks
-    of worker 0's size. Raises as `fit` does, on all members alike. With `lent`, how `borrow` would, on one of
-    so many devices."""
+    """Return the plan by which `fit` would hold the model.
+
+    Args:
+        members: the group to share the model with; all of its members call this, and each gets its own plan,
+            with chunks of worker 0's size.
+        lent: the number of devices that borrow the model (`borrow`); the plan is then for one of them. 0:
+            none.
+
+    Raises what `fit` raises; with `members`, on all of them.
+    """
     budgets = memory.budgets()
     _check(model, dict(model.named_parameters()))
     if members is None:
@@ -64,11 +71,16 @@ def fit(
 ) -> Fitted:
     """Train `model` with `optimizer` within the budgets of `memory`; use both as before, until `close()`.
 
-    With `members`, each of which calls it with the same model and the same values, the model is shared: each
-    member keeps what it owns (see `memory/sharded.py`). `plan` is what the function `plan` has given.
-    Results are those of the plain model, to the bit. Raises ConfigError for budgets that cannot be read,
-    PrepareError for a model or an optimizer that cannot be held in chunks, UserError where the budgets are
-    too small, with the least that would do. Source: docs/memory.md.
+    Results equal the plain model's to the bit.
+
+    Args:
+        members: the group to share the model with. Each member calls `fit` with the same model and values,
+            and keeps the part that it owns (see `memory/sharded.py`).
+        plan: the plan that the function `plan` has returned; None: `fit` makes one.
+
+    Raises ConfigError for budgets that cannot be read, PrepareError for a model or an optimizer that cannot
+    be held in chunks, UserError for budgets that are too small, with the least that would do. Source:
+    docs/memory.md.
     """
     budgets = memory.budgets()
     if plan is None:
@@ -101,8 +113,14 @@ def fit_shared(
     plan: MemoryPlan,
     epochs: BatchEpochs = NO_EPOCHS,
 ) -> Sharded:
-    """Share `model` with other members as `fit` does, by what the function `plan` has given; not a plan by
-    which everything fits. `epochs` tells of the batches on which members train. Raises as `fit` does."""
+    """Share `model` with other members, by a plan of the function `plan`.
+
+    Args:
+        plan: not a plan by which everything fits (`plan.fits`): there is nothing to share then.
+        epochs: the epochs of the batches on which members train.
+
+    Raises what `fit` raises.
+    """
     _check(model, dict(model.named_parameters()))
     chunk_map = lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=plan.chunk_bytes)
     return _share(model, optimizer, memory.budgets(), plan, chunk_map, members, epochs)
@@ -134,25 +152,37 @@ def borrow(
     gradients: Payloads,
     peak: int,
 ) -> LentModel:
-    """Let `model` train within the device's budget on values that are lent; who lends them makes its steps.
-    See `LentModel` for the arguments. `plan` is what the function `plan` has given, with `lent`; not one by
-    which everything fits. Raises PrepareError as `fit` does."""
+    """Let `model` train within the device's budget on values that a lender keeps and steps; see `LentModel`.
+
+    Args:
+        plan: made by the function `plan` with `lent`; not one by which everything fits.
+
+    Raises PrepareError where `fit` does.
+    """
     _check(model, dict(model.named_parameters()))
     return LentModel(model, memory.budgets(), plan, chunk_map, values, gradients, peak)
 
 
 def plan_exchanged(model: nn.Module, memory: Memory, staging_bytes: int, *, sums: bool = False) -> MemoryPlan:
-    """How `fit_exchanged` would hold the model, where gradients on their way out and values on their way in
-    take `staging_bytes` of host memory; `sums`: a group's sums lie beside a member's own gradients. Raises as
-    `fit` does."""
+    """Return the plan by which `fit_exchanged` would hold the model.
+
+    Args:
+        staging_bytes: bytes of host memory for gradients on their way out and values on their way in.
+        sums: True if a group's sums lie beside a member's own gradients.
+
+    Raises what `fit` raises.
+    """
     budgets = memory.budgets()
     _check(model, dict(model.named_parameters()))
     return planning.choose(model, None, budgets, elsewhere=staging_bytes, sums=sums)
 
 
 def fit_exchanged(model: nn.Module, memory: Memory, plan: MemoryPlan) -> Exchanged:
-    """Hold `model` within the budgets of `memory`, by what `plan_exchanged` gave, while steps are made
-    elsewhere. Raises as `fit` does."""
+    """Hold `model` within the budgets of `memory`, by a plan of `plan_exchanged`; its steps are made
+    elsewhere.
+
+    Raises what `fit` raises.
+    """
     chunk_map = lay_out_memory(planning.specs_for(model, None), chunk_bytes=plan.chunk_bytes)
     return Exchanged(model, memory.budgets(), plan, chunk_map)
 

@@ -39,18 +39,18 @@ from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.torch_compat import own_parameters
 
 EARLY = "the plan takes the steps to be longer than a forward, and there is room to make these in backward"
-GRADIENTS_UNDER_WAY = 2  # chunks of them may be on their way off the device while backward goes on
+GRADIENTS_UNDER_WAY = 2  # chunks of gradients that may be leaving the device while backward goes on
 
 
 class Fitted:
     """A model that trains within budgets, until `close`. Use the model and the optimizer as before.
 
-    A context manager: `close` at its end.
+    As a context manager it calls `close` at the end of the block, or `abandon` after an exception.
     """
 
     def __init__(self, model: nn.Module, budgets: Budgets, plan: MemoryPlan, chunk_map: ChunkMap) -> None:
         self.model, self.budgets, self.plan, self.chunk_map = model, budgets, plan, chunk_map
-        self.gradient_norm: Tensor | None = None  # at the latest clipping, before it
+        self.gradient_norm: Tensor | None = None  # the global norm before the latest clipping
 
     @property
     def mover(self) -> Engine | None:
@@ -59,7 +59,7 @@ class Fitted:
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:
-        """Decisions beside the plan: (subject, choice, reason)."""
+        """Decisions that are not in the plan: (subject, choice, reason)."""
         return []
 
     def stats(self) -> MemoryFigures:
@@ -67,25 +67,33 @@ class Fitted:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give the model and the optimizer back as plain ones, their values in ordinary memory."""
+        """Make the model and the optimizer plain again: all values, gradients and states in ordinary
+        memory."""
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """`close` after an error, which with several members may have come to this one alone."""
+        """Close after an exception. With several members the exception may be this member's alone."""
         self.close()
 
     def end(self, *, stays: bool) -> None:
-        """A session ends: what moves is moved no more. With `stays` the model may stay where it is."""
+        """End the session: chunks stop moving.
+
+        Args:
+            stays: True if a model that is too large to be plain may stay in its tiers.
+        """
 
     def lacks_room(self, state: int = 0) -> str:  # noqa: ARG002
-        """Return why the model does not fit as a plain one, with `state` bytes of the optimizer's state that
-        lie elsewhere. It is one already: an empty string."""
+        """Return why the model does not fit as a plain one. This one is plain already: an empty string.
+
+        Args:
+            state: bytes of optimizer state that lie elsewhere, and are to come here with the model.
+        """
         return ""
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """torch.nn.utils.clip_grad_norm_ of all gradients, to the bit; returns the norm before."""
+        """Clip as torch.nn.utils.clip_grad_norm_ does, to the bit; return the norm before."""
         check_max_norm(max_norm, norm_type)
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), max_norm, norm_type, error_if_nonfinite
@@ -109,7 +117,8 @@ class Fitted:
 
 
 class Resident(Fitted):
-    """Everything fits: the parameters lie in the device's arena for good, and all else is plain PyTorch's."""
+    """A model of which everything fits: parameters lie in an arena on the device; the rest is plain
+    PyTorch's."""
 
     def __init__(self, model: nn.Module, budgets: Budgets, plan: MemoryPlan, chunk_map: ChunkMap) -> None:
         super().__init__(model, budgets, plan, chunk_map)
@@ -129,8 +138,8 @@ class Resident(Fitted):
 
 
 class _Stationary:
-    """Chunks whose values lie in an arena of the device for good: their parameters are plain ones, their
-    gradients and their optimizer's state PyTorch's own."""
+    """Chunks whose values stay in an arena on the device. Their parameters, gradients and optimizer state are
+    plain PyTorch ones."""
 
     def __init__(self, chunks: Sequence[TrainedChunk], chunk_map: ChunkMap) -> None:
         sizes = [chunk_map.blocks_of(each.chunk) for each in chunks]
@@ -144,7 +153,7 @@ class _Stationary:
                 take(parameter, each.run(memory, slot))
                 parameter.data = each.part(memory, slot)
             bound = BoundChunk(each.chunk, each.names, each.parameters)
-            bound.bind(memory)  # where the values are already: each parameter gets a storage of its own
+            bound.bind(memory)  # the values are there already: this gives each parameter a storage of its own
             self._chunks.append(bound)
 
     def close(self) -> None:
@@ -156,8 +165,11 @@ class _Stationary:
 
 
 class Moving(Fitted):
-    """Chunks come to the device for their use, and are stepped in host memory; but for those in
-    `plan.steps_on_device`, which stay there, and which the script's optimizer steps itself."""
+    """A model whose chunks come to the device to be used, and are stepped in host memory.
+
+    The chunks of `plan.steps_on_device` are the exception: they stay on the device, and the script's
+    optimizer steps them itself.
+    """
 
     def __init__(
         self,
@@ -223,18 +235,18 @@ class Moving(Fitted):
             self.abandon()
             raise
 
-    # What a group of members (memory/sharded.py) has in another way, or a model that is stepped elsewhere
-    # (memory/lent.py).
+    # Overridden for a group of members (memory/sharded.py), or a model that is stepped elsewhere
+    # (memory/lent.py, memory/exchanged.py).
 
     def _hold(self, chunks: Sequence[TrainedChunk]) -> None:
-        """Find who holds what of the chunks: the store holds all."""
+        """Find which member holds what of the chunks. Here the store holds everything."""
 
     def _home_of(self, states: Mapping[int, ChunkStates]) -> Home:
         return HostHome(self._store, self._steps, states)
 
     @property
     def _room(self) -> int:
-        """Bytes of gradients that may be on their way off the device."""
+        """Bytes of gradients that may be on their way off the device while backward goes on."""
         return GRADIENTS_UNDER_WAY * self.plan.chunk_bytes
 
     def _gradients_of(self, trained: Sequence[TrainedChunk], beside: Mapping[int, nn.Parameter]) -> Gradients:
@@ -259,15 +271,16 @@ class Moving(Fitted):
     def _shown(
         self, optimizer: torch.optim.Optimizer, states: Mapping[int, ChunkStates]
     ) -> Mapping[int, States]:
-        """The states of chunks of which others step a part."""
+        """Return the states to show for chunks of which other members step a part, by chunk. Here there are
+        none."""
         del optimizer, states
         return {}
 
     def _ready(self, states: Mapping[int, ChunkStates]) -> None:
-        """All payloads are where they belong."""
+        """Finish the construction, when all payloads are where they belong."""
 
     def _end(self) -> None:
-        """The model and the optimizer are plain again."""
+        """Release the tiers, when the model and the optimizer are plain again."""
         self._store.close()
 
     def _end_interrupts(self) -> None:
@@ -300,7 +313,7 @@ class Moving(Fitted):
         check_max_norm(max_norm, norm_type)
         own = [p for p in self.model.parameters() if p.grad is not None and not self.gradients.holds(p)]
         if len(own) > sum(p.grad is not None for p in self.gradients.beside.values()):
-            # One that was frozen at `fit` has its gradient by itself.
+            # A parameter that was frozen at `fit` has a gradient of autograd's own, in no chunk.
             return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         self.gradient_norm = self.gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         return self.gradient_norm
@@ -322,19 +335,19 @@ class Moving(Fitted):
         self._step_ended()
 
     def _step_ended(self) -> None:
-        """Let the cache know, and count what the step came to."""
+        """Tell the cache, the store and the counters that a step has ended."""
         ended = self.engine.handle_step_ended()
         self._statistics.add(ended)
         self._step_blocks = ended.blocks_in
         self._store.step_ended()
-        # Of gradients and copies, whose holes glibc does not fill.
+        # Gradients and copies leave holes in the heap that glibc does not fill: give the free memory back.
         self.gradients.once_arrived(self._freed.step_ended)
         self._moved.step_ended()
         self.steps += 1
 
     @property
     def _aside(self) -> int:
-        """Bytes of the device that are set aside for chunks that step there, gradients and state in full."""
+        """Bytes of the device's budget for the chunks that step there, with their gradients and states."""
         return (self.plan.blocks - self._blocks) * self.plan.chunk_bytes
 
     def stats(self) -> MemoryFigures:
@@ -378,7 +391,7 @@ class Moving(Fitted):
         try:
             if stepper is not None:
                 stepper.close()
-        finally:  # a step that failed is told of once the model is a plain one
+        finally:  # the error of a failed step is raised once the model is plain
             self.engine.close()
             if self._there is not None:
                 self._there.close()
@@ -389,11 +402,14 @@ class Moving(Fitted):
                 self._end()
 
     def end(self, *, stays: bool) -> None:
-        """At the end of a session: `close` where the budgets hold the plain model and its optimizer's state;
-        else all `stays` in its tiers, to be used on, or is let go of (whose steps were made elsewhere)."""
+        """End the session. `close` if the budgets hold the plain model and its optimizer's state.
+
+        Otherwise the model stays in its tiers and can be used on (`stays`), or `let_go` drops it, as its
+        steps were made elsewhere.
+        """
         if self.engine.is_closed:
             return
-        self._steps.wait_over()  # the first step makes the state
+        self._steps.wait_over()  # the optimizer's state exists once the first step has ended
         why = self.lacks_room()
         if not why:
             self.close()
@@ -422,10 +438,10 @@ class Moving(Fitted):
         return self._store.nbytes_without(GRADIENT) + there
 
     def _room_for_plain(self) -> tuple[int, str]:
-        """Return the bytes that there are for a plain model, and who gives them, in words.
+        """Return the bytes that a plain model may take, and what limits them, in words.
 
-        A plain model lies on the device. A CPU has the host's budget too, and without one the memory that is
-        free.
+        On an accelerator the device's budget counts. On a CPU the device's and the host's budgets count
+        together; with no host budget, and at most, the machine's free memory counts.
         """
         if self._arena.device.type != "cpu":
             return self.budgets.device, "the device's budget is"
@@ -435,7 +451,7 @@ class Moving(Fitted):
 
     @interrupts.uninterrupted
     def let_go(self, why: str) -> None:
-        """End the threads, and give nothing back: who uses a parameter from now on is told `why`."""
+        """End the threads, and give nothing back: any later use of a parameter raises an error with `why`."""
         if self.engine.is_closed:
             return
         for handle in self._handles:
@@ -452,11 +468,11 @@ class Moving(Fitted):
         self._store.close()
 
     def _part(self) -> None:
-        """Let go of what others hold."""
+        """Leave the group, if other members hold parts of the model. Here there is none."""
 
 
 class _Owners:
-    """Which module has which parameter, to see whether one was replaced."""
+    """The modules that own each parameter, kept to detect a parameter that was replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [
@@ -467,7 +483,7 @@ class _Owners:
         ]
 
     def check(self) -> None:
-        """Raise UserError, naming it, if a parameter is no longer the one that `fit` saw."""
+        """Raise UserError, naming the parameter, if one is no longer the object that `fit` saw."""
         for owner, key, name, parameter in self._places:
             if owner.get(key) is not parameter:
                 raise UserError(
@@ -479,7 +495,7 @@ class _Owners:
 def _members(
     chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[Chunk, list[str], list[nn.Parameter]]]:
-    """Each chunk with its parameters' names and the parameters."""
+    """Yield each chunk with its parameters' names and the parameters, in the order of its slots."""
     names = list(parameters)
     for chunk in chunk_map.chunks:
         members = [names[slot.parameter] for slot in chunk.slots]
@@ -489,7 +505,7 @@ def _members(
 def _parted(
     steps_on_device: Collection[int], chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]
 ) -> tuple[list[TrainedChunk], list[TrainedChunk]]:
-    """The chunks that are to stay on the device with gradient and state, and the others."""
+    """Return two lists: the chunks that stay on the device with gradient and state, and the others."""
     parts: tuple[list[TrainedChunk], list[TrainedChunk]] = [], []
     for each in _members(chunk_map, parameters):
         parts[each[0].id not in steps_on_device].append(TrainedChunk(*each))
@@ -497,9 +513,15 @@ def _parted(
 
 
 def _store(budgets: Budgets, plan: MemoryPlan, spilled: int, names: Mapping[int, str]) -> Store:
-    """Where all payloads lie. Without a disk they are packed closely; with one, blocks are moved whole, and
-    its file is kept so small at first that the budget holds the `spilled` bytes of `init`, too. `names` are
-    what errors call the chunks."""
+    """Build the store that holds all payloads, in host memory and, with a disk budget, on disk.
+
+    Without a disk, payloads are packed closely. With one, they move in whole blocks, and the file stays so
+    small at first that the budget also holds the bytes that `init` has spilled.
+
+    Args:
+        spilled: bytes on disk that `init` holds until the model is taken over.
+        names: what errors call the chunks, by chunk.
+    """
 
     if not plan.disk_bytes:
         arena = Arena(max(plan.host_bytes, PAGE), PAGE, "cpu", "host", alignment=PAGE)

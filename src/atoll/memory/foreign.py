@@ -1,8 +1,9 @@
-"""The optimizer's state of chunks of which other members step a part: that is read from them, and never
-changed here.
+"""The optimizer's state of chunks of which other members step a part. It is read from them, and never changed
+here.
 
-What the optimizer keeps for a parameter as a whole ("step"), and which keys it keeps for each element, a
-member tells in one word for all of a chunk's parameters of which it holds something.
+A member describes the chunk's state in one word (`described`), which covers all of the chunk's parameters of
+which the member holds something: values kept for a parameter as a whole ("step"), and the keys and dtypes of
+the element-wise states.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from atoll.memory.states import ChunkStates
 from atoll.memory.stepqueue import Settings
 from atoll.tensors.optimizer import State
 
-_MOST_BYTES = 2**20  # of one number: what is kept for a parameter as a whole is a scalar or little more
+_MOST_BYTES = 2**20  # of one `_Number`: a state kept for a parameter as a whole is a scalar or little more
 
 
 class _Number(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that is kept for a parameter as a whole."""
+    """A tensor that the optimizer keeps for a parameter as a whole."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,14 +38,19 @@ Value: TypeAlias = _Number | bool | int | float | str | None
 
 
 class _Slot(msgspec.Struct, frozen=True):
-    """The description of one parameter's state."""
+    """The description of one parameter's state.
+
+    Attributes:
+        numbers: values kept for the parameter as a whole, by key.
+        kept: dtypes of the element-wise states, by key.
+    """
 
     numbers: dict[str, Value]
-    kept: dict[str, str]  # dtypes by key
+    kept: dict[str, str]
 
 
 def described(states: ChunkStates) -> bytes:
-    """Describe the states of a chunk's parameters, in bytes that `SharedStates` reads."""
+    """Return the description of the states of a chunk's parameters, as bytes that `SharedStates` reads."""
     slots = [
         _Slot(
             {
@@ -71,8 +77,14 @@ def _told(key: str, value: Any, name: str) -> Value:
 
 
 class SharedStates:
-    """What an optimizer's `Stepper` asks of the states of a chunk, for one of which others step a part:
-    those whose parts are fetched by `cache`. `own` is what is stepped here, None: nothing."""
+    """The `States` of a chunk of which other members step a part, for an optimizer's `Stepper` and for
+    checkpoints.
+
+    Args:
+        cache: fetches the other members' parts.
+        group: the number of the chunk's param group.
+        own: the states that this member steps; None if it steps nothing of the chunk.
+    """
 
     def __init__(
         self,
@@ -83,8 +95,8 @@ class SharedStates:
         own: ChunkStates | None = None,
     ) -> None:
         self.trained, self.group, self._sharing, self._cache, self._own = trained, group, sharing, cache, own
-        self._known: dict[int, Sequence[_Slot]] = {}  # by holder
-        self._count = -1  # as of which count
+        self._known: dict[int, Sequence[_Slot]] = {}  # the descriptions, by holder
+        self._count = -1  # the value of `sharing.count` at which they were fetched
 
     def numbers(self, slot: int) -> State:
         """Return copies of the state kept for a parameter as a whole."""
@@ -99,7 +111,7 @@ class SharedStates:
         return {key: _dtype(name) for key, name in self._told(slot).kept.items()}
 
     def elements(self, slot: int, key: str) -> Tensor:
-        """A copy of what is kept under `key`, with the parameter's shape and strides."""
+        """Return a copy of the element-wise state `key`, with the parameter's shape and strides."""
         kind = MASTER if key == MASTER else state_kind(key)
         flat = self._cache.fetched(self.trained, slot, kind, self.kept(slot)[key])
         if self._own is not None and self._own.portion.has(slot):
@@ -107,15 +119,15 @@ class SharedStates:
         return self.trained.part(flat, slot).clone()
 
     def load(self, slot: int, state: State, settings: Settings | None = None) -> None:
-        """Take what is held here of it; the others' scripts load the same."""
+        """Load the part of a state that is held here; the other members' scripts load their parts."""
         if self._own is not None:
             self._own.load(slot, state, settings)
 
     def _told(self, slot: int) -> _Slot:
-        """What a member that holds some of the parameter says of it."""
+        """Return the description of a slot by a member that holds some of its parameter."""
         begin, end = self.trained.place(slot)
         others = self._cache.parts[self.trained.chunk.id]
-        if not self.trained.extent:  # parameters without elements alone: one member has it
+        if not self.trained.extent:  # no parameter has elements: one member has the chunk
             return self._slots(others[0].member)[slot]
         holder = next(part.member for part in others if part.begin < end and begin < part.end)
         return self._slots(holder)[slot]

@@ -1,9 +1,9 @@
 """Gradients of chunks that do not stay on the device.
 
-As autograd finishes a parameter's gradient, a hook takes it away from the parameter, and a thread moves it
-into its chunk's payload "gradient" while backward goes on. What the script reads as `p.grad` is a
-`GradientProxy`: whatever is done with it is done with the payload. So `torch.nn.utils.clip_grad_norm_` works,
-and never holds all gradients. Source: docs/memory.md, "Gradients".
+When autograd has finished a parameter's gradient, a hook takes the gradient away from the parameter, and a
+thread copies it into its chunk's payload "gradient" while backward goes on. The script reads `p.grad` as a
+`GradientProxy`, which passes every operation on to the payload. So `torch.nn.utils.clip_grad_norm_` works,
+and never holds all gradients at once. Source: docs/memory.md, "Gradients".
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GRAD: Any = torch.Tensor.grad  # autograd's own, whatever a parameter's class m
 class TrainedChunk:
     """A chunk that receives gradients: `names[i]` and `parameters[i]` belong to `chunk.slots[i]`.
 
-    To be made while the parameters have memory: their shapes and strides are noted.
+    Construct it while the parameters have memory: it notes their shapes and strides.
     """
 
     def __init__(self, chunk: Chunk, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
@@ -56,25 +56,28 @@ class TrainedChunk:
 
     @property
     def words(self) -> str:
-        """Return the chunk's parameters, for people: `'h.0.weight'`, or `'h.0.bias' to 'h.0.weight'`."""
+        """The chunk's parameters, for people: `'h.0.weight'`, or `'h.0.bias' to 'h.0.weight'`."""
         first, last = self.names[0], self.names[-1]
         return repr(first) if len(self.names) == 1 else f"{first!r} to {last!r}"
 
     def part(self, flat: Tensor, slot: int) -> Tensor:
-        """The part of `flat`, (extent,), that is slot `slot`'s, with its parameter's shape and strides."""
+        """Return the view of `flat`, (extent,), that is a slot's, with its parameter's shape and strides."""
         like = self.likes[slot]
         return flat.as_strided(
             like.shape, like.stride(), flat.storage_offset() + self.chunk.slots[slot].offset
         )
 
     def run(self, flat: Tensor, slot: int) -> Tensor:
-        """The same, 1-D, in the order of memory."""
+        """Return the view of `flat`, (extent,), that is a slot's: 1-D, (numel,), in the order of memory."""
         place = self.chunk.slots[slot]
         return flat[place.offset : place.offset + place.numel]
 
     def place(self, slot: int) -> tuple[int, int]:
-        """From where to where a slot lies; of one without elements, an element beside it: who holds that
-        keeps what is kept of the slot."""
+        """Return the (begin, end) of a slot's elements in the chunk.
+
+        For a slot without elements it is the place of a neighbouring element: whoever holds that element
+        keeps the slot's state.
+        """
         place = self.chunk.slots[slot]
         if place.numel:
             return place.offset, place.offset + place.numel
@@ -83,15 +86,15 @@ class TrainedChunk:
 
 
 class Slot:
-    """One parameter's gradient, as a proxy asks for it."""
+    """One parameter's gradient, as the `Source` of its proxy."""
 
     def __init__(self, chunk: ChunkGradients, index: int) -> None:
         self._chunk, self._index = chunk, index
-        self.edits = 0  # how often the script has written into it, by the proxy
+        self.edits = 0  # how often the script has written into the gradient through the proxy
         self.proxy: weakref.ref[GradientProxy] | None = None
 
     def show(self) -> GradientProxy:
-        """The proxy: the same object for as long as anybody has it."""
+        """Return the gradient's proxy: one object for as long as the script holds it."""
         proxy = self.proxy() if self.proxy is not None else None
         if proxy is None:
             trained = self._chunk.trained
@@ -101,7 +104,7 @@ class Slot:
 
     @contextmanager
     def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
-        del overwrites  # what is there is at hand
+        del overwrites  # the old content costs nothing to give
         self._chunk.arrive()
         kept = self._chunk.kept.get(self._index)
         if kept is not None:
@@ -114,7 +117,7 @@ class Slot:
             return
         trained = self._chunk.trained
         with self._chunk.settled() as flat:
-            with torch.inference_mode(False):  # a tensor that counts its versions
+            with torch.inference_mode(False):  # so that the tensor counts its versions
                 home = carve(flat, trained.chunk.slots[self._index].offset, trained.likes[self._index])
                 lent = self._chunk.on_device(home)
             before = version_of(lent)
@@ -139,11 +142,14 @@ class Slot:
             with self.lend() as gradient, torch.inference_mode(False):
                 kept = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
                 self._chunk.kept[self._index] = kept.copy_(gradient)
-                self._chunk.changes += 1  # whatever is done with it from now on
+                self._chunk.changes += 1  # the script may write to the copy unseen from now on
         return kept
 
     def leave(self) -> None:
-        """This gradient is replaced: whoever has a view or the proxy has the old one for himself."""
+        """Detach the proxy and the script's views, before the gradient is replaced or dropped.
+
+        Whoever has them keeps the old gradient, which counts for nobody else any more.
+        """
         proxy = self.proxy() if self.proxy is not None else None
         if proxy is not None:
             failed = self._chunk.failed
@@ -153,53 +159,59 @@ class Slot:
 
 
 class ChunkGradients:
-    """The state of one chunk's gradients; their values are in the payload."""
+    """The state of one chunk's gradients. The gradients themselves lie in the chunk's payload."""
 
     slot_kind = Slot
 
     def __init__(self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving) -> None:
-        """`steps` are those of the optimizer; `leaving` carries what comes."""
+        """Add the chunk's payload "gradient" to `payloads`.
+
+        Args:
+            steps: the optimizer's steps.
+            leaving: carries gradients off the device.
+        """
         self.trained, self.payloads, self.steps, self._leaving = trained, payloads, steps, leaving
         self.key = trained.chunk.id, GRADIENT
         payloads.add(self.key, trained.chunk.numel, trained.dtype)
         self.filled = False  # there is something in the payload
         self.present = [False] * len(trained.parameters)
         self.slots = [self.slot_kind(self, index) for index in range(len(trained.parameters))]
-        # By slot: a copy in memory of its own that counts as the gradient, while the script has views of it.
+        # By slot: a copy that counts as the gradient while the script has views of it.
         self.kept: dict[int, Tensor] = {}
-        # What the values in the payload are still to be multiplied by, and in which slots.
+        # Factors by which the payload is still to be multiplied, each with a flag for each slot.
         self.factors: list[tuple[Tensor, list[bool]]] = []
-        self.norms: dict[int, Tensor] = {}  # by slot, of the gradients as they now are
-        self.changes = 0  # of what counts as a gradient, by whomever
-        self._is_read_ahead = False  # a step that is made ahead of its time reads the payload
+        self.norms: dict[int, Tensor] = {}  # by slot, the norms of the present gradients that are known
+        self.changes = 0  # how often any of the chunk's gradients may have changed
+        self._is_read_ahead = False  # a speculative step reads the payload now
         self._reading = threading.Condition()
         self.stepping = False  # a step that is under way will still read the payload
         self.coming: Future[None] | None = None  # the latest gradient that is, or was, on its way here
-        self.stepped_after: Future[None] | None = None  # the latest that the step under way counts
-        self.failed: BaseException | None = None  # what the first gradient that did not arrive has raised
-        self.told = False  # somebody was told of it
+        self.stepped_after: Future[None] | None = None  # the latest gradient that the step under way uses
+        self.failed: BaseException | None = None  # the error of the first gradient that did not arrive
+        self.told = False  # `failed` was raised to somebody
 
     def note_edit(self, index: int) -> None:
-        """The script has written to a slot's gradient."""
+        """Note that the script has written to a slot's gradient. Here nothing keeps count."""
 
     def wait_stepped(self) -> None:
         """Wait until no step of the chunk is under way or to come."""
         self.steps.wait_stepped(self.trained.chunk.id)
 
     def arrive(self, *, whatever: bool = False) -> None:
-        """Wait until no gradient is on its way here; raises what the way has raised, unless `whatever`."""
+        """Wait until no gradient is on its way here. Raises the error of one that failed, unless
+        `whatever`."""
         wait_for(self.coming, f"the gradients of {self.trained.names[0]!r}")
         self.tell(whatever=whatever)
 
     def tell(self, *, whatever: bool = False) -> None:
-        """Raise it, unless `whatever`."""
+        """Raise the error of a gradient that did not arrive, if there is one, unless `whatever`."""
         if self.failed is not None and not whatever:
             self.told = True
             raise self.failed
 
     @contextmanager
     def borrow(self, *, writes: bool) -> Iterator[Tensor]:
-        """The payload, (extent,), with the factors applied; the padding between slots is zero."""
+        """Pin the payload, (extent,), with outstanding factors applied. The padding between slots is zero."""
         filled, self.filled = self.filled, True
         factors, self.factors = self.factors, []
         with (
@@ -231,8 +243,10 @@ class ChunkGradients:
 
     @contextmanager
     def settled(self, *, writes: bool = False) -> Iterator[Tensor]:
-        """The same, once all gradients are here and no step reads it any more, with what the script has
-        changed in views."""
+        """Borrow the payload when all gradients have arrived and no step reads it.
+
+        Changes that the script made through views are copied into the payload first.
+        """
         self.arrive()
         self.wait_stepped()
         with self._with_edits(writes=writes) as flat:
@@ -245,16 +259,17 @@ class ChunkGradients:
                 self.take_in(flat, index, kept)
                 self.norms.pop(index, None)
                 self.changes += 1
-                if storage_uses(storage_handle(kept.untyped_storage())) <= 2:  # only we have it
+                if storage_uses(storage_handle(kept.untyped_storage())) <= 2:  # the script has no view left
                     del self.kept[index]
             yield flat
 
     def take_in(self, flat: Tensor, index: int, kept: Tensor) -> None:
-        """Copy into the payload what counts as a slot's gradient."""
+        """Copy a slot's gradient from the copy that the script has views of into the payload."""
         self.trained.part(flat, index).copy_(kept)
 
     def take(self, index: int, gradient: Tensor, measures: float | None) -> None:
-        """Let a gradient come; it counts from now on."""
+        """Start a gradient on its way to the payload. It counts from now on, and adds to one that is
+        present."""
         self.wait_stepped()  # here: a step that is begun later waits for the gradient
         self._change()
         add = partial(self._add, index, gradient, measures, adds=self.present[index])
@@ -262,13 +277,13 @@ class ChunkGradients:
         self.present[index] = True
 
     def replace(self, index: int, gradient: Tensor) -> None:
-        """The script has set this slot's gradient."""
+        """Set a slot's gradient to one that the script has assigned."""
         self.forget(index)
         self.take(index, gradient, None)
         self.arrive()  # the script may go on to change its tensor
 
     def _add(self, index: int, gradient: Tensor, measures: float | None, *, adds: bool) -> None:
-        """Add a gradient, or set it; on the thread that carries it."""
+        """Add a gradient to the slot's, or set it, on the thread that carries gradients."""
         try:
             with self._with_edits(writes=True) as flat:
                 part = self.trained.part(flat, index)
@@ -278,7 +293,7 @@ class ChunkGradients:
                 self.norms.pop(index, None)
                 if measures is not None:
                     self.norms[index] = torch.linalg.vector_norm(part, measures)
-        except BaseException as error:  # whatever it is, who reads the gradient is to raise it
+        except BaseException as error:  # raised to whoever reads the gradient
             self.failed = self.failed or error
 
     def forget(self, index: int) -> None:
@@ -292,8 +307,10 @@ class ChunkGradients:
             self.release()
 
     def _change(self) -> None:
-        """A gradient is to come, or to go: nobody may read the payload ahead of the step any more. Raises
-        DeadlineError where a step that does so does not end."""
+        """Announce that a gradient is about to come or go: no speculative step may read the payload any more.
+
+        Raises DeadlineError if a speculative step that reads it does not end.
+        """
         with self._reading:
             self.changes += 1
             if not self._reading.wait_for(lambda: not self._is_read_ahead, DEADLINE):
@@ -304,8 +321,11 @@ class ChunkGradients:
 
     @contextmanager
     def read_ahead(self, changes: int) -> Iterator[Tensor | None]:
-        """The gradients as they lie, (extent,), for a step ahead of its time; None where there were other
-        `changes` by now. Until the end no gradient comes or goes."""
+        """Lend the gradients as they lie, (extent,), to a speculative step; None if `changes` is no longer
+        the count.
+
+        No gradient comes or goes within.
+        """
         with self._reading:
             self._is_read_ahead = self.changes == changes
         try:
@@ -317,14 +337,14 @@ class ChunkGradients:
                 self._reading.notify_all()
 
     def release(self) -> None:
-        """Let go of the payload if nothing in it counts any more."""
+        """Drop the payload if no gradient is present and no step reads it."""
         if not any(self.present) and not self.stepping:
             self.factors, self.norms, self.filled = [], {}, False
             self.failed, self.told = None, False
             self.payloads.drop(self.key)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients, at once or as they are next read."""
+        """Multiply the gradients that are present: the payload when it is next read, copies at once."""
         self.arrive()
         self.wait_stepped()
         self.factors.append((factor, list(self.present)))
@@ -334,7 +354,7 @@ class ChunkGradients:
             kept.mul_(factor.to(kept.device))
 
     def measure(self, norm_type: float) -> None:
-        """Find the norms that are not known."""
+        """Compute the norms of order `norm_type` that are not known."""
         self.arrive()
         missing = {i for i, here in enumerate(self.present) if here and i not in self.norms}
         missing.update(self.kept)
@@ -347,10 +367,16 @@ class ChunkGradients:
 class Gradients:
     """The gradients of all chunks that are trained.
 
-    They lie in `payloads`; `steps` are the optimizer's. `arrived(chunk, slot)` is told of each gradient that
-    backward has finished, on autograd's thread, when it is on its way; `room` bytes of them may be, beside
-    the latest. `beside` are parameters whose gradients are PyTorch's own, by their number: clipped with the
-    others. Tensors given and taken have the parameter's shape, dtype and device.
+    Tensors given and taken have the parameter's shape, dtype and device.
+
+    Args:
+        payloads: hold the gradients.
+        steps: the optimizer's steps.
+        arrived: called with (chunk, slot), on autograd's thread, when a gradient that backward has finished
+            is on its way.
+        room: bytes of gradients that may be on their way, beside the latest.
+        beside: parameters whose gradients are PyTorch's own, by their number in the model; they are clipped
+            with the others.
     """
 
     def __init__(
@@ -374,8 +400,8 @@ class Gradients:
             for each in self._chunks.values()
             for index, parameter in enumerate(each.trained.parameters)
         }
-        self._measures: float | None = None  # the kind of norm that is taken as gradients come
-        self.latest_norm: Tensor | None = None  # the global norm when it was last asked for, before clipping
+        self._measures: float | None = None  # the order of the norm that is taken of arriving gradients
+        self.latest_norm: Tensor | None = None  # the latest global norm, before clipping
         self._handles = []
         for each, index in self._places.values():
             parameter = each.trained.parameters[index]
@@ -391,8 +417,11 @@ class Gradients:
         return ChunkGradients(trained, payloads, steps, leaving)
 
     def close(self) -> None:
-        """Leave the gradients to the parameters as plain tensors. Raises, at the end, why one has not arrived
-        of which nobody was told; those of its chunk are None."""
+        """Give the gradients to the parameters as plain tensors.
+
+        A chunk of which a gradient did not arrive has none. The error is raised at the end, unless it was
+        raised to somebody before.
+        """
         for handle in self._handles:
             handle.remove()
         untold: BaseException | None = None
@@ -412,7 +441,7 @@ class Gradients:
             _set_own_gradient(each.trained.parameters[index], gradient)
 
     def abandon(self) -> None:
-        """Let go of the parameters and end the thread, after an error."""
+        """Remove the hooks and end the thread, after an error."""
         for handle in self._handles:
             handle.remove()
         self._leaving.close()
@@ -423,7 +452,7 @@ class Gradients:
         return self._leaving.waited
 
     def once_arrived(self, job: Callable[[], None]) -> None:
-        """Do `job` on the thread that carries gradients, after those that are on their way."""
+        """Run `job` on the thread that carries gradients, after those that are on their way."""
         self._leaving.then(job)
 
     def holds(self, parameter: nn.Parameter) -> bool:
@@ -441,13 +470,14 @@ class Gradients:
 
     @uninterrupted
     def set_grad(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """`parameter.grad = gradient`, whose values are copied."""
+        """Assign `parameter.grad = gradient`, by copying its values. Raises UserError for another shape or
+        dtype."""
         place = self._places.get(id(parameter))
         if place is None:
             _set_own_gradient(parameter, gradient)
             return
         each, index = place
-        _set_own_gradient(parameter, None)  # what a backward that was ended may have left
+        _set_own_gradient(parameter, None)  # an interrupted backward may have left one there
         if gradient is not None and self.grad_of(parameter) is gradient:
             return  # `p.grad *= 2`
         if gradient is None:
@@ -467,9 +497,10 @@ class Gradients:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """torch.nn.utils.clip_grad_norm_ of all gradients, to the bit; returns the norm before.
+        """Clip as torch.nn.utils.clip_grad_norm_ does, to the bit; return the norm before.
 
-        Gradients are read a chunk at a time, and are multiplied as they are next read: by the step.
+        Gradients are measured a chunk at a time, and multiplied when they are next read: by the step. Raises
+        RuntimeError for a norm that is not finite if `error_if_nonfinite`.
         """
         norm = self.norm(norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -481,7 +512,7 @@ class Gradients:
         return norm
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients by a scalar, as they are next read."""
+        """Multiply all gradients by a scalar: those of chunks when they are next read."""
         if float(factor) != 1.0:
             for each in self._chunks.values():
                 if any(each.present):
@@ -492,7 +523,7 @@ class Gradients:
 
     @uninterrupted
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """The global norm, a scalar: per-parameter norms, combined in registration order."""
+        """Return the global norm, a scalar: the parameters' norms combined in registration order."""
         norm_type = float(norm_type)
         if norm_type != self._measures:
             self._measures = norm_type
@@ -507,7 +538,7 @@ class Gradients:
         return self.latest_norm
 
     def _norms(self, norm_type: float) -> dict[int, Tensor]:
-        """By the number of its parameter, the norm of each gradient."""
+        """Return the norm of each gradient, by its parameter's number."""
         norms: dict[int, Tensor] = {}
         for each in self._chunks.values():
             each.measure(norm_type)
@@ -519,29 +550,32 @@ class Gradients:
         return norms
 
     def changes(self, chunk: int) -> int | None:
-        """Counts what has happened to a chunk's gradients; None where they are not yet as they lie."""
+        """Return the count of changes to a chunk's gradients; None while the payload differs from them
+        (views, factors, errors)."""
         each = self._chunks[chunk]
         return None if each.kept or each.factors or each.failed is not None else each.changes
 
     def once_here(self, chunk: int, job: Callable[[], None]) -> None:
-        """Do `job` when the chunk's gradients that are on their way have come: here, or on the thread that
-        carries them."""
+        """Run `job` when the chunk's gradients that are on their way have arrived: on this thread if they
+        have, else on the carrying thread."""
         coming = self._chunks[chunk].coming
         assert coming is not None
         coming.add_done_callback(lambda _: job())
 
     def read_ahead(self, chunk: int, changes: int) -> AbstractContextManager[Tensor | None]:
-        """A chunk's gradients as they lie, for a step ahead of its time. See `ChunkGradients.read_ahead`."""
+        """Lend a chunk's gradients to a speculative step. See `ChunkGradients.read_ahead`."""
         return self._chunks[chunk].read_ahead(changes)
 
     def present(self, chunk: int) -> tuple[bool, ...]:
-        """Which slots of a chunk have a gradient."""
+        """Return one flag for each slot of a chunk: whether it has a gradient."""
         return tuple(self._chunks[chunk].present)
 
     @contextmanager
     def whole(self, chunk: int) -> Iterator[Tensor]:
-        """The chunk's gradients where they lie, (extent,), zeros where there are none: to be read, or, after
-        `come_as`, changed."""
+        """Lend the chunk's gradients where they lie, (extent,), with zeros where there are none, to be read.
+
+        They may be changed after `come_as`.
+        """
         each = self._chunks[chunk]
         with each.settled(writes=True) as flat:
             for slot, here in enumerate(each.present):
@@ -551,8 +585,10 @@ class Gradients:
         each.release()
 
     def come_as(self, chunk: int, present: Sequence[bool]) -> None:
-        """Within `whole`: what is written there are the gradients of these slots. Whoever has a view of one
-        that was there has it for himself."""
+        """Within `whole`, let what is written there be the gradients of the slots flagged in `present`.
+
+        Whoever has a view of an older gradient keeps the older values.
+        """
         each = self._chunks[chunk]
         for index in list(each.kept):
             each.slots[index].leave()
@@ -560,7 +596,7 @@ class Gradients:
         each.present = list(present)
 
     def begin_step(self, chunk: int) -> tuple[bool, ...]:
-        """The chunk's gradients as they are now are to be stepped with; which slots have one."""
+        """Begin a step with a chunk's gradients as they are now; return which slots have one."""
         each = self._chunks[chunk]
         if each.kept:
             with each.settled():
@@ -569,24 +605,28 @@ class Gradients:
         return tuple(each.present)
 
     def end_step(self, chunk: int) -> None:
-        """The step that was begun is over, or will not come: the gradients may be let go of."""
+        """End a step that is over or cancelled: the chunk's gradients may be dropped."""
         each = self._chunks[chunk]
         each.stepping = False
         each.release()
 
     @contextmanager
     def stepped_with(self, chunk: int) -> Iterator[Tensor]:
-        """Those gradients, (extent,), at the end of which the step is over; what it made of them counts."""
+        """Lend the gradients, (extent,), that `begin_step` has fixed. At the end the step is over.
+
+        What the optimizer writes into them counts as the gradients (SGD's foreach kernels with nesterov may
+        write there).
+        """
         each = self._chunks[chunk]
         try:
-            # Not for what a later backward sends: it waits for this step.
+            # Later gradients are not waited for: they wait for this step.
             wait_for(each.stepped_after, f"the gradients of {each.trained.names[0]!r}")
             each.tell()
             with each.borrow(writes=False) as flat:
                 before = version_of(flat)
                 yield flat
                 if version_of(flat) != before:
-                    with each.payloads.pin(each.key, writes=True):  # so that it is kept where it leaves
+                    with each.payloads.pin(each.key, writes=True):  # so that eviction keeps the change
                         each.norms.clear()
         finally:
             each.stepping = False
@@ -601,12 +641,15 @@ class Gradients:
         return on_gradient
 
     def _take(self, each: ChunkGradients, index: int) -> None:
-        """Move the gradient that autograd has left at the parameter. A parameter used in a reentrant
-        checkpoint is served twice in a backward: each time what came since the last."""
+        """Take the gradient that autograd has left at the parameter.
+
+        A parameter used in a reentrant checkpoint is served twice in a backward: each time with the gradient
+        since the last.
+        """
         parameter = each.trained.parameters[index]
         gradient = _own_gradient(parameter)
         assert gradient is not None
-        _set_own_gradient(parameter, None)  # first: what is left there the next backward would add to
+        _set_own_gradient(parameter, None)  # first: the next backward would add to what is left there
         check_usable(each.trained.names[index], gradient)
         each.take(index, gradient, self._measures)
 

@@ -1,8 +1,8 @@
-"""Which members share which chunks, and what members tell one another of chunks that are not everybody's.
+"""The groups of members that share each kind of chunk, and how members sum reports of chunks that groups own.
 
-A chunk that was given to groups of members (memory/over.py) is another chunk in each of them. What all tell
-in one vector, for such a chunk, has a place for each of its groups: a member fills its own group's, and the
-sum over all members is each group's own sum.
+`atoll.memory.over` (memory/over.py) gives a chunk to groups of members; each group then has a chunk of its
+own in that place. A vector that all members sum has a place for each group of such a chunk. A member fills
+the place of its own group and leaves zeros in the others, so each place sums over one group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from atoll.moves.owners import Groups, Holding, Part, Share
 
 
 class Grouping:
-    """What `share` means for the chunks of these features, as member `share.rank` sees them."""
+    """The groups that share each chunk, as member `share.rank` sees them.
+
+    Args:
+        share: the groups by feature.
+        features: each chunk's feature: "" for a chunk that all members share, else a name from
+            `over.features_of`.
+
+    Attributes:
+        kinds: the features in use, "" first.
+    """
 
     def __init__(self, share: Share, features: Sequence[str]) -> None:
         self._features = list(features)
@@ -27,29 +36,32 @@ class Grouping:
         return any(len(self.groups(kind)) > 1 for kind in self.kinds)
 
     def kind(self, chunk: int) -> str:
-        """Chunks of one kind are shared by the same members."""
+        """Return a chunk's kind: its feature. The same members share all chunks of one kind."""
         return self._features[chunk]
 
     def groups(self, kind: str) -> Groups:
-        """The groups that have chunks of this kind, each its own; all of one size."""
+        """Return the groups that each have chunks of this kind; all are of one size."""
         return self._groups[kind]
 
     def own(self, kind: str) -> int:
-        """The number of this member's group among them."""
+        """Return the number of this member's group in `groups(kind)`."""
         return self._own[kind]
 
     def spread(self, kind: str, values: Sequence[float]) -> list[float]:
-        """What this member tells of a chunk of this kind, in the place of its group."""
+        """Return `values` in the place of this member's group, and zeros in the places of the other
+        groups."""
         groups, own = len(self.groups(kind)), self.own(kind)
         return [value if group == own else 0.0 for group in range(groups) for value in values]
 
     def heard(self, kind: str, told: Iterator[float], count: int) -> list[list[float]]:
-        """The next of what was told in that way, `count` values for each group."""
+        """Take the next sums of vectors made by `spread`: `count` values for each group."""
         return [[next(told) for _ in range(count)] for _ in self.groups(kind)]
 
     def seen_by(self, kind: str, holding: Holding, group: int) -> Holding:
-        """Who holds what of chunks of this kind in another group: the i-th of its members holds what the i-th
-        of this one's does."""
+        """Return the holding as a member of another group has it, for chunks of this kind.
+
+        The i-th member of that group holds what the i-th member of this group holds here.
+        """
         groups = self.groups(kind)
         names = dict(zip(groups[self.own(kind)], groups[group], strict=True))
         parts = [

@@ -1,4 +1,4 @@
-"""Homes of chunks' values outside the device: payloads of host memory, which are stepped there.
+"""The homes of chunks' values outside the device: payloads in host memory, where the chunks are also stepped.
 Source: docs/memory.md, "Moves"."""
 
 from __future__ import annotations
@@ -20,43 +20,62 @@ from atoll.memory.stepqueue import StepQueue
 
 
 class Home(Protocol):
-    """What an `Engine` brings chunks from, and tells of what the script writes. All methods may be called
-    from several threads."""
+    """The place outside the device that holds a chunk's values, as an `Engine` uses it.
+
+    The engine brings chunks from here, writes the script's changes back to it, and reports them. All methods
+    may be called from several threads.
+    """
 
     def take(self, each: TrainedChunk) -> None:
-        """Take over the values of a chunk's parameters, whose own memory may be let go of."""
+        """Take over the values of a chunk's parameters. The parameters' own memory may then be freed."""
 
     def wait_stepped(self, chunk: int, *, tells: bool = True) -> None:
-        """Wait for a chunk's optimizer step; raise what that has raised, with `tells=False` not to the
-        script."""
+        """Wait until no step of a chunk is under way or to come, and raise the error of one that failed.
+
+        Args:
+            tells: False if the error is not raised to the script; the script is then still to be told.
+        """
 
     def values(
         self, each: TrainedChunk, *, writes: bool = False, tells: bool = True
     ) -> AbstractContextManager[Tensor]:
-        """The chunk's values in host memory, (extent,), as its latest step has left them."""
+        """Lend the chunk's values in host memory, (extent,), as its latest step has left them.
+
+        Args:
+            writes: True if the caller changes them.
+            tells: as for `wait_stepped`.
+        """
 
     def bring(self, stay: Stay, *, tells: bool = True) -> None:
-        """Copy a chunk's values to where it lies on the device."""
+        """Copy a chunk's values to its place on the device."""
 
     def value(self, each: TrainedChunk, slot: int) -> Tensor:
-        """A copy of a parameter's value in ordinary memory of its device."""
+        """Return a copy of a parameter's value in ordinary memory of its device."""
 
     def written(self, chunk: int) -> None:
-        """The script has surely written to a chunk's values, wherever they lie."""
-        del chunk  # nobody else has them
+        """Note that the script has certainly written to a chunk's values, here or on the device."""
+        del chunk  # by default no other member has the values
 
     def written_back(self, each: TrainedChunk) -> None:
-        """What the script has written, or may have, was put into `values`."""
+        """Note that values which the script may have changed were copied into `values`."""
 
     def must_tell(self, chunk: int) -> bool:  # noqa: ARG002
-        """True if writes past autograd's count (`p.data.mul_()`) are to be `written` too, for a checksum
-        whenever the chunk's memory is given out."""
+        """True if `written` must also be called for writes that autograd does not count (`p.data.mul_()`).
+
+        The engine then takes a checksum each time it gives out the chunk's memory.
+        """
         return False
 
 
 class HostHome(Home):
-    """A home in payloads. `steps` are the optimizer's, and `states` what it keeps for the chunks that are
-    stepped here. `sharing` is what other members hold of the chunks, if any do."""
+    """A home that keeps values in payloads.
+
+    Args:
+        payloads: hold the values.
+        steps: the optimizer's steps.
+        states: the optimizer's states of the chunks that are stepped here, by chunk.
+        sharing: the group's parts of the chunks; None if no other member holds any.
+    """
 
     def __init__(
         self,
@@ -75,7 +94,7 @@ class HostHome(Home):
                 take(parameter, each.run(values, slot))
 
     def add(self, each: TrainedChunk) -> None:
-        """Make room for a chunk's values, with anything in it."""
+        """Add a chunk's payload "values" without writing to it."""
         self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
 
     def wait_stepped(self, chunk: int, *, tells: bool = True) -> None:
@@ -85,7 +104,7 @@ class HostHome(Home):
     def values(
         self, each: TrainedChunk, *, writes: bool = False, overwrites: bool = False, tells: bool = True
     ) -> Iterator[Tensor]:
-        """As `Home.values`; with `overwrites` there may be anything in it."""
+        """Lend the values as `Home.values` does. With `overwrites` their content is undefined."""
         self.wait_stepped(each.chunk.id, tells=tells)
         with self._pinned(each, writes=writes, overwrites=overwrites) as values:
             yield values
@@ -125,7 +144,7 @@ class HostHome(Home):
 
 
 def copied(each: TrainedChunk, slot: int, value: Tensor) -> Tensor:
-    """Copy a parameter's value to ordinary memory of its device."""
+    """Return a copy of a parameter's value in ordinary memory of its device."""
     like = each.likes[slot]
     with torch.inference_mode(False), torch.no_grad():
         copy = torch.empty_strided(like.shape, like.stride(), dtype=each.dtype, device=each.device)

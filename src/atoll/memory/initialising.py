@@ -1,10 +1,9 @@
 """Building a model that does not fit: a parameter leaves memory as soon as others need the room.
 
-While `init` is active, a hook of torch's sees every parameter that a module registers and makes it an
-`InitialisedParameter`, whose value may lie in memory, or in a file; any use brings it back. So code that
-initialises weights runs as it is, in its order and with its random numbers, and later code that
-initialises them once more (`model.apply(...)`) finds them. Source: docs/memory.md, "Building a
-model that does not fit".
+While `init` is active, a torch hook makes every parameter that a module registers an `InitialisedParameter`.
+Its value lies in memory or in a file, and any use brings it back. So code that initialises weights runs
+unchanged, in its order and with its random numbers, and later code that initialises them again
+(`model.apply(...)`) finds them. Source: docs/memory.md, "Building a model that does not fit".
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from atoll.tensors.torch_compat import (
     storage_uses,
 )
 
-_OWN_USES = 2  # of a storage: the parameter's, and that of the object that asks
-# What is right while a parameter's value is elsewhere, or has nothing to do with it.
+_OWN_USES = 2  # uses of a storage: by the parameter, and by the object that counts
+# Attributes and methods that are right while a parameter's value is elsewhere.
 _ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim",
     "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_mkldnn", "nbytes", "itemsize",
@@ -59,12 +58,20 @@ _VALUELESS: set[Any] = {
     torch.is_complex,
     torch.numel,
 }
-_TRIM = 8  # the part of the host's budget that may be free, and not yet given back
+_TRIM = 8  # at most 1/8 of the host's budget is freed memory that the allocator still holds
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous}
 
 
 class _Place:
-    """The place of one parameter's value outside the parameter: `copy`, `piece`, or none."""
+    """The place of one parameter's value.
+
+    Attributes:
+        pins: uses under way, during which the value stays in the parameter.
+        absent: True if the value is in `copy` or `piece`, and not in the parameter.
+        copy: the value, flat, in host memory; only for a parameter on an accelerator.
+        piece: the value's place in the file.
+        gone: runs when the parameter is collected.
+    """
 
     def __init__(self, room: _Room, parameter: nn.Parameter) -> None:
         self.room = room
@@ -72,19 +79,23 @@ class _Place:
         self.pins = 0
         self.note(parameter)
         self.absent = False
-        self.copy: Tensor | None = None  # flat, in host memory; for parameters on an accelerator
+        self.copy: Tensor | None = None
         self.piece: Piece | None = None
         self.gone: weakref.finalize[Any, Any] | None = None
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Its memory may be another one: `.data` was assigned, or it was converted."""
+        """Note the parameter's shape, strides, dtype and device, which `.data = ...` or a conversion may have
+        changed."""
         self.shape, self.stride = tuple(parameter.shape), tuple(parameter.stride())
         self.dtype, self.device, self.nbytes = parameter.dtype, parameter.device, parameter.nbytes
 
 
 class InitialisedParameter(nn.Parameter):
-    """A parameter made under `init`: its value lies in ordinary memory, or in a file, from which any use
-    brings it back. `take` makes it an `nn.Parameter` again."""
+    """A parameter made under `init`. Its value lies in ordinary memory or in a file, from which any use
+    brings it back.
+
+    `take` makes it an `nn.Parameter` again.
+    """
 
     _atoll_place: _Place
 
@@ -109,12 +120,14 @@ class InitialisedParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def stored_value(self) -> Tensor:
-        """The value, in host memory of its own."""
+        """Return a copy of the value in host memory."""
         return self._atoll_place.room.value(self)
 
     def _again(self) -> Tensor:
-        """A second parameter on the same memory: `nn.Parameter(self)`, as parametrisations do, asks for a
-        `detach()` of the same class, and for no other has one."""
+        """Return a second parameter on the same memory.
+
+        `nn.Parameter(self)`, which parametrisations call, requires that `detach()` return this class.
+        """
         with _present([self]), AsPlainTensors():
             made = nn.Parameter(self.data, self.requires_grad)
             self._atoll_place.room.adopt(made)
@@ -148,11 +161,11 @@ class _Room:
 
     @property
     def spilled(self) -> int:
-        """Bytes that the file is long."""
+        """The length of the file, in bytes."""
         return 0 if self._file is None else self._file.end
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """Take over a parameter that has a value."""
+        """Make a parameter that has a value an `InitialisedParameter` of this room."""
         with self._lock, torch.no_grad():
             place = _Place(self, parameter)
             self._make_room(parameter.device, place.nbytes)
@@ -163,7 +176,7 @@ class _Room:
             self._enter(place)
 
     def pin(self, parameter: InitialisedParameter) -> None:
-        """Bring the value into the parameter, where it stays until `unpin`; pins count."""
+        """Bring the value into the parameter. It stays there until as many `unpin` as `pin`."""
         with self._lock, torch.no_grad(), AsPlainTensors():
             place = parameter._atoll_place
             place.pins += 1
@@ -192,7 +205,7 @@ class _Room:
                 self._enter(place)
 
     def value(self, parameter: InitialisedParameter) -> Tensor:
-        """A copy of the value in host memory; nothing is evicted."""
+        """Return a copy of the value in host memory; nothing is evicted for it."""
         with self._lock, torch.no_grad(), AsPlainTensors():
             place = parameter._atoll_place
             if not place.absent:
@@ -202,7 +215,8 @@ class _Room:
             return value
 
     def copy_into(self, parameter: InitialisedParameter, into: Tensor) -> None:
-        """Copy the value into `into`, 1-D and contiguous, in the order of memory; nothing is evicted."""
+        """Copy the value into `into`, 1-D and contiguous, in the order of memory; nothing is evicted for
+        it."""
         with self._lock, torch.no_grad(), AsPlainTensors():
             place = parameter._atoll_place
             if place.absent:
@@ -224,7 +238,7 @@ class _Room:
         into.copy_(staged)
 
     def release(self, parameter: InitialisedParameter) -> None:
-        """Let the parameter go, with no value: a plain one."""
+        """Make the parameter a plain `nn.Parameter` without a value."""
         with self._lock, torch.no_grad(), AsPlainTensors():
             place = parameter._atoll_place
             assert place.gone is not None
@@ -237,7 +251,7 @@ class _Room:
             self._give_back()
 
     def forget(self, place: _Place) -> None:
-        """The parameter is gone, or another's: its room is free."""
+        """Free the room of a parameter that is gone or released."""
         with self._lock:
             if id(place) in self._present:
                 self._leave(place)
@@ -263,7 +277,8 @@ class _Room:
         return self._budgets.device if tier == "device" else self._budgets.host
 
     def _make_room(self, device: torch.device, nbytes: int) -> None:
-        """Evict, least recently used first, until `nbytes` more may lie in this device's memory."""
+        """Evict, least recently used first, until `nbytes` more fit into this device's budget. Raises
+        UserError if they cannot."""
         tier = _tier(device)
         budget = self._budget(tier)
         if budget is None:
@@ -283,14 +298,15 @@ class _Room:
             give_back_freed_memory()
 
     def _evict(self, place: _Place) -> None:
-        """Take the value away from its parameter, if nobody uses it or has a view of it."""
+        """Take the value out of its parameter, unless the parameter is in use or somebody has a view of
+        it."""
         parameter = place.parameter()
         if parameter is None or place.pins:
             return
         with AsPlainTensors():
             value = parameter.data
             storage = value.untyped_storage()
-            # `value` is a use too: what remains is somebody else's.
+            # `value` is one use more: a higher count is somebody else's view.
             is_held = storage_uses(storage_handle(storage)) > _OWN_USES + 1
             if is_held or not is_dense(value):
                 return
@@ -303,7 +319,8 @@ class _Room:
             parameter.data = _no_value(place)
 
     def _put_away(self, place: _Place, value: Tensor) -> bool:
-        """Keep `value` where there is room: in host memory, if it comes from a device, or on disk."""
+        """Keep `value` where there is room: in host memory if it comes from a device, else on disk. False if
+        there is none."""
         host = self._budgets.host
         if _tier(place.device) == "device" and (host is None or self._held["host"] + value.nbytes <= host):
             place.copy = value.to("cpu")
@@ -331,18 +348,20 @@ class _Room:
 
 @contextmanager
 def init(memory: Memory) -> Iterator[None]:
-    """Build models within: together their parameters never hold more than the budgets of `memory`.
+    """Build models within the block: together their parameters never hold more than the budgets of `memory`.
 
-    Values are to the bit those of a plain construction. What exceeds the host's budget lies in a file in the
-    disk's folder, until `fit` takes it, and is brought back by any use. Parameters count on the device
-    where the script makes them; buffers are left as they are. Raises UserError, with the least budget that
-    would do, where a parameter does not fit, and where there is no disk and all of them do not.
+    Values equal those of a plain construction, to the bit. Values that exceed the host's budget lie in a file
+    in the disk's folder until `fit` takes them; any use brings them back. A parameter counts on the device
+    where the script makes it. Buffers are left as they are.
+
+    Raises UserError, with the least budget that would do, for a parameter that does not fit, and, without a
+    disk, for parameters that do not fit together.
     """
     room = _Room(memory.budgets())
     thread = threading.get_ident()
 
     def adopt(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
-        # A subclass has rules of its own, as lazy ones do; and what has no memory takes none.
+        # Subclasses (lazy parameters) have rules of their own, and meta parameters take no memory.
         if type(parameter) is nn.Parameter and not parameter.is_meta and threading.get_ident() == thread:
             room.adopt(parameter)
 
@@ -354,10 +373,13 @@ def init(memory: Memory) -> Iterator[None]:
 
 
 def take(parameter: nn.Parameter, into: Tensor) -> None:
-    """Copy a parameter's value into `into`, wherever it lies, and let go of its own.
+    """Copy a parameter's value into `into`, wherever the value lies, and free the parameter's own memory.
 
-    `into` is 1-D, contiguous, of the parameter's numel and dtype, and gets the elements in their order in
-    memory. The parameter is an `nn.Parameter` then, without a value (NaN, strides 0) until its `data` is set.
+    The parameter is then an `nn.Parameter` without a value (NaN, strides 0) until its `data` is set.
+
+    Args:
+        into: 1-D, contiguous, of the parameter's numel and dtype; it gets the elements in their order in
+            memory.
     """
     if isinstance(parameter, InitialisedParameter):
         room = parameter._atoll_place.room
@@ -370,7 +392,7 @@ def take(parameter: nn.Parameter, into: Tensor) -> None:
 
 
 def let_go(parameter: nn.Parameter) -> None:
-    """Let go of a parameter's value, which somebody else has: as `take` leaves it."""
+    """Free a parameter's value, which somebody else keeps. The parameter is left as `take` leaves it."""
     if isinstance(parameter, InitialisedParameter):
         parameter._atoll_place.room.release(parameter)
         return
@@ -378,9 +400,9 @@ def let_go(parameter: nn.Parameter) -> None:
 
 
 def resident_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    """Number of bytes of these parameters that lie in memory now.
+    """Return the bytes of these parameters that lie in memory now.
 
-    Taking the parameters with the most bytes first keeps the total within the budgets.
+    Taking over chunks with the most such bytes first keeps the total within the budgets.
     """
     return sum(
         0 if isinstance(p, InitialisedParameter) and p._atoll_place.absent else p.nbytes for p in parameters
@@ -388,7 +410,7 @@ def resident_bytes(parameters: Sequence[nn.Parameter]) -> int:
 
 
 def spilled_to(parameters: Sequence[nn.Parameter]) -> int:
-    """Return the end, in its file, of the last of these values; 0 if none lies in a file.
+    """Return the end, in the file, of the last of these values; 0 if none lies in a file.
 
     Taking the values that lie last first lets the file become shorter.
     """
@@ -397,14 +419,14 @@ def spilled_to(parameters: Sequence[nn.Parameter]) -> int:
 
 
 def spilled_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Total length of the files that hold values of these parameters, until all of them were taken."""
+    """Return the total length of the files that hold values of these parameters."""
     rooms = {p._atoll_place.room for p in parameters if isinstance(p, InitialisedParameter)}
     return sum(room.spilled for room in rooms)
 
 
 @contextmanager
 def _present(parameters: Sequence[InitialisedParameter]) -> Iterator[None]:
-    """Within, these have their values, all at once."""
+    """Pin the values of all these parameters at once, within the block."""
     pinned: list[InitialisedParameter] = []
     try:
         for parameter in parameters:
@@ -417,8 +439,10 @@ def _present(parameters: Sequence[InitialisedParameter]) -> Iterator[None]:
 
 
 def _saved_apart() -> AbstractContextManager[object]:
-    """What autograd saves of a parameter itself is saved as a view of its memory: the parameter's own may be
-    taken away before backward, and a view's may not."""
+    """Return hooks that let autograd save a view of a parameter's memory in place of the parameter.
+
+    The parameter's own memory may be taken away before backward. A view keeps it.
+    """
     if not torch.is_grad_enabled():
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_detached, lambda tensor: tensor)
@@ -429,7 +453,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _initialised(value: Any) -> Iterator[InitialisedParameter]:
-    """The parameters made under `init` in a call's arguments, nested ones included."""
+    """Yield the parameters made under `init` among a call's arguments, nested ones included."""
     if isinstance(value, InitialisedParameter):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -441,7 +465,7 @@ def _initialised(value: Any) -> Iterator[InitialisedParameter]:
 
 
 def _run(value: Tensor) -> Tensor:
-    """The elements of a dense tensor, 1-D, in the order of memory."""
+    """Return the elements of a dense tensor, 1-D, in the order of memory."""
     return value.as_strided((value.numel(),), (1,), value.storage_offset())
 
 
@@ -450,7 +474,8 @@ def _no_value(place: _Place) -> Tensor:
 
 
 def _stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One element for all: a use that was missed finds NaN, and never old memory."""
+    """Return a tensor of `shape` over one element, NaN or 0: a use that `init` missed finds NaN, and never
+    freed memory."""
     fill: Any = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), fill, dtype=dtype, device=device).expand(shape)
 

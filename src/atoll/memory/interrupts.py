@@ -1,9 +1,9 @@
 """Ctrl-C between two uses of parameters, and not within one.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be: between a pin and the `try` that ends
-it, or as a lock has just been taken that nobody will then release. So while a model is fitted, a SIGINT that
-comes within this package's code (`uninterrupted`) is kept until that code is done. A second one is not: who
-waits for what does not come is let go, with what was begun left as it is.
+Python raises KeyboardInterrupt at any point of the main thread: between a pin and the `try` that ends it, or
+right after it has taken a lock, which nobody then releases. So while a model is fitted, a SIGINT that comes
+within this package's code (`uninterrupted`) is kept until that code is done. A second one is raised at once,
+since the code may be waiting for something that does not come; what was begun then stays as it is.
 """
 
 from __future__ import annotations
@@ -24,13 +24,20 @@ _MAIN = threading.main_thread().ident or 0
 
 
 class _Kept:
-    """The main thread's, in which Python handles signals."""
+    """The main thread's state, as Python handles signals there.
+
+    Attributes:
+        depth: calls of uninterrupted functions, one inside the other.
+        came: True if a signal has come meanwhile.
+        users: fitted models.
+        handler: the handler of SIGINT before ours.
+    """
 
     def __init__(self) -> None:
-        self.depth = 0  # calls of what is not to be interrupted
-        self.came = False  # a signal, meanwhile
-        self.users = 0  # fitted models
-        self.handler: Callable[[int, FrameType | None], Any] | None = None  # before ours
+        self.depth = 0
+        self.came = False
+        self.users = 0
+        self.handler: Callable[[int, FrameType | None], Any] | None = None
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         if self.depth and not self.came:
@@ -41,7 +48,7 @@ class _Kept:
         self.handler(signum, frame)
 
     def tell(self) -> None:
-        """Hand on what came, now that the last call is done."""
+        """Hand on a signal that has come, when the last uninterrupted call is done."""
         if self.came and not self.depth:
             self.came = False
             if self.handler is not None:
@@ -52,7 +59,7 @@ _KEPT = _Kept()
 
 
 def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, at whose end a KeyboardInterrupt is raised that came within."""
+    """Return `function` with KeyboardInterrupts kept during a call, and raised at its end."""
 
     @functools.wraps(function)
     @untraced
@@ -71,13 +78,13 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def begin() -> bool:
-    """Keep Ctrl-C from now on; whether that can be done: on the main thread alone, and where Python handles
-    SIGINT. To be ended by `end`, if so."""
+    """Keep Ctrl-C from now on; `end` ends it. False, with nothing done, on another thread than the main one,
+    or if Python does not handle SIGINT."""
     if threading.get_ident() != _MAIN:
         return False
     if not _KEPT.users:
         handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler):  # it is ignored, or another's than Python's
+        if not callable(handler):  # SIGINT is ignored, or its handler is not Python's
             return False
         _KEPT.handler = handler
         signal.signal(signal.SIGINT, _KEPT.handle)
@@ -86,7 +93,7 @@ def begin() -> bool:
 
 
 def end() -> None:
-    """The last one puts back the handler that was there, if nobody has set another since."""
+    """End one `begin`. The last one restores the earlier handler, unless somebody has set another since."""
     _KEPT.users -= 1
     here = threading.get_ident() == _MAIN
     if not _KEPT.users and here and signal.getsignal(signal.SIGINT) == _KEPT.handle:

@@ -1,5 +1,5 @@
-"""Gradients on their way off the device: a thread with a stream of its own carries them, so that backward
-goes on meanwhile."""
+"""Gradients on their way off the device. A thread with a stream of its own copies them while backward goes
+on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 from atoll.core.errors import DeadlineError
 
-_DEADLINE = 600.0  # seconds for one gradient: the slowest disk has made room by then
+_DEADLINE = 600.0  # seconds; even with the slowest disk there is room for a gradient in less
 
 
 def wait_for(coming: Future[None] | None, what: str) -> None:
-    """Wait until it is over, whether it came or not."""
+    """Wait until `coming` has ended, well or badly. Raises DeadlineError; `what` names it for people."""
     if coming is not None and not coming.done() and not wait([coming], timeout=_DEADLINE).done:
         raise DeadlineError(
             f"waited {_DEADLINE:.0f} s for {what}, which has not come: the disk of memory.disk is too slow "
@@ -26,20 +26,27 @@ def wait_for(coming: Future[None] | None, what: str) -> None:
 
 
 class Leaving:
-    """Carries one after another, in the order in which they came. At most `room` bytes are on their way
-    beside the latest: whoever brings more waits."""
+    """Copies gradients one after another, in the order in which they came.
+
+    Args:
+        room: bytes that may be on their way beside the latest gradient; `carry` waits if there are more.
+
+    Attributes:
+        waited: seconds that `carry` has waited.
+    """
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self.waited = 0.0  # seconds that `carry` has waited
+        self.waited = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-leaving")
         self._under_way: deque[tuple[Future[None], int]] = deque()
         self._nbytes = 0
-        self._lock = threading.Lock()  # backwards of several threads
+        self._lock = threading.Lock()  # backwards may run on several threads
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def carry(self, job: Callable[[], None], nbytes: int, device: torch.device) -> Future[None]:
-        """Begin `job`, which copies `nbytes` off `device` once what computes them there is done."""
+        """Begin `job`, which copies `nbytes` off `device`, after the kernels that were queued there
+        before."""
         with self._lock:
             while self._under_way and (self._nbytes > self.room or self._under_way[0][0].done()):
                 earliest, size = self._under_way[0]
@@ -62,9 +69,9 @@ class Leaving:
         job()
 
     def then(self, job: Callable[[], None]) -> None:
-        """Do `job` on the thread, after all that is on its way; nobody waits for it."""
+        """Run `job` on the thread after all copies that are on their way; nobody waits for it."""
         self._thread.submit(job)
 
     def close(self) -> None:
-        """End the thread, once all has arrived."""
+        """End the thread, after the copies that are on their way."""
         self._thread.shutdown()

@@ -1,11 +1,10 @@
-"""A model that is stepped elsewhere: its values are lent, in host memory that somebody else keeps, and its
-gradients are left there.
+"""A model that is stepped elsewhere: a lender keeps its values in host memory, and takes its gradients.
 
-Who steps it lends the newest values from time to time (`LentModel.take`); until the next ones they do not
-change. So a device under a budget reads its chunks from there, and writes nothing back: what a script writes
-into parameters lies in memory of its own, outside of the budgets, until new values come. The lender's chunks
-are its own: chunks of the device are of another size, and each parameter is found in both.
-Source: docs/memory.md, "Lent values".
+The lender steps the model, and lends new values from time to time (`LentModel.take`). Between two loans the
+values do not change, so a device under a budget reads its chunks from them and writes nothing back. Values
+that a script writes lie in payloads of their own, outside all budgets, until new values come. The lender's
+chunks and the device's differ in size; each parameter has a place in both. Source: docs/memory.md, "Lent
+values".
 """
 
 from __future__ import annotations
@@ -34,24 +33,25 @@ from atoll.memory.stepqueue import StepQueue
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.changed import same_bits
 
-Flats: TypeAlias = Mapping[int, Tensor]  # by the lender's chunk: its values or gradients, (extent,)
+Flats: TypeAlias = Mapping[int, Tensor]  # by the lender's chunk: values or gradients, (extent,)
 
 
 class Turns:
-    """The lender's payloads "gradient", in slots that are written in turn: while one is read, the next fills.
+    """The lender's payloads "gradient", in slots of memory that are written in turn: one fills while another
+    is read.
 
-    `turn(slot)` says which it is from now on. What lies in another one is copied to it when it is pinned
-    next: who has read a gradient may write to it too. Who calls `turn` sees to it that nobody else reads the
-    slot any more by then. It is the `Payloads` of all chunks; calls may come from several threads.
+    A chunk's gradient that lies in an earlier slot is copied to the present one when it is next pinned, since
+    whoever reads a gradient may also write to it. It is the `Payloads` of all chunks. Its methods may be
+    called from several threads.
     """
 
     def __init__(self, slot: Flats) -> None:
         self._slot = slot
-        self._at: dict[int, Tensor] = {}  # by chunk that holds something: where it is
+        self._at: dict[int, Tensor] = {}  # by chunk with a gradient: where the gradient lies
         self._lock = threading.Lock()
 
     def turn(self, slot: Flats) -> None:
-        """From now on `slot` is written."""
+        """Write gradients to `slot` from now on. Nobody may read that slot any more."""
         with self._lock:
             self._slot = slot
 
@@ -76,29 +76,32 @@ class Turns:
 
 
 class Loan:
-    """Where each parameter lies in the lender's chunks, and the values that are lent now."""
+    """The values that are lent now, and each parameter's place in the lender's chunks."""
 
     def __init__(self, chunk_map: ChunkMap, flats: Flats) -> None:
         self.chunk_map, self._flats = chunk_map, dict(flats)
 
     def lend(self, flats: Flats) -> None:
-        """From now on, of these chunks, these values count."""
+        """Replace the values of the chunks in `flats`."""
         self._flats.update(flats)
 
     def run(self, parameter: int) -> Tensor:
-        """The values of a parameter, by its number, 1-D, in the order of memory; nobody may write there."""
+        """Return a parameter's values, by its number: 1-D, in the order of memory. Nobody may write there."""
         chunk, slot = self.chunk_map.places[parameter]
         place = self.chunk_map.chunks[chunk].slots[slot]
         return self._flats[chunk][place.offset : place.offset + place.numel]
 
 
 class LentHome(Home):
-    """The home of chunks that are lent. What the script has written is in payloads of its own, in host memory
-    outside of all budgets, for as long as it differs from what is lent."""
+    """The home of chunks that are lent.
+
+    Values that the script has written lie in payloads of their own, in host memory outside all budgets, for
+    as long as they differ from the lent ones.
+    """
 
     def __init__(self, loan: Loan) -> None:
         self._loan, self._own = loan, HostHome(TensorPayloads(), StepQueue())
-        self._written: dict[int, TrainedChunk] = {}  # by chunk
+        self._written: dict[int, TrainedChunk] = {}  # chunks with values of the script, by id
 
     def take(self, each: TrainedChunk) -> None:
         self._own.add(each)
@@ -106,7 +109,7 @@ class LentHome(Home):
             let_go(parameter)
 
     def wait_stepped(self, chunk: int, *, tells: bool = True) -> None:
-        """Nothing is stepped here."""
+        """Do nothing: no step is made here."""
 
     @contextmanager
     def values(self, each: TrainedChunk, *, writes: bool = False, tells: bool = True) -> Iterator[Tensor]:
@@ -137,21 +140,20 @@ class LentHome(Home):
             self._forget(each.chunk.id)
 
     def changed(self) -> list[str]:
-        """The parameters whose values the script has changed, and not changed back, by what was written
-        back."""
+        """Return the names of parameters whose written-back values differ from the lent ones."""
         return [each.names[slot] for each in self._written.values() for slot in self._differing(each)]
 
     def lend(self, chunks: Sequence[int], flats: Flats) -> None:
-        """New values of these chunks; no copy from the former ones is under way."""
+        """Replace the values of these chunks by `flats`. No copy from the former values may be under way."""
         self._loan.lend(flats)
         for chunk in self._written.keys() & set(chunks):
             self._forget(chunk)
 
     def _differing(self, each: TrainedChunk) -> Iterator[int]:
-        """The slots of a written chunk that are not as they are lent."""
+        """Yield the slots of a written chunk whose values differ from the lent ones."""
         with self._own.values(each) as values:
             for slot, place in enumerate(each.chunk.slots):
-                # By their bits: NaN is itself.
+                # Compared by their bits, so that NaN equals NaN.
                 lent, own = self._loan.run(place.parameter), each.run(values, slot)
                 if not torch.equal(lent.view(torch.uint8), own.view(torch.uint8)):
                     yield slot
@@ -164,8 +166,11 @@ class LentHome(Home):
 class LentModel(Moving):
     """A model within a device's budget whose values are lent, and whose steps are made elsewhere.
 
-    `chunk_map` is the lender's, `values` what it lends at first, of every chunk. `gradients` is where
-    gradients are left, by the lender's chunks; `peak` what all of that takes of host memory, in bytes.
+    Args:
+        chunk_map: the lender's layout.
+        values: the first values, of every chunk of the lender's.
+        gradients: where gradients are left, by the lender's chunks.
+        peak: bytes of host memory that values and gradients take.
     """
 
     def __init__(
@@ -200,15 +205,17 @@ class LentModel(Moving):
         return [("memory.host", "lent", "who steps the model keeps its values in host memory"), *mine]
 
     def changed(self) -> list[str]:
-        """The parameters that the script has changed since they were taken, and not changed back."""
+        """Return the names of parameters that the script has changed since `take`, and not changed back."""
         with self.engine.lock:
             self.engine.write_back()
             return self._lent_home.changed()
 
     @uninterrupted
     def take(self, values: Flats) -> None:
-        """Go on with these values of the lender's trained chunks, or of all of its chunks. When it returns,
-        nobody reads the former ones."""
+        """Train on with new values: of the lender's trained chunks, or of all of its chunks.
+
+        When it returns, nobody reads the former values.
+        """
         is_all = len(values) == len(self._loan.chunk_map.chunks)
         taken = self.engine.chunks.values() if is_all else self._trained
         ids = [each.chunk.id for each in taken]
@@ -233,7 +240,7 @@ class LentModel(Moving):
 
     @uninterrupted
     def step_ended(self) -> None:
-        """A step of the script is over: what it used is expected of the next."""
+        """End a step of the script: its order of uses is expected of the next step."""
         self._step_ended()
 
     def _plain_bytes(self) -> int:
@@ -244,5 +251,6 @@ class LentModel(Moving):
 
 
 def layout_of(model: nn.Module, plan: MemoryPlan) -> ChunkMap:
-    """The chunks of the device: who steps where is nothing to them, so param groups share them."""
+    """Return the layout of the device's chunks. No step is made here, so parameters of different param groups
+    share chunks."""
     return lay_out_memory(planning.specs_for(model, None), chunk_bytes=plan.chunk_bytes)

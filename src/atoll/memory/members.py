@@ -1,9 +1,9 @@
-"""The members of a group that hold one model together: what memory asks of whoever connects them.
+"""The members of a group that hold one model together, as an interface: memory is given an object that
+connects them.
 
-Each chunk's elements are held by one member, or in parts by several (moves/owners.py): who holds an element
-holds its value and what the optimizer keeps for it, and steps it. A member that uses a chunk fetches what
-others hold of its values; gradients are summed to the holders. Source: docs/memory.md,
-"Members".
+Each chunk's elements are held by one member, or in parts by several (moves/owners.py). The holder of an
+element holds its value and its optimizer state, and steps it. A member that uses a chunk fetches the values
+that others hold, and gradients are summed to the holders. Source: docs/memory.md, "Members".
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from atoll.memory.payloads import Key
 from atoll.moves.owners import Groups
 
 T = TypeVar("T")
-# read((chunk, kind), version): the flat payload in host memory, as `version` sync points have left it (see
-# memory/sharing.py). Waits for them, and for the chunk's step. Raises UserError for what is not here,
-# DeadlineError where it does not come.
+# read((chunk, kind), version): lends the flat payload in host memory, as `version` sync points have left it
+# (see memory/sharing.py). Waits for the sync points and for the chunk's step. Raises UserError for a payload
+# that is not here, DeadlineError for one that does not come.
 Read: TypeAlias = Callable[[Key, int], AbstractContextManager[Tensor]]
 
 
@@ -31,58 +31,77 @@ class Waitable(Protocol):
     """A collective that is under way."""
 
     def wait(self) -> None:
-        """Until it has ended for this member. Raises DeadlineError, or what has ended the group."""
+        """Wait until it has ended for this member. Raises DeadlineError, or the error that ended the
+        group."""
 
 
 class Members(Protocol):
-    """A group, as one of its members sees it: `rank` of `count`.
+    """A group, as one of its members sees it.
 
-    `what` says for people what is waited for. Each method raises DeadlineError where it waits too long, and
-    RunError, one line that names the member, where one has gone.
+    The argument `what` says, for people, what a call waits for. Each method raises DeadlineError if it waits
+    too long, and RunError, one line that names the member, if a member has gone.
+
+    Attributes:
+        rank: this member's number.
+        count: the number of members.
+        replicas: groups that each hold a replica of the model between them; empty if all members hold one.
     """
 
     rank: int
     count: int
-    replicas: Groups  # the groups that each hold a replica of the model between them; empty: all hold one
+    replicas: Groups
 
     def serve(self, read: Read) -> None:
-        """Answer the others' `fetch` from now on with `read`, which is called on service threads."""
+        """Answer the other members' `fetch` from now on with `read`, which is called on service threads."""
 
     def fetch(self, holder: int, key: Key, version: int, into: Tensor, what: str) -> None:
         """Fill `into`, a flat contiguous tensor in host memory, with the first bytes of the holder's payload.
-        From any thread; fetches of several threads run side by side."""
+
+        It may be called from any thread. Fetches of several threads run side by side.
+
+        Args:
+            version: the count of sync points that the payload is to be of.
+        """
 
     def sum(self, tensor: Tensor, what: str) -> None:
         """Sum a contiguous tensor in host memory over all members, in place; every member gets equal bits.
 
-        This method and the next three are collectives. All members call them in the same order, on the
+        `sum`, `meet`, `exchange` and `gather` are collectives. All members call them in one order, on the
         script's thread or at the end of the script's backward.
         """
 
     def meet(self, tensor: Tensor, what: str, where: Callable[[], Stand]) -> None:
         """Sum like `sum`, at the beginning of a call of the script in which all members report something.
 
-        `where` returns this member's place in the script. Raises MismatchError where another member stands at
-        a place from which it cannot reach this call.
+        Args:
+            where: returns this member's place in the script.
+
+        Raises MismatchError if another member is at a place from which it cannot reach this call.
         """
 
     def exchange(
         self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int], what: str
     ) -> Waitable:
-        """Begin to send `tensor`, as above, in pieces of `sends` elements, the r-th to member r. `into` takes
-        what members send to this one, itself included, by rank: `takes` elements of each."""
+        """Begin to exchange pieces of tensors in host memory with all members.
+
+        Args:
+            tensor: contiguous; it is sent in pieces of `sends` elements, the r-th to member r.
+            sends: the number of elements for each member, by rank.
+            into: takes the pieces that members, itself included, send to this one, by rank.
+            takes: the number of elements from each member, by rank.
+        """
 
     def gather(self, word: bytes, what: str) -> list[bytes]:
-        """Every member's word, by rank."""
+        """Return every member's word, by rank."""
 
     def close(self) -> None:
-        """End the service and let go of the group: not collective."""
+        """End the service and leave the group. It is no collective."""
 
 
 def told(members: Members, word: T, kind: Any, what: str) -> list[T]:
-    """Every member's word, by rank, each of the type `kind`: a collective, as `Members.gather`.
+    """Return every member's word, by rank, each of the type `kind`: a collective that gathers encoded words.
 
-    Raises RunError, naming the member, for a word that is none.
+    Raises RunError, naming the member, for a word of another type.
     """
     words: list[T] = []
     for member, raw in enumerate(members.gather(msgspec.msgpack.encode(word), what)):

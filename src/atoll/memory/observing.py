@@ -1,8 +1,8 @@
-"""Looks on at a script's first steps under its budgets: what `atoll memory plan` prints.
+"""Observes a script's first steps under its budgets, for `atoll memory plan`.
 
-The first `fit` of the script is observed. Its first step records the order of uses, the second makes the
-moves that a plan knows of, and the third is recorded and timed; then the plan is searched by what was
-recorded, and the script is ended.
+The script's first `fit` is observed. Its first step records the order of uses, the second makes the moves of
+a plan that knows this order, and the third is recorded and timed. Then the best plan for the recorded uses is
+searched, and the script is ended.
 """
 
 from __future__ import annotations
@@ -24,14 +24,20 @@ from atoll.moves.search import MemoryPlan
 from atoll.moves.timeline import Bandwidths
 from atoll.tensors.stephooks import AroundStep
 
-_RECORDED = 3  # which step is
+_RECORDED = 3  # the number of the step that is recorded
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the steps have shown. `plan` is searched by the third step's profile, and None where the script
-    ended before; `as_run` is the prediction for the plan that the script ran with, by the same profile, and
-    `seconds` what that step took. `first` is the plan that it ran with."""
+    """The result of observing a script.
+
+    Attributes:
+        first: the plan that the script ran with.
+        plan: the plan found for the third step's uses; None if the script ended before that step's end.
+        as_run: the prediction for the script's own plan, for the same uses.
+        seconds: how long the third step took.
+        figures: the moves and peaks until the third step's end.
+    """
 
     first: MemoryPlan
     budgets: Budgets
@@ -43,18 +49,30 @@ class Seen:
 
 
 class EnoughSeen(BaseException):
-    """Ends the script: no error, and nothing that a script's `except Exception` should take for one. It is
-    raised by the third step and each later one."""
+    """Ends the script, at the third step and each later one.
+
+    A BaseException, as it is no error, and a script's `except Exception` should not catch it.
+    """
 
 
 class Observation:
-    """A context: within it the first `fit` is observed. Afterwards `seen` is what was found; None: no fit."""
+    """A context in which the script's first `fit` is observed.
+
+    Attributes:
+        seen: the result; None if the script called no `fit`.
+    """
 
     def __init__(
         self, workers: int = 1, replicas: Groups = (), network: float = 0.0, between: float = 0.0
     ) -> None:
-        """The plan is searched for the first of so many `workers`, of whom the groups of `replicas` hold one
-        each; `network` bytes/s go each way between those of a group, and `between` groups."""
+        """Search the plan for the first of several workers.
+
+        Args:
+            workers: the number of workers that share the model.
+            replicas: groups of workers that each hold a replica of the model between them.
+            network: bytes/s each way between the workers of a group; 0 for not known.
+            between: bytes/s each way between groups; 0 for not known.
+        """
         self._share = Share(0, workers, replicas=replicas) if workers > 1 else None
         self._network, self._between = network, between if replicas else 0.0
         self.seen: Seen | None = None
@@ -72,13 +90,13 @@ class Observation:
     def __exit__(self, *_error: object) -> None:
         global _observation
         _observation = None
-        if self._recorder is not None:  # the script ended within the step that is recorded
+        if self._recorder is not None:  # the script ended within the recorded step
             self._recorder.stop()
         for handle in self._handles:
             handle.remove()
 
     def take(self, fitted: Fitted, optimizer: torch.optim.Optimizer | None) -> None:
-        """Observe this one, unless another one was first."""
+        """Observe a fitted model, unless another was fitted before."""
         if self._fitted is not None:
             return
         self._fitted, self.seen = fitted, Seen(fitted.plan, fitted.budgets)
@@ -102,7 +120,7 @@ class Observation:
         elif self._steps >= _RECORDED:
             if self._steps == _RECORDED:
                 self._search(fitted, optimizer, now - self._began)
-            raise EnoughSeen  # at each later step too: a bare `except:` takes the first for an error
+            raise EnoughSeen  # at each later step too, as a bare `except:` may have caught the first
 
     def _search(self, fitted: Fitted, optimizer: torch.optim.Optimizer, seconds: float) -> None:
         model, budgets = fitted.model, fitted.budgets
@@ -124,7 +142,7 @@ class Observation:
 
 
 def as_in(budgets: Budgets, plan: MemoryPlan) -> Budgets:
-    """These budgets, with the chunk size of `plan` pinned, and where its optimizer steps."""
+    """Return these budgets, pinned to the chunk size of `plan` and to where its optimizer steps."""
     steps_on = budgets.pins.steps_on if plan.fits else plan.steps_share or "host"
     pins = msgspec.structs.replace(budgets.pins, chunk_bytes=plan.chunk_bytes, steps_on=steps_on)
     return msgspec.structs.replace(budgets, pins=pins)
@@ -134,6 +152,6 @@ _observation: Observation | None = None
 
 
 def tell_fitted(fitted: Fitted, optimizer: torch.optim.Optimizer | None) -> None:
-    """`fit` has fitted a model."""
+    """Tell the observation, if there is one, that `fit` has fitted a model."""
     if _observation is not None:
         _observation.take(fitted, optimizer)

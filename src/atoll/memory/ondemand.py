@@ -1,4 +1,4 @@
-"""`optimizer.state` where the states lie elsewhere."""
+"""`optimizer.state` of parameters whose states lie in payloads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from atoll.tensors.optimizer import State
 
 
 class StatesOnDemand(defaultdict[nn.Parameter, State]):
-    """Holds what the script has asked for or put there, until the next step takes it over.
+    """An optimizer's `state` that fetches the states of `parameters` when the script asks for them.
 
-    `parameters` are those that have states elsewhere; `fetch(parameter)` copies one, {} where there is none.
-    What is asked for whole (`items()`, `len()`, a pickle) is fetched for all of them. Other parameters'
-    states (frozen ones, of a run before) are simply kept.
+    It holds states that were fetched, and states that the script put there, until `taken` hands them over.
+    Whatever needs all states (`items()`, `len()`, a pickle) fetches all of them. States of other parameters
+    (frozen ones, or those of an earlier run) are plainly kept.
+
+    Args:
+        parameters: parameters whose states lie elsewhere.
+        fetch: copies one parameter's state; {} if it has none.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], fetch: Callable[[nn.Parameter], State]) -> None:
@@ -26,7 +30,8 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
         self._fetch = fetch
 
     def taken(self) -> dict[nn.Parameter, State]:
-        """What the script has changed, or may have; nothing that lies elsewhere is held from here on."""
+        """Return the states that the script may have changed, by parameter, and hold none of `parameters`
+        from here on."""
         changed: dict[nn.Parameter, State] = {}
         for parameter, elsewhere in self._elsewhere.items():
             state = super().pop(parameter, None if elsewhere else {})
@@ -36,14 +41,18 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
         return changed
 
     def become(self, states: Mapping[Any, State], *, whole: bool) -> None:
-        """Hold these states; `whole`: what is not among them is not elsewhere either."""
+        """Hold these states.
+
+        Args:
+            whole: True if a parameter that is not in `states` has no state elsewhere either.
+        """
         states = dict(states)
         super().clear()
         self._elsewhere = dict.fromkeys(self._elsewhere, not whole)
         self.update(states)
 
     def lose(self, why: str) -> None:
-        """Raise UserError with `why` from now on, where a script asks for a state that lies elsewhere."""
+        """Raise UserError with `why` from now on, when a script asks for a state that lies elsewhere."""
 
         def lost(_parameter: nn.Parameter) -> State:
             raise UserError(why)
@@ -51,11 +60,11 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
         self._fetch = lost
 
     def held(self) -> set[nn.Parameter]:
-        """Parameters whose states are here."""
+        """Return the parameters whose states are held here."""
         return set(super().keys())
 
     def keep(self, parameters: set[nn.Parameter]) -> None:
-        """Let go of what was fetched for others, unchanged."""
+        """Drop the states held here of all but these parameters; the script must not have changed them."""
         for parameter in self.held() - parameters:
             super().pop(parameter)
 
@@ -64,7 +73,7 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
         return state
 
     def fill(self, fetch: Callable[[nn.Parameter], State] | None = None) -> None:
-        """Fetch all that is not here, with another `fetch` if one is given."""
+        """Fetch every state that is not held here, by `fetch` if it is given."""
         fetch = fetch or self._fetch
         for parameter, elsewhere in self._elsewhere.items():
             if elsewhere and not super().__contains__(parameter):
@@ -119,5 +128,5 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
         return super().items()
 
     def __reduce__(self) -> Any:
-        """Copied and pickled, it is what plain torch has."""
+        """Copy and pickle as the plain defaultdict of an optimizer."""
         return defaultdict, (dict, dict(self.items()))

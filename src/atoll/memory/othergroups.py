@@ -1,5 +1,5 @@
-"""What other groups of members hold of the parts of a model that are not everybody's (memory/over.py), for a
-checkpoint, which has the values of all groups."""
+"""Other groups' values of parameters that groups own (memory/over.py), for a checkpoint, which has those of
+all groups."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from atoll.memory.payloads import VALUES
 from atoll.memory.sharing import FetchCache, Sharing
 from atoll.tensors.lazy import LazyTensor
 
-# For each parameter that groups have of their own, by name: the groups, and each one's value and optimizer
-# state; None in the place of that group which the checkpoint's model and optimizer are of.
+# For each parameter that groups own, by name: the groups, and each group's value and optimizer state. The
+# entry of the group whose values are in the checkpoint's model and optimizer is None.
 Held: TypeAlias = dict[str, dict[str, Any]]
 
 
 def held_by_groups(sharing: Sharing, chunks: Sequence[TrainedChunk], trained: Collection[int]) -> Held:
-    """What each group holds, but for this member's own: tensors that are read as they are used. `trained` are
-    the chunks that an optimizer steps."""
+    """Return the values and states of other groups, as tensors that are read when they are used.
+
+    Args:
+        trained: the chunks that an optimizer steps.
+    """
     held: Held = {}
     for kind in sharing.grouping.kinds:
         groups, own = sharing.grouping.groups(kind), sharing.grouping.own(kind)
@@ -52,7 +55,7 @@ def _value(other: FetchCache, each: TrainedChunk, slot: int) -> Tensor:
 
 
 def _fetched(other: FetchCache, each: TrainedChunk, slot: int) -> Tensor:
-    """A copy of a parameter's value there, on the CPU."""
+    """Return a copy of a parameter's value in another group, on the CPU."""
     return each.part(other.fetched(each, slot, VALUES, each.dtype), slot).clone()
 
 
@@ -66,7 +69,7 @@ def _state(states: SharedStates, each: TrainedChunk, slot: int) -> dict[str, Any
 
 
 def groups_of(sharing: Sharing, chunks: Sequence[TrainedChunk]) -> dict[str, list[list[int]]]:
-    """By name, the groups of each parameter that they have of their own."""
+    """Return the groups of each parameter that groups own, by name."""
     found = {}
     for each in chunks:
         groups = sharing.grouping.groups(sharing.grouping.kind(each.chunk.id))
@@ -76,8 +79,8 @@ def groups_of(sharing: Sharing, chunks: Sequence[TrainedChunk]) -> dict[str, lis
 
 
 def check_held(held: Mapping[str, Any], groups: Mapping[str, list[list[int]]], where: str) -> None:
-    """Raise CheckpointError, naming the first parameter, unless these are the groups that the checkpoint was
-    written by."""
+    """Raise CheckpointError, naming the first parameter that differs, unless the checkpoint was written by
+    these groups."""
     for name in [*groups, *held]:
         there, here = held.get(name, {}).get("groups"), groups.get(name)
         if there != here:
@@ -98,12 +101,16 @@ def of_member(
     optimizer: Mapping[str, Any],
     names: Sequence[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint's model and optimizer as this member's group is to load them. `names` are the optimizer's
-    parameters, in the order of its groups."""
+    """Return a checkpoint's model and optimizer state with the values of this member's group.
+
+    Args:
+        held: the checkpoint's `Held`.
+        names: the optimizer's parameters, in the order of its param groups.
+    """
     values, states = dict(model), dict(optimizer["state"])
     numbers = {name: index for index, name in enumerate(names)}
     for name, value, state in _chosen(held, rank):
-        if value is None:  # its own are in the model and the optimizer
+        if value is None:  # this group's values are in the model and the optimizer
             continue
         values[name] = value
         if name in numbers:

@@ -1,6 +1,5 @@
-"""Parts of a model that only some of the members share: experts that lie with one group, and other experts of
-the same names with another. Source: docs/memory.md, "Groups of workers".
-"""
+"""Parts of a model that only some members share: each group has its own experts, under the same names as the
+others'. Source: docs/memory.md, "Groups of workers"."""
 
 from __future__ import annotations
 
@@ -21,21 +20,30 @@ _MARK = "_atoll_over"  # an attribute of a parameter: the members that share it
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """One member's report of the parameters that one call's members share."""
+    """One member's report of one list of ranks that its script gave to `over`.
+
+    Attributes:
+        members: the ranks.
+        names: a checksum of the parameters' names.
+        first: the first parameter's name, for people.
+        count: the number of parameters.
+    """
 
     members: tuple[int, ...]
-    names: int  # a checksum
-    first: str  # the first name, for people
+    names: int
+    first: str
     count: int
 
 
 def over(part: nn.Module | Iterable[nn.Parameter], ranks: Iterable[int]) -> None:
-    """Let the parameters of `part` be shared by the workers of `ranks` alone, this one among them.
+    """Let only the workers of `ranks`, this one among them, share the parameters of `part`.
 
-    Called on every worker, before `session.prepare` or `fit`, with the same part of the model; the lists of
-    all workers are groups that each worker is in one of, all of one size. Each group has values of its own.
-    Gradients of these parameters are the mean over the group, by its members' weights. Raises UserError for
-    ranks that are none, and for parameters that were given others before, or lie in chunks already.
+    Call it on every worker, before `session.prepare` or `fit`, with the same part of the model. The workers'
+    lists form groups of one size; each worker is in one group. Each group has values of its own, and its
+    gradients are the mean over its members, by their weights.
+
+    Raises UserError for ranks that are none, for parameters that were given other ranks before, and for
+    parameters that lie in chunks already.
     """
     given = list(ranks) if isinstance(ranks, Iterable) else []
     are_ranks = all(type(rank) is int and rank >= 0 for rank in given)
@@ -60,14 +68,16 @@ def over(part: nn.Module | Iterable[nn.Parameter], ranks: Iterable[int]) -> None
 
 
 def over_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The members that `over` has given it; empty: all."""
+    """Return the members that `over` has given a parameter; empty for all."""
     found: tuple[int, ...] = vars(parameter).get(_MARK, ())
     return found
 
 
 def features_of(model: nn.Module) -> dict[str, str]:
-    """By the names of those parameters that were given members: what tells those of one list from those of
-    another. It is the same on all members, whose lists are not."""
+    """Return a label for each parameter that was given to `over`, by name: one label for each list of ranks.
+
+    Labels are equal on all members, although their lists differ.
+    """
     found: dict[tuple[int, ...], str] = {}
     features = {}
     for name, parameter in model.named_parameters():
@@ -78,16 +88,22 @@ def features_of(model: nn.Module) -> dict[str, str]:
 
 
 def refuse_apart(model: nn.Module, **facts: str) -> None:
-    """Raise PrepareError, naming the first, if any parameter was given members that it cannot have; `facts`
-    are the table of needs'."""
+    """Raise PrepareError, naming the first parameter that was given to `over`, if the table of needs refuses
+    that.
+
+    Args:
+        facts: choices for the table of needs (`axes/needs.py`).
+    """
     for name, parameter in model.named_parameters():
         if over_of(parameter):
             check("prepare", Choices({"over": name, "ranks": list(over_of(parameter)), **facts}))
 
 
 def share_among(model: nn.Module, members: Members) -> Share:
-    """This member's part, and which members share what, once all have said the same; a collective. Raises
-    PrepareError, on all alike, where they have not."""
+    """Return this member's `Share`, when all members have given `over` the same parts: a collective.
+
+    Raises PrepareError, on all members, if the parts or the lists of ranks do not match.
+    """
     own: dict[str, list[str]] = {}
     lists: dict[str, tuple[int, ...]] = {}
     parameters = dict(model.named_parameters())
@@ -122,7 +138,7 @@ def _words(words: Sequence[_Word]) -> str:
 
 
 def _groups(words: Sequence[_Word]) -> Groups:
-    """The groups that the members' lists make. Raises PrepareError where they make none."""
+    """Return the groups that the members' lists form. Raises PrepareError for lists that form none."""
     what = f"atoll.memory.over of {words[0].first!r}"
     for member, word in enumerate(words):
         given = list(word.members)

@@ -1,12 +1,12 @@
 """Parameters whose memory comes and goes.
 
-`fit` turns a model's parameters into ChunkParameters, by their class alone: the objects, their names and
-their shapes stay, so modules, optimizers and the script's own references keep working. PyTorch hands every
-operation on one of them to `__torch_function__`, wherever it is called, which brings the chunks of all
-ChunkParameters among the arguments to the device and then runs the operation as on plain parameters.
+`fit` turns a model's parameters into ChunkParameters by changing their class only. The objects, their names
+and their shapes stay, so modules, optimizers and the script's own references keep working. PyTorch hands
+every operation on one of them to `__torch_function__`, wherever it is called. That brings the chunks of all
+ChunkParameters among the arguments to the device, and then runs the operation as on plain parameters.
 
-What tells only of shape, dtype or autograd's bookkeeping moves nothing. What gives out the memory past
-autograd's count of changes (`.data`, `data_ptr`) marks the chunk as one that may have been written into.
+Operations that read only shape, dtype or autograd's bookkeeping move nothing. Operations that give out the
+memory past autograd's count of changes (`.data`, `data_ptr`) mark the chunk as possibly written to.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
 
-_BASE: Any = torch.Tensor  # whose attributes' descriptors are not typed
+_BASE: Any = torch.Tensor  # the descriptors of its attributes are not typed
 
 # Attributes that are computed from the values, or give them out.
 _OF_VALUES = {"H", "T", "mH", "mT", "data", "real", "imag", "__cuda_array_interface__"}
@@ -58,7 +58,7 @@ def _methods(*names: str) -> set[Any]:
     return {getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name)}
 
 
-# True of an absent parameter too: nothing is moved for them.
+# Functions that are right for an absent parameter too: nothing is moved for them.
 _PASSED: frozenset[Any] = frozenset(
     _attributes()
     | _methods("size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device")
@@ -67,19 +67,20 @@ _PASSED: frozenset[Any] = frozenset(
     | {torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size}
     | {torch.result_type, compare_kinds, torch.is_inference}
 )
-# Asked of a tensor without memory that is laid out as the parameter is.
+# Functions that are called on a meta tensor with the parameter's layout instead.
 _LAYOUT: frozenset[Any] = frozenset(_methods("stride", "is_contiguous", "storage_offset", "dim_order"))
-# What they give may be written through, and autograd's count would not tell.
+# Functions whose results may be written through without a count of autograd's.
 _GIVE_OUT: frozenset[Any] = frozenset(
     {_BASE.data.__get__}
     | _methods("data_ptr", "const_data_ptr", "untyped_storage", "storage", TYPED_STORAGE, "storage_type")
     | _methods("numpy", "__array__", "__dlpack__", "tolist")
 )
+# Functions that would replace the parameter's memory: they are refused.
 _REPLACE: frozenset[Any] = frozenset(_methods("set_", "resize_", "resize_as_", "share_memory_", "swap_"))
 
 
 class ChunkParameter(nn.Parameter):
-    """A parameter whose values lie in a chunk; made of an `nn.Parameter` by `take_over`."""
+    """A parameter whose values lie in a chunk. `take_over` makes it of an `nn.Parameter`."""
 
     _atoll: Place
 
@@ -119,12 +120,12 @@ class ChunkParameter(nn.Parameter):
         args: Arguments,
         kwargs: Keywords,
     ) -> Any:
-        """Run `func` with the chunks of these among its arguments on the device."""
+        """Run `func` with the chunks of `parameters`, which are among its arguments, on the device."""
         used = _pin(parameters, gives_out=func in _GIVE_OUT or _writes(func, kwargs))
         try:
             with entered():
                 if any(kind is not cls and kind is not Tensor for kind in types):
-                    with _plain(parameters):  # so that the other kinds' own handling comes into its own
+                    with _plain(parameters):  # so that the other classes' own handling applies
                         return func(*args, **kwargs)
                 with AsPlainTensors():
                     return func(*args, **kwargs)
@@ -134,7 +135,7 @@ class ChunkParameter(nn.Parameter):
     @property
     @untraced
     def grad(self) -> Tensor | None:
-        """The gradient, wherever it lies; edits of it count."""
+        """The gradient, wherever it lies. Edits of it count."""
         return _engine(self).gradients.grad_of(self)
 
     @grad.setter
@@ -149,7 +150,7 @@ class ChunkParameter(nn.Parameter):
 
     @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with the present values; it lies in ordinary memory and belongs to no chunk."""
+        """Return a plain parameter with the present values, in ordinary memory and in no chunk."""
         if id(self) not in memo:
             memo[id(self)] = self._plain_copy()
         copy: nn.Parameter = memo[id(self)]
@@ -164,8 +165,8 @@ class ChunkParameter(nn.Parameter):
 
     @untraced
     def stored_value(self) -> Tensor:
-        """A copy of the present values, in ordinary memory; nothing becomes resident."""
-        if not hasattr(self, "_atoll"):  # given back since somebody took this method, as a state_dict does
+        """Return a copy of the present values in host memory; nothing becomes resident."""
+        if not hasattr(self, "_atoll"):  # given back since a state_dict took this method
             return self.detach().to("cpu", copy=True)
         return _engine(self).value(self).cpu()
 
@@ -181,7 +182,7 @@ def take_over(parameter: nn.Parameter, place: Place) -> None:
 
 
 def give_back(parameter: nn.Parameter, value: Tensor) -> None:
-    """Make it a plain parameter again, with memory of its own."""
+    """Make a ChunkParameter a plain parameter again, with `value` as its memory."""
     assert isinstance(parameter, ChunkParameter)
     del parameter._atoll
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -189,18 +190,18 @@ def give_back(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def place_of(parameter: nn.Parameter) -> Place | None:
-    """The place of a ChunkParameter; None for others."""
+    """Return the place of a ChunkParameter; None for other parameters."""
     return parameter._atoll if isinstance(parameter, ChunkParameter) else None
 
 
 def put(parameter: nn.Parameter, memory: Tensor) -> None:
-    """Let a ChunkParameter lie in `memory`; autograd's count of changes stays."""
+    """Point a ChunkParameter at `memory`, without changing autograd's count of changes."""
     with AsPlainTensors():
         parameter.data = memory
 
 
 def version(parameter: nn.Parameter) -> int:
-    """Number of writes into a ChunkParameter, by autograd's count."""
+    """Return the number of writes into a ChunkParameter, by autograd's count."""
     with AsPlainTensors():
         return version_of(parameter)
 
@@ -211,7 +212,7 @@ def _engine(parameter: ChunkParameter) -> Engine:
 
 
 def _chunk_parameters(arguments: Any) -> Iterator[ChunkParameter]:
-    """All ChunkParameters in nested tuples, lists and dictionaries."""
+    """Yield all ChunkParameters in nested tuples, lists and dictionaries."""
     if isinstance(arguments, dict):
         arguments = arguments.values()
     for each in arguments:
@@ -222,13 +223,14 @@ def _chunk_parameters(arguments: Any) -> Iterator[ChunkParameter]:
 
 
 def _writes(func: Any, kwargs: Keywords) -> bool:
-    """True if a function writes into an argument, by its name. Autograd counts most, not a fused step."""
+    """True if a function writes into an argument, by its name. Autograd counts most such writes, but not a
+    fused step's."""
     name: str = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
 
 
 def _pin(parameters: Iterable[ChunkParameter], *, gives_out: bool) -> dict[Engine, list[int]]:
-    """Make their chunks resident together until `_unpin`."""
+    """Make the parameters' chunks resident together until `_unpin`; return them by engine."""
     used: dict[Engine, list[int]] = {}
     for parameter in parameters:
         used.setdefault(_engine(parameter), []).append(parameter._atoll.chunk)
@@ -261,18 +263,18 @@ def _plain(parameters: Sequence[ChunkParameter]) -> Iterator[None]:
 
 
 def _assign(_func: Any, args: Arguments, _kwargs: Keywords) -> None:
-    """`parameter.data = value`: its values are copied, so that the parameter stays in its chunk."""
+    """Assign `parameter.data = value` by copying, so that the parameter stays in its chunk."""
     parameter, value = args
     if type(parameter) is ChunkParameter:
         _engine(parameter).assign(parameter, value)
-    else:  # plain.data = parameter: a copy, or the chunk could never leave
+    else:  # plain.data = parameter: copied, as otherwise the chunk could never leave
         parameter.data = _engine(value).value(value)
 
 
 def _detach(func: Any, args: Arguments, _kwargs: Keywords) -> Tensor:
-    """For a state_dict what is read when it is used, for all else a view."""
+    """Return what `detach()` gives: for a state_dict a tensor that is read when it is used, else a view."""
     (parameter,) = args
-    if makes_parameter(caller(1)):  # beyond __torch_function__
+    if makes_parameter(caller(1)):  # 1: above __torch_function__
         name = _engine(parameter).name(parameter._atoll)
         raise UserError(
             f"nn.Parameter(...) of parameter {name!r} would be another one in its memory, as "
@@ -291,7 +293,8 @@ def _detach(func: Any, args: Arguments, _kwargs: Keywords) -> Tensor:
 
 
 def _backward(_func: Any, args: Arguments, kwargs: Keywords) -> None:
-    """`parameter.backward(...)`: by autograd's own function, so that every use in backward reaches us."""
+    """Run `parameter.backward(...)` by autograd's own function, so that the engine sees every use in
+    backward."""
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args[1:], strict=False)) | kwargs
     gradient = given.pop("gradient", None)
@@ -299,8 +302,11 @@ def _backward(_func: Any, args: Arguments, kwargs: Keywords) -> None:
 
 
 def _gradient_of(func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """`torch.autograd.grad` with ChunkParameters among its inputs, which are named by their edge in the graph
-    instead: so that the backward runs outside of `__torch_function__`, and every use in it reaches us."""
+    """Run `torch.autograd.grad` with ChunkParameters among its inputs.
+
+    The inputs are given as their edges in the graph, so that the backward runs outside `__torch_function__`
+    and the engine sees every use in it.
+    """
     names = (
         "outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused",
         "is_grads_batched", "materialize_grads",
@@ -316,7 +322,7 @@ def _gradient_of(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     with AsPlainTensors():
         given["inputs"] = [get_gradient_edge(p) if type(p) is ChunkParameter else p for p in wanted]
     given["outputs"] = [o.view_as(o) if type(o) is ChunkParameter else o for o in outputs]
-    # What the backward itself saves for another one gives its chunks free too.
+    # Tensors that the backward saves for another backward must not hold their chunks either.
     with entered() if given.get("create_graph") else nullcontext():
         found: Sequence[Tensor | None] = func(**given)
     if materialize:
@@ -325,8 +331,10 @@ def _gradient_of(func: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _backward_of(func: Any, args: Arguments, kwargs: Keywords) -> None:
-    """`torch.autograd.backward` with ChunkParameters among its `inputs`, which are named by their edge as in
-    `_gradient_of`, or its `tensors`."""
+    """Run `torch.autograd.backward` with ChunkParameters among its `tensors` or its `inputs`.
+
+    Inputs are given as their edges in the graph, as in `_gradient_of`.
+    """
     names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
     given = dict(zip(names, args, strict=False)) | kwargs
     roots = [given["tensors"]] if isinstance(given["tensors"], Tensor) else given["tensors"]
@@ -341,8 +349,11 @@ def _backward_of(func: Any, args: Arguments, kwargs: Keywords) -> None:
 
 
 def _keep_apart(_func: Any, _args: Arguments, _kwargs: Keywords) -> None:
-    """`flatten_parameters()` of an RNN, on CUDA: it would move them into one piece of memory, out of their
-    chunks. cuDNN takes them where they lie, with a copy."""
+    """Do nothing, in place of an RNN's `flatten_parameters()` on CUDA.
+
+    It would move the parameters into one piece of memory, out of their chunks. cuDNN takes them where they
+    lie, by copying.
+    """
 
 
 _SPECIAL: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {

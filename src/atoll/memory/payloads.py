@@ -1,7 +1,7 @@
 """Payloads: the values, the gradient or the optimizer's state of a chunk.
 
-A payload is known by (chunk, kind). `Payloads` is the interface that gradients and steps need, and that
-`store.Store` offers; `TensorPayloads` keeps payloads in plain tensors of their own.
+A payload is known by (chunk, kind). `Payloads` is the interface that gradients and steps need. `store.Store`
+implements it, and `TensorPayloads` does with a plain tensor for each payload.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 Key: TypeAlias = tuple[int, str]  # chunk id, kind
 
 VALUES = "values"  # in the model's dtype
-MASTER = "master"  # the same in single precision, where the model's dtype is a half one and the state is not
+MASTER = "master"  # values in single precision, for a model in half precision
 GRADIENT = "gradient"  # in the model's dtype
-SUM = "sum"  # of a group's gradients, beside a member's own
-_STATE = "state."  # and the key that the optimizer has for it: "state.exp_avg"
-_SPARE = "spare."  # and the kind beside which it lies: what a step that does not count yet has made
+SUM = "sum"  # the sum of a group's gradients, beside a member's own gradients
+_STATE = "state."  # prefix of the optimizer's key: "state.exp_avg"
+_SPARE = "spare."  # prefix of another kind: holds that kind's result of a step that does not count yet
 
 
 def state_kind(key: str) -> str:
-    """The kind of the optimizer's element-wise state `key`."""
+    """Return the kind of the optimizer's element-wise state `key`."""
     return _STATE + key
 
 
 def spare_kind(kind: str) -> str:
-    """The kind of the spare payload beside one of `kind`."""
+    """Return the kind of the spare payload beside one of `kind`."""
     return _SPARE + kind
 
 
@@ -43,14 +43,16 @@ class Payloads(Protocol):
     """Flat memory by (chunk, kind). Its methods may be called from several threads at once."""
 
     def add(self, key: Key, numel: int, dtype: torch.dtype) -> None:
-        """A new payload; its first pin gives zeros."""
+        """Add a payload of `numel` elements. Its first pin gives zeros."""
 
     def pin(
         self, key: Key, *, writes: bool = False, overwrites: bool = False
     ) -> AbstractContextManager[Tensor]:
-        """The payload, (numel,), which stays where it is within.
+        """Lend the payload, (numel,), which does not move within the context.
 
-        `writes`: it is changed; `overwrites`: nobody reads what is there, which may be anything.
+        Args:
+            writes: True if the caller changes it.
+            overwrites: True if nobody reads the old content, which may then be undefined.
         """
 
     def drop(self, key: Key) -> None:

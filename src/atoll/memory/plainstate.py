@@ -1,4 +1,4 @@
-"""The optimizer's state of chunks, as plain torch shows it: `optimizer.state`, `state_dict` and
+"""The optimizer's state of chunks in plain torch's form: `optimizer.state`, `state_dict` and
 `load_state_dict`. Source: docs/memory.md, "The step"."""
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from atoll.tensors.torch_compat import tree_map_only
 
 
 class States(Protocol):
-    """The states of a chunk's parameters, as the script sees them: of `ChunkStates`, or of a chunk of which
-    other members step a part (memory/foreign.py)."""
+    """The states of a chunk's parameters, as the script sees them.
+
+    Implemented by `ChunkStates`, and for a chunk of which other members step a part by
+    `foreign.SharedStates`.
+    """
 
     trained: TrainedChunk
-    group: int  # of the optimizer's
+    group: int  # number of the optimizer's param group
 
     def numbers(self, slot: int) -> State:
         """Return copies of the state kept for a parameter as a whole."""
@@ -35,16 +38,19 @@ class States(Protocol):
         """Return the dtypes of the element-wise states, by key."""
 
     def elements(self, slot: int, key: str) -> Tensor:
-        """A copy of what is kept under `key`, with the parameter's shape and strides."""
+        """Return a copy of the element-wise state `key`, with the parameter's shape and strides."""
 
     def load(self, slot: int, state: State, settings: Settings | None = None) -> None:
-        """Take a parameter's state from plain torch's form."""
+        """Load a parameter's state from plain torch's form."""
 
 
 class PlainState:
-    """What scripts see of the states of `chunks`; the optimizer's other parameters keep their own.
+    """The optimizer's `state` as scripts see it, for the parameters of `chunks`. Other parameters keep plain
+    states.
 
-    `steps` are those of the chunks, which a reader waits for.
+    Args:
+        chunks: the states, by chunk.
+        steps: the chunks' steps, which a reader waits for.
     """
 
     def __init__(
@@ -57,10 +63,10 @@ class PlainState:
             for states in chunks.values()
             for index, parameter in enumerate(states.trained.parameters)
         }
-        # In the order of the param groups, as plain torch has the states.
+        # In the order of the param groups, which is plain torch's order of states.
         parameters = [parameter for group in self._groups for parameter in group if self.has(parameter)]
         self._shown = StatesOnDemand(parameters, self._plain)
-        self._held: set[nn.Parameter] = set()  # whose states the script held before a `state_dict`
+        self._held: set[nn.Parameter] = set()  # parameters whose states were held before a `state_dict`
         self._is_loading = False  # a `load_state_dict` runs whose states have been taken
 
     def has(self, parameter: nn.Parameter) -> bool:
@@ -79,14 +85,14 @@ class PlainState:
 
     def take_over(self) -> None:
         """Move into payloads the states that the script has put into `optimizer.state`, or changed there."""
-        if self._optimizer.state is not self._shown:  # the script's own: what is not there is nowhere
+        if self._optimizer.state is not self._shown:  # assigned by the script: states not in it do not exist
             self._show(whole=True)
         for parameter, state in self._shown.taken().items():
             states, slot = self._slots[id(parameter)]
             states.load(slot, state)
 
     def give_back(self) -> None:
-        """Leave the optimizer its state as a plain one."""
+        """Leave the optimizer a plain state with everything in it."""
         self.take_over()
         self._optimizer.state = defaultdict(dict, self._shown.items())
 
@@ -95,10 +101,7 @@ class PlainState:
         self._shown.lose(why)
 
     def nbytes(self) -> int:
-        """Return the bytes that plain torch takes for what is kept for each element.
-
-        No step may be under way.
-        """
+        """Return the bytes of all element-wise states in plain torch's form. No step may be under way."""
         return sum(
             states.trained.chunk.slots[slot].numel * dtype.itemsize
             for states, slot in self._slots.values()
@@ -111,20 +114,20 @@ class PlainState:
         self._optimizer.state = shown
 
     def _stepped(self, parameter: nn.Parameter) -> tuple[States, int]:
-        """The states of a parameter's chunk, and its slot there, once its steps are made."""
+        """Return the states of a parameter's chunk and its slot there, after the chunk's outstanding step."""
         states, slot = self._slots[id(parameter)]
         self._steps.wait_stepped(states.trained.chunk.id)
         return states, slot
 
     @uninterrupted
     def _plain(self, parameter: nn.Parameter) -> State:
-        """A copy of one parameter's state as plain torch has it."""
+        """Return a copy of one parameter's state in plain torch's form."""
         states, slot = self._stepped(parameter)
         elements = {key: _elements(states, slot, key) for key in states.kept(slot)}
         return {**self._numbers(states, slot), **elements}
 
     def _lazy(self, parameter: nn.Parameter) -> State:
-        """The same, with tensors that are copied when they are read."""
+        """Return one parameter's state with tensors that are copied when they are read."""
         states, slot = self._stepped(parameter)
         lazy = {
             key: LazyTensor(
@@ -142,8 +145,8 @@ class PlainState:
         return _elements(*self._stepped(parameter), key)
 
     def _numbers(self, states: States, slot: int) -> State:
-        """What is kept for a parameter as a whole, where plain torch has it: a step count that kernels read
-        lies on the parameter's device."""
+        """Return the state kept for a parameter as a whole. With fused or capturable steps its tensors are on
+        the parameter's device, as in plain torch."""
         group = self._optimizer.param_groups[states.group]
         if not (group.get("fused") or group.get("capturable")):
             return states.numbers(slot)
@@ -156,12 +159,13 @@ class PlainState:
 
     @uninterrupted
     def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Before `load_state_dict`: take the states, in their own precision, and leave it the rest."""
+        """Take the chunks' states out of a state_dict, in their own precision, before `load_state_dict`;
+        return the rest."""
         self._steps.wait_all()
         saved: list[Sequence[Any]] = [list(group["params"]) for group in state_dict["param_groups"]]
         if list(map(len, saved)) != list(map(len, self._groups)):
-            return state_dict  # torch says what is wrong
-        rest = dict(state_dict["state"])  # torch keeps the tensors of what it is left
+            return state_dict  # torch raises the error
+        rest = dict(state_dict["state"])  # torch keeps these tensors themselves
         for indices, parameters, group in zip(saved, self._groups, state_dict["param_groups"], strict=True):
             for index, parameter in zip(indices, parameters, strict=True):
                 if self.has(parameter):
@@ -171,12 +175,12 @@ class PlainState:
         return {**state_dict, "state": tree_map_only(LazyTensor, read_whole, rest)}
 
     def _loaded(self) -> None:
-        """After `load_state_dict`, which has made a state of what it was left."""
+        """Show the chunks' states again, after `load_state_dict` has assigned a plain `state`."""
         if self._is_loading:
             self._is_loading = False
             self._show(whole=False)
 
 
 def _elements(states: States, slot: int, key: str) -> Tensor:
-    """A copy of what is kept for each element, on the parameter's device."""
+    """Return a copy of an element-wise state on the parameter's device."""
     return states.elements(slot, key).to(states.trained.device)

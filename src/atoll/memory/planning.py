@@ -1,4 +1,4 @@
-"""From a model and its optimizer to a plan: what `fit` asks before it takes any memory."""
+"""Plans for a model and its optimizer, which `fit` makes before it takes any memory."""
 
 from __future__ import annotations
 
@@ -37,23 +37,27 @@ def choose(
     network: float = 0.0,
     between: float = 0.0,
 ) -> MemoryPlan:
-    """The plan for this model under `budgets`, by `bandwidths`, which else are measured now (well under a
-    second); with `share`, for one of several members; with `lent`, for one of so many devices to which
-    others lend it, who step it; with `elsewhere`, where shards step it, and that many bytes
-    of host memory are staging; with `sums`, a group's sums lie beside a member's gradients. `network`
-    bytes/s go between members, each way, and `between` between groups of them that each hold a replica
-    (0: not known).
+    """Return the plan for this model under `budgets`.
 
-    Without a `profile` (see `memory/profile.py`) uses are taken to go through the parameters in the order of
-    registration and back, and to compute for as long as copies take. Raises UserError with
-    the least budget that would do, ConfigError where the disk's folder cannot be written to, PrepareError for
-    an optimizer that is not element-wise.
+    Args:
+        profile: recorded uses (see `memory/profile.py`). Without it, uses are assumed to go through the
+            parameters in registration order and back, and to compute for as long as copies take.
+        bandwidths: measured now if None, in well under a second.
+        share: this member's place among several that share the model.
+        lent: the number of devices to which a lender lends the model, which it steps itself; 0 for none.
+        elsewhere: bytes of host memory for staging, if shards step the model; None if they do not.
+        sums: True if a group's sums lie beside a member's own gradients.
+        network: bytes/s each way between members; 0 for not known.
+        between: bytes/s each way between groups that each hold a replica; 0 for not known.
+
+    Raises UserError with the least budget that would do, ConfigError if the disk's folder cannot be written
+    to, and PrepareError for an optimizer that is not element-wise.
     """
     check_folder(budgets)
     if lent:
         optimizer = None
     if optimizer is not None:
-        elementwise_keys(optimizer)  # or its line, before a step of it is timed
+        elementwise_keys(optimizer)  # raises for an optimizer that cannot be used, before its step is timed
     if bandwidths is None:
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets))
@@ -68,7 +72,7 @@ def choose(
 
 
 def measurable(budgets: Budgets) -> int:
-    """Bytes that measuring may take for a moment: a quarter of the smaller tier."""
+    """Return the bytes that a measurement may take for a moment: a quarter of the smaller tier."""
     return min(budgets.device, budgets.host or budgets.device) // 4
 
 
@@ -80,7 +84,8 @@ def profile_of(
     master: bool = False,
     measured: bool = True,
 ) -> Profile:
-    """The model's shapes and its optimizer's state, with these uses; `master` as in Budgets."""
+    """Return the profile of a model: its shapes, its optimizer's state, and these uses. `master` as in
+    Budgets."""
     return Profile(
         specs=specs_for(model, optimizer),
         uses=uses,
@@ -91,8 +96,8 @@ def profile_of(
 
 
 def specs_for(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParameterSpec, ...]:
-    """The model's parameters as the layout sees them: those of one param group share chunks, and those that
-    the same members share."""
+    """Return the model's parameters as the layout sees them. Parameters share chunks only if one param group
+    and the same members have them."""
     features = features_of(model)
     return tuple(
         msgspec.structs.replace(spec, feature=features.get(spec.name, ""))
@@ -101,21 +106,23 @@ def specs_for(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tupl
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> Mapping[nn.Parameter, str]:
-    """Which of the optimizer's param groups has each parameter."""
+    """Return, for each parameter of the optimizer, the number of its param group, as text."""
     groups = [] if optimizer is None else optimizer.param_groups
     return {parameter: str(index) for index, group in enumerate(groups) for parameter in group["params"]}
 
 
 def assumed_uses(model: nn.Module) -> tuple[Use, ...]:
-    """Forward in the order of registration, and backward the other way. What a module of torch.nn has of its
-    own goes into one call."""
+    """Return the uses of a model that was not recorded: forward in registration order, backward in reverse.
+
+    The own parameters of a torch.nn module are used in one call; those of other modules one by one.
+    """
     indices = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     forward: list[Use] = []
-    within: set[nn.Module] = set()  # whose parameters another module uses
+    within: set[nn.Module] = set()  # modules whose parameters another module uses
     for module in model.modules():
         if module in within:
             continue
-        whole = isinstance(module, nn.MultiheadAttention)  # which hands its projection's parameters on
+        whole = isinstance(module, nn.MultiheadAttention)  # it uses its projection's parameters itself
         within.update(module.modules() if whole else ())
         used = [indices[id(parameter)] for parameter in module.parameters(recurse=whole)]
         if type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, _LISTS):
@@ -126,8 +133,11 @@ def assumed_uses(model: nn.Module) -> tuple[Use, ...]:
 
 
 def _computing(model: nn.Module, uses: tuple[Use, ...], rates: Bandwidths) -> tuple[Use, ...]:
-    """These uses, each with the seconds that its parameters' copies take: in backward, of the values and of
-    the gradients. It is where the size of chunks counts most: computing hides copies that are well cut."""
+    """Return these uses with a computing time each: the time to copy its parameters' values, in backward also
+    their gradients.
+
+    At this ratio the size of chunks counts most: computing hides copies only if chunks are cut well.
+    """
     nbytes = [parameter.nbytes for parameter in model.parameters()]
 
     def seconds(use: Use) -> float:
@@ -139,7 +149,7 @@ def _computing(model: nn.Module, uses: tuple[Use, ...], rates: Bandwidths) -> tu
 
 
 def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, master: bool) -> tuple[int, ...]:
-    """Bytes of each kind of state for an element; where dtypes differ, of the widest."""
+    """Return the bytes for an element of each kind of state; of the widest where dtypes differ."""
     if optimizer is None:
         return ()
     widest: dict[str, int] = {}

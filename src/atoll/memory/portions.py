@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Portion:
-    """Elements `begin` to `end` of a chunk; without bounds, all of them."""
+    """The elements `begin` to `end` of a chunk; without bounds, all of them."""
 
     def __init__(self, trained: TrainedChunk, bounds: tuple[int, int] | None = None) -> None:
         self._trained = trained
@@ -22,14 +22,17 @@ class Portion:
         return self.end <= self.begin
 
     def bounds(self, first: int, last: int | None = None) -> tuple[int, int]:
-        """Return the bounds of these slots' elements inside the portion; if none are inside, the first bound
-        is not below the second."""
+        """Return the bounds, in the chunk, of the elements of the slots from `first` to `last` that are in
+        the portion.
+
+        If none are, the first bound is not below the second.
+        """
         slots = self._trained.chunk.slots
         place, end = slots[first], slots[first if last is None else last]
         return max(place.offset, self.begin), min(end.offset + end.numel, self.end)
 
     def numel(self, slot: int) -> int:
-        """Number of a slot's elements in the portion."""
+        """Return the number of a slot's elements in the portion."""
         first, last = self.bounds(slot)
         return max(0, last - first)
 
@@ -40,12 +43,12 @@ class Portion:
 
     def has(self, slot: int) -> bool:
         """True if any element of a slot is in the portion; a slot without elements counts by its place."""
-        if not self._trained.extent:  # parameters without elements alone: whoever steps them has them
+        if not self._trained.extent:  # no parameter has elements: whoever steps the chunk has them all
             return True
         begin, end = self._trained.place(slot)
         return begin < self.end and end > self.begin
 
     def of(self, flat: Tensor, slot: int) -> Tensor:
-        """The elements of a slot that are in the portion, 1-D; `flat` is the chunk's, (extent,)."""
+        """Return the view of `flat`, the chunk's (extent,), with a slot's elements in the portion: 1-D."""
         first, last = self.bounds(slot)
         return flat[first : max(first, last)]

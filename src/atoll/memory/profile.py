@@ -1,7 +1,7 @@
-"""Records a step of a model as it computes: which parameters are used in which order, and for how long.
+"""Records a step of a model: which parameters are used in which order, and for how long.
 
-The model is not changed. Forward's uses are seen by a mode of PyTorch's functions (`TorchFunctionMode`),
-backward's by hooks on saved tensors; where the model's chunks move, by what the engine derives for backward.
+The model is not changed. A `TorchFunctionMode` sees forward's uses. Hooks on saved tensors see backward's; if
+the model's chunks move, the tensors that the engine derives for backward show them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ _CHEAP = {"__get__", "__set__", "__len__", "size", "dim", "numel", "stride", "is
 class Recorder(TorchFunctionMode):
     """Records from `start` to `stop`, on the thread that calls both and in the backward that it runs.
 
-    `engine` is the one that moves the model's chunks, if one does; what it waits for moves and steps is no
-    compute. On an accelerator time is that of its events, and what a kernel waits for there counts as
-    compute. A composite function, such as multi-head attention, is one use of all its parameters.
+    A composite function, such as multi-head attention, is one use of all its parameters. On an accelerator
+    times are those of events, and include what kernels wait for.
+
+    Args:
+        engine: the engine that moves the model's chunks, if one does. Its waits for moves and steps are not
+            counted on a CPU.
     """
 
     def __init__(self, model: nn.Module, engine: Engine | None = None) -> None:
@@ -40,9 +43,9 @@ class Recorder(TorchFunctionMode):
         parameters = list(model.parameters())
         self._parameters = parameters
         self._indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._starts: list[int] = []  # addresses of the parameters' memory, ascending; with the next two
-        self._ends: list[int] = []
-        self._at: list[int] = []  # whose
+        self._starts: list[int] = []  # first addresses of the parameters that do not move, ascending
+        self._ends: list[int] = []  # and, for each, the end
+        self._at: list[int] = []  # and the parameter's number
         self._engine = engine
         self._device = parameters[0].device
         self._marks: list[tuple[tuple[int, ...], bool]] = []
@@ -51,7 +54,7 @@ class Recorder(TorchFunctionMode):
         self._running = False
 
     def start(self) -> None:
-        """Begin to record, from no uses on."""
+        """Begin to record, with no uses."""
         self._marks, self._times, self._running = [], [], True
         self._find_addresses()
         if self._engine is None:
@@ -60,11 +63,11 @@ class Recorder(TorchFunctionMode):
             self._saved = watched(self._unpacked)
         self._saved.__enter__()
         self._handle = register_module_forward_pre_hook(self._again)
-        self._mark(())  # what comes before the first use is computing too
+        self._mark(())  # time before the first use counts too
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> tuple[Use, ...]:
-        """The uses since `start`, in order."""
+        """End the recording; return the uses since `start`, in order."""
         self._mark(())
         self._running = False
         self._handle.remove()
@@ -87,14 +90,14 @@ class Recorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _again(self, module: nn.Module, _args: Any) -> None:
-        """Modes are off while backward runs: what a checkpoint computes again is told by its modules."""
+        """Record a module's parameters when a checkpoint computes it again: modes are off during backward."""
         if self._running and is_within_backward():
             used = self._found(own_parameters(module).values())
             if used:
                 self._mark(used)
 
     def _found(self, values: Iterable[Any]) -> tuple[int, ...]:
-        """The parameters among arguments, in lists too."""
+        """Return the numbers of the parameters among arguments, in lists too."""
         used: dict[int, None] = {}
         for value in values:
             if isinstance(value, Tensor):
@@ -106,7 +109,7 @@ class Recorder(TorchFunctionMode):
         return tuple(used)
 
     def _find_addresses(self) -> None:
-        """Of the parameters that lie still."""
+        """Note where the parameters lie that do not move."""
         held = [
             (p.data_ptr(), p.nbytes, index)
             for index, p in enumerate(self._parameters)
@@ -121,13 +124,16 @@ class Recorder(TorchFunctionMode):
         return tensor, self._parameter_at(tensor)
 
     def _parameter_at(self, tensor: Tensor) -> int | None:
-        """Whose memory it lies in, by its address: a transposed weight is saved as a view."""
+        """Return the number of the parameter whose memory a tensor lies in, by its address; None for none.
+
+        The address is compared because a transposed weight is saved as a view.
+        """
         address = tensor.data_ptr()
         place = bisect.bisect_right(self._starts, address) - 1
         return self._at[place] if place >= 0 and address < self._ends[place] else None
 
     def _unpacked(self, used: Tensor | Place) -> None:
-        """Beside an engine: what backward has unpacked."""
+        """Record a tensor that backward has unpacked, in a model whose chunks move."""
         if isinstance(used, Tensor):
             index = self._parameter_at(used)
         elif self._engine is not None and used.owner is self._engine:
@@ -157,7 +163,7 @@ class Recorder(TorchFunctionMode):
             self._times.append(event)
 
     def _seconds(self) -> list[float]:
-        """When each mark was reached, from the first on."""
+        """Return the seconds from the first mark to each mark."""
         first = self._times[0]
         if self._device.type == "cpu":
             return [at - first for at in self._times]

@@ -1,8 +1,10 @@
-"""Stand-ins for `p.grad` where the gradient lies elsewhere.
+"""Stand-ins for `p.grad` while the gradient lies elsewhere.
 
-A `GradientProxy` has the gradient's shape, dtype and device, and no memory of its own. Each function that
-gets a proxy receives the gradient itself, for the length of the call; changes made there count. Lists of
-gradients (`torch._foreach_mul_`) are served one by one, so that they are never all in one place."""
+A `GradientProxy` has the gradient's shape, dtype and device, and no memory of its own. Each function that is
+called with a proxy gets the gradient itself for the length of the call, and changes made there count.
+Functions of lists of gradients (`torch._foreach_mul_`) are called with one at a time, so that the gradients
+are never all in one place.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,12 @@ _ITSELF: set[Any] = {
     torch.Tensor.detach_,
     torch.Tensor.requires_grad_,
 }
-# What gives out the memory in another form than a tensor.
+# Functions that give out the memory in another form than a tensor.
 _ESCAPES = (
     "numpy", "__array__", "data_ptr", "untyped_storage", "storage", TYPED_STORAGE, "__dlpack__",
     "__reduce_ex__", REDUCE,
 )  # fmt: skip
-_OVERWRITE = ("zero_", ZERO_LIST)  # whatever is there
+_OVERWRITE = ("zero_", ZERO_LIST)  # functions that read nothing of what they write
 
 
 class Source(Protocol):
@@ -64,19 +66,22 @@ class Source(Protocol):
     """How often it was written into."""
 
     def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
-        """The gradient, of the proxy's shape, dtype and device, from the start of a storage of its own.
-        `overwrites`: nobody reads what is there, which may be anything."""
+        """Lend the gradient, of the proxy's shape, dtype and device, from the start of a storage of its own.
+
+        Args:
+            overwrites: True if nobody reads the old content, which may then be undefined.
+        """
 
     def keep(self) -> Tensor:
-        """The gradient in memory that nobody takes away, and that counts as the gradient from now on."""
+        """Return the gradient in memory that stays, and that counts as the gradient from now on."""
 
 
 class OwnSource:
-    """A gradient that counts for nobody else any more."""
+    """A replaced gradient, which a script still has: it is no parameter's any more."""
 
     def __init__(self, gradient: Tensor) -> None:
         self._gradient = gradient
-        self.edits = 0  # which nobody asks for: it is no parameter's
+        self.edits = 0  # nobody asks, as it is no parameter's gradient
 
     def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
         del overwrites
@@ -87,7 +92,7 @@ class OwnSource:
 
 
 class LostSource:
-    """A gradient that has not arrived, or is no more: whoever reads it is told why."""
+    """A gradient that did not arrive, or is dropped: reading it raises `error`."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -102,13 +107,13 @@ class LostSource:
 
 
 class GradientProxy(torch.Tensor):
-    """A gradient that lies elsewhere; see the module."""
+    """A gradient that lies elsewhere. See the module."""
 
     source: Source
 
     @staticmethod
     def of(source: Source, like: Tensor, device: torch.device) -> GradientProxy:
-        """A proxy with the shape and dtype of `like`."""
+        """Return a proxy with the shape and dtype of `like`, on `device`."""
         with torch.inference_mode(False), torch.no_grad():
             nan = _nan(like.shape, like.dtype, device)
             proxy = nan.as_subclass(GradientProxy)
@@ -144,13 +149,14 @@ def edits_of(gradient: Tensor) -> int:
 
 @functools.cache
 def _nan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """If anything reads a proxy itself, it does not read a plausible gradient."""
+    """Return a tensor of NaN over one element: a read that misses `__torch_function__` shows no plausible
+    gradient."""
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
 @uninterrupted
 def _set_data(tensor: GradientProxy, value: Tensor) -> None:
-    """`p.grad.data = value`: its values are copied."""
+    """Set `p.grad.data = value`, by copying. Raises UserError for another shape or dtype."""
     if value is tensor:  # `p.grad.data = p.grad.data`
         return
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
@@ -163,7 +169,7 @@ def _set_data(tensor: GradientProxy, value: Tensor) -> None:
 
 
 def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A function of lists of equal length, called for each place in them."""
+    """Call a function of lists of equal length once for each place in the lists."""
     count = len(args[0])
     results: list[Any] = []
     for index in range(count):
@@ -176,7 +182,7 @@ def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 @uninterrupted
 def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call `func` with the gradients in their proxies' places."""
+    """Call `func` with the gradients in place of their proxies."""
     proxies = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GradientProxy)}
     with ExitStack() as stack:
         if func.__name__ in _ESCAPES:
@@ -188,14 +194,14 @@ def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
                 for key, proxy in proxies.items()
             }
         given, named = tree_map(lambda leaf: lent.get(id(leaf), leaf), (args, dict(kwargs)))
-        result = counted(func)(*given, **named)  # which other arguments may have an own way with
+        result = counted(func)(*given, **named)  # other arguments may override the function
         of_memory = {lent[key].untyped_storage().data_ptr(): proxies[key] for key in proxies}
         same = {id(lent[key]): proxies[key] for key in proxies}
         return tree_map(lambda leaf: _handed_out(leaf, same, of_memory), result)
 
 
 def _handed_out(leaf: Any, same: Mapping[int, GradientProxy], of_memory: Mapping[int, GradientProxy]) -> Any:
-    """A result as the script gets it: nothing that lies in memory which was only lent."""
+    """Return a result as the script may have it: it must not lie in memory that was only lent."""
     if id(leaf) in same:
         return same[id(leaf)]
     if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or not leaf.numel():

@@ -1,14 +1,14 @@
 """Saved tensors: autograd's references for backward while parameters' memory moves.
 
 Many operations save a parameter, or a view of it, for backward: `F.linear` its weight, `w.t()` a view. A
-saved tensor whose memory is a parameter's in a chunk is packed to its origin (the parameter, dtype, size,
-stride, offset), so that the chunk may leave, and is derived again when backward unpacks it. Other tensors
+saved tensor that lies in the memory of a chunk's parameter is packed to its origin (the parameter, dtype,
+size, stride, offset), so that the chunk may leave. Backward unpacks it by deriving it again. Other tensors
 are kept unchanged. Source: docs/memory.md, "How a parameter is reached".
 
 The hooks are `torch.autograd.graph.saved_tensors_hooks`. They are entered around the forward of the model and
-of each of its modules that is called by itself (`watch_modules`), and by each operation that uses a
-parameter (`entered`), unless other hooks are active, such as those of a checkpoint: those keep a view, and a
-chunk with a view of it stays where it is (engine.py).
+of each module that the script calls by itself (`watch_modules`), and by each operation that uses a parameter
+(`entered`). They are not entered while other hooks are active, such as a checkpoint's: those keep a view, and
+a chunk of which somebody has a view stays where it is (engine.py).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from atoll.tensors.torch_compat import saved_tensors_hooks_in_force, untraced, v
 
 
 class Owner(Protocol):
-    """The owner of chunks: an engine."""
+    """An engine, as the owner of chunks."""
 
     def derive(self, packed: Packed) -> Tensor:
-        """The tensor that was packed, from the parameter's memory as it lies now."""
+        """Return the tensor that was packed, from the parameter's present memory."""
 
     def version(self, place: Place) -> int:
-        """The version of the parameter there: how often it was written into."""
+        """Return the version of a parameter: how often it was written into."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Packed:
-    """A saved tensor that lies in a parameter's memory. Sizes, strides and the offset count elements of
-    `dtype`; `whole`: it is the parameter itself, saved while its chunk was away."""
+    """A saved tensor that lies in a parameter's memory. `size`, `stride` and `offset` count elements of
+    `dtype`.
+
+    Attributes:
+        version: the parameter's version when the tensor was saved.
+        whole: True if it is the parameter itself, saved while its chunk was away.
+    """
 
     place: Place
     version: int
@@ -65,14 +70,17 @@ class Packed:
 
 
 class Addresses:
-    """Whose memory begins at an address: a parameter's, while its chunk is resident, or what stands in for
-    one that is away. An engine that nobody has any more is forgotten."""
+    """The parameters by the address of their memory, or of their stand-ins while their chunk is away.
+
+    It does not keep an engine alive.
+    """
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[weakref.ref[Owner], int, int, bool]] = {}
 
     def add(self, address: int, place: Place, *, absent: bool = False) -> None:
-        """`place`'s memory, or its stand-in, begins here. Memory of no length has no address."""
+        """Note that the memory of `place`, or its stand-in, begins here. Memory of no length has no
+        address."""
         if address:
             self._places[address] = weakref.ref(place.owner), place.chunk, place.slot, absent
 
@@ -96,7 +104,7 @@ class Addresses:
         place = Place(owner, found[1], found[2])
         return Packed(
             place,
-            owner.version(place),  # what was derived, and is saved again, has a count of its own
+            owner.version(place),  # the tensor's own count would be wrong for one that was derived
             tensor.dtype,
             tuple(tensor.shape),
             tuple(tensor.stride()),
@@ -111,7 +119,7 @@ _watching: list[Callable[[Tensor | Place], None]] = []
 
 @contextmanager
 def watched(unpacked: Callable[[Tensor | Place], None]) -> Iterator[None]:
-    """Tell `unpacked` of each tensor that a backward unpacks: its place, where it lies in a chunk."""
+    """Call `unpacked` with each tensor that a backward unpacks, or with its place if it lies in a chunk."""
     _watching.append(unpacked)
     try:
         yield
@@ -121,7 +129,8 @@ def watched(unpacked: Callable[[Tensor | Place], None]) -> Iterator[None]:
 
 @uninterrupted
 def unpack(kept: object) -> Tensor:
-    """The tensor again. Raises RuntimeError, as autograd does without hooks, if it was changed in between."""
+    """Return a saved tensor. Raises RuntimeError, as autograd does without hooks, if it was changed since it
+    was saved."""
     if isinstance(kept, Packed):
         _check_version(kept.version, kept.place.owner.version(kept.place))
         for unpacked in _watching:
@@ -154,24 +163,31 @@ def hooks_are_active() -> bool:
 
 
 def entered() -> AbstractContextManager[Any]:
-    """A context in which what is saved for backward gives its chunk free; nothing where hooks are active."""
+    """Return a context in which tensors saved for backward do not hold their chunk; an empty one if hooks are
+    active."""
     if torch.is_grad_enabled() and not hooks_are_active():
         return saved_tensors_hooks(ADDRESSES.pack, unpack)
     return _NOTHING
 
 
 class _Open(threading.local):
-    """How many of the watched modules are in their forward, and what the first of them has entered."""
+    """The forwards of watched modules that are under way on this thread.
+
+    Attributes:
+        depth: how many are under way, one inside the other.
+        call: the frame of the outermost one's call.
+        context: the hooks that the outermost one has entered.
+    """
 
     depth = 0
-    call: FrameType | None = None  # of the first of them
+    call: FrameType | None = None
     context: AbstractContextManager[Any] = _NOTHING
 
 
 _OPEN = _Open()
 
 
-# Functions of this module, so that a model can be copied and pickled with its hooks.
+# Functions at module level, so that a model can be copied and pickled with its hooks.
 @untraced
 def _before(_module: nn.Module, _inputs: Any) -> None:
     leave_gone()
@@ -191,8 +207,10 @@ def _after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
 
 
 def _leave() -> None:
-    """Leave what was entered. Where another's hooks lie above ours, leaving would end those: then it is for
-    a later call."""
+    """Leave the hooks that a forward has entered.
+
+    If another's hooks lie above them, leaving would end those instead: then a later call does it.
+    """
     _OPEN.call = None
     top = saved_tensors_hooks_in_force()
     if _OPEN.context is not _NOTHING and top is not None and top[0] == ADDRESSES.pack:
@@ -201,7 +219,7 @@ def _leave() -> None:
 
 
 def leave_gone() -> None:
-    """Leave what a forward has entered that a KeyboardInterrupt ended: torch runs no hook then."""
+    """Leave the hooks of a forward that a KeyboardInterrupt ended: torch runs no hook after it."""
     if _OPEN.depth and not is_under_way(_OPEN.call):
         _OPEN.depth = 0
     if _OPEN.depth == 0:
@@ -209,7 +227,7 @@ def leave_gone() -> None:
 
 
 def watch_modules(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Enter the hooks around the forward of each of `modules` that is called by itself, not by another."""
+    """Enter the hooks around the forward of each of `modules` that no other of them calls."""
     handles = []
     for module in modules:
         handles += [

@@ -1,7 +1,7 @@
 """The step of one chunk whose values and state lie in payloads.
 
-A chunk is stepped in flat segments, runs of slots whose update depends on the same things;
-tensors/optimizer.py does the same with chunks that never leave.
+A chunk is stepped in flat segments: runs of slots whose update has the same dependencies.
+`tensors/optimizer.py` steps chunks that never leave the device in the same way.
 """
 
 from __future__ import annotations
@@ -22,30 +22,38 @@ from atoll.tensors.optimizer import State, runs_alike
 from atoll.tensors.torch_compat import bare_step, drop_step_hooks
 
 _HOST = torch.device("cpu")
-# The optimizer's own code: takes settings, parameters and their state, and gives their state.
+# The optimizer's own code: takes settings, parameters and their states, and returns the new states.
 Run: TypeAlias = Callable[
     [Settings, list[nn.Parameter], dict[nn.Parameter, State]], Mapping[nn.Parameter, State]
 ]
-# The payload of an element-wise state, to be changed, by its key and dtype.
+# Lends the payload of an element-wise state, by its key and dtype, to be changed.
 _Place: TypeAlias = Callable[[str, torch.dtype], AbstractContextManager[Tensor]]
 
 
 @dataclass(frozen=True)
 class Made:
-    """A step that was made beside what counts: the kinds of payload that have a spare with what comes of it,
-    and for each segment what is kept then."""
+    """The result of a step that was made aside, and does not count yet.
+
+    Attributes:
+        kinds: the kinds of payload whose spare has the result.
+        segments: what is to be kept of each segment.
+    """
 
     kinds: tuple[str, ...]
     segments: list[Kept]
 
 
 class Segments:
-    """The segments of a chunk, `states`, and their steps."""
+    """The segments of a chunk, and their steps.
+
+    Args:
+        states: the chunk's states.
+    """
 
     def __init__(self, states: ChunkStates) -> None:
         self.states = states
         self._runs: list[tuple[int, int]] = []  # first and last slot of each segment
-        self._cut_for: tuple[object, ...] | None = None  # what they were cut for
+        self._cut_for: tuple[object, ...] | None = None  # the `_key` that they were cut for
 
     def step(self, settings: Settings, gradients: Tensor, present: tuple[bool, ...], run: Run) -> None:
         """Step the slots that are `present` with `gradients`, (extent,)."""
@@ -64,8 +72,10 @@ class Segments:
             self._round(values, stepped)
 
     def step_aside(self, settings: Settings, gradients: Tensor, run: Run) -> Made:
-        """Make the same step beside what is there, of which nothing is changed: in spare payloads, which
-        begin as copies. For who was stepped before, and `is_cut_for` the step. It counts from `take_made` on.
+        """Make a step in spare payloads, which begin as copies, and change nothing else. It counts from
+        `take_made` on.
+
+        The chunk must have been stepped before, and `is_cut_for` this step.
         """
         states, keys = self.states, self._used()
         kinds = [VALUES, *([MASTER] if states.has_master else []), *map(state_kind, keys)]
@@ -77,14 +87,19 @@ class Segments:
             values = spare[VALUES]
             stepped = spare[MASTER] if states.has_master else values
             elements = {key: spare[state_kind(key)] for key in keys}
-            # A kind of state that is new has no spare: that is an error, and the step is made as usual.
+            # A new kind of state has no spare. The KeyError makes the caller step as usual.
             where: _Place = lambda key, _: nullcontext(elements[key])  # noqa: E731
             segments = self._run(settings, stepped, gradients, elements, run, where)
             self._round(values, stepped)
         return Made(tuple(kinds), segments)
 
     def take_made(self, made: Made, swap: Callable[[Key, Key], None]) -> None:
-        """What was made beside counts now; what counted is the spare. `swap` exchanges two payloads."""
+        """Let a step that was made aside count. Its spares become the payloads, and the old payloads the
+        spares.
+
+        Args:
+            swap: exchanges two payloads.
+        """
         self.states.changes += 1
         chunk = self.states.trained.chunk.id
         for kind in made.kinds:
@@ -93,14 +108,14 @@ class Segments:
             self.states.keep(*segment)
 
     def is_cut_for(self, present: tuple[bool, ...], settings: Settings) -> bool:
-        """True if the latest step was of these slots, and nothing was loaded since."""
+        """True if the latest step was of these slots, and no state was loaded since."""
         return bool(self._runs) and self._cut_for == self._key(present, settings)
 
     def _key(self, present: tuple[bool, ...], settings: Settings) -> tuple[object, ...]:
         return present, bool(settings.get("fused")), self.states.loads
 
     def _cut(self, present: tuple[bool, ...], settings: Settings) -> None:
-        """Find the runs of slots that step alike, and let each have numbers of its own."""
+        """Find the runs of slots that step alike, and give each run states of its own."""
         states = self.states
         signatures = [
             states.signature(slot) if here and states.portion.has(slot) else None
@@ -113,7 +128,7 @@ class Segments:
             states.keep((first, last), states.numbers(first), states.keys(first))
 
     def _used(self) -> frozenset[str]:
-        """The keys of what the segments keep for each element."""
+        """Return the keys of the segments' element-wise states."""
         return frozenset[str]().union(*(self.states.keys(first) for first, _ in self._runs))
 
     def _run(
@@ -125,7 +140,7 @@ class Segments:
         run: Run,
         place: _Place,
     ) -> list[Kept]:
-        """Step the segments, which lie in `stepped` and `elements`; what is then to be kept of each."""
+        """Step the segments, which lie in `stepped` and `elements`; return what is to be kept of each."""
         parameters = [self._segment(stepped, gradients, first, last) for first, last in self._runs]
         state = {
             parameter: kept
@@ -152,14 +167,20 @@ class Segments:
         return self.states.numbers(bounds[0]) | held
 
     def _found(self, bounds: tuple[int, int], before: State, after: State, place: _Place) -> Kept:
-        """What the optimizer now has for the segment from slot `bounds[0]` to `bounds[1]`: numbers, and the
-        keys of what it has for each element, which is put where `place` says."""
+        """Return a segment's state after a step: its bounds, its numbers, and the keys of its element-wise
+        states.
+
+        An element-wise state that the optimizer replaced is copied into the payload that `place` lends.
+
+        Args:
+            bounds: first and last slot of the segment.
+        """
         start, end = self.states.bounds(*bounds)
         numbers, kept, replaced = {}, set(), {}
         for key, value in after.items():
             if self.states.is_elementwise(key, value, end - start):
                 kept.add(key)
-                if value is not before.get(key):  # a copy, where two may have changed places
+                if value is not before.get(key):  # cloned, as two states may have changed places
                     replaced[key] = value.clone() if before else value
             else:
                 numbers[key] = value
@@ -169,7 +190,7 @@ class Segments:
         return bounds, numbers, frozenset(kept)
 
     def _round(self, values: Tensor, stepped: Tensor) -> None:
-        """Round the master, if there is one, into the values."""
+        """Round the masters, if there are any, into the values."""
         if self.states.has_master:
             for first, last in self._runs:
                 start, end = self.states.bounds(first, last)
@@ -177,14 +198,16 @@ class Segments:
 
 
 def here(values: Mapping[str, Any]) -> dict[str, Any]:
-    """These, with tensors on the CPU, where chunks are stepped: a fused step copies a GradScaler's
-    `found_inf` from the script's device without waiting for the copy."""
+    """Return `values` with tensors on the CPU, where chunks are stepped.
+
+    A fused step would copy a GradScaler's `found_inf` from the script's device without waiting for the copy.
+    """
     return {k: v.to(_HOST) if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 def _settings_here(settings: Settings) -> Settings:
     settings = here(settings)
-    if settings.get("capturable"):  # of graphs on the script's device
+    if settings.get("capturable"):  # only for graphs on an accelerator
         settings["capturable"] = False
     return settings
 
@@ -196,9 +219,13 @@ def run_step(
     parameters: list[nn.Parameter],
     state: dict[nn.Parameter, State],
 ) -> Mapping[nn.Parameter, State]:
-    """An optimizer's own code on `parameters`; gives what it then keeps for them.
+    """Run an optimizer's own code on `parameters`; return the states that it then keeps for them.
 
-    `own` are the attributes of the optimizer whose step it is.
+    Args:
+        class_: the optimizer's class.
+        own: the optimizer's attributes.
+        settings: the param group, without its parameters.
+        state: the parameters' states.
     """
     copy = object.__new__(class_)
     copy.__dict__.update(noted(own))
@@ -206,12 +233,13 @@ def run_step(
     copy.param_groups = [{**noted(settings), "params": parameters}]
     states: defaultdict[Any, State] = defaultdict(dict, state)
     copy.state = states
-    bare_step(class_)(copy)  # hooks on all optimizers have run for the script's own call
+    bare_step(class_)(copy)  # global optimizer hooks have run for the script's own call
     return states
 
 
 def noted(values: Mapping[str, Any], without: str = "") -> Settings:
-    """A copy that no later change of `values` shows in."""
+    """Return a copy of `values`, with tensors cloned, in which later changes do not show. `without` names a
+    key to leave out."""
     return {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in values.items()

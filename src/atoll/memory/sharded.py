@@ -1,8 +1,8 @@
 """A model that the members of a group hold together: each chunk lies in parts with all of them (symmetric
 sharding), or whole with one (asymmetric).
 
-Values that other members hold are fetched as they are used; gradients are summed to the holders at the end
-of a backward; each member steps what it holds. Source: docs/memory.md, "Members".
+Values that other members hold are fetched when they are used. Gradients are summed to the holders at the end
+of a backward. Each member steps what it holds. Source: docs/memory.md, "Members".
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _BEFORE = "read or save its values before that, inside the block of `with`"
 
 
 class Sharded(Moving):
-    """What `fit(..., members=...)` gives: on each member, its part of one model.
+    """The model that `fit(..., members=...)` returns: on each member, its part of one model.
 
-    All members make the same calls in the same order of what is a sync point: `reduce`, `clip_grad_norm_`,
-    `all_finite`, `sync`, `close`, `optimizer.step()`, and `load_state_dict` of the model and the optimizer.
-    Forwards, backwards and reading need not be alike. What a script writes into parameters and gradients it
-    writes on all members; the others see it from the next sync point on.
+    Sync points are `reduce`, `clip_grad_norm_`, `all_finite`, `sync`, `close`, `optimizer.step()`, and
+    `load_state_dict` of the model and the optimizer. All members make these calls, in the same order.
+    Forwards, backwards and reads may differ. A script must write to parameters and gradients alike on all
+    members; other members see what it wrote from the next sync point on.
     """
 
     gradients: SharedGradients
@@ -128,13 +128,15 @@ class Sharded(Moving):
 
     def _ready(self, states: Mapping[int, ChunkStates]) -> None:
         self._members.serve(Answers(self.sharing, self._steps, self.gradients, states).read)
-        self.sharing.passed()  # who has asked before is answered now
+        self.sharing.passed()  # members that have asked before are answered now
 
     # Sync points
 
     def reduce(self, weight: float = 1.0, samples: float = 0.0) -> float:
-        """When a backward has ended: gradients become the members' mean by `weight`. Gives the sum of
-        `samples`. See `SharedGradients.reduce`."""
+        """Reduce gradients to the members' mean by `weight`, after a backward; return the sum of `samples`.
+
+        See `SharedGradients.reduce`.
+        """
         return self.gradients.reduce(weight, samples)[0]
 
     def all_finite(self) -> bool:
@@ -142,7 +144,7 @@ class Sharded(Moving):
         return self.gradients.all_finite()
 
     def nonfinite(self) -> str:
-        """A parameter of which this member holds something for which `all_finite` was False; else empty."""
+        """Return a parameter whose gradient this member found not finite in `all_finite`; else ""."""
         return self.gradients.nonfinite()
 
     def clip_grad_norm_(
@@ -154,7 +156,7 @@ class Sharded(Moving):
 
     @property
     def groups(self) -> dict[str, list[list[int]]]:
-        """By name, the groups of each parameter that they have of their own (`atoll.memory.over`)."""
+        """The groups of each parameter that groups own (`atoll.memory.over`), by name."""
         return groups_of(self.sharing, list(self.engine.chunks.values()))
 
     @property
@@ -167,12 +169,12 @@ class Sharded(Moving):
         return [*super().choices, *mine]
 
     def held_by_groups(self) -> Held:
-        """What the other groups hold of these; read as it is used, until the next sync point."""
+        """Return the other groups' values and states, read when they are used, until the next sync point."""
         stepped = set() if self._stepper is None else {each.chunk.id for each in self._trained}
         return held_by_groups(self.sharing, list(self.engine.chunks.values()), stepped)
 
     def sync(self, what: str) -> None:
-        """All members come here, and what their scripts have written is seen by all from here on."""
+        """Meet all members. From here on each sees what the others' scripts have written before."""
         self.engine.write_back()
         self.engine.out_of_date(self._foreign)
         self.sharing.points.agree([], what)
@@ -187,13 +189,13 @@ class Sharded(Moving):
         stepped = [each.chunk.id for each in self._trained if any(self.gradients.present(each.chunk.id))]
         self.engine.out_of_date(stepped)
         self._stepped = stepped
-        # From here on nobody reads the values before this step, so that they may be stepped.
+        # After this agreement no member reads the values before this step, so they may be stepped.
         self._agreement.agree()
         self._count_writes()
         return in_order_of_use(self.engine, chunks)
 
     def _count_writes(self) -> None:
-        """For autograd, what others alone step is written into here too."""
+        """Count, for autograd, a write into each parameter that only other members step."""
         torch.autograd.graph.increment_version(
             [
                 parameter
@@ -212,7 +214,7 @@ class Sharded(Moving):
         super()._after_step()
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
-        if torch.is_grad_enabled():  # who only looks may do so between two writes
+        if torch.is_grad_enabled():  # a forward without gradients is allowed between two writes
             edited = [chunk for chunk in self._foreign if self.engine.has_edits(chunk)]
             self.sharing.check_written(edited)
 
@@ -236,8 +238,11 @@ class Sharded(Moving):
 
     @interrupts.uninterrupted
     def close(self) -> None:
-        """Give every member the whole model and its optimizer's whole state, as plain ones; gradients are let
-        go of. All members call it; see `abandon` for a member that ends by itself."""
+        """Give every member the whole model and its optimizer's whole state, as plain ones. Gradients are
+        dropped.
+
+        All members call it. A member that ends by itself calls `abandon`.
+        """
         if self.engine.is_closed:
             return
         self.sync("close()")
@@ -245,11 +250,14 @@ class Sharded(Moving):
 
     @interrupts.uninterrupted
     def give_back(self) -> None:
-        """At the end of a session, `close` where this member's room holds the whole model and its optimizer's
-        state; else let them go. All members call it, whatever each has room for."""
+        """End the session: `close` if this member has room for the whole model and its optimizer's state,
+        else drop both.
+
+        All members call it, whatever each has room for.
+        """
         if self.engine.is_closed:
             return
-        self._steps.wait_over()  # the first step makes the state
+        self._steps.wait_over()  # the optimizer's state exists once the first step has ended
         self.sync("the end of the session")
         why = self.lacks_room()
         if not why:
@@ -274,8 +282,11 @@ class Sharded(Moving):
             super()._end()
 
     def abandon(self) -> None:
-        """End this member's threads and its part in the group, alone: after an error, or where nobody wants
-        the whole model. Its parameters cannot be used any more."""
+        """End this member's threads and its part in the group, alone, after an error or if nobody wants the
+        whole model.
+
+        Its parameters cannot be used any more.
+        """
         self.let_go(f"{_LEFT}; {_BEFORE}")
 
     def _part(self) -> None:

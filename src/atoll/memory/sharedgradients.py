@@ -1,10 +1,10 @@
 """Gradients of chunks that the members of a group hold between them.
 
-Each member's gradients of all chunks lie in its own payloads until `SharedGradients.reduce` sums each part of
-them, weighted, to the member that holds it. From then on only that part of a member's payload counts, and
-`p.grad` is the mean on every member, which fetches what others hold of it. What a script writes there it
-writes on all members, so each keeps it for its own part; whoever still reads sees what was there before, up
-to the next sync point, since members' scripts do not run in step.
+Each member's gradients of all chunks lie in its own payloads until `SharedGradients.reduce` sums each part,
+weighted, to the member that holds it. From then on only that part of a member's payload counts. `p.grad` is
+the mean on every member, which fetches the parts that others hold. A script writes gradients alike on all
+members, so each member keeps what it wrote to its own part. Members' scripts do not run in step, so until the
+next sync point the others still read the part as it was before the write.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from atoll.memory.sums import Summing
 from atoll.tensors.finite import is_finite
 from atoll.tensors.torch_compat import reader_of_all_gradients, version_of
 
-_UNDER_WAY = 2  # sums at once: while one travels, the next is made ready
-_FIRST = 3 + SAID  # words of what members tell of a backward as a whole
-_ABSENT = -1.0  # in the place of a norm: there is no gradient
+_UNDER_WAY = 2  # sums at once: while one travels, the next is prepared
+_FIRST = 3 + SAID  # values that members sum about a backward as a whole
+_ABSENT = -1.0  # stands for a norm if there is no gradient
 _PIECE = 2**20  # elements that are summed at once in double precision, which takes a copy of them
 
 
 class _SharedSlot(Slot):
-    """One parameter's gradient, of a chunk that several members hold between them."""
+    """One parameter's gradient in a chunk that several members hold."""
 
     _chunk: _SharedChunk
 
@@ -79,13 +79,23 @@ class _SharedSlot(Slot):
 
 
 class _SharedChunk(ChunkGradients):
-    """What is known of one chunk's gradients.
+    """The state of one chunk's gradients on one member.
 
-    First they are this member's own: `come` says of which slots. After `sum` the payload is the mean in this
-    member's `portion`, the rest of it is nothing, and `is_mean` is set. Where more come
-    then, members set their parts of the mean aside (`earlier` says of which slots) until they are added to
-    the next. What a script sets a gradient to meanwhile takes the place of what was set aside, and of what
-    has come since: so a member that has set it aside and one to which nothing has come do the same.
+    At first the gradients are this member's own. After `sum`, the payload has the mean in this member's
+    `portion`, and undefined values elsewhere. If gradients come after that, the member sets its part of the
+    mean aside, to be added to the next mean. If the script assigns a gradient meanwhile, it replaces both
+    what was set aside and what has come: so a member that has set a mean aside and one without new gradients
+    do the same.
+
+    Attributes:
+        come: for each slot, whether a gradient of this member's own has come since the mean.
+        is_mean: True while the payload's portion is the mean.
+        earlier: for each slot, whether there is a mean that was set aside.
+        originals: by slot that the script has changed since the last sync point, this member's part before
+            the change, which other members still read.
+        edits: slots whose whole gradient this member's script reads from the payload, since it wrote there
+            after the last sync point; other members hold some of each.
+        edited: slots that the script has written to since the sum.
     """
 
     slot_kind = _SharedSlot
@@ -97,17 +107,15 @@ class _SharedChunk(ChunkGradients):
         self.is_mean = False
         self.come = [False] * len(trained.parameters)
         self.earlier = [False] * len(trained.parameters)
-        self._aside: Tensor | None = None  # the part of it
-        # The mean as others may still read it, where this member has let go of it since: at which count.
+        self._aside: Tensor | None = None  # this member's part of the mean that was set aside
+        # A mean that this member has dropped and others may still read: the count of sync points, and this
+        # member's part.
         self._former: tuple[int, Tensor] | None = None
-        self.is_stepped = False  # since it was summed: who holds it may let go of it at any time
-        # Of what the script has changed since the last sync point: by slot, this member's part as it was, for
-        # others; and which slots, of those that others hold some of, count for this member's script as they
-        # lie in the payload, whole.
+        self.is_stepped = False  # stepped since the sum: each holder may drop its part at any time
         self.originals: dict[int, Tensor] = {}
-        self.edited: set[int] = set()  # slots that the script has written to since they were summed
+        self.edited: set[int] = set()
         self.edits: set[int] = set()
-        # The payload, between the script's thread and those that answer others:
+        # Guards the payload between the script's thread and the threads that answer other members.
         self._lock = threading.RLock()
 
     @contextmanager
@@ -120,18 +128,18 @@ class _SharedChunk(ChunkGradients):
 
     @property
     def has_mean(self) -> bool:
-        """True if there is a mean, in the payload or set aside: all members have one, or none has."""
+        """True if there is a mean, in the payload or set aside. All members have one, or none has."""
         return self.is_mean or any(self.earlier)
 
     def is_own(self, slot: int) -> bool:
-        """True if a slot's gradient is only the one that has come to this member."""
+        """True if a slot has no mean, so that its gradient is this member's own."""
         return not self.is_mean and not self.earlier[slot]
 
     def take(self, index: int, gradient: Tensor, measures: float | None) -> None:
-        """Add a gradient that has come here."""
-        del measures  # it is the mean's norm that counts
+        """Take a gradient that has come; if the payload holds a mean, set the mean aside first."""
+        del measures  # only the mean's norm counts
         if self.is_mean:
-            self.wait_stepped()  # at whose end a mean that nobody has any more is let go
+            self.wait_stepped()  # the end of the step may drop the mean
             if self.is_mean:
                 self._set_aside()
         present, self.present = self.present, self.come
@@ -142,7 +150,7 @@ class _SharedChunk(ChunkGradients):
         self.present[index] = True
 
     def _set_aside(self) -> None:
-        """More comes after the mean."""
+        """Set the mean aside, as gradients come after it."""
         if self.kept:
             with self.settled():  # takes in what the script has changed in views
                 pass
@@ -158,7 +166,7 @@ class _SharedChunk(ChunkGradients):
         self.forget_changes()
 
     def replace(self, index: int, gradient: Tensor) -> None:
-        self.wait_stepped()  # as above
+        self.wait_stepped()  # the end of the step may drop the mean
         if not self.has_mean:
             super().replace(index, gradient)
             return
@@ -188,7 +196,7 @@ class _SharedChunk(ChunkGradients):
         self.forget_changes()
 
     def forget_changes(self) -> None:
-        """What the script has changed may be seen by all."""
+        """Forget what the script has changed, at a sync point: all members may see it from now on."""
         self.originals.clear()
         self.edits.clear()
         if self.is_mean and self.portion.is_empty and self.filled:
@@ -196,8 +204,10 @@ class _SharedChunk(ChunkGradients):
             self.payloads.drop(self.key)
 
     def measured(self, norm_type: float) -> dict[int, Tensor]:
-        """By slot, of what this member holds of those that are present: the norm, where it is all of it; else
-        what `combined` makes one of, in double precision."""
+        """Return the norm of each present gradient of which this member holds something, by slot.
+
+        If the member holds only a part, it is the part's `partial_norm`, for `combined`.
+        """
         here = [slot for slot, present in enumerate(self.present) if present and self.portion.numel(slot)]
         missing = [slot for slot in here if slot not in self.norms or slot in self.kept]
         if missing:
@@ -214,11 +224,18 @@ class _SharedChunk(ChunkGradients):
 
     @contextmanager
     def sum(self, agreed: Sequence[bool], scale: float) -> Iterator[Summing]:
-        """The sum to the holders, under way, of all members' gradients of the `agreed` slots, this member's
-        times `scale`; at the end of the block it has ended, and the mean is what counts."""
+        """Sum all members' gradients of the `agreed` slots to their holders. At the block's end the mean is
+        there.
+
+        Yields the sum, which is under way.
+
+        Args:
+            agreed: for each slot, whether any member of this group has a gradient.
+            scale: this member's factor; 0 leaves its gradients out.
+        """
         chunk = self.trained.chunk.id
         what = f"the gradient of {self._sharing.words(chunk)} in step {self._sharing.points.steps}"
-        if self.is_mean:  # others have gradients of it since, and this member has none
+        if self.is_mean:  # other members have new gradients of the chunk, and this one has none
             self._set_aside()
         with self.settled(writes=True) as flat:
             for index in list(self.kept):
@@ -232,7 +249,7 @@ class _SharedChunk(ChunkGradients):
             yield self._sharing.sum(chunk, flat, what)
             self._add_earlier(flat)
         self._is_mean(agreed)
-        self.release()  # of what another group alone has gradients
+        self.release()  # if only another group has gradients of the chunk
 
     def _add_earlier(self, flat: Tensor) -> None:
         if self._aside is not None:
@@ -252,8 +269,11 @@ class _SharedChunk(ChunkGradients):
             self.payloads.drop(self.key)
 
     def drop_come(self) -> None:
-        """What has come here counts for nobody: this member weighs nothing, or its script has set all of that
-        to something else. What was set aside is the mean again."""
+        """Drop the gradients that have come, which count for nobody; a mean that was set aside is the mean
+        again.
+
+        This member has no weight, or its script has assigned all of these gradients.
+        """
         if not any(self.come) and not any(self.earlier):
             return
         for index, come in enumerate(self.come):
@@ -288,7 +308,10 @@ class _SharedChunk(ChunkGradients):
             )
 
     def copy_mean(self, index: int, into: Tensor) -> None:
-        """Copy the mean, wherever it is, into a tensor of the parameter's shape and device."""
+        """Copy a slot's mean, wherever it lies, into a tensor of the parameter's shape and device.
+
+        Raises UserError, as `check_readable` does, if the mean cannot be read.
+        """
         self.check_readable(index)
         if self.portion.is_whole(index) or index in self.edits:
             with self.settled() as flat:
@@ -301,8 +324,8 @@ class _SharedChunk(ChunkGradients):
         into.copy_(self.trained.part(whole, index))
 
     def write(self, index: int, values: Tensor) -> None:
-        """The script has changed the mean, or set what is to be in the place of one that was set aside."""
-        # Which waits for the step, and then locks: the step locks too.
+        """Write the script's values to a slot: into the mean, or in place of a mean that was set aside."""
+        # `settled` waits for the step and then locks. The step takes the lock too.
         with self.settled(writes=True) as flat:
             if self.is_mean:
                 self.note_edit(index)
@@ -313,7 +336,7 @@ class _SharedChunk(ChunkGradients):
             self.norms.pop(index, None)
 
     def note_edit(self, index: int) -> None:
-        """The script has written to a slot."""
+        """Note that the script has written to a slot of the mean."""
         if self.is_mean:
             self.edited.add(index)
 
@@ -329,14 +352,17 @@ class _SharedChunk(ChunkGradients):
         super().take_in(flat, index, kept)
 
     def _note_change(self, flat: Tensor, index: int) -> None:
-        """The script changes a slot of the mean, all of which counts for it until all members meet."""
+        """Keep this member's part of a slot for the other members, before the script changes the slot."""
         if self.present[index] and self.portion.numel(index):
             self.originals.setdefault(index, self.portion.of(flat, index).clone())
         if not self.portion.is_whole(index):
             self.edits.add(index)
 
     def for_others(self) -> Tensor:
-        """A copy of this member's part of the mean as the last sync point has left it."""
+        """Return a copy of this member's part of the mean, as the last sync point has left it.
+
+        Raises UserError if this member has dropped the mean since.
+        """
         self.wait_stepped()
         with self._lock:
             if not self.is_mean:
@@ -357,13 +383,13 @@ class _SharedChunk(ChunkGradients):
         return copy
 
     def _keep_for_others(self) -> None:
-        """This member is about to let go of the mean, with no step: others may be behind, and read it yet."""
+        """Keep a copy of a mean that is dropped without a step, as slower members may still read it."""
         if self.is_mean and not self.portion.is_empty and not self.is_stepped:
             self._former = self._sharing.count, self._as_summed()
 
 
 class SharedGradients(Gradients):
-    """The gradients of all chunks that are trained, on one of the members that hold them between them."""
+    """The gradients of all trained chunks, on one of the members that hold them between them."""
 
     _chunks: Mapping[int, _SharedChunk]
 
@@ -378,7 +404,7 @@ class SharedGradients(Gradients):
     ) -> None:
         self._sharing = sharing
         super().__init__(chunks, sharing, steps, arrived, room, beside)
-        grouping = sharing.grouping  # what `reduce` tells, and less in all else:
+        grouping = sharing.grouping  # the longest vector that members sum is that of `reduce`
         by_slot = (len(each.names) * len(grouping.groups(grouping.kind(each.chunk.id))) for each in chunks)
         by_kind = (2 * len(grouping.groups(kind)) for kind in grouping.kinds)
         sharing.points.most_words = _FIRST + sum(by_kind) + sum(by_slot)
@@ -387,11 +413,11 @@ class SharedGradients(Gradients):
     def _held(
         self, trained: TrainedChunk, payloads: Payloads, steps: StepQueue, leaving: Leaving
     ) -> _SharedChunk:
-        del payloads  # they are `sharing`
+        del payloads  # `sharing` is the payloads
         return _SharedChunk(trained, self._sharing, steps, leaving)
 
     def for_others(self, chunk: int) -> Tensor:
-        """A copy of this member's part of a chunk's mean, as the latest sync point has left it."""
+        """Return a copy of this member's part of a chunk's mean, as the latest sync point has left it."""
         if chunk not in self._chunks:
             raise UserError(f"{self._sharing.words(chunk)} is frozen, and has no gradient")
         return self._chunks[chunk].for_others()
@@ -406,7 +432,7 @@ class SharedGradients(Gradients):
         return super().grad_of(parameter)
 
     def _give_back(self, each: ChunkGradients, index: int) -> None:
-        each.forget(index)  # what is summed is with its holders alone
+        each.forget(index)  # only its holders have the mean
 
     def where(self) -> Stand:
         """Return this member's place in its script while gradients are summed."""
@@ -450,7 +476,7 @@ class SharedGradients(Gradients):
         there = [
             grouping.heard(kind, heard, len(each.come)) for kind, each in zip(kinds, chunks, strict=True)
         ]
-        with torch.no_grad():  # around all: sums end in another order than that of their blocks
+        with torch.no_grad():  # around all sums, as their blocks do not end in the order of their beginning
             self._sum(chunks, there, scales)
         self._sharing.passed()
         return samples, certainty
@@ -461,8 +487,12 @@ class SharedGradients(Gradients):
         there: Sequence[Sequence[Sequence[float]]],
         scales: Mapping[str, float],
     ) -> None:
-        """`there`: for each chunk how many members of each of its groups have a gradient, by slot. All take
-        part in the sums of a chunk of which any group has some."""
+        """Sum the chunks of which any group has a gradient; all members take part in these sums.
+
+        Args:
+            there: for each chunk and each of its groups, how many members have a gradient, by slot.
+            scales: this member's factor, by kind of chunk.
+        """
         grouping = self._sharing.grouping
         under_way: deque[tuple[ExitStack, Summing]] = deque()
 
@@ -477,7 +507,7 @@ class SharedGradients(Gradients):
                 kind = grouping.kind(each.trained.chunk.id)
                 agreed = [count > 0 for count in groups[grouping.own(kind)]]
                 if any(any(counts) for counts in groups):
-                    if under_way:  # between groups it travels beside the next inside them
+                    if under_way:  # its sum between groups overlaps the next sum inside the groups
                         under_way[-1][1].advance()
                     stack = ExitStack()
                     under_way.append((stack, stack.enter_context(each.sum(agreed, scales[kind]))))
@@ -493,8 +523,8 @@ class SharedGradients(Gradients):
             raise
 
     def check_summed(self) -> None:
-        """Raise UserError where gradients have come that no `reduce` has seen, or a mean is set aside for
-        such."""
+        """Raise UserError, naming the parameter, if gradients have come since the last `reduce`, or a mean is
+        set aside."""
         for each in self._chunks.values():
             what = "is this worker's own" if any(each.come) else "is set aside for what came after its mean"
             waiting = each.come if any(each.come) else each.earlier
@@ -507,8 +537,8 @@ class SharedGradients(Gradients):
 
     @property
     def edited(self) -> list[str]:
-        """The parameters that all members share whose mean this member's script has written to; not what it
-        may have written by a view."""
+        """Parameters shared by all members whose mean this member's script has written to, except through
+        views."""
         grouping = self._sharing.grouping
         return [
             each.trained.names[slot]
@@ -519,13 +549,13 @@ class SharedGradients(Gradients):
         ]
 
     def step_made(self) -> None:
-        """A step was begun on all members."""
+        """Note that all members have begun a step."""
         for each in self._chunks.values():
             each.is_stepped = each.is_mean
         self.synced()
 
     def synced(self) -> None:
-        """What the script has changed may be seen by all: a sync point is past."""
+        """Forget what the script has changed, at a sync point: all members may see it from now on."""
         for each in self._chunks.values():
             each.forget_changes()
 
@@ -533,7 +563,8 @@ class SharedGradients(Gradients):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """As of `Gradients`; called by all members, and the same bits on each."""
+        """Clip as `Gradients.clip_grad_norm_` does. All members call it; the norm has the same bits on
+        each."""
         self.check_summed()
         kind = "" if norm_type == 2.0 else f", norm_type={float(norm_type):g}"
         self._sharing.points.agree([], f"clip_grad_norm_({float(max_norm)!r}{kind})")
@@ -550,21 +581,19 @@ class SharedGradients(Gradients):
 
     def _norms(self, norm_type: float) -> dict[int, Tensor]:
         self.check_summed()
-        own: list[
-            float
-        ] = []  # what this member tells of each slot; NaN is a norm, so 0 where it holds nothing
+        own: list[float] = []  # this member's value for each slot: 0 if it holds none of it, as NaN is a norm
         for each in self._chunks.values():
             measured = each.measured(norm_type)
             own += [
                 float(measured.get(slot, 0.0)) if here else _ABSENT for slot, here in enumerate(each.present)
             ]
         what = f"the norms of the gradients of step {self._sharing.points.steps}"
-        rows = told(self._sharing.members, own, list[float], what)  # doubles, which hold all dtypes' values
+        rows = told(self._sharing.members, own, list[float], what)  # doubles hold the values of all dtypes
         if any(len(row) != len(own) for row in rows):
             counts = ", ".join(str(len(row)) for row in rows)
             raise RunError(f"{what}: the workers tell of {counts} gradients; all must build the same model")
         norms: dict[int, Tensor] = {}
-        columns = zip(*rows, strict=True)  # what each member tells of a slot
+        columns = zip(*rows, strict=True)  # for each slot, the members' values
         for each in self._chunks.values():
             for slot, column in zip(range(len(each.present)), columns, strict=False):
                 norms.update(self._norms_of(each.trained, slot, column, norm_type))
@@ -573,14 +602,18 @@ class SharedGradients(Gradients):
     def _norms_of(
         self, trained: TrainedChunk, slot: int, told: Sequence[float], norm_type: float
     ) -> dict[int, Tensor]:
-        """Of a slot's gradient, in each group that has one of its own, in order of parameters and groups: by
-        what the members tell of what they hold."""
+        """Return a slot's norm in each group that has a gradient of it, by parameter and group.
+
+        Args:
+            told: for each member, what `measured` found of its part; `_ABSENT` if the member's group has no
+                gradient.
+        """
         chunk, place = trained.chunk, trained.chunk.slots[slot]
         groups = self._sharing.grouping.groups(self._sharing.grouping.kind(chunk.id))
-        counted = self._sharing.holding.of_replicas[0]  # whose parts count for all, and round alike
+        counted = self._sharing.holding.of_replicas[0]  # one replica's parts, so that all round alike
         norms = {}
         for number, group in enumerate(groups):
-            # Who holds there what a member holds here:
+            # The members of `group` that hold what the members of `own` hold.
             own = group if len(groups) == 1 else counted.members_of(chunk.id)
             names = dict(zip(own, group, strict=True))
             parts = [
@@ -594,7 +627,7 @@ class SharedGradients(Gradients):
         return norms
 
     def all_finite(self) -> bool:
-        """True if all members' gradients are finite, once they are summed; called by all members."""
+        """True if all members' gradients are finite after the sum. All members call it."""
         self._bad = self._first_nonfinite()
         told = [float(bool(self._bad))]
         what = f"whether the gradients of step {self._sharing.points.steps} are finite"
@@ -602,8 +635,8 @@ class SharedGradients(Gradients):
         return not bad
 
     def nonfinite(self) -> str:
-        """The first parameter whose gradient `all_finite` has found not to be where this member holds it;
-        else empty."""
+        """Return the first parameter of whose gradient this member holds a part that `all_finite` found not
+        finite; else ""."""
         return self._bad
 
     def _first_nonfinite(self) -> str:
@@ -618,8 +651,11 @@ class SharedGradients(Gradients):
 
 
 def partial_norm(part: Tensor, norm_type: float) -> Tensor:
-    """Of a part of a gradient, what `combined` makes a norm of: a sum of powers, in double precision; or the
-    greatest, the smallest or the number of elements."""
+    """Return a part's contribution to a norm, for `combined`.
+
+    It is the sum of powers, in double precision; for orders inf, -inf and 0 the greatest, the smallest and
+    the number of non-zero elements.
+    """
     if norm_type == 0 or math.isinf(norm_type):
         most: Tensor = torch.linalg.vector_norm(part, norm_type)
         return most.double()
@@ -630,7 +666,7 @@ def partial_norm(part: Tensor, norm_type: float) -> Tensor:
 
 
 def combined(parts: Sequence[float], norm_type: float) -> float:
-    """A gradient's norm: what the one says that holds all of it, or by what `partial_norm` gives of parts."""
+    """Return a gradient's norm: the one part's if it has only one, else combined from `partial_norm`s."""
     if len(parts) < 2:
         return parts[0] if parts else 0.0
     if norm_type == math.inf:

@@ -1,4 +1,5 @@
-"""The members of a group agree on how they hold a model: each by its own budgets, in chunks of one size."""
+"""The agreement of a group's members on how they hold a model: each by its own budgets, in chunks of one
+size."""
 
 from __future__ import annotations
 
@@ -21,29 +22,41 @@ from atoll.memory.over import share_among
 from atoll.moves.owners import Holding
 from atoll.moves.search import MemoryPlan
 
-_EXCHANGED = 2**18  # elements, of 4 bytes, of an exchange that is timed
-_TRIALS = 3  # of which the shortest counts; the first makes the connections
+_EXCHANGED = 2**18  # elements, of 4 bytes, in the exchange that is timed
+_TRIALS = 3  # the shortest counts; the first makes the connections
 
 
 class _Word(msgspec.Struct, frozen=True):
-    """One member's report of the plan that it has found."""
+    """One member's report of the plan that it has found.
 
-    model: int  # a checksum of what all must have alike
+    Attributes:
+        model: a checksum of what must be equal on all members.
+        error: why there is no plan; empty if there is one.
+        chunk_bytes: the size of chunks.
+        fits: True if everything fits on this member's device.
+        sharding: how chunks are divided.
+        holding: a checksum of which member holds what.
+    """
+
+    model: int
     error: str = ""
     chunk_bytes: int = 0
     fits: bool = False
     sharding: str = ""
-    holding: int = 0  # a checksum of who holds what
+    holding: int = 0
 
 
 def agree(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, budgets: Budgets, members: Members
 ) -> MemoryPlan:
-    """This member's plan. All stays on the devices only if it does on each; else chunks have the size that
-    member 0 has found, and who finds its own budgets too small for it says so to all. Raises UserError,
-    ConfigError and PrepareError, naming the member, on all alike."""
+    """Return this member's plan, which fits the other members' plans: a collective.
+
+    Everything stays on the devices only if it fits on each of them. Otherwise chunks have the size that
+    member 0 has found. Raises UserError, ConfigError or PrepareError, naming the member, on all members:
+    UserError also where one member's budgets are too small for that size.
+    """
     share = share_among(model, members)
-    if share.apart:  # whole copies would be summed over all members alike
+    if share.apart:  # on the device, gradients would be summed over all members, not over the groups
         facts = {"store": "sharded", "over": True, "memory.step": budgets.pins.steps_on}
         check("prepare", Choices(facts))
         pins = msgspec.structs.replace(budgets.pins, steps_on="host")
@@ -90,7 +103,7 @@ def agree(
 
 
 def _checksum(holding: Holding | None, count: int) -> int:
-    """Of what all members find alike: who holds what of the chunks that all share."""
+    """Return a checksum of the part of a holding that all members find alike; 0 for none."""
     if holding is None:
         return 0
     if holding.replicas:
@@ -103,7 +116,7 @@ def _checksum(holding: Holding | None, count: int) -> int:
 
 
 def _network(members: Members) -> tuple[float, float]:
-    """Bytes/s between the members of a group, and between those of several groups (0: there is one)."""
+    """Return the bytes/s between the members of a group, and between groups (0 if there is one group)."""
     everybody = range(members.count)
     if not members.replicas:
         return _measured(members, everybody), 0.0
@@ -112,8 +125,11 @@ def _network(members: Members) -> tuple[float, float]:
 
 
 def _measured(members: Members, others: Sequence[int]) -> float:
-    """Bytes/s between each member and these `others`, each way, the least that any of them finds: a timed
-    exchange. 0 where nobody has others than itself."""
+    """Return the bytes/s, each way, between a member and `others`, by a timed exchange: the least that any
+    member finds.
+
+    It is a collective. 0 if there is no other member.
+    """
     if members.count == 1:
         return 0.0
     splits = [_EXCHANGED // members.count if rank in others else 0 for rank in range(members.count)]

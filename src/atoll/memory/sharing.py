@@ -1,9 +1,10 @@
-"""A model's payloads over the members of a group: a member's own parts lie in its store, the others' are
+"""A model's payloads over the members of a group: a member's own parts lie in its store, and the others' are
 fetched.
 
-All that changes payloads of several members at once is a **sync point**: the gradients' sum, clipping, a
-step, a load, `sync`. Members count them alike, and who asks for a payload says at which count he stands: a
-holder that is not there yet answers when it is. So members may use chunks in any order between two of them.
+Each act that changes payloads of several members at once is a **sync point**: the sum of gradients, clipping,
+a step, a load, `sync`. Members count sync points alike. A fetch names the count at which its member stands; a
+holder that has not reached that count answers when it has. So between two sync points members may use chunks
+in any order.
 """
 
 from __future__ import annotations
@@ -31,17 +32,28 @@ from atoll.memory.syncpoints import SyncPoints
 from atoll.moves.owners import Holding, Part, Share
 from atoll.moves.search import STAGES
 
-FETCHING = 16  # fetches at once, beside those of the threads that want a chunk
+FETCHING = 16  # threads that fetch, besides those that use a chunk
 _DEADLINE = 600.0  # seconds, for all holders of a chunk
 
 
 class Sharing:
-    """What one member knows of the group: `holding` says who holds what. It is the `Payloads` of whole
-    chunks, and `own` that of what this member holds of them. What is fetched is counted in `moved`.
+    """One member's view of the group: the `Payloads` of whole chunks.
 
-    `store` holds what is this member's own, and all gradients until they are summed. Of a chunk of which
-    others hold a part, values alone can be pinned: they arrive in `staging_bytes` of host memory, and what is
-    written there counts for this member's own part, since the others' scripts write the same.
+    The store holds this member's own parts, and all gradients until they are summed. Of a chunk of which
+    others hold a part, only values can be pinned. They arrive in staging memory. Of values written there only
+    this member's part is kept, since the other members' scripts write the same.
+
+    Args:
+        chunks: all chunks, in the order of their ids.
+        names: each chunk's parameters, for people.
+        holding: which member holds which elements.
+        store: this member's payloads.
+        staging_bytes: host memory in which others' parts arrive.
+        moved: counts the bytes that are fetched.
+        grouping: the groups that share chunks; None if all members share all.
+
+    Attributes:
+        own: the `Payloads` of the parts that this member holds.
     """
 
     def __init__(
@@ -66,10 +78,10 @@ class Sharing:
             [part for part in holding.parts[chunk.id] if part.member != self.rank] for chunk in chunks
         ]
         self.own = OwnParts(self)
-        self._sizes: dict[Key, tuple[int, torch.dtype]] = {}  # of what others hold a part of
+        self._sizes: dict[Key, tuple[int, torch.dtype]] = {}  # of payloads of which others hold a part
         self.points = SyncPoints(members, len(chunks))
-        self._writes = [0] * len(chunks)  # to this member's part of its values, by its script
-        # Others' chunks that the script has written to since all were last told what scripts have written:
+        self._writes = [0] * len(chunks)  # how often this member's part of the values was written
+        # Chunks with others' parts that the script has written to since the last sync point for writes.
         self._written: set[int] = set()
         self.stages = Stages(staging_bytes)
         most = max(map(len, self._others))
@@ -80,11 +92,11 @@ class Sharing:
 
     @property
     def count(self) -> int:
-        """Of sync points that are past."""
+        """The number of sync points that are past."""
         return self.points.count
 
     def part(self, chunk: int) -> tuple[int, int]:
-        """From where to where this member holds its elements; (0, 0): nothing of it."""
+        """Return the (begin, end) of this member's elements of a chunk; (0, 0) for none."""
         return self._parts[chunk]
 
     def others(self, chunk: int) -> Sequence[Part]:
@@ -142,8 +154,11 @@ class Sharing:
         return key[1] == GRADIENT or self.holds_all(key[0])
 
     def fill(self, chunk: int, memory: Tensor) -> bool:
-        """Let a chunk's values come to where it lies on a device whose memory is the host's, (extent,), with
-        no stage between; False: it is not of that kind, or no other member holds any of the chunk."""
+        """Gather a chunk's values into `memory`, (extent,), on a device whose memory is the host's.
+
+        False, with nothing done, if the device has memory of its own, or no other member holds any of the
+        chunk.
+        """
         if self.holds_all(chunk) or not copies.is_needless(memory.device):
             return False
         self._gather((chunk, VALUES), memory)
@@ -151,7 +166,7 @@ class Sharing:
 
     @contextmanager
     def _staged(self, key: Key) -> Iterator[Tensor]:
-        """The values of a chunk of which others hold a part."""
+        """Lend the values of a chunk of which others hold a part, in staging memory."""
         chunk, kind = key
         assert kind == VALUES
         numel, dtype = self._sizes[key]
@@ -166,7 +181,7 @@ class Sharing:
 
     @contextmanager
     def _staged_to_write(self, key: Key, *, overwrites: bool) -> Iterator[Tensor]:
-        """A place to write such a chunk's values to, of which this member's part counts."""
+        """Lend staging memory to write such a chunk's values to; then keep this member's part of them."""
         chunk, _ = key
         numel, dtype = self._sizes[key]
         with self.stages.one(self.words(chunk)) as stage:
@@ -186,7 +201,7 @@ class Sharing:
     def _keep_own(self, key: Key, memory: Tensor) -> None:
         begin, end = self._parts[key[0]]
         if end > begin:
-            self._writes[key[0]] += 1  # first: what is staged elsewhere is no more what is here
+            self._writes[key[0]] += 1  # first: other stages are out of date from here on
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
@@ -197,14 +212,18 @@ class Sharing:
     # What others hold
 
     def _gather(self, key: Key, memory: Tensor) -> None:
-        """Let all parts of a chunk's values come, side by side."""
+        """Fetch all parts of a chunk's values, side by side, and copy this member's own."""
         parts = [part for part in self._others[key[0]] if part.numel]
         self.fetch_parts(key, memory, parts, beside=lambda: self._copy_own(key, memory))
 
     def fetch_parts(
         self, key: Key, memory: Tensor, parts: Sequence[Part], beside: Callable[[], None] = lambda: None
     ) -> None:
-        """Fetch these parts into their places; do what goes `beside` it. This thread fetches one itself."""
+        """Fetch these parts into their places in `memory`, and run `beside` meanwhile. This thread fetches
+        one of them.
+
+        Raises DeadlineError, naming the holders, if one does not answer.
+        """
         under_way = []
         if self._fetching is not None:
             fetching = self._fetching
@@ -213,7 +232,7 @@ class Sharing:
             beside()
             if parts:
                 self._fetch_part(key, memory, parts[0])
-        finally:  # nobody writes into the memory any more
+        finally:  # wait until no fetch writes into the memory
             if wait(under_way, timeout=_DEADLINE).not_done:
                 raise DeadlineError(
                     f"waited {_DEADLINE:.0f} s for the values of {self.words(key[0])} from "
@@ -223,11 +242,11 @@ class Sharing:
             each.result(timeout=0)
 
     def _fetch_part(self, key: Key, memory: Tensor, part: Part) -> None:
-        with torch.inference_mode(False):  # on whatever thread
+        with torch.inference_mode(False):  # a mode of the thread
             self.fetch(part.member, key, memory[part.begin : part.end])
 
     def fetch(self, holder: int, key: Key, into: Tensor) -> None:
-        """Fill `into` with the first of what a member holds of a payload."""
+        """Fill `into` with the first bytes of a member's part of a payload."""
         chunk, kind = key
         kind = "optimizer state" if kind.startswith("described") else kind
         self.members.fetch(
@@ -236,7 +255,7 @@ class Sharing:
         self._moved.fetched(into.nbytes)
 
     def description(self, chunk: int, holder: int) -> bytes:
-        """Return the holder's `foreign.described`; empty where no state is kept for its part."""
+        """Return the holder's description of its states (`foreign.described`); empty if it keeps none."""
         size = torch.empty(1, dtype=torch.int64)
         self.fetch(holder, (chunk, "described.size"), size)
         if not int(size):
@@ -246,8 +265,8 @@ class Sharing:
         return word.numpy().tobytes()
 
     def sum(self, chunk: int, flat: Tensor, what: str) -> Summing:
-        """Begin to sum `flat`, (extent,) of the chunk, over the members. When it has ended, this member's
-        part of it is the sum (memory/sums.py); the rest is undefined."""
+        """Begin to sum `flat`, the chunk's (extent,), over the members. At its end this member's part of
+        `flat` is the sum (memory/sums.py); the rest is undefined."""
         if not flat.numel() or (not self._others[chunk] and self.members.count == 1):
             return Over()
         stage = self.stages.take(self.words(chunk))
@@ -258,13 +277,20 @@ class Sharing:
     # Sync points
 
     def written(self, chunk: int) -> None:
-        """The script has written to this chunk's values. What it writes to others' parts is dropped here."""
+        """Note that the script has written to a chunk's values, if others hold a part. Those writes are
+        dropped here."""
         if not self.holds_all(chunk):
             self._written.add(chunk)
 
     def check_written(self, chunks: Sequence[int]) -> None:
-        """Raise UserError where the script has written to another's chunk, the latest or any of `chunks`,
-        and the members have not met since: what it would use next may be what was there before."""
+        """Raise UserError if the script has written to a chunk with others' parts, and the members have not
+        met since.
+
+        The next use could find the old values of those parts.
+
+        Args:
+            chunks: chunks with writes that were not reported to `written` yet.
+        """
         for chunk in (*chunks, *self._written):
             raise UserError(
                 f"the script has written to {self.words(chunk)}, of which {self.held_by_others(chunk)} "
@@ -274,15 +300,20 @@ class Sharing:
             )
 
     def passed(self, changed: Sequence[int] = (), *, stepped: bool = False, published: bool = False) -> None:
-        """A sync point is past, at which the values of `changed` chunks were stepped; or where what scripts
-        have written was `published`."""
+        """Pass a sync point.
+
+        Args:
+            changed: chunks whose values were stepped at it.
+            stepped: True if it was a step.
+            published: True if members show what their scripts have written (`sync`).
+        """
         if stepped or published:
             self._written.clear()
         self.cache.forget()
         self.points.passed(changed, stepped=stepped)
 
     def close(self) -> None:
-        """Others are answered no more."""
+        """Stop answering the other members."""
         self.points.close()
         if self._fetching is not None:
             self._fetching.shutdown(wait=False, cancel_futures=True)
@@ -290,22 +321,29 @@ class Sharing:
 
 
 class FetchCache:
-    """What was fetched last of what some members hold of chunks: `parts`, by chunk, of this member's group or
-    of another one. `sharing` fetches it."""
+    """The latest payload that was fetched of a group's chunks.
+
+    Args:
+        sharing: fetches.
+        parts: for each chunk, the parts to fetch, of this member's group or of another one.
+    """
 
     def __init__(self, sharing: Sharing, parts: Sequence[Sequence[Part]]) -> None:
         self._sharing, self.parts = sharing, parts
         self.forget()
 
     def forget(self) -> None:
-        """Nothing of it counts any more."""
-        self._of: tuple[Key, int] | None = None  # the payload, and as of which count of sync points
+        """Drop what was fetched."""
+        self._of: tuple[Key, int] | None = None  # the payload, and the count of sync points it was fetched at
         self._memory = torch.empty(0)
-        self._there: set[int] = set()  # the members whose part has come
+        self._there: set[int] = set()  # members whose part was fetched
 
     def fetched(self, each: TrainedChunk, slot: int, kind: str, dtype: torch.dtype) -> Tensor:
-        """A chunk's payload, (extent,), in memory of its own, with what those members hold of a slot; what
-        else is there may be anything. The latest is kept, for whoever goes through a chunk's parameters."""
+        """Return a chunk's payload, (extent,), with the members' parts of a slot; other elements are
+        undefined.
+
+        The latest payload is kept, for callers that go through a chunk's slots.
+        """
         key, place = (each.chunk.id, kind), each.chunk.slots[slot]
         now = key, self._sharing.count
         if self._of != now:
@@ -317,7 +355,7 @@ class FetchCache:
             first, last = part.overlap(place.offset, place.offset + place.numel)
             if first < last and part.member not in self._there:
                 wanted.append(part)
-        self._of = None  # until all of it is there
+        self._of = None  # until all parts have come
         self._sharing.fetch_parts(key, self._memory, wanted)
         self._there.update(part.member for part in wanted)
         self._of = now
@@ -325,13 +363,13 @@ class FetchCache:
 
 
 class OwnParts:
-    """The `Payloads` of what this member holds of each chunk: (end - begin,) for its part."""
+    """The `Payloads` of this member's part of each chunk: (end - begin,)."""
 
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
 
     def add(self, key: Key, numel: int, dtype: torch.dtype) -> None:
-        """`numel` is the whole chunk's."""
+        """Add a payload for this member's part. `numel` is the whole chunk's."""
         sharing, (begin, end) = self._sharing, self._sharing.part(key[0])
         sharing.store.add(key, numel if sharing.holds_all(key[0]) else end - begin, dtype)
 

@@ -1,13 +1,13 @@
 """Steps that are made ahead of `optimizer.step()`, while backward still goes on.
 
-Once as many of a chunk's gradients have come as in the step before, it may be stepped **aside**: in spare
-payloads that begin as copies, while values, gradients and state stay what they are for everybody.
-`optimizer.step()` finds whether all that the step was made of is still so. Then what was made takes the place
-of what counted, and nothing is copied; else it is dropped, and the chunk is stepped as usual. So nothing that
-counted is ever taken back, and nobody sees what does not count yet.
+Once as many of a chunk's gradients have come as in the step before, the chunk may be stepped **aside**: in
+spare payloads that begin as copies, while values, gradients and state stay what they are for everybody else.
+`optimizer.step()` checks whether everything that the step was made of is unchanged. If so, the spares take
+the payloads' places without a copy. If not, they are dropped, and the chunk is stepped as usual. So no step
+that counts is ever undone, and nobody sees a step that does not count yet.
 
-This is done where it is worth its copies: where the steps of all chunks take longer than the forward beside
-which they would else be made. Source: docs/memory.md, "Steps during backward".
+Stepping ahead costs copies. It is done if the steps of all chunks take longer than the forward beside which
+they would otherwise be made. Source: docs/memory.md, "Steps during backward".
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from atoll.memory.segments import Made, Run, Segments, noted
 from atoll.memory.stepqueue import Settings
 from atoll.moves.timeline import EARLY_COST
 
-TRUST = 3  # steps in a row in which a chunk could have been stepped ahead, before it is
-_ALWAYS = False  # whether or not it is worth it: for tests
+TRUST = 3  # a chunk is stepped ahead after so many steps in a row at which it could have been
+_ALWAYS = False  # True steps ahead even if it is not worth its copies, for tests
 
 
 @dataclass
 class AheadFigures:
-    """Chunks that were stepped ahead of their time so far, and those that were in vain."""
+    """Counts of chunks that were stepped ahead.
+
+    Attributes:
+        taken: steps that counted.
+        dropped: steps that were made in vain.
+    """
 
     taken: int = 0
     dropped: int = 0
@@ -42,8 +47,14 @@ class AheadFigures:
 
 @dataclass(frozen=True)
 class Spares:
-    """For which chunks there is room to be stepped aside; who exchanges a spare payload for the other, how
-    many seconds uses have waited for chunks so far, and where it is counted what became of it."""
+    """The means of stepping chunks aside.
+
+    Attributes:
+        chunks: chunks that have room for spares.
+        swap: exchanges a payload and its spare.
+        waited: returns the seconds that uses have waited for chunks so far.
+        figures: counts the steps that were made ahead.
+    """
 
     chunks: tuple[int, ...]
     swap: Callable[[Key, Key], None]
@@ -53,22 +64,35 @@ class Spares:
 
 @dataclass(eq=False)
 class Ahead:
-    """A step that may be made ahead, and all that it is made of."""
+    """A step that may be made ahead, with everything that it depends on.
+
+    Attributes:
+        present: for each slot, whether it has a gradient.
+        settings: the chunk's param group.
+        own: the optimizer's attributes.
+        gradient: the count of changes of the chunk's gradients.
+        state: the count of changes of the chunk's states.
+        begun: True once the stepping thread has taken it.
+        made: the result, once it is made.
+    """
 
     chunk: int
     present: tuple[bool, ...]
     settings: Settings
     own: Settings
-    gradient: int  # the changes of each by then
+    gradient: int
     state: int
     begun: bool = False
     made: Made | None = None
 
 
 class Speculation:
-    """Which chunks a `Stepper` steps ahead: those of `segments`, on its thread.
+    """The choice of chunks to step ahead, and those steps, for a `Stepper` and on its thread.
 
-    `condition` is that of the queue of steps; `run(own)` is the optimizer's own code.
+    Args:
+        segments: the chunks that the `Stepper` steps.
+        condition: the condition of the queue of steps.
+        run: makes the optimizer's own code for given attributes of the optimizer.
     """
 
     def __init__(
@@ -85,16 +109,16 @@ class Speculation:
         self._condition, self._run = condition, run
         self.figures = spares.figures
         self._came: dict[int, list[int]] = self._none_came()  # gradients, by slot, since the last step
-        self._expected: dict[int, list[int]] = {}  # as many as came before the last
+        self._expected: dict[int, list[int]] = {}  # gradients that came before the last step
         self._could: dict[int, Ahead] = {}  # chunks whose gradients have come as expected
-        self._held = dict.fromkeys(self._segments, 0)  # steps in a row in which that held up to the step
+        self._held = dict.fromkeys(self._segments, 0)  # steps in a row at which `_could` still held
         self._queue: deque[Ahead] = deque()
         self._failed: set[int] = set()  # chunks that could not be stepped aside
-        self._seconds: dict[int, float] = {}  # by chunk, of its latest usual step
-        self._aside: dict[int, float] = {}  # and of the latest that was made aside
-        self._first = self._backward = 0.0  # when the first gradient came; seconds from it to `step()`, last
-        self._began = self._waited = 0.0  # when the last step ended, and what `Spares.waited` said then
-        self._is_worth_it: bool | None = None  # steps take longer than this forward did; None: it goes on
+        self._seconds: dict[int, float] = {}  # how long each chunk's latest usual step took
+        self._aside: dict[int, float] = {}  # how long each chunk's latest step aside took
+        self._first = self._backward = 0.0  # when the first gradient came; seconds from it to `step()`
+        self._began = self._waited = 0.0  # when the last step ended, and `Spares.waited` then
+        self._is_worth_it: bool | None = None  # steps take longer than forward did; None during forward
 
     def _none_came(self) -> dict[int, list[int]]:
         return {chunk: [0] * len(each.states.trained.parameters) for chunk, each in self._segments.items()}
@@ -102,7 +126,7 @@ class Speculation:
     # During backward, on its thread.
 
     def came(self, chunk: int, slot: int) -> None:
-        """A gradient has come, or is on its way."""
+        """Note that a gradient has come, or is on its way."""
         with self._condition:
             if self._is_worth_it is None:
                 self._first = time.monotonic()
@@ -123,14 +147,14 @@ class Speculation:
         self._gradients.once_here(chunk, lambda: self._ready(ahead))
 
     def _note(self, chunk: int) -> Ahead | None:
-        """What a step of the chunk would be made of now; None where it cannot be made aside."""
+        """Return the step that the chunk could make now; None if it cannot be made aside."""
         segments, present = self._segments[chunk], self._gradients.present(chunk)
         states = segments.states
         settings = noted(self._optimizer.param_groups[states.group], without="params")
         gradient = self._gradients.changes(chunk)
         if gradient is None or not segments.is_cut_for(present, settings):
             return None
-        if settings.get("foreach"):  # whose kernels may write into gradients (SGD's nesterov)
+        if settings.get("foreach"):  # foreach kernels may write into gradients (SGD's nesterov)
             return None
         return Ahead(chunk, present, settings, noted(self._optimizer.__dict__), gradient, states.changes)
 
@@ -148,15 +172,19 @@ class Speculation:
     # On the stepping thread.
 
     def begin(self) -> Ahead:
-        """What is to be made now, where it `has_next`. Holds the condition; `make` follows."""
+        """Return the next step to make, if there `has_next`; `make` follows. The caller holds the
+        condition."""
         ahead = self._queue.popleft()
         ahead.begun = True
         return ahead
 
     @property
     def has_next(self) -> bool:
-        """Whether a chunk is to be stepped aside now. One whose gradients have changed is left out, and what
-        would not be over before `step()`: what forward waits for comes first then."""
+        """True if a chunk is to be stepped aside now.
+
+        Chunks whose gradients have changed are left out. So are steps that would not end before `step()`,
+        when the chunks that forward waits for come first.
+        """
         while self._queue and not (self._is_current(self._queue[0]) and self._is_in_time(self._queue[0])):
             self._queue.popleft()
         return bool(self._queue)
@@ -169,14 +197,15 @@ class Speculation:
         return _ALWAYS or time.monotonic() + seconds <= self._first + self._backward
 
     def make(self, ahead: Ahead) -> None:
-        """Step a chunk aside. What that raises is left to its usual step, to be raised where it belongs."""
+        """Step a chunk aside. After an error the chunk is stepped as usual, which raises it where it
+        belongs."""
         segments, began = self._segments[ahead.chunk], time.monotonic()
         try:
             with self._gradients.read_ahead(ahead.chunk, ahead.gradient) as gradients:
                 if gradients is not None:
                     run = self._run(ahead.own)
                     ahead.made = segments.step_aside(ahead.settings, gradients, run)
-        except BaseException:  # whatever it is: nobody may wait for ever
+        except BaseException:  # of any kind: the thread must go on, or its waiters wait for ever
             self._failed.add(ahead.chunk)
         with self._condition:
             if ahead.made is not None:
@@ -184,7 +213,7 @@ class Speculation:
             self._condition.notify_all()
 
     def confirm(self, ahead: Ahead | None) -> bool:
-        """Let what was made count, if it was."""
+        """Let a step that was made aside count. False if there is none."""
         if ahead is None or ahead.made is None:
             return False
         self._segments[ahead.chunk].take_made(ahead.made, self._spares.swap)
@@ -192,7 +221,7 @@ class Speculation:
         return True
 
     def took(self, chunk: int, seconds: float) -> None:
-        """A chunk's usual step has taken so long."""
+        """Note how long a chunk's usual step took."""
         with self._condition:
             self._seconds[chunk] = seconds
 
@@ -201,7 +230,8 @@ class Speculation:
     def accepted(
         self, own: Settings, groups: list[Settings], present: Mapping[int, tuple[bool, ...]]
     ) -> dict[int, Ahead]:
-        """What was begun, by chunk, of those steps that are the ones that are to be made."""
+        """Return the steps, by chunk, that were begun aside and are those that `optimizer.step()` is to
+        make."""
         with self._condition:
             found = {}
             self._backward = time.monotonic() - self._first
@@ -229,30 +259,35 @@ class Speculation:
         )
 
     def step_ended(self) -> None:
-        """`optimizer.step()` is about to return: the next forward begins."""
+        """Note that `optimizer.step()` is about to return: the next forward begins."""
         self._began, self._waited, self._is_worth_it = time.monotonic(), self._spares.waited(), None
 
 
 def can_be_stepped_ahead(optimizer: torch.optim.Optimizer) -> bool:
-    """True if a step changes only values and state: PyTorch's own classes. Another class's step may count
-    or print, which cannot be undone."""
+    """True if the optimizer's step changes only values and state, as those of PyTorch's own classes do.
+
+    Another class's step may count or print, which cannot be undone.
+    """
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _are_same_settings(then: Settings, now: Settings) -> bool:
-    keys = then.keys() - {"param_names"}  # for people
+    keys = then.keys() - {"param_names"}  # names are for people: no step depends on them
     return keys == now.keys() - {"param_names"} and all(_is_same(then[key], now[key]) for key in keys)
 
 
 def _are_same_attributes(then: Settings, now: Settings) -> bool:
-    """Of PyTorch's own classes, whose step reads no attribute that may change while it stays one object."""
+    """True if the optimizer's attributes are unchanged, for PyTorch's own classes.
+
+    Their step reads no attribute that can change while it stays one object.
+    """
     keys = then.keys()
     return keys == now.keys() and all(then[k] is now[k] or _is_same(then[k], now[k]) for k in keys)
 
 
 def _is_same(then: Any, now: Any) -> bool:
-    """True if both are surely equal, and were not one object that has changed meanwhile."""
-    if isinstance(then, Tensor) and isinstance(now, Tensor):  # of which `noted` has made copies
+    """True if both are certainly equal, and not one object that has changed since."""
+    if isinstance(then, Tensor) and isinstance(now, Tensor):  # `noted` has copied the earlier one
         return (then.dtype, then.device) == (now.dtype, now.device) and torch.equal(then, now)
     return _cannot_change(then) and type(then) is type(now) and bool(then == now)
 

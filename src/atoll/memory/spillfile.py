@@ -1,4 +1,5 @@
-"""A file for what does not fit in memory while a model is built: pieces of any size, each with a checksum."""
+"""A file for values that do not fit in memory while a model is built: pieces of any size, each with a
+checksum."""
 
 from __future__ import annotations
 
@@ -27,14 +28,17 @@ class Piece(NamedTuple):
 class SpillFile:
     """At most `budget` bytes in a file of `folder` that has no name there, so that none is left behind.
 
-    Given memory is a contiguous CPU tensor of any dtype.
+    Tensors given to it are contiguous, on the CPU, of any dtype.
+
+    Attributes:
+        end: the length of the file in bytes: the end of its last piece.
     """
 
     def __init__(self, folder: str | os.PathLike[str], budget: int) -> None:
         self.folder, self.budget = Path(folder), budget
-        self.end = 0  # bytes that the file is long: up to the last piece
-        self._free: dict[int, list[int]] = {}  # by size, where pieces were
-        self._sizes: dict[int, int] = {}  # the same by their ends
+        self.end = 0
+        self._free: dict[int, list[int]] = {}  # begins of free places, by size
+        self._sizes: dict[int, int] = {}  # sizes of free places, by end
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -43,7 +47,7 @@ class SpillFile:
             ) from None
 
     def keep(self, memory: Tensor) -> Piece:
-        """Keep a copy. Raises UserError where the budget or the disk has no more room."""
+        """Write a copy of a tensor. Raises UserError if the budget or the disk has no more room."""
         raw = raw_bytes(memory)
         free = self._free.get(len(raw))
         if free:
@@ -68,7 +72,7 @@ class SpillFile:
         return Piece(begin, len(raw), zlib.crc32(raw))
 
     def copy_into(self, piece: Piece, into: Tensor) -> None:
-        """Fill `into`, of the piece's size. Raises RunError if these are not the bytes that were written."""
+        """Fill `into`, of the piece's size. Raises RunError if the bytes are not those that were written."""
         raw = raw_bytes(into)
         done, why = 0, "its checksum is not that of what was written"
         try:
@@ -86,9 +90,9 @@ class SpillFile:
             )
 
     def free(self, piece: Piece) -> None:
-        """Forget a piece: its room is used again for one of the same size, and given back to the disk where
-        nothing lies behind it."""
-        if not piece.nbytes:  # its place may be another's
+        """Free a piece. Its place is used again for a piece of the same size; at the end of the file it goes
+        back to the disk."""
+        if not piece.nbytes:  # its place may be another piece's
             return
         self._free.setdefault(piece.nbytes, []).append(piece.begin)
         self._sizes[piece.begin + piece.nbytes] = piece.nbytes
@@ -97,11 +101,11 @@ class SpillFile:
             self.end -= nbytes
             self._free[nbytes].remove(self.end)
         if self.end < end:
-            with contextlib.suppress(OSError):  # it takes more of the disk, and is whole
+            with contextlib.suppress(OSError):  # the file then stays longer, and right
                 os.ftruncate(self._file.fileno(), self.end)
 
 
 def raw_bytes(memory: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     raw: memoryview = memory.detach().reshape(-1).view(torch.uint8).numpy().data
     return raw

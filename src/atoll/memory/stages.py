@@ -1,4 +1,4 @@
-"""Places in host memory where values of other members arrive. Source: docs/memory.md, "Members"."""
+"""Stages: places in host memory where values of other members arrive. Source: docs/memory.md, "Members"."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from atoll.core.errors import DeadlineError
 from atoll.memory.arena import Arena, Block
 from atoll.moves.search import STAGES
 
-_DEADLINE = 600.0  # seconds, for a place to be free
+_DEADLINE = 600.0  # seconds until a stage must be free
 
 
 class Stage:
-    """A place, and what it holds: (chunk, count, writes)."""
+    """A place in host memory.
+
+    Attributes:
+        holds: the values that lie there: (chunk, count of sync points, count of writes); None for none.
+    """
 
     def __init__(self, block: Block) -> None:
         self.block = block
@@ -22,7 +26,7 @@ class Stage:
 
 
 class Stages:
-    """All places, in `nbytes` of host memory; 0: there are none."""
+    """All stages, in `nbytes` of host memory; for 0 there are none."""
 
     def __init__(self, nbytes: int) -> None:
         self._free: list[Stage] = []
@@ -35,7 +39,7 @@ class Stages:
 
     @contextmanager
     def one(self, words: str, wanted: tuple[int, int, int] | None = None) -> Iterator[Stage]:
-        """Take a place for the length of the block. See `take`."""
+        """Take a stage for the length of the block. See `take`."""
         stage = self.take(words, wanted)
         try:
             yield stage
@@ -43,8 +47,13 @@ class Stages:
             self.give(stage)
 
     def take(self, words: str, wanted: tuple[int, int, int] | None = None) -> Stage:
-        """Take a place, the one that holds what is `wanted` if there is one. `words` name the values for
-        people. Raises DeadlineError after ten minutes."""
+        """Take a free stage; if one holds the `wanted` values, that one.
+
+        Args:
+            words: the values, for people.
+
+        Raises DeadlineError after ten minutes.
+        """
         with self._condition:
             if not self._condition.wait_for(lambda: self._free, _DEADLINE):
                 raise DeadlineError(
@@ -58,7 +67,7 @@ class Stages:
             return stage
 
     def give(self, stage: Stage) -> None:
-        """Give a place back."""
+        """Give a stage back."""
         with self._condition:
             self._free.append(stage)
             self._condition.notify_all()

@@ -1,8 +1,8 @@
-"""A state_dict of a model that does not fit: its tensors have no memory, and are read when they are used.
+"""A state_dict of a model that does not fit. Its tensors have no memory, and are read when they are used.
 
-`nn.Module.state_dict` calls `detach()` on each parameter. Hooks of torch's tell, around that, whose calls
-these are; so whoever calls `state_dict`, of the model or of a part of it, gets `LazyTensor`s for what may lie
-elsewhere, and nothing becomes resident.
+`nn.Module.state_dict` calls `detach()` on each parameter. Torch hooks around each module's state_dict tell
+which parameters are being asked. So whoever calls `state_dict`, of the model or of a part of it, gets
+`LazyTensor`s for parameters that may lie elsewhere, and nothing becomes resident.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from atoll.tensors.torch_compat import own_parameters
 
 
 class _Asked(threading.local):
-    """The parameters of the module whose state_dict is being made on this thread."""
+    """The parameters of the module whose state_dict is being made on this thread.
+
+    Attributes:
+        parameters: those that have a `stored_value`, by id.
+        call: the frame of that `state_dict`.
+    """
 
     def __init__(self) -> None:
         self.parameters: dict[int, Any] = {}
-        self.call: FrameType | None = None  # of that `state_dict`
+        self.call: FrameType | None = None
 
 
 _asked = _Asked()
 
 
 class StateDicts:
-    """Makes the state_dicts of `model` and of its parts lazy for parameters that have a
-    `stored_value`, until `close`."""
+    """Makes state_dicts of `model` and of its modules lazy, for parameters that have a `stored_value`, until
+    `close`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._handles: list[RemovableHandle] = []
@@ -48,8 +53,9 @@ class StateDicts:
 
 
 def lazily(parameter: Any) -> Tensor | None:
-    """What `parameter.detach()` gives to a state_dict; None where it was not one that called."""
-    # Not once only: a module may have one parameter under two names.
+    """Return the `LazyTensor` that `parameter.detach()` gives to a state_dict; None if another caller
+    asks."""
+    # The parameter stays in `_asked`: a module may have it under two names.
     if id(parameter) not in _asked.parameters or not is_under_way(_asked.call):
         return None
     return LazyTensor(parameter.stored_value, parameter.shape, parameter.dtype)

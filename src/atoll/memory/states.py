@@ -1,7 +1,7 @@
 """One chunk's values and optimizer state in payloads.
 
-What the optimizer keeps for each element of a parameter ("exp_avg") is a payload of the chunk; what it keeps
-for each parameter ("step") stays here. `segments.Segments` steps them.
+A state that the optimizer keeps for each element ("exp_avg") is a payload of the chunk. A state that it keeps
+for a parameter as a whole ("step") stays in this object. `segments.Segments` steps the chunk.
 """
 
 from __future__ import annotations
@@ -19,16 +19,26 @@ from atoll.memory.portions import Portion
 from atoll.memory.stepqueue import Settings
 from atoll.tensors.optimizer import State, copied, elementwise_keys, signature
 
-Kept: TypeAlias = tuple[tuple[int, int], State, frozenset[str]]  # of the first to the last of some slots
+# (first and last slot, states of each parameter as a whole, keys of the element-wise states)
+Kept: TypeAlias = tuple[tuple[int, int], State, frozenset[str]]
 _HALF = (torch.bfloat16, torch.float16)
 
 
 class ChunkStates:
-    """A chunk that an optimizer trains with its param group `group`.
+    """The values and states of a chunk that an optimizer trains.
 
-    `elementwise` is what `elementwise_keys` found, `dtype` what the chunk is stepped in, on the CPU: where
-    that is not the values' own dtype, there is a master. With `part`, only elements `begin` to
-    `end` of the chunk are held here, and `payloads` are of those; gradients are of the whole chunk.
+    Args:
+        payloads: hold the values and the element-wise states; with `part`, only that part of them.
+        elementwise: the keys that `elementwise_keys` found.
+        group: the number of the param group.
+        dtype: the dtype in which the chunk is stepped, on the CPU. If it is not the values' own, there is a
+            master.
+        part: (begin, end) of the chunk's elements that are held here; None for all. Gradients are the whole
+            chunk's.
+
+    Attributes:
+        changes: how often values or states have changed.
+        loads: how often a state was loaded.
     """
 
     def __init__(
@@ -45,17 +55,17 @@ class ChunkStates:
         self._payloads, self._elementwise = payloads, elementwise
         self.has_master = dtype != trained.dtype
         slots = len(trained.parameters)
-        self._numbers: list[State] = [{} for _ in range(slots)]  # by slot: what is not element-wise
-        self._kept: list[frozenset[str]] = [frozenset()] * slots  # by slot: what is
+        self._numbers: list[State] = [{} for _ in range(slots)]  # by slot: states as a whole
+        self._kept: list[frozenset[str]] = [frozenset()] * slots  # by slot: keys of element-wise states
         self._dtypes: dict[str, torch.dtype] = {}  # by key, of the payloads that were added
-        self._spares: set[str] = set()  # kinds of payload of which there is one
-        self.changes = 0  # of values and state, by whomever
-        self.loads = 0  # of states
+        self._spares: set[str] = set()  # kinds of payload that have a spare
+        self.changes = 0
+        self.loads = 0
         if self.has_master:
             payloads.add((trained.chunk.id, MASTER), trained.chunk.numel, dtype)
 
     def take_over(self) -> None:
-        """The values are here."""
+        """Fill the master, if there is one, from the values, which are here by now."""
         if self.has_master:
             with self.pin(VALUES) as values, self.pin(MASTER, overwrites=True) as precise:
                 precise.copy_(values)
@@ -65,18 +75,19 @@ class ChunkStates:
     def pin(
         self, kind: str, *, writes: bool = False, overwrites: bool = False
     ) -> AbstractContextManager[Tensor]:
-        """The payload of this kind."""
+        """Lend the payload of this kind."""
         return self._payloads.pin((self.trained.chunk.id, kind), writes=writes, overwrites=overwrites)
 
     def pin_state(self, key: str, dtype: torch.dtype | None = None) -> AbstractContextManager[Tensor]:
-        """The payload of the element-wise state `key`, to be changed; made, of `dtype`, if there is none."""
+        """Lend the payload of the element-wise state `key`, to be changed; add it, with `dtype`, if there is
+        none."""
         if key not in self._dtypes and dtype is not None:
             self._dtypes[key] = dtype
             self._payloads.add((self.trained.chunk.id, state_kind(key)), self.trained.chunk.numel, dtype)
         return self.pin(state_kind(key), writes=True)
 
     def pin_spare(self, kind: str) -> AbstractContextManager[Tensor]:
-        """A payload like the one of this kind, with anything in it; made, if there is none."""
+        """Lend the spare of a kind, with undefined content; add it if there is none."""
         spare = spare_kind(kind)
         if kind not in self._spares:
             self._spares.add(kind)
@@ -86,7 +97,7 @@ class ChunkStates:
             self._payloads.add(key, self.trained.chunk.numel, (stepped | states)[kind])
         return self.pin(spare, overwrites=True)
 
-    # What is kept
+    # The optimizer's states
 
     @property
     def has_elements(self) -> bool:
@@ -100,8 +111,12 @@ class ChunkStates:
         )
 
     def keep(self, bounds: tuple[int, int], numbers: State, kept: frozenset[str]) -> None:
-        """Let this be what is kept for each of the slots from `bounds[0]` to `bounds[1]`: the values that
-        these have as a whole, and the keys of what they have for each element."""
+        """Set the states of each of the slots from `bounds[0]` to `bounds[1]`.
+
+        Args:
+            numbers: states of a parameter as a whole, by key.
+            kept: keys of the element-wise states.
+        """
         count = bounds[1] + 1 - bounds[0]
         self._numbers[bounds[0] : bounds[1] + 1] = [numbers] * count
         self._kept[bounds[0] : bounds[1] + 1] = [kept] * count
@@ -115,23 +130,24 @@ class ChunkStates:
         return signature(self._numbers[slot] | dict.fromkeys(self._kept[slot]), self._kept[slot])
 
     def keys(self, slot: int) -> frozenset[str]:
-        """The keys of what the optimizer keeps for each of a parameter's elements."""
+        """Return the keys of a slot's element-wise states."""
         return self._kept[slot]
 
     def kept(self, slot: int) -> dict[str, torch.dtype]:
-        """Return the dtypes of the element-wise states, by key; with a master, that too, as "master"."""
+        """Return the dtypes of a slot's element-wise states, by key; a master is among them as "master"."""
         kept = {key: self._dtypes[key] for key in sorted(self._kept[slot])}
         if self.has_master and (kept or self._numbers[slot]):
             kept[MASTER] = self.dtype
         return kept
 
     def elements(self, slot: int, key: str) -> Tensor:
-        """A copy of what is kept under `key`, with the parameter's shape and strides; all of it is here."""
+        """Return a copy of the element-wise state `key`, with the parameter's shape and strides. The whole
+        slot must be here."""
         with self.pin(MASTER if key == MASTER else state_kind(key)) as elements:
             return self.trained.part(elements, slot).clone()
 
     def copy_held(self, slot: int, key: str, flat: Tensor) -> None:
-        """Copy what is held here of it to its place in `flat`, (extent,)."""
+        """Copy this member's part of the element-wise state `key` to its place in `flat`, (extent,)."""
         start, end = self.bounds(slot, slot)
         with self.pin(MASTER if key == MASTER else state_kind(key)) as elements:
             self.portion.of(flat, slot).copy_(elements[start:end])
@@ -144,9 +160,11 @@ class ChunkStates:
     # Changes by the script
 
     def load(self, slot: int, state: State, settings: Settings | None = None) -> None:
-        """Take a parameter's state from plain torch's form; with {}, it has none.
+        """Load a parameter's state from plain torch's form; {} removes it.
 
-        `settings`, its param group's, where dtypes and devices are to be as `load_state_dict` makes them.
+        Args:
+            settings: the parameter's param group, if dtypes and devices are to be those that
+                `load_state_dict` makes.
         """
         if not self.portion.has(slot):
             return
@@ -167,7 +185,8 @@ class ChunkStates:
         self.keep((slot, slot), numbers, frozenset(kept))
 
     def _take(self, value: Tensor, slot: int, elements: Tensor) -> None:
-        """Copy what is held here of a parameter's `value`, which has its shape, into a payload."""
+        """Copy this member's part of a parameter's `value`, which has the parameter's shape, into a
+        payload."""
         start, end = self.bounds(slot, slot)
         begin = self.portion.begin
         if self.portion.is_whole(slot) and not begin:
@@ -187,8 +206,7 @@ class ChunkStates:
         return value.detach().to("cpu", value.dtype if key == "step" else self.dtype, copy=True)
 
     def follow_values(self) -> None:
-        """Somebody has changed the values. Where they are not what they were rounded to, they are the master
-        now."""
+        """Update the master where values were changed: where a value is not its master rounded."""
         self.changes += 1
         if self.has_master:
             with self.pin(VALUES) as values, self.pin(MASTER, writes=True) as precise, torch.no_grad():
@@ -204,11 +222,15 @@ def chunk_states(
     master: bool = False,
     parts: Mapping[int, tuple[int, int]] | None = None,
 ) -> dict[int, ChunkStates]:
-    """The states, by chunk, of those of `chunks` that `optimizer` trains.
+    """Return the states, by chunk, of those of `chunks` that `optimizer` trains.
 
-    `payloads` say where a chunk's values and state lie. With `master`, chunks in half precision have a
-    payload "master" in single precision, which is what is stepped, and the values are rounded from it. Of a
-    chunk in `parts` such a part alone is here. Raises PrepareError for an optimizer that is not element-wise.
+    Args:
+        payloads: hold the chunks' values and states.
+        master: True gives chunks in half precision a payload "master" in single precision. The master is
+            stepped, and the values are rounded from it.
+        parts: for some chunks, the (begin, end) of the elements that are held here.
+
+    Raises PrepareError for an optimizer that is not element-wise.
     """
     elementwise = elementwise_keys(optimizer)
     groups = group_numbers(optimizer)
@@ -227,7 +249,7 @@ def chunk_states(
 
 
 def group_numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """By the id of each parameter, its param group's number."""
+    """Return the number of each parameter's param group, by the parameter's id."""
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 

@@ -17,8 +17,17 @@ from atoll.tensors.torch_compat import storage_handle, storage_uses
 
 
 class Stay:
-    """A chunk at a place on the device: `memory` is its values, (extent,); `views[i]` lies there for slot i
-    and has a storage of its own. Made once for each place that a chunk comes to, and used again."""
+    """A chunk at a place on the device. It is made once for each place that the chunk comes to, and used
+    again.
+
+    Attributes:
+        memory: the values, (extent,).
+        views: for each slot, a tensor at its place in `memory`, with a storage of its own.
+        coming: the job that brings the values, until they are used.
+        ready: True if the values are here, and the parameters lie here.
+        versions: the parameters' versions when the values here equalled those in host memory.
+        given_out: True if the values may have been written without a count of autograd's.
+    """
 
     def __init__(self, each: TrainedChunk, block: Block) -> None:
         self.each, self.block = each, block
@@ -28,45 +37,47 @@ class Stay:
         self.storages = [view.untyped_storage() for view in self.views]
         self.addresses = [storage.data_ptr() for storage in self.storages]
         self._ids = [storage_handle(storage) for storage in self.storages]
-        self._seal: int | None = None  # a checksum, to see a change that autograd does not count
-        self._left: list[torch.UntypedStorage] = []  # where slots lay that were set apart
+        self._seal: int | None = None  # a checksum that shows changes which autograd does not count
+        self._left: list[torch.UntypedStorage] = []  # former storages of slots that were set apart
         self._apart: set[int] = set()  # slots whose values lie outside of the block
-        self.coming: Future[None] | None = None  # what brings the values, until they are used
-        self.ready = False  # the values are here, and the parameters lie here
-        self.versions: list[int] = []  # the parameters', when the values here were those in host memory
-        self.given_out = False  # may have been written into, and autograd's count would not tell
-        self._unheld = 0  # uses of all storages by the engine and the parameters alone
+        self.coming: Future[None] | None = None
+        self.ready = False
+        self.versions: list[int] = []
+        self.given_out = False
+        self._unheld = 0  # uses of all storages when only the engine and the parameters have them
         self._unheld_by_slot: list[int] = []
 
     def begin(self) -> None:
-        """The values and the parameters are here."""
+        """Begin the stay: the values are here, and the parameters lie here."""
         self.versions, self.given_out, self._seal = self.written(), False, None
         self._unheld = self._uses()
         self._unheld_by_slot = list(map(storage_uses, self._ids))
         self.ready, self.coming = True, None
 
     def written(self) -> list[int]:
-        """Number of writes into each parameter, by slot."""
+        """Return the number of writes into each parameter, by slot."""
         return [version(parameter) for parameter in self.each.parameters]
 
     @property
     def is_viewed(self) -> bool:
-        """True if there are views besides those of the engine and the parameters."""
+        """True if anybody besides the engine and the parameters has a view of this memory."""
         return self._uses() > self._unheld
 
     def is_slot_viewed(self, slot: int) -> bool:
-        """True if there is a foreign view of this slot's memory."""
+        """True if anybody besides the engine and the parameters has a view of this slot's memory."""
         return storage_uses(self._ids[slot]) > self._unheld_by_slot[slot]
 
     def set_apart(self, slot: int) -> Tensor:
-        """New memory for a slot, with anything in it, outside of the block and of the budget, until the chunk
-        leaves: the former one is left to who has views of it, as it is. The parameter is to lie there."""
+        """Return new, undefined memory for a slot, outside the block and the budget, until the chunk leaves.
+
+        Whoever has views of the former memory keeps it. The caller points the parameter at the new memory.
+        """
         like = self.each.likes[slot]
         with torch.inference_mode(False):
             view = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.memory.device)
         self._left.append(self.storages[slot])
         self._ids.append(self._ids[slot])
-        self._unheld += 1  # by ourselves
+        self._unheld += 1  # `_left` holds the storage
         self._apart.add(slot)
         self.views[slot], self.storages[slot] = view, view.untyped_storage()
         self._ids[slot] = storage_handle(self.storages[slot])
@@ -75,11 +86,11 @@ class Stay:
 
     @property
     def is_apart(self) -> bool:
-        """True if some slot lies outside of the block: such a stay is not used again."""
+        """True if some slot lies outside the block: such a stay is not used again."""
         return bool(self._apart)
 
     def seal(self, *, anew: bool = False) -> None:
-        """Note what lies here, if nobody has yet, or, `anew`, if somebody has."""
+        """Take a checksum of the values: if none was taken yet, or, with `anew`, if one was."""
         if (self._seal is not None) == anew:
             self._seal = self._checksum()
 
@@ -96,7 +107,7 @@ class Stay:
         return found
 
     def bring(self, values: Tensor) -> None:
-        """Copy the chunk's values, (extent,), to where its slots lie."""
+        """Copy the chunk's values, (extent,), to the places of its slots."""
         if not self._apart:
             copies.to_device(self.memory, values)
             return
@@ -104,26 +115,28 @@ class Stay:
             self.bring_slot(slot, self.each.run(values, slot))
 
     def bring_slot(self, slot: int, values: Tensor) -> None:
-        """Copy a slot's values, 1-D in the order of memory, to where it lies."""
+        """Copy a slot's values, 1-D in the order of memory, to the slot's place."""
         here = self.each.run(self.memory, slot)
         if slot in self._apart:
             here = self.views[slot].as_strided(here.shape, (1,), 0)
         copies.to_device(here, values)
 
     def return_to(self, values: Tensor) -> None:
-        """Copy what lies here to the chunk's values, (extent,)."""
+        """Copy the values here into `values`, (extent,), in host memory."""
         copies.to_host(values, self.memory)
         for slot in self._apart:
             copies.to_host(self.each.part(values, slot), self.views[slot])
 
     def _uses(self) -> int:
-        # The count tells what no public function does: whether memory may be taken away.
+        # No public function tells whether memory may be taken away; the use counts do.
         return sum(map(storage_uses, self._ids))
 
 
 def stand_ins(each: TrainedChunk) -> list[Tensor]:
-    """For each slot a tensor of the parameter's shape over a single element of all one bits, which is NaN in
-    every floating dtype: what lies there while the chunk is away."""
+    """Return a tensor for each slot where its parameter lies while the chunk is away.
+
+    It has the parameter's shape, over a single element of all one bits, which is NaN in every floating dtype.
+    """
     numel, size = len(each.parameters), each.dtype.itemsize
     ones = torch.full((numel * size,), 255, dtype=torch.uint8, device=each.device).view(each.dtype)
     return [carve(ones, index, ones[0]).expand(like.shape) for index, like in enumerate(each.likes)]

@@ -1,9 +1,9 @@
-"""The user's optimizer, stepping chunk by chunk where their state lies.
+"""The user's optimizer, which steps chunk by chunk where their state lies.
 
-The optimizer object stays the user's own. Its `step` runs on no parameter that lies in a chunk; its
-hyperparameters and its own attributes are noted, and on a thread of this module's the same code then steps a
-copy of it on flat segments of one chunk after another, in host memory. `step` returns at once; whoever needs
-a chunk's values waits in the queue of steps (memory/stepqueue.py). Source: docs/memory.md, "The step".
+The optimizer object stays the user's own. Its `step` runs on no parameter that lies in a chunk. It notes the
+optimizer's hyperparameters and attributes. A thread then runs the same code, on a copy of the optimizer, for
+flat segments of one chunk after another, in host memory. `step` returns at once; whoever needs a chunk's
+values waits in the queue of steps (memory/stepqueue.py). Source: docs/memory.md, "The step".
 """
 
 from __future__ import annotations
@@ -32,18 +32,24 @@ from atoll.memory.stepqueue import DEADLINE, Step, StepQueue
 from atoll.tensors.optimizer import call_closure_now, check_groups, elementwise_keys
 from atoll.tensors.stephooks import AroundStep, Handle
 
-_STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have a Stepper
+_STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers that have a Stepper
 
 
 class Stepper:
-    """Makes `optimizer` step the chunks of `states`, whose values are there, and whose steps go by `steps`.
+    """Makes `optimizer` step chunks on a thread of its own.
 
-    On the script's thread `before(chunks)` is called where `optimizer.step()` was, and these chunks are about
-    to be stepped: their payloads "values" must be up to date, and any copy elsewhere will be old. It gives
-    the order to step them in, that of their next use. `after()`: `optimizer.step()` is about to return.
-    `shown` are the states of chunks of which others step some or all: the script's `step` leaves
-    these out too. With `spares`, chunks may be stepped during backward (speculation.py); who gives them tells
-    `gradient_came`.
+    Args:
+        states: the chunks to step, with their states and values, by chunk.
+        gradients: the chunks' gradients.
+        steps: the queue of steps.
+        before: called on the script's thread in `optimizer.step()`, with the chunks about to be stepped. It
+            must bring their payloads "values" up to date, and take copies elsewhere for out of date. Returns
+            the order to step them in, by their next use.
+        after: called when `optimizer.step()` is about to return.
+        shown: the states of chunks of which others step some or all; the script's `step` leaves these out
+            too.
+        spares: lets chunks be stepped during backward (speculation.py); `gradient_came` is then to be called
+            for each gradient.
     """
 
     def __init__(
@@ -64,10 +70,10 @@ class Stepper:
         for each in states.values():
             each.take_over()
         self._chunks = {chunk: Segments(each) for chunk, each in states.items()}
-        self._call: FrameType | None = None  # of `step`, while it runs
-        self._left_out = False  # the param groups are empty, while `step` runs
-        self._next: Step | None = None  # what `step` is about to begin
-        self._ahead: dict[int, Ahead] = {}  # by chunk, what was made of the latest step before its call
+        self._call: FrameType | None = None  # the frame that called `step`, while `step` runs
+        self._left_out = False  # the param groups lack the chunks' parameters, while `step` runs
+        self._next: Step | None = None  # the step that is about to begin
+        self._ahead: dict[int, Ahead] = {}  # by chunk, steps that were made ahead of the latest `step`
         self.speculation: Speculation | None = None
         if spares is not None and can_be_stepped_ahead(optimizer):
             self.speculation = Speculation(
@@ -87,17 +93,17 @@ class Stepper:
         _STEPPED.add(optimizer)
         self._thread = threading.Thread(target=self._work, name="atoll-stepping", daemon=True)
         self._thread.start()
-        atexit.register(self._end)  # a thread that the interpreter's end meets in torch aborts the process
+        atexit.register(self._end)  # a thread inside torch at the interpreter's end aborts the process
 
     def gradient_came(self, chunk: int, slot: int) -> None:
-        """A gradient has come, or is on its way to its chunk."""
+        """Note that a gradient has come, or is on its way to its chunk."""
         if self.speculation is not None and not self._steps.is_closed:
             self.speculation.came(chunk, slot)
 
     def close(self) -> None:
-        """Make what is under way, and leave the optimizer to the user as a plain one with its state.
+        """Finish the steps under way, and leave the optimizer to the user as a plain one with its state.
 
-        Raises, at the end, what a step has raised and nobody was told of.
+        Raises, at the end, the error of a step that was not raised to the script before.
         """
         if self._steps.is_closed:
             return
@@ -111,7 +117,7 @@ class Stepper:
         self._steps.tell_untold()
 
     def abandon(self, why: str) -> None:
-        """Leave the optimizer without its state: who reads the state gets a UserError with `why`."""
+        """Leave the optimizer without its state: reading the state raises a UserError with `why`."""
         self._restore()
         self._steps.end_telling()
         self._leave()
@@ -127,7 +133,7 @@ class Stepper:
         atexit.unregister(self._end)
 
     def _end(self) -> None:
-        """End the thread, once it has stepped the chunk that it is at."""
+        """End the thread, after the chunk that it is stepping."""
         self._steps.close()
         self._thread.join(DEADLINE)
 
@@ -135,7 +141,7 @@ class Stepper:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         call = caller()
-        if self._is_stepping():  # a subclass's step that calls its superclass's, which torch hooks too
+        if self._is_stepping():  # a subclass's step calls its superclass's, which torch hooks too
             return args, kwargs
         self._restore()
         self._call = call
@@ -145,10 +151,10 @@ class Stepper:
 
     @uninterrupted
     def _note(self, optimizer: torch.optim.Optimizer) -> None:
-        """What is to be stepped, and leave the chunks' parameters out of the optimizer's own step."""
+        """Note what is to be stepped, and leave the chunks' parameters out of the optimizer's own step."""
         check_groups(optimizer, self._group_parameters, "the optimizer was fitted")
         self._steps.wait_all()
-        self.state.take_over()  # what the script has put there
+        self.state.take_over()  # states that the script has set
         present = {}
         for chunk in self._chunks:
             if any(self._gradients.present(chunk)):
@@ -166,7 +172,7 @@ class Stepper:
 
     @uninterrupted
     def _begin_step(self) -> None:
-        """Hand what was noted to the stepping thread."""
+        """Hand the noted step to the stepping thread."""
         step = self._next
         assert step is not None
         try:
@@ -174,7 +180,7 @@ class Stepper:
             self._next = None
         finally:
             self._restore()
-        # Each parameter's version counter tells autograd that a value saved for backward is another now.
+        # The version counters tell autograd that values saved for backward have changed.
         torch.autograd.graph.increment_version(
             [
                 parameter
@@ -187,7 +193,7 @@ class Stepper:
         )
         if self.speculation is not None:
             self._ahead = self.speculation.accepted(step.own, step.groups, step.present)
-        # Those first that were made ahead: they only change places, and nobody is to wait for others.
+        # Chunks stepped ahead come first: their payloads only change places, so waits for them are short.
         self._steps.begin(step, sorted(order, key=lambda chunk: chunk not in self._ahead))
         self._after_step()
         if self.speculation is not None:
@@ -198,8 +204,10 @@ class Stepper:
         return is_under_way(self._call)
 
     def _with_all_parameters(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the optimizer that is to find all parameters in the groups, whatever became of the last
-        step: torch runs no hook after one that raised."""
+        """Return a method of the optimizer that first puts all parameters back into the param groups.
+
+        A step that raised may have left some out: torch runs no hook after it.
+        """
 
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -210,7 +218,7 @@ class Stepper:
         return called
 
     def _restore(self) -> None:
-        """Undo what a step that failed left behind: torch calls nobody at its end."""
+        """Undo what a failed step left behind: torch runs no hook at its end."""
         self._call = None
         failed, self._next = self._next, None
         for chunk in failed.present if failed is not None else ():
@@ -244,7 +252,7 @@ class Stepper:
         failed = None
         try:
             self._step_chunk(step, chunk)
-        except BaseException as error:  # whatever it is, the script's thread is to raise it
+        except BaseException as error:  # raised on the script's thread
             failed = error
         self._steps.ended(step, failed)
 
@@ -265,10 +273,10 @@ class Stepper:
             if self.speculation is not None:
                 self.speculation.took(chunk, time.monotonic() - began)
         if states.has_elements and not had_state:
-            give_back_freed_memory()  # what the optimizer has made, and lies in payloads now: chunk by chunk
+            give_back_freed_memory()  # the new states were copied into payloads; free them chunk by chunk
 
     def _own_code(self, own: Mapping[str, Any]) -> Run:
-        """The optimizer's own, with these attributes of it, on the CPU."""
+        """Return the optimizer's own code, with these attributes of the optimizer, on the CPU."""
         return partial(run_step, type(self.optimizer), here(own))
 
 
@@ -278,7 +286,7 @@ def has_stepper(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def state_dtypes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of the states kept for each element of a parameter of `dtype`, by key, for a plan.
+    """Return the dtypes of the element-wise states of a parameter of `dtype`, by key, for a plan.
 
     Raises PrepareError for an optimizer that is not element-wise.
     """

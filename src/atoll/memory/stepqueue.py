@@ -1,4 +1,5 @@
-"""The chunks that are still to be stepped, and the waits for them. Source: docs/memory.md, "The step"."""
+"""The queue of chunks that are still to be stepped, and the waits for them. Source: docs/memory.md, "The
+step"."""
 
 from __future__ import annotations
 
@@ -12,16 +13,24 @@ from typing import Any, TypeAlias
 from atoll.core.errors import DeadlineError, RunError
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
-DEADLINE = 600.0  # seconds: the slowest disk has stepped a chunk by then
+DEADLINE = 600.0  # seconds; even with the slowest disk a chunk's step ends in less
 
 
 @dataclass
 class Step:
-    """One call of `optimizer.step()`: what the call found, and the chunks that are still to be stepped."""
+    """One call of `optimizer.step()`.
 
-    own: dict[str, Any]  # the optimizer's attributes
+    Attributes:
+        own: the optimizer's attributes.
+        groups: its param groups.
+        present: for each chunk with gradients, which slots have one.
+        waiting: chunks that are still to be stepped, in order.
+        under_way: the chunk that is being stepped.
+    """
+
+    own: dict[str, Any]
     groups: list[Settings]
-    present: dict[int, tuple[bool, ...]]  # by chunk, which slots have a gradient
+    present: dict[int, tuple[bool, ...]]
     waiting: deque[int] = field(default_factory=deque)
     under_way: int | None = None
 
@@ -36,26 +45,37 @@ class Step:
 class StepQueue:
     """Chunks on their way from `optimizer.step()` to the thread that steps them (`stepping.Stepper`).
 
-    Whoever needs a chunk's values, gradient or state waits here. Where nothing is stepped it stays empty.
-    `condition` guards it. All methods may be called from several threads.
+    Whoever needs a chunk's values, gradient or state waits here. If no step is made here the queue stays
+    empty. All methods may be called from several threads.
+
+    Args:
+        words: what errors call the chunks, by id.
+
+    Attributes:
+        condition: guards the queue.
+        waited: seconds that callers have waited, in all.
     """
 
     def __init__(self, words: Mapping[int, str] | None = None) -> None:
-        """`words` name the chunks, by id, for people."""
+        """`words` name the chunks in errors, by id."""
         self.condition = threading.Condition()
-        self.waited = 0.0  # seconds, in all
+        self.waited = 0.0
         self.is_closed = False
         self._words = words or {}
         self._step: Step | None = None  # the latest
-        self._failed: dict[int, BaseException] = {}  # by chunk, what its step has raised
-        self._untold: BaseException | None = None  # the first of them, until the script has been told
+        self._failed: dict[int, BaseException] = {}  # the error of each chunk's step
+        self._untold: BaseException | None = None  # the first error, until one was raised to the script
         self._tells = True
 
     def wait_stepped(self, chunk: int, seconds: float = DEADLINE, *, tells: bool = True) -> None:
-        """Wait until no step of this chunk is under way or still to come; the next to be stepped is it.
+        """Wait until no step of this chunk is under way or still to come. The chunk becomes the next to be
+        stepped.
 
-        Raises DeadlineError after `seconds`, whatever this chunk's step has raised (where it `tells`, the
-        script has been told by that), and RunError where the steps have ended before it came.
+        Args:
+            tells: True if an error raised here reaches the script.
+
+        Raises DeadlineError after `seconds`, the error of this chunk's step, and RunError if the steps have
+        ended before it.
         """
         with self.condition:
             step = self._step
@@ -70,19 +90,23 @@ class StepQueue:
                 self._tell(self._failed[chunk])
 
     def wait_all(self, seconds: float = DEADLINE) -> None:
-        """Wait until no chunk's step is under way or still to come. Raises as `wait_stepped`."""
+        """Wait until no chunk's step is under way or still to come.
+
+        Raises DeadlineError after `seconds`, the error of any step, and RunError if the steps have ended
+        before.
+        """
         self.wait_over(seconds)
         for error in self._failed.values():
             self._tell(error)
 
     def wait_over(self, seconds: float = DEADLINE) -> None:
-        """Wait as `wait_all`, whatever a step has raised."""
+        """Wait until no chunk's step is under way or still to come, without raising a step's error."""
         with self.condition:
             step = self._step
             self._wait(lambda: step is None or step.is_over, seconds, "all parameters")
 
     def tell_untold(self) -> None:
-        """Raise what a step has raised and the script was not told of."""
+        """Raise the first error of a step, if none was raised to the script."""
         if self._untold is not None:
             self._tell(self._untold)
 
@@ -91,7 +115,10 @@ class StepQueue:
         raise error
 
     def _wait(self, over: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait for `over`, holding the condition. Raises RunError where nobody steps any more."""
+        """Wait for `over`. The caller holds the condition.
+
+        Raises DeadlineError after `seconds`, and RunError if no thread steps any more.
+        """
         began = time.monotonic()
         while not over():
             if self.is_closed and (self._step is None or self._step.under_way is None):
@@ -108,10 +135,10 @@ class StepQueue:
             self.condition.wait(left)
         self.waited += time.monotonic() - began
 
-    # Whoever steps the chunks
+    # For the thread that steps the chunks
 
     def begin(self, step: Step, chunks: Iterable[int]) -> None:
-        """Let these chunks be stepped, in this order."""
+        """Add these chunks to the queue, in this order, for `step`."""
         with self.condition:
             step.waiting.extend(chunks)
             self._step = step
@@ -123,14 +150,14 @@ class StepQueue:
         return self._step is not None and bool(self._step.waiting)
 
     def take(self) -> tuple[Step, int]:
-        """The next chunk, and the step that it is of. `ended` follows. Holds the condition."""
+        """Return the next chunk and its step; `ended` follows. The caller holds the condition."""
         step = self._step
         assert step is not None
         step.under_way = step.waiting.popleft()
         return step, step.under_way
 
     def ended(self, step: Step, error: BaseException | None) -> None:
-        """The step of the chunk that was taken has ended, by this error if there is one."""
+        """Note that the step of the chunk that was taken has ended, with `error` if it failed."""
         with self.condition:
             if error is not None and step.under_way is not None:
                 self._failed[step.under_way] = error
@@ -139,11 +166,11 @@ class StepQueue:
             self.condition.notify_all()
 
     def close(self) -> None:
-        """Begin no step any more."""
+        """Let no further step begin."""
         with self.condition:
             self.is_closed = True
             self.condition.notify_all()
 
     def end_telling(self) -> None:
-        """From here on, chunks whose step has failed are read as the step has left them."""
+        """From here on, let waits for a chunk ignore the error of its failed step."""
         self._tells = False

@@ -1,10 +1,10 @@
-"""The store: where the payloads of all chunks lie, in host memory or on disk.
+"""The store: the payloads of all chunks, in host memory or on disk.
 
-A payload is what is known by a chunk's id and a kind: its values, its gradient, a key of its optimizer's
-state. Without a disk tier all of them lie in the host's arena. With one, the arena is a cache of the file:
-`moves.Cache` says who leaves for whom and what may be read ahead, the threads of `DiskFile` make the moves,
-and who pins a payload waits for its own alone. What leaves is written only if it has changed since it was
-read. Nothing but the arena ever holds a payload, so the host's peak is at most its budget.
+A payload is known by a chunk's id and a kind (memory/payloads.py). Without a disk tier all payloads lie in
+the host's arena. With one, the arena is a cache of the file. `moves.Cache` decides which payload leaves for
+which and what is read ahead. The threads of `DiskFile` make the moves, and a pin waits only for its own
+payload. A payload that leaves is written only if it has changed since it was read. Only the arena holds
+payloads, so the host's peak is at most its budget.
 """
 
 from __future__ import annotations
@@ -32,19 +32,27 @@ Key: TypeAlias = tuple[int, str]  # (chunk id, kind)
 
 @dataclass(eq=False)
 class _Payload:
-    """The place of one payload: in the host while it has a block, and on disk while its slots are up to
-    date."""
+    """The place of one payload: in the host if it has a block, on disk if it is stored.
+
+    Attributes:
+        is_set: True if it has content; otherwise it is zeros.
+        block: its memory in the host.
+        slots: its blocks on disk, which need not be in a row.
+        is_stored: True if the blocks on disk have its present content.
+        transfers: transfers under way, or failed, into its block, or out of it after it has left. A failed
+            one stays, and raises at each use.
+        pinned_by: the pinning threads, once for each pin.
+    """
 
     key: Key
     numel: int
     dtype: torch.dtype
-    is_set: bool = False  # it holds something; else it is zeros
+    is_set: bool = False
     block: Block | None = None
-    slots: list[int] = field(default_factory=list)  # its blocks on disk, which need not be in a row
-    is_stored: bool = False  # they hold what it holds
-    # Under way, or failed: into its block; or, when it has left, out of it. Who failed stays, for each user.
+    slots: list[int] = field(default_factory=list)
+    is_stored: bool = False
     transfers: list[Transfer] = field(default_factory=list)
-    pinned_by: list[int] = field(default_factory=list)  # threads, once for each pin
+    pinned_by: list[int] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -57,10 +65,15 @@ class _Payload:
 
 @dataclass(frozen=True)
 class StoreStatistics:
-    """Moves between host and disk, in payloads and bytes, and the time that users waited for them."""
+    """Moves between host and disk, in payloads and bytes, and the seconds that users waited for them.
 
-    uses: int = 0  # pins
-    misses: int = 0  # of them, what was not in the host and had to be read; prefetched is not missed
+    Attributes:
+        uses: pins.
+        misses: pins of payloads that had to be read; one that was read ahead is no miss.
+    """
+
+    uses: int = 0
+    misses: int = 0
     from_disk: int = 0
     to_disk: int = 0
     bytes_from_disk: int = 0
@@ -73,13 +86,15 @@ class StoreStatistics:
 
 
 class Store:
-    """Payloads in `host`, whose memory it alone gives out; with `disk`, what is not used soon lies there.
+    """Payloads in `host`, and, with `disk`, on disk while they are not used soon.
 
-    It page-locks the arena where that can be done, and keeps it from forked processes (see Arena). Methods
-    may be called from several threads at once. With a disk, the arena's blocks must be whole pages
-    (`alignment=PAGE`) of the size of the file's. Raises UserError, with the least budget that would do, where
-    what is pinned at once does not fit into the host, and where all payloads do not fit into both; a
-    transfer's error (see DiskFile) at each pin of what it concerns; DeadlineError after `seconds`.
+    No one else may take memory from `host`. The store page-locks the arena if it can, and keeps it from
+    forked processes (see Arena). With a disk, the arena's blocks must be whole pages (`alignment=PAGE`) and
+    as large as the file's. Methods may be called from several threads at once.
+
+    A pin raises UserError, with the least budget that would do, if what is pinned at once does not fit into
+    the host or all payloads do not fit into both tiers; a transfer's error (see DiskFile), at each pin of the
+    payload; and DeadlineError after `seconds`.
     """
 
     def __init__(
@@ -90,14 +105,22 @@ class Store:
         seconds: float = DISK_SECONDS,
         named: Callable[[int], str] = "chunk {}".format,
     ) -> None:
-        """`named(chunk)` is what errors call a chunk."""
+        """Take `host` and `disk` into use.
+
+        Args:
+            policy: how the cache evicts.
+            seconds: the longest wait for a transfer, or for room.
+            named: returns what errors call a chunk.
+
+        Raises ValueError for blocks of `host` that do not match those of `disk`.
+        """
         if disk is not None and (host.block_bytes % PAGE or host.block_bytes != disk.block_bytes):
             raise ValueError(f"blocks of {host.block_bytes} bytes in the host and {disk.block_bytes} on disk")
         self.host, self.disk, self._seconds, self._named = host, disk, seconds, named
         self._payloads: dict[Key, _Payload] = {}
         self._counts: dict[Key, int] = {}  # blocks in the host
         self._cache = None if disk is None else Cache[Key](host.blocks, self._counts, policy=policy)
-        self._leaving: list[tuple[Block, list[Transfer]]] = []  # given back, while its old content moves
+        self._leaving: list[tuple[Block, list[Transfer]]] = []  # given back, and still being written from
         self._lock = threading.RLock()
         self._unpinned = threading.Condition(self._lock)
         self._pins: Counter[int] = Counter()  # by thread
@@ -106,13 +129,13 @@ class Store:
         self.statistics = self._at_step = StoreStatistics()
         host.keep_from_children()
         locked, why = host.lock_pages()
-        # What was chosen here, and why: (what, choice, reason), as core.events.Decided has them.
+        # Choices made here: (subject, choice, reason), as in core.events.Decided.
         self.choices = [("memory.host", "page-locked" if locked else "pageable", why)]
         if disk is not None:
             self.choices.append(("memory.disk", "direct" if disk.direct else "page cache", disk.reason))
 
     def add(self, key: Key, numel: int, dtype: torch.dtype) -> None:
-        """A new payload of `numel` elements. It takes no memory before its first pin, which gives zeros."""
+        """Add a payload of `numel` elements. It takes no memory before its first pin, which gives zeros."""
         with self._lock:
             if key in self._payloads:
                 raise ValueError(f"payload {key} is added twice")
@@ -125,22 +148,27 @@ class Store:
 
     @property
     def least_nbytes(self) -> int:
-        """Bytes in whole blocks that all payloads take together: what host and disk must hold."""
+        """Bytes, in whole blocks, of all payloads together: what host and disk must hold."""
         with self._lock:
             return sum(self._counts.values()) * self.host.block_bytes
 
     def nbytes_without(self, kind: str) -> int:
-        """Bytes of all payloads that are not of this kind, nor spare."""
+        """Return the bytes of all payloads that are neither of this kind nor spare."""
         with self._lock:
             payloads = self._payloads.items()
             return sum(each.nbytes for key, each in payloads if key[1] != kind and not is_spare(key[1]))
 
     @contextmanager
     def pin(self, key: Key, *, writes: bool = False, overwrites: bool = False) -> Iterator[Tensor]:
-        """The payload in host memory, (numel,) in its dtype, which lies still until the end of the block.
+        """Lend the payload in host memory, (numel,) in its dtype. It does not move until the end of the
+        block.
 
-        `writes`: the caller changes it. `overwrites`: it sets all of it, so nothing is read before, and what
-        is there is anything. Pins nest, and those of several threads count.
+        Pins nest, and those of several threads count.
+
+        Args:
+            writes: True if the caller changes it.
+            overwrites: True if the caller sets all of it: nothing is read first, and the content is
+                undefined.
         """
         memory = self.pin_now(key, writes=writes, overwrites=overwrites)
         try:
@@ -169,7 +197,7 @@ class Store:
         return memory
 
     def unpin(self, key: Key) -> None:
-        """End one pin of it."""
+        """End one pin of a payload. Raises ValueError if it has none."""
         with self._lock:
             payload = self._payloads[key]
             if not payload.pinned_by:
@@ -178,18 +206,21 @@ class Store:
             thread = mine if mine in payload.pinned_by else payload.pinned_by[0]
             payload.pinned_by.remove(thread)
             self._pins[thread] -= 1
-            self._blocked.clear()  # they may have room now: until they have looked, they are not stuck
+            self._blocked.clear()  # waiting threads may have room now; none is stuck until it has looked
             self._unpinned.notify_all()
             self._prefetch()
 
     def get(self, key: Key) -> Tensor:
-        """A copy of it, (numel,)."""
+        """Return a copy of a payload, (numel,)."""
         with self.pin(key) as memory:
             return memory.clone()
 
     def put(self, key: Key, source: Tensor) -> None:
-        """Copy `source` in: of any shape, device and dtype, with as many elements. Adds the payload, in the
-        dtype of `source`, where it is new."""
+        """Copy `source` into a payload; add the payload, in the dtype of `source`, if it is new.
+
+        Args:
+            source: of any shape, device and dtype, with as many elements as the payload.
+        """
         with self._lock:
             if key not in self._payloads:
                 self.add(key, source.numel(), source.dtype)
@@ -197,8 +228,11 @@ class Store:
             memory.copy_(source.reshape(-1))
 
     def swap(self, key: Key, other: Key) -> None:
-        """Exchange what two payloads of one size hold, without a copy; not with a disk. Who has one pinned
-        keeps the memory that it was in."""
+        """Exchange the content of two payloads without a copy. A pin of either keeps the memory that it was
+        given.
+
+        Raises ValueError with a disk, or if sizes or dtypes differ.
+        """
         with self._lock:
             these, those = self._payloads[key], self._payloads[other]
             if self.disk is not None or (these.numel, these.dtype) != (those.numel, those.dtype):
@@ -207,9 +241,12 @@ class Store:
             these.is_set, those.is_set = those.is_set, these.is_set
 
     def drop(self, key: Key) -> None:
-        """What it holds is of no use any more: its memory is free, nothing is written. It stays known, as
-        zeros. Without a disk it keeps its place: all payloads have one, and in an arena that they just fill
-        one that comes back would find no run of blocks as long as it needs."""
+        """Discard a payload's content: its memory is free, and nothing is written. The payload stays known,
+        as zeros.
+
+        Without a disk it keeps its memory. All payloads have memory then, and in an arena that they just
+        fill, one that came back would find no run of blocks that is long enough.
+        """
         with self._lock:
             payload = self._payloads[key]
             if payload.pinned_by:
@@ -217,7 +254,7 @@ class Store:
             payload.is_set = payload.is_stored = False
             if self.disk is None:
                 return
-            if not payload.is_moving:  # else it leaves, with no write, when others need the room
+            if not payload.is_moving:  # else it leaves later, unwritten, when others need the room
                 self._give_slots(payload)
                 payload.transfers.clear()
                 if payload.block is not None:
@@ -227,12 +264,13 @@ class Store:
                 self._cache.forget(key)
 
     def prefetch(self) -> None:
-        """Begin to read what is used next, as far as that makes no more moves. Each pin and unpin does it."""
+        """Begin to read what is used next, as far as that costs no more moves. Each pin and unpin does it
+        too."""
         with self._lock:
             self._prefetch()
 
     def step_ended(self) -> StoreStatistics:
-        """A step is over: its order of uses is what is expected from now on. Says what the step came to."""
+        """End a step: its order of uses is expected of the next. Return the step's statistics."""
         with self._lock:
             if self._cache is not None:
                 self._cache.handle_step_ended()
@@ -242,12 +280,13 @@ class Store:
             return step
 
     def close(self) -> None:
-        """End the disk tier. The host's arena stays with whoever has views of it."""
+        """End the disk tier. The arena stays for whoever has views of it."""
         if self.disk is not None:
             self.disk.close(self._seconds)
 
     def _make_resident(self, payload: _Payload, *, writes: bool, overwrites: bool) -> None:
-        """Have `payload` in the host, or on its way there (`payload.transfers`). Holds the lock."""
+        """Bring a payload into the host, or start it on its way (`payload.transfers`). The caller holds the
+        lock."""
         if self._broken is not None:
             raise self._broken
         self._count(uses=1)
@@ -274,19 +313,23 @@ class Store:
             payload.transfers = [self.disk.begin(name, job, behind=payload.transfers)]
 
     def _take(self, payload: _Payload) -> Block:
-        """Without a disk."""
+        """Take a block for a payload, without a disk. Raises UserError with the budget that would do."""
         try:
             return self.host.take(self._counts[payload.key])
         except UserError:
             if self.least_nbytes <= self.host.nbytes:
-                raise  # in pieces
+                raise  # there is room, but in pieces
             raise UserError(
                 f"memory.host of {format_bytes(self.host.nbytes)} does not hold {self._words(payload)} "
                 f"beside the rest: raise it to at least {exactly(self.least_nbytes)}, or give memory.disk"
             ) from None
 
     def _decide(self, cache: Cache[Key], payload: _Payload, *, writes: bool, fresh: bool) -> Decision[Key]:
-        """What must leave for a use. Where that is pinned by other threads, waits for one that lets go."""
+        """Return what must leave the host for a use. If other threads have too much pinned, wait until one
+        lets go.
+
+        Raises UserError if no thread can let go, and DeadlineError if none does in time.
+        """
         until = time.monotonic() + self._seconds
         mine = threading.get_ident()
         while True:
@@ -294,7 +337,7 @@ class Store:
                 return cache.handle_use(payload.key, writes=writes, fresh=fresh, held=self._is_held)
             except Full as full:
                 others = {thread for thread, pins in self._pins.items() if pins} - self._blocked - {mine}
-                if not others:  # nobody will let go
+                if not others:  # no other thread can let go
                     least = full.least_blocks * self.host.block_bytes
                     raise UserError(
                         f"memory.host of {format_bytes(self.host.nbytes)} does not hold "
@@ -316,13 +359,13 @@ class Store:
         return bool(self._payloads[key].pinned_by)
 
     def _bring(self, payload: _Payload, decision: Decision[Key]) -> None:
-        """Let those leave that must, and begin to fill the place that they leave."""
+        """Evict what must leave, and begin to fill the place that it leaves."""
         assert self.disk is not None
         try:
             for eviction in decision.evict:
                 self._evict(self._payloads[eviction.chunk])
         except AtollError as error:
-            self._broken = error  # the cache takes for done what is not: nobody is served any more
+            self._broken = error  # the cache counts the eviction as done: no pin can be served any more
             raise
         payload.block = self.host.take(self._counts[payload.key], at=decision.place)
         left = self._transfers_in(payload.block)
@@ -337,8 +380,10 @@ class Store:
             payload.transfers = [*payload.transfers, room]
 
     def _transfers_in(self, place: Block) -> list[Transfer]:
-        """What must be over before `place` may be filled: it may be a part of what one left for another, long
-        ago, and is still being written from there."""
+        """Return the transfers that must end before `place` may be filled.
+
+        The place may overlap one that was left long ago, and is still being written from.
+        """
         self._leaving = [
             (block, moving)
             for block, transfers in self._leaving
@@ -353,7 +398,7 @@ class Store:
         ]
 
     def _evict(self, payload: _Payload) -> None:
-        """`payload` leaves the host; its place may be filled when `_transfers_in` it are over."""
+        """Let a payload leave the host. Its place may be filled once `_transfers_in` of it have ended."""
         assert self.disk is not None
         assert payload.block is not None
         if payload.is_set and not payload.is_stored:
@@ -364,7 +409,7 @@ class Store:
             ]
             payload.is_stored = True
             self._count(to_disk=1, bytes_to_disk=payload.nbytes)
-        if self.host.poison:  # which overwrites the place at once
+        if self.host.poison:  # poisoning overwrites the place at once
             for transfer in payload.transfers:
                 transfer.wait_over(self._seconds)
         self.host.give(payload.block)
@@ -372,14 +417,18 @@ class Store:
         payload.block = None
 
     def _parts(self, payload: _Payload) -> Sequence[Tensor]:
-        """What of its memory goes to each of its blocks on disk, in whole pages."""
+        """Return the pieces of a payload's memory that go to its blocks on disk, in whole pages."""
         assert payload.block is not None
         nbytes = -(-payload.nbytes // PAGE) * PAGE
         return torch.split(payload.block.memory[: max(nbytes, PAGE)], self.host.block_bytes)
 
     def _take_slots(self, payload: _Payload) -> None:
-        """Let it have blocks on disk: free ones, or those of payloads that lie in the host and can be written
-        once more; of such that are on their way there, if need be."""
+        """Give a payload blocks on disk: free ones, or those of payloads in the host, which can be written
+        again.
+
+        Blocks that are being read from are taken last, after a wait. Raises UserError if the disk has no
+        room.
+        """
         assert self.disk is not None
         count = self._counts[payload.key]
         if payload.slots:
@@ -430,4 +479,4 @@ class Store:
 
 
 def _nothing() -> None:
-    """Do nothing, where only the room is wanted."""
+    """Do nothing: the job of a transfer that only waits for room."""

@@ -1,9 +1,9 @@
-"""The sum of a chunk's gradients, to those who hold it: over the members of each group, and where several
-groups hold a replica of the model each, over these. Source: docs/memory.md, "Groups of workers".
+"""The sum of a chunk's gradients to their holders: over the members of each group, and, if several groups
+each hold a replica of the model, over the groups. Source: docs/memory.md, "Groups of workers".
 
-Inside a group each member sends the holders their parts, and each adds up what came for its own, in order of
-rank. Then each holder sends that to those who hold the same elements in the other groups, and adds up what
-came from them and its own, in order of groups. So all groups have the same bits.
+Inside a group each member sends the holders their parts; each holder adds up what came, in order of rank.
+Then each holder sends its sum to the holders of the same elements in the other groups, and adds up theirs and
+its own, in order of groups. So all groups have the same bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class Summing(Waitable, Protocol):
     """A sum that is under way."""
 
     def advance(self) -> None:
-        """Where there are several groups, begin their sum as soon as this one's is there. Members call it in
-        one order, as what begins a sum."""
+        """Begin the sum over the groups, if there are several, when this group's sum has ended.
+
+        Members call it in one order, like the calls that begin a sum.
+        """
 
 
 class Over(Summing):
@@ -37,9 +39,15 @@ class Over(Summing):
 
 
 class Sum(Summing):
-    """A sum of `flat`, the chunk's elements, as one member takes part in it. What comes to it arrives in
-    `room`; where that is too small for all at once, in rounds. `ended` is called when it has ended, and not
-    where it failed: what comes late may come there."""
+    """A sum of a chunk's gradients, as one member takes part in it.
+
+    Args:
+        flat: the chunk's gradients, (extent,); this member's part of it becomes the sum.
+        what: what the sum is, for people.
+        room: memory for what comes from others; if it is too small for all at once, the sum goes in rounds.
+        ended: called when the sum has ended. After a failure it is not called, as data may still arrive in
+            `room`.
+    """
 
     def __init__(
         self,
@@ -62,7 +70,7 @@ class Sum(Summing):
         self._begin(*next(self._rounds))
 
     def _begin(self, begin: int, end: int) -> None:
-        """A round, of these elements, inside the group."""
+        """Begin a round inside the group, for the elements from `begin` to `end`."""
         self._between: list[Waitable] | None = None
         sends, offset = self._overlaps(self._number, begin, end), 0
         self._bounds = begin, begin
@@ -78,7 +86,7 @@ class Sum(Summing):
         self._inside = self._members.exchange(self._flat[begin:end], sends, self._come, takes, self._what)
 
     def _overlaps(self, group: int, begin: int, end: int) -> list[int]:
-        """Return the number of these elements that each member of a group holds."""
+        """Return how many of the elements from `begin` to `end` each member of a group holds."""
         held = [0] * self._members.count
         for part in self._groups[group]:
             first, last = part.overlap(begin, end)
@@ -101,13 +109,13 @@ class Sum(Summing):
         self._ended()
 
     def _end_inside(self) -> None:
-        """The group's sum is this member's; it goes to those who hold the same in the other groups."""
+        """End the sum inside the group; begin to exchange it with the holders in the other groups."""
         self._inside.wait()
         _add(self._come.view(len(self._senders), -1 if self._own.numel() else 0).unbind(), self._own)
         count, numel = len(self._groups), self._own.numel()
         self._come = self._room.view((count - 1) * numel, self._flat.dtype)
         self._between = []
-        for shift in range(1, count):  # all at once: each waits for the way between groups
+        for shift in range(1, count):  # all at once, as the links between groups are slow
             self._between.append(
                 self._members.exchange(
                     self._own,
@@ -120,7 +128,7 @@ class Sum(Summing):
 
     def _end_between(self) -> None:
         assert self._between is not None
-        for each in self._between:  # before any is added to what is still being sent
+        for each in self._between:  # all of them, since additions change what is being sent
             each.wait()
         count, numel = len(self._groups), self._own.numel()
         of_groups = [self._own] * count
@@ -130,7 +138,7 @@ class Sum(Summing):
 
 
 def _add(pieces: Sequence[Tensor], into: Tensor) -> None:
-    """Their sum, added in this order. What the first of them holds is lost."""
+    """Add up `pieces`, in this order, into `into`. The first piece's content is lost."""
     total, *others = pieces
     for each in others:
         total.add_(each)

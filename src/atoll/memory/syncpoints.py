@@ -1,7 +1,7 @@
 """The sync points of members that hold one model: how many are past, and one call in which all members meet.
 
-Members count sync points alike. Who asks for values says at which count the script stands; a holder that is
-not there yet answers when it is. Source: docs/memory.md, "Members".
+Members count sync points alike. A fetch names the count at which its member stands; a holder that has not
+reached that count answers when it has. Source: docs/memory.md, "Members".
 """
 
 from __future__ import annotations
@@ -20,21 +20,30 @@ from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, are_consistent, call, decode_stand, describe_mismatch, encode_stand
 from atoll.memory.members import Members
 
-CODES = 2**20  # of calls and words: sums of their squares over the members are exact
-_DEADLINE = 600.0  # seconds, for a holder that is behind
+CODES = 2**20  # number of codes of calls and words: sums of their squares over the members are exact
+_DEADLINE = 600.0  # seconds until a holder that is behind must have caught up
 _STEPS = 2**20  # steps are compared modulo this: their sum over the members is exact
 _OF_STEP = re.compile(r"(\bstep(?:\(\))?) \d+")
-_ASKS = re.compile(r"([^(]*)\((.*)\)")  # a call, and what it asks for
+_ASKS = re.compile(r"([^(]*)\((.*)\)")  # a call and its arguments
 
 
 class SyncPoints:
-    """The sync points that this member has passed; `chunks` is the number of the model's chunks."""
+    """The sync points that this member has passed.
+
+    Args:
+        chunks: the number of the model's chunks.
+
+    Attributes:
+        count: sync points that are past.
+        steps: optimizer steps that are past.
+        most_words: the longest vector that members sum in a call; equal on all members.
+    """
 
     def __init__(self, members: Members, chunks: int) -> None:
         self._members = members
-        self.count = 0  # of sync points
-        self.steps = 0  # optimizer steps
-        self.most_words = 0  # that members tell one another in a call; on all alike
+        self.count = 0
+        self.steps = 0
+        self.most_words = 0
         self._changed = [0] * chunks  # the count at which a chunk's values were stepped last
         self._condition = threading.Condition()
         self._is_closed = False
@@ -51,8 +60,11 @@ class SyncPoints:
     def wait_until(self, count: int, chunk: int, words: str) -> None:
         """Wait until `count` sync points are past.
 
-        Raises RunError where this member has left, or the chunk, in `words` for people, has been stepped
-        since; DeadlineError after ten minutes.
+        Args:
+            words: the chunk, for people.
+
+        Raises RunError if this member has left, or has stepped the chunk since; DeadlineError after ten
+        minutes.
         """
         rank = self._members.rank
         with self._condition:
@@ -71,7 +83,7 @@ class SyncPoints:
                 )
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Let `wait_until` raise from now on: this member answers nobody any more."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
@@ -79,15 +91,18 @@ class SyncPoints:
     def agree(
         self, told: Sequence[float], what: str, where: Callable[[], Stand] | None = None
     ) -> list[float]:
-        """Sum the numbers in `told` over all members, in one call at one step.
+        """Sum the numbers in `told` over all members, which must be in one call at one step.
 
-        `what` names the call. `where` returns this member's place in the script; unless given, it is the
-        call. Raises MismatchError where members are in different calls or at different steps.
+        Args:
+            what: the call, in words.
+            where: returns this member's place in the script; by default the place is the call.
+
+        Raises MismatchError if members are in different calls, and RunError if they are at different steps.
         """
         where = where or partial(self._in_call, what)
         step, call = self.steps % _STEPS, _call_of(what)
         head = float(step), float(call), float(call**2)
-        # As many words whatever the call is: else two that are in unlike ones would wait for each other.
+        # The length is the same for all calls: otherwise members in unlike calls would wait for each other.
         vector = torch.zeros(len(head) + max(len(told), self.most_words), dtype=torch.float64)
         vector[: len(head) + len(told)] = torch.tensor([*head, *told], dtype=torch.float64)
         self._members.meet(vector, what, where)
@@ -117,12 +132,12 @@ class SyncPoints:
 def code_of(word: str) -> int:
     """Return a number that tells words apart.
 
-    Members have the same word where the square of the sum of their codes is as many times the sum of the
-    squares as there are members; both are exact.
+    Members have one word if the square of the sum of their codes is as many times the sum of the squares as
+    there are members. Both sums are exact.
     """
     return zlib.crc32(word.encode()) % CODES
 
 
 def _call_of(what: str) -> int:
-    """Return a number that tells calls apart, by their words for people, whatever step they are of."""
+    """Return a number that tells calls apart by their words for people, without the number of the step."""
     return code_of(_OF_STEP.sub(r"\1", what))

@@ -1,7 +1,5 @@
-"""Weights in files: safetensors, read and written one tensor at a time.
-
-Source: docs/memory.md, "Loading and saving weights".
-"""
+"""Weights in safetensors files, read and written one tensor at a time. Source: docs/memory.md, "Loading and
+saving weights"."""
 
 from __future__ import annotations
 
@@ -20,15 +18,17 @@ from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.tensorfile import check_tensor, flush, put_checked_tensors
 from atoll.tensors.tensorreader import Entry, TensorFile
 
-_NAMED = 3  # of each kind of fault, in a message
+_NAMED = 3  # names of each kind of fault in a message
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the model's state_dict to the file `path` (safetensors), in place of an older one there, at once
-    or not at all; never more than one tensor is in memory beside the model's own.
+    """Write the model's state_dict to the safetensors file `path`.
 
-    `model.load_state_dict(safetensors.torch.load_file(path))` loads it in plain torch: a tied parameter is
-    stored under each of its names. Raises CheckpointError.
+    The file replaces an older one at once, or not at all. Only one tensor at a time is in memory beside the
+    model's own. `model.load_state_dict(safetensors.torch.load_file(path))` loads it in plain torch, as a tied
+    parameter is stored under each of its names.
+
+    Raises CheckpointError for an entry that is no tensor, and for a file that cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -47,13 +47,16 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load(model: nn.Module, path: str | os.PathLike[str], *, cast: bool = False) -> None:
-    """Copy the tensors of a safetensors file into the model, one at a time. `path` is a file, or the index of
-    several (`model.safetensors.index.json`).
+    """Copy the tensors of safetensors files into the model, one at a time.
 
-    All is checked before the first value is changed: the files' length and, where `save` wrote it, the
-    checksum; names, shapes and dtypes (unless `cast`, which converts). A tied parameter needs one of its
-    names. Raises CheckpointError, one line that names what is missing, unexpected, or of another shape or
-    dtype.
+    Before the first value is changed, these are checked: the files' length; the checksum, if `save` wrote it;
+    names, shapes and dtypes. A tied parameter needs only one of its names.
+
+    Args:
+        path: a file, or the index of several files (`model.safetensors.index.json`).
+        cast: True if other dtypes are converted.
+
+    Raises CheckpointError, one line that names what is missing, unexpected, or of another shape or dtype.
     """
     with ExitStack() as opened:
         sources: dict[str, TensorFile] = {}
@@ -71,17 +74,19 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, cast: bool = False) 
         if faults:
             raise CheckpointError(f"{path}: {'; '.join(faults)}")
         state = {name: sources[stored].lazy(stored) for name, stored in stored_as.items()}
-        model.load_state_dict(state, strict=False)  # what is not in a file of tensors was left out above
+        model.load_state_dict(state, strict=False)  # entries that are no tensors were left out above
 
 
 def as_lazy(value: Tensor) -> Tensor:
-    """`value`, or, for a parameter whose value may lie elsewhere, a tensor that is read when it is used."""
+    """Return `value`, or, for a parameter whose value may lie elsewhere, a tensor that is read when it is
+    used."""
     stored: Any = getattr(value, "stored_value", None)
     return value.detach() if stored is None else LazyTensor(stored, value.shape, value.dtype)
 
 
 def _stored_as(wanted: Mapping[str, Tensor], found: Mapping[str, Entry]) -> dict[str, str]:
-    """Under which name in the file each of the model's is stored: tied ones may be there once."""
+    """Return the name in the file for each of the model's names. Of tied names, the file may have only
+    one."""
     tied: dict[int, list[str]] = {}
     for name, value in wanted.items():
         tied.setdefault(id(value), []).append(name)
@@ -97,7 +102,7 @@ def _stored_as(wanted: Mapping[str, Tensor], found: Mapping[str, Entry]) -> dict
 def _faults(
     wanted: Mapping[str, Tensor], found: Mapping[str, Entry], stored_as: Mapping[str, str], cast: bool
 ) -> list[str]:
-    """List, in words, the mismatches; empty if everything fits."""
+    """Return the mismatches, in words; empty if everything fits."""
     missing = [repr(name) for name in wanted if name not in stored_as]
     unexpected = [repr(name) for name in found if name not in wanted]
     shapes, dtypes = [], []
@@ -129,7 +134,7 @@ def _listed(things: list[str]) -> str:
 
 
 def _files(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """The files that `path` speaks of, and which names each is to hold; None for all that it has."""
+    """Yield the files of `path`, each with the names that it must hold; None for all that it has."""
     if path.suffix != ".json":
         yield path, None
         return
@@ -149,8 +154,8 @@ def _files(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path`, through to the disk, when all is written to it."""
-    # Of a name of its own: two processes may save to one place, and the one that ends last is found there.
+    """Open a new file that replaces `path`, synced to the disk, when the block ends without an error."""
+    # A name of its own: if two processes save to one path, the one that ends last is found there.
     writing = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.writing")
     try:
         with writing.open("wb") as file:
