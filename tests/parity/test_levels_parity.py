@@ -17,6 +17,7 @@ EVEN, UNEVEN = ["paris", "paris", "berlin", "berlin"], ["paris", "berlin", "berl
 MIXED = ["paris", "berlin", "paris", "berlin"]  # ranks are the run's, and know nothing of sites
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("case", "sites", "lazy", "shards"),
     [

@@ -186,6 +186,7 @@ SOAK = [
 ]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("workers", "groups", "case"),
     [

@@ -133,6 +133,7 @@ FAMILIES_IN_GROUPS = [
 EVERY = [(*each, sharding) for each in FAMILIES_IN_GROUPS for sharding in ("symmetric", "asymmetric")]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("family", "groups", "sharding"),
     [*HERE, *(pytest.param(*each, marks=pytest.mark.soak) for each in EVERY if each not in HERE)],
@@ -148,6 +149,7 @@ def test_each_member_a_group(sharding: str) -> None:
     compare_groups(Script("experts", (1.0,) * 3), ((0,), (1,), (2,)), sharding=sharding)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "weights", [(1.0, 3.0, 0.0, 0.0), pytest.param((1.0, 3.0, 0.0, 2.0), marks=pytest.mark.soak)]
 )
@@ -156,6 +158,7 @@ def test_members_and_a_group_that_weigh_nothing(weights: tuple[float, ...]) -> N
 
 
 # In the sums of two backwards members and micro-batches come in another order than in the reference.
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("kind", "sharding", "groups"),
     [
@@ -189,12 +192,14 @@ def test_the_norm_counts_each_chunk_once(groups: Groups) -> None:
         torch.testing.assert_close(ended, values, rtol=0, atol=1e-9)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("groups", [UNEQUAL, pytest.param(PAIRS, marks=pytest.mark.soak)])
 def test_a_disk_tier_of_each_member(tmp_path: Any, groups: Groups) -> None:
     script = Script("gpt", (1.0,) * sum(map(len, groups)))
     compare_groups(script, groups, 0.25, 2, host="200KB", disk=f"{tmp_path}:20MB")
 
 
+@pytest.mark.check
 def test_gradients_and_states_are_read_by_any_member_and_load_into_all() -> None:
     """What the second group reads is to the bit what the first does; what it loads, all train on with."""
     script = Script("experts", (1.0,) * 4)

@@ -54,6 +54,7 @@ def test_two_members_train_as_plain_pytorch_does(family: str, sharding: str) -> 
     compare(Script(family, (1.0, 1.0)), share, sharding=sharding)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("sharding", ["symmetric", pytest.param("asymmetric", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("family", "share"), [("tied", 0.5), ("experts", 0.25), ("lora", 0.75)])
 def test_four_members_train_as_plain_pytorch_does(family: str, share: float, sharding: str) -> None:
@@ -64,6 +65,7 @@ def test_chunks_that_stay_on_the_device_have_new_values_after_each_step() -> Non
     compare(Script("gpt", (1.0, 1.0)), 0.5, resident="0.3")
 
 
+@pytest.mark.check
 @BOTH
 def test_values_come_by_the_host_where_a_device_has_memory_of_its_own(
     sharding: str, monkeypatch: pytest.MonkeyPatch
@@ -112,16 +114,19 @@ def test_members_that_use_other_chunks_in_other_orders() -> None:
 
 
 # In the sums of two backwards members and micro-batches come in another order than in the reference.
+@pytest.mark.check
 @pytest.mark.parametrize("kind", [Accumulating, ReducingEach, ClippedByTorch])
 def test_accumulated_and_clipped(kind: type[Accumulating]) -> None:
     compare(kind("gpt", (1.0, 1.0), sgd), 0.25, exact=False)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("weights", [(3.0, 1.0), (0.0, 2.0), (1.0, 0.0, 0.5)])
 def test_weights_of_members(weights: tuple[float, ...]) -> None:
     compare(Script("experts", weights, sgd), 0.5, exact=False)
 
 
+@pytest.mark.check
 def test_half_precision_with_masters() -> None:
     """The reference is a world of one with the same global batch; what is summed is rounded to bfloat16."""
 
@@ -147,10 +152,12 @@ def test_half_precision_with_masters() -> None:
     assert same(found[0][1], values)
 
 
+@pytest.mark.check
 def test_a_disk_tier_of_each_member(tmp_path: Path) -> None:
     compare(ReducingEach("gpt", (1.0, 1.0), sgd), 0.25, host="200KB", disk=f"{tmp_path}:20MB", exact=False)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["SGD", "NAdam", "Rprop"])
 def test_states_of_the_optimizer_are_seen_by_all_and_load_everywhere(name: str) -> None:
     """Saved by one of two members while the other waits; loaded by plain PyTorch, and by both again."""

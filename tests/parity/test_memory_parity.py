@@ -437,6 +437,7 @@ def test_a_use_is_reached(use: str) -> None:
     compare("gpt", each_step(USES[use]), shares=(0.25, 0.5) if "checkpoint" not in use else (0.4,))
 
 
+@pytest.mark.check
 def test_a_use_is_reached_where_some_chunks_step_on_the_device() -> None:
     for body in USES.values():
         compare("gpt", each_step(body, steps=2), shares=(2.0,), change=_partly_stepped_there)

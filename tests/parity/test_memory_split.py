@@ -91,6 +91,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [(n, key, value.clone() if isinstance(value, Tensor) else value) for n, key, value in kept]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("family", "make"), [("gpt", adamw), ("resnet", momentum), ("lora", adamw)])
 def test_shares_of_the_steps_give_the_plain_model_s_numbers(family: str, make: Make) -> None:
     plain = Run(family, None, make)
@@ -111,6 +112,7 @@ def test_shares_of_the_steps_give_the_plain_model_s_numbers(family: str, make: M
         ]
 
 
+@pytest.mark.check
 def test_with_a_disk_below_state_goes_from_share_to_share_and_to_none(tmp_path: Path) -> None:
     """What was saved by a split run goes on in a plain one and in one with another share, and back."""
     results = []

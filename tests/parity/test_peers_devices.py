@@ -23,6 +23,7 @@ from support.pool import WorkerPool
 WORKERS, NODES = 4, 2
 
 
+@pytest.mark.check
 def test_devices_train_as_one_process_in_float64_and_as_a_ring(pool: WorkerPool) -> None:
     case = Case("odd", "adamw", workers=WORKERS, accumulation=3, clip=True, chunk_size="2KiB", steps=8)
     pool.submit(train_peers, case, 0, NODES, world=WORKERS)

@@ -62,6 +62,7 @@ def check(pool: WorkerPool, case: Case, tolerance: float) -> list[Any]:
     return nodes
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in SOAK)], ids=str
 )

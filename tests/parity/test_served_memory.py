@@ -165,6 +165,7 @@ MORE = [
 ]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "cases", [pytest.param(BSP, id="quick"), pytest.param(MORE, id="more", marks=pytest.mark.soak)]
 )
@@ -172,6 +173,7 @@ def test_bsp_under_budgets_is_bsp_without_to_the_bit(pool: WorkerPool, cases: li
     check(pool, 2, cases)
 
 
+@pytest.mark.check
 def test_with_a_disk_too(pool: WorkerPool, tmp_path: Path) -> None:
     check(pool, 2, [Case("gpt", 0.25, 2, True)], folder=str(tmp_path))
 

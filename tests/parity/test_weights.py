@@ -286,6 +286,7 @@ def check_together(seen: tuple[list[list[float]], list[str]], *, first: bool) ->
     assert not told or "(a guess)" in told[0]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("consistency", "device"),
     [

@@ -169,6 +169,7 @@ def test_drawn_schedules(name: str, plan: Plan) -> None:
     run(CELLS[name], plan)
 
 
+@pytest.mark.check
 @settings(max_examples=120)
 @given(st.data(), PLANS)
 def test_drawn_cells(data: st.DataObject, plan: Plan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import pytest
 from dealing_worlds import Change, Team, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ CHANGES = st.lists(st.builds(Change, st.integers(0, 6), LOST, NEW, st.booleans()
 LENGTHS, WORLDS, AHEAD = st.integers(1, 60), st.integers(1, 5), st.integers(0, 3)
 
 
+@pytest.mark.check
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), CHANGES)
 def test_each_sample_counts_whatever_members_come_and_go(
@@ -26,6 +28,7 @@ def test_each_sample_counts_whatever_members_come_and_go(
     assert all(team.counts[index] >= 3 for index in range(length))
 
 
+@pytest.mark.check
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 12), CHANGES)
 def test_batches_are_of_one_size_and_each_sample_counts_once(

@@ -26,6 +26,7 @@ LENGTHS, WORLDS, BATCHES, AHEAD = st.integers(1, 60), st.integers(1, 5), st.inte
 SEEDS = st.integers(0, 2**16)
 
 
+@pytest.mark.check
 @settings(max_examples=150)
 @given(LENGTHS, WORLDS, BATCHES, AHEAD, CHANGES, SEEDS)
 def test_each_sample_counts_once_while_shares_change_in_every_tick(
@@ -50,6 +51,7 @@ def test_a_global_batch_is_the_same_whatever_the_shares(
     assert even.batches == uneven.batches
 
 
+@pytest.mark.check
 @settings(max_examples=100)
 @given(
     LENGTHS,
@@ -102,6 +104,7 @@ def test_with_drop_last_no_sample_counts_twice_and_what_is_left_makes_no_batch(
     assert sum(team.counts.values()) == length // batch * batch
 
 
+@pytest.mark.check
 @settings(max_examples=150)
 @given(LENGTHS, WORLDS, BATCHES, AHEAD, CHANGES, SEEDS)
 def test_with_drop_last_an_epoch_leaves_out_less_than_a_batch_whoever_comes_and_goes(

@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -212,6 +213,7 @@ def settle(world: World) -> None:
     raise AssertionError("it does not come to rest")
 
 
+@pytest.mark.check
 @settings(max_examples=400)
 @given(st.booleans(), STEPS, st.booleans())
 def test_each_worker_is_in_one_contributor_and_each_empty_one_is_fenced_once(
@@ -228,6 +230,7 @@ def test_each_worker_is_in_one_contributor_and_each_empty_one_is_fenced_once(
     assert groups == sorted(world.workers)
 
 
+@pytest.mark.check
 @settings(max_examples=300)
 @given(STEPS)
 def test_in_lock_step_the_old_go_when_nobody_is_on_the_way_any_more(steps: list[Any]) -> None:

@@ -264,6 +264,7 @@ def judge(world: World) -> None:
 WAYS = [("leader", 0), ("members", 0), ("leader", 1), ("members", 1)]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("kind", "pipeline"), WAYS)
 @settings(max_examples=25)
 @given(SCHEDULES, st.integers(0, 99))

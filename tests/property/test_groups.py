@@ -331,6 +331,7 @@ def test_other_numbers_for_the_workers_change_only_the_numbers(cluster: Cluster,
         assert two.grouping == Grouping([new[member] for member in group] for group in one.grouping)
 
 
+@pytest.mark.check
 @given(st.integers(2, 16), st.data())
 def test_speeds_that_differ_by_less_than_the_noise_make_one_ring(count: int, data: st.DataObject) -> None:
     noise = st.floats(1.0, 1.019)
@@ -390,6 +391,7 @@ def test_the_work_for_256_workers_is_bounded(groups: int | None) -> None:
 # -- links --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.randoms(use_true_random=False))
 def test_workers_near_one_another_are_found_from_the_links_alone(sizes: list[int], random) -> None:
     homes = [site for site, size in enumerate(sizes) for _ in range(size)]

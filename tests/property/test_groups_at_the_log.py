@@ -161,6 +161,7 @@ def check_each_worker(cluster: Grouped) -> None:
     assert set(joined) == set(cluster.members)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("consistency", ["bsp", "ssp", "asp"])
 @settings(max_examples=150)
 @given(

@@ -168,6 +168,7 @@ machines = st.builds(
 )
 
 
+@pytest.mark.check
 @settings(max_examples=60, deadline=None)
 @given(machine=machines, heartbeat=st.sampled_from([0.1, 0.25, 0.8]))
 def test_the_living_are_heard_and_the_dead_are_not(machine: Machine, heartbeat: float) -> None:

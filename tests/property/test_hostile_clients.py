@@ -88,6 +88,7 @@ def hello_only(*answers: m.AnyMessage) -> Callable[[bytes], list[Any]]:
 WELCOME = m.Welcome(run=RUN, worker=0, incarnation=1, workers=2, shards=2, heartbeat=0.01, patience=0.01)
 
 
+@pytest.mark.check
 def test_a_worker_bears_a_hub_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_client, "_LOOK_SECONDS", 0.001)
     monkeypatch.setattr(hubconnection, "_LISTEN_SECONDS", 0.001)

@@ -193,6 +193,7 @@ class Hub:
         self.rings.poll()
 
 
+@pytest.mark.check
 @settings(max_examples=300)
 @given(EVENTS, EVENTS, st.booleans(), st.sampled_from([(0, False), (2, False), (1, True)]))
 def test_a_hub_that_read_its_records_answers_as_the_one_that_wrote_them(

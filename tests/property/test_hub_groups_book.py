@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
@@ -235,6 +236,7 @@ def begun(consistency: Any) -> Hub:
     return hub
 
 
+@pytest.mark.check
 @example(  # the reason of a decision is told when its groups form, after the restart too
     before=[("asks", 0, 0)] * 9 + [("decide", 0, 3)],
     after=[("asks", 0, 0)] * 7 + [("asks", 2, 1), ("asks", 3, 1), ("left", 0, 0)],

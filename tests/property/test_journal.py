@@ -73,6 +73,7 @@ def as_read(items: list[tuple[Record, bytes | None]]) -> list[tuple[bytes, bytes
     return [(msgspec.msgpack.encode(record), payload) for record, payload in items]
 
 
+@pytest.mark.check
 @given(items=ITEMS)
 def test_what_is_cut_off_anywhere_is_a_beginning_of_what_was_written(
     items: list[tuple[Record, bytes | None]],

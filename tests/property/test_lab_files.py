@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
+import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -129,6 +130,7 @@ def at_moment(values: dict[str, Any], moment: float) -> Phase:
     return link.phases[0]
 
 
+@pytest.mark.check
 @settings(max_examples=40)
 @given(documents())
 def test_a_right_file_comes_to_what_it_says_at_every_moment(document: dict[str, Any]) -> None:
@@ -149,6 +151,7 @@ def test_a_right_file_comes_to_what_it_says_at_every_moment(document: dict[str, 
     assert rest == []
 
 
+@pytest.mark.check
 @given(documents())
 def test_a_topology_comes_back_from_json(document: dict[str, Any]) -> None:
     topology = parse_topology(toml(document))
@@ -175,6 +178,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path] * bool(path) + [place for name, part in inner for place in places(part, (*path, name))]
 
 
+@pytest.mark.check
 @given(documents(), GARBAGE, st.data())
 def test_garbage_in_any_place_is_right_or_one_line(
     document: dict[str, Any], garbage: Any, data: st.DataObject
@@ -195,6 +199,7 @@ def test_garbage_in_any_place_is_right_or_one_line(
     assert show(text.encode()) == 2
 
 
+@pytest.mark.check
 @settings(max_examples=40)
 @given(st.one_of(st.binary(), st.text().map(str.encode)))
 @example(b"")

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,6 +56,7 @@ def test_every_parameter_lies_in_exactly_one_slot(layout: ChunkMap) -> None:
         assert layout.slot_of(slot.parameter) == slot
 
 
+@pytest.mark.check
 @given(layouts())
 def test_slots_are_aligned_inside_their_chunk_and_do_not_overlap(layout: ChunkMap) -> None:
     for chunk in layout.chunks:
@@ -69,6 +71,7 @@ def test_slots_are_aligned_inside_their_chunk_and_do_not_overlap(layout: ChunkMa
         assert chunk.nbytes > 0
 
 
+@pytest.mark.check
 @given(layouts())
 def test_a_chunk_holds_parameters_of_one_group(layout: ChunkMap) -> None:
     for chunk in layout.chunks:
@@ -85,6 +88,7 @@ def test_a_chunk_holds_parameters_of_one_group(layout: ChunkMap) -> None:
     assert len(set(layout.groups)) == len(layout.groups)
 
 
+@pytest.mark.check
 @given(layouts())
 def test_chunks_have_the_common_size_but_for_oversize_ones_and_the_last_of_a_group(layout: ChunkMap) -> None:
     for number in range(len(layout.groups)):
@@ -103,6 +107,7 @@ def test_chunks_have_the_common_size_but_for_oversize_ones_and_the_last_of_a_gro
             assert chunk.nbytes - layout.specs[chunk.slots[0].parameter].nbytes < layout.alignment
 
 
+@pytest.mark.check
 @given(layouts())
 def test_chunks_fill_in_reverse_and_are_numbered_as_backward_completes_them(layout: ChunkMap) -> None:
     for number in range(len(layout.groups)):
@@ -118,6 +123,7 @@ def test_chunks_fill_in_reverse_and_are_numbered_as_backward_completes_them(layo
     assert [c.id for c in layout.trainable] == list(range(len(layout.trainable)))
 
 
+@pytest.mark.check
 @given(layouts())
 def test_no_chunk_is_closed_while_the_next_parameter_fits(layout: ChunkMap) -> None:
     for number in range(len(layout.groups)):
@@ -130,6 +136,7 @@ def test_no_chunk_is_closed_while_the_next_parameter_fits(layout: ChunkMap) -> N
             assert filled + first > layout.chunk_bytes
 
 
+@pytest.mark.check
 @given(layouts())
 def test_waste_is_the_share_of_bytes_that_no_parameter_owns(layout: ChunkMap) -> None:
     owned = [np.zeros(chunk.nbytes, dtype=bool) for chunk in layout.chunks]
@@ -143,6 +150,7 @@ def test_waste_is_the_share_of_bytes_that_no_parameter_owns(layout: ChunkMap) ->
     assert layout.nbytes == total
 
 
+@pytest.mark.check
 @given(models(), ALIGNMENTS)
 def test_the_same_specs_give_the_same_map(specs: list[ParameterSpec], alignment: int) -> None:
     sizes: dict[str, Any] = {"smallest": 512, "largest": 2**16, "alignment": alignment}

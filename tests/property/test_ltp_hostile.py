@@ -260,6 +260,7 @@ def test_what_parity_restores_is_checked_as_what_comes_is() -> None:
         serves(victim, 2)
 
 
+@pytest.mark.check
 def test_slots_are_bounded_and_freed() -> None:
     victim = met()
     victim.keeps = True
@@ -323,6 +324,7 @@ def flood(victim: Victim, count: int, step: Callable[[int], None], *, acknowledg
     return sizes
 
 
+@pytest.mark.check
 def test_transfers_of_unknown_chunks_leave_nothing() -> None:
     victim = met()
     one = genuine(1, 1, rng())[1][0][:1]
@@ -370,6 +372,7 @@ def test_a_stripe_on_which_nothing_but_acks_go_keeps_no_records() -> None:
     assert sizes[2] - sizes[1] < MARGIN
 
 
+@pytest.mark.check
 def test_challenges_from_nowhere_leave_nothing() -> None:
     """Their datagrams are late, so their addresses are not kept; or they are, and forgotten later."""
     victim = met()

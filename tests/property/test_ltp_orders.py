@@ -153,6 +153,7 @@ long = settings(max_examples=3000, suppress_health_check=list(HealthCheck))
 FILLS = st.sampled_from(["zero", "last"])
 
 
+@pytest.mark.check
 @given(SCHEDULES, FILLS, st.integers(0, 99), st.integers(1, 2))
 @example([], "zero", 0, 1)
 @example(SAID_AGAIN, "zero", 0, 1)

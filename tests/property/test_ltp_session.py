@@ -4,6 +4,7 @@ told is missing of the low ones is what was not handed on."""
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -104,6 +105,7 @@ def check(wire: Wire, sent: dict[tuple[bool, int], np.ndarray]) -> None:
             assert one.values[present].tobytes() == values[present].tobytes()
 
 
+@pytest.mark.check
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(setup=setups, fates=fates, actions=actions, stripes=st.integers(1, 3))
 def test_whatever_the_network_does(

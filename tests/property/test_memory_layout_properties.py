@@ -49,6 +49,7 @@ def features(spec: ParameterSpec) -> ChunkGroup:
     return ChunkGroup(spec.dtype, spec.settings, spec.trainable, spec.feature)
 
 
+@pytest.mark.check
 @given(models(), bounds())
 def test_every_parameter_lies_in_exactly_one_place_of_its_group(
     specs: list[ParameterSpec], given: dict[str, int]
@@ -63,6 +64,7 @@ def test_every_parameter_lies_in_exactly_one_place_of_its_group(
         assert layout.slot_of(slot.parameter) == slot
 
 
+@pytest.mark.check
 @given(models(), bounds())
 def test_nothing_overlaps_and_all_is_aligned(specs: list[ParameterSpec], given: dict[str, int]) -> None:
     layout = lay_out_memory(specs, **given)
@@ -78,6 +80,7 @@ def test_nothing_overlaps_and_all_is_aligned(specs: list[ParameterSpec], given: 
         assert order == sorted(order, reverse=True)
 
 
+@pytest.mark.check
 @given(models(), bounds())
 def test_a_chunk_lies_in_one_block_or_holds_one_oversize_parameter(
     specs: list[ParameterSpec], given: dict[str, int]
@@ -98,6 +101,7 @@ def test_a_chunk_lies_in_one_block_or_holds_one_oversize_parameter(
             assert layout.blocks_of(chunk) == 1
 
 
+@pytest.mark.check
 @given(models(), bounds())
 def test_waste_is_what_no_parameter_owns(specs: list[ParameterSpec], given: dict[str, int]) -> None:
     layout = lay_out_memory(specs, **given)
@@ -113,6 +117,7 @@ def test_waste_is_what_no_parameter_owns(specs: list[ParameterSpec], given: dict
     assert layout.block_waste == (float((~arena).mean()) if len(arena) else 0.0)
 
 
+@pytest.mark.check
 @given(models(), bounds(), st.randoms(use_true_random=False))
 def test_the_map_is_a_function_of_the_specs(
     specs: list[ParameterSpec], given: dict[str, int], random: Any

@@ -108,6 +108,7 @@ def test_the_optimum_is_that_of_all_schedules(order: Order[int], blocks: int, da
     assert list(itertools.accumulate(found)) == least_moves(order, blocks, STEPS, resident)
 
 
+@pytest.mark.check
 @given(orders(), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_from_the_second_step_on_the_moves_are_the_optimum(
     order: Order[int], blocks: int, random: Random

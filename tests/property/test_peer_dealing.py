@@ -33,6 +33,7 @@ worlds = st.builds(
 )
 
 
+@pytest.mark.check
 @given(worlds, st.integers(1, 3))
 @settings(max_examples=300, deadline=None)
 def test_each_sample_counts_once_however_far_nodes_are(world: Nodes, epochs: int) -> None:

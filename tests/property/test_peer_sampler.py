@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,6 +90,7 @@ def _take(loop: Iterator[int]) -> list[int]:
     return [index for _, index in zip(range(BATCH), loop)]  # noqa: B905
 
 
+@pytest.mark.check
 @given(
     devices=st.lists(st.integers(1, 2), min_size=2, max_size=4),
     length=st.integers(1, 40),

@@ -64,6 +64,7 @@ def drawn(seed: int, most: int = 3, iterations: int = 6) -> Schedule:
     )
 
 
+@pytest.mark.check
 @settings(max_examples=100)
 @given(schedule=SCHEDULES)
 def test_what_must_always_hold(schedule: Schedule) -> None:
@@ -77,6 +78,7 @@ def test_what_must_always_hold_over_many_small_schedules(start: int) -> None:
         run(drawn(seed))
 
 
+@pytest.mark.check
 @settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -210,6 +212,7 @@ def with_one_that_hangs(seed: int) -> Schedule:
     )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("start", [0, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 def test_nobody_is_suspected_but_the_one_that_hangs(start: int) -> None:
     """Whoever waited for it has made no iteration either; when it is gone many are applied, one by one."""
@@ -221,6 +224,7 @@ def test_nobody_is_suspected_but_the_one_that_hangs(start: int) -> None:
         assert {whom for _, whom in found} <= {f"node {hangs}"}, (schedule, found)
 
 
+@pytest.mark.check
 def test_what_the_properties_are_about_does_happen() -> None:
     """Rounds that end, that are refused and that meet, fetches, removals, returns, changes of views."""
     counts: dict[str, int] = {}

@@ -62,6 +62,7 @@ def check(nodes: int, faults: list[Fault], loss: float, seed: int) -> World:
     return world
 
 
+@pytest.mark.check
 @settings(max_examples=20)
 @given(st.integers(2, 5), FAULTS, st.sampled_from((0.0, 0.05, 0.3)), st.integers(0, 2**32 - 1))
 def test_one_view_of_each_number_one_content_of_each_iteration_and_it_goes_on(

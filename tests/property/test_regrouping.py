@@ -75,6 +75,7 @@ def run(
         assert after is None or after > now, "a deadline that polling does not take away"
 
 
+@pytest.mark.check
 @settings(max_examples=30)  # each is some minutes of training
 @given(st.integers(0, 3), st.floats(1.5, 8), st.floats(20, 100), st.integers(0, 2**32))
 def test_one_slow_down_is_answered_once(victim: int, factor: float, moment: float, seed: int) -> None:
@@ -96,6 +97,7 @@ def test_one_slow_down_is_answered_once(victim: int, factor: float, moment: floa
     assert gained >= 0.9 * (3 / FAST + 1 / (FAST * factor))
 
 
+@pytest.mark.check
 @settings(max_examples=30)  # each is an hour of training
 @given(st.floats(0.5, 400), st.floats(0.1, 0.9), st.floats(2, 10), st.floats(0, 100))
 @example(61.0, 0.5, 3.7531145448401606, 0.0)  # a pair of regroupings each ten minutes, with quiet between
@@ -116,6 +118,7 @@ def test_flapping_speeds_cause_no_storm(period: float, duty: float, factor: floa
     assert regrouper._choose.asked <= 2 * span / RULES.hold  # type: ignore[attr-defined]
 
 
+@pytest.mark.check
 @given(st.integers(0, 2**32), st.floats(0, 0.2))
 def test_noise_changes_nothing(seed: int, noise: float) -> None:
     random = Random(seed)
@@ -154,6 +157,7 @@ def test_spells_that_follow_one_another_are_not_one_long_one() -> None:
     )
 
 
+@pytest.mark.check
 def test_slow_flapping_is_followed_ever_more_rarely() -> None:
     """Up and down every 200 s for eight hours: it would be 144 changes."""
     regrouper = start(speed=1.0, by=costly)

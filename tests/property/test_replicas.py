@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -283,6 +284,7 @@ class World:
                 assert self.acknowledged <= process.held, (self.acknowledged, process)
 
 
+@pytest.mark.check
 @settings(max_examples=1500, deadline=None)
 @given(EVENTS)
 def test_the_primary_holds_all_that_was_acknowledged(events: list[tuple[str, int, int]]) -> None:

@@ -122,6 +122,7 @@ ONCE_WRONG = (
 )
 
 
+@pytest.mark.check
 @settings(max_examples=150)
 @given(SCHEDULES)
 def test_rings_go_on_to_the_same_end(schedule: Schedule) -> None:

@@ -43,6 +43,7 @@ def crossed(order: Order, sites: list[int]) -> int:
     return sum(one != other for one, other in zip(at, at[1:] + at[:1], strict=True))
 
 
+@pytest.mark.check
 @given(topologies())
 def test_the_order_is_the_best_of_all_that_go_through_each_machine_once(topology: Topology) -> None:
     order = topology.best(MESSAGE)

@@ -169,6 +169,7 @@ def test_from_a_journals_states_all_goes_on_as_if_nothing_had_been(
         assert in_order(one.state) == in_order(other.state)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("consistency", ["bsp", "ssp", "asp"])
 @settings(max_examples=300)
 @given(

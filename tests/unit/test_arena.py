@@ -215,6 +215,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.check
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_an_arena_is_one_allocation_of_exactly_its_bytes_and_counts_under_a_limit() -> None:
     run = subprocess.run(

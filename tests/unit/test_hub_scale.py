@@ -133,6 +133,7 @@ def seconds_of_all(count: int) -> float:
     return spent
 
 
+@pytest.mark.check
 def test_a_run_of_many_costs_each_worker_as_much_as_one_of_few() -> None:
     few = min(seconds_of_all(FEW) for _ in range(2))
     many = seconds_of_all(MANY)

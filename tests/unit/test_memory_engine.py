@@ -137,6 +137,7 @@ def test_a_budget_below_the_largest_parameter_is_refused_with_the_least() -> Non
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
+@pytest.mark.check
 def test_what_cannot_be_fitted() -> None:
     linear = nn.Linear(32, 32)
     with pytest.raises(ConfigError, match="device: the device's budget is missing"):

@@ -203,6 +203,7 @@ def test_a_model_of_no_parameters_has_no_chunks() -> None:
     assert layout.block_waste == 0
 
 
+@pytest.mark.check
 @pytest.mark.usefixtures("no_collections")
 def test_many_small_parameters_are_laid_out_soon() -> None:
     specs = [spec(f"p{index}", 1 + index % 977) for index in range(20_000)]

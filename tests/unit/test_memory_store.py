@@ -68,6 +68,7 @@ CALLS = st.lists(
 )
 
 
+@pytest.mark.check
 @settings(max_examples=120, deadline=None)
 @given(
     st.integers(5, 9),

@@ -138,6 +138,7 @@ def steps(place: Place, lent: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("lent", [False, True], ids=["whole", "lent"])
 def test_the_devices_mean_is_handed_over_once_and_all_take_the_same_parameters(
     pool: WorkerPool, lent: bool

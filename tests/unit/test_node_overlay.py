@@ -157,6 +157,7 @@ def steps_of(parameters: GlobalParameters, monkeypatch: pytest.MonkeyPatch) -> l
     return made
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("kind", "settings"), KINDS, ids=["SGD", "Adam", "AdamW", "Adagrad", "NAdam"])
 def test_what_is_kept_of_one_writing_changes_nothing_in_the_next(
     kind: type[torch.optim.Optimizer], settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch

@@ -135,6 +135,7 @@ def follow(merger: Merger, iterations: int, keys: int) -> Iterator[Line]:
             yield from merger.whole()
 
 
+@pytest.mark.check
 def test_a_worker_that_is_dead_for_good_holds_little() -> None:
     """Of 100 names, 10,000 iterations were held: 488 MB. Lines are written in order, each once."""
     merger = Merger(2)
@@ -188,6 +189,7 @@ def write_metrics(path: Path, lines: int, keys: int = 20) -> None:
             file.write(msgspec.json.encode(line) + b"\n")
 
 
+@pytest.mark.check
 def test_the_memory_that_curves_take_does_not_grow_with_the_file(tmp_path: Path) -> None:
     write_metrics(tmp_path / "short", 4000, keys=8)
     write_metrics(tmp_path / "long", 12000, keys=8)

@@ -172,6 +172,7 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return ended.value.code
 
 
+@pytest.mark.check
 def test_the_command_writes_pictures_and_claims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_blackout_is_outlived_and_the_rate_comes_back():
     assert flow.paced(9, 10) > 0.9 * GIGABIT
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("queue", "loss"),
     [
@@ -152,6 +153,7 @@ def test_two_flows_converge_from_unequal_starts(queue, loss):
     assert sum(rates) > 0.9 * GIGABIT * (1 - loss)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("queue", [1.0, 3.0])
 @pytest.mark.parametrize("first", ["ltp", "cubic"])
 def test_beside_cubic_neither_starves(first, queue):
@@ -164,6 +166,7 @@ def test_beside_cubic_neither_starves(first, queue):
     assert sum(rates) > 0.97 * path.rate
 
 
+@pytest.mark.check
 def test_beside_bbr_with_a_queue_to_share_neither_starves():
     ltp, bbr = Ltp(), Bbr(start=5)
     path = Path(GIGABIT / 5, RTT, 3 * GIGABIT / 5 * RTT, flows=[ltp, bbr])
@@ -471,6 +474,7 @@ def test_rounds_under_a_grant_do_not_lower_the_estimate():
     assert flow.control.estimate == pytest.approx(GIGABIT, rel=0.03)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("loss", "burst"), [(0.05, 1.0), (0.1, 1.0), (0.1, 8.0), (0.15, 1.0)])
 @pytest.mark.parametrize(
     ("rate", "queue"),

@@ -263,6 +263,7 @@ def test_a_packet_that_has_none_to_overtake_keeps_its_time() -> None:
     )
 
 
+@pytest.mark.check
 def test_jitter_is_normal_and_reorders_none() -> None:
     jitter, gap = 0.002, 0.041
     made = direction(jitter=jitter, delay=0.1)

@@ -230,6 +230,7 @@ def meeting_job(place: Place, folder: str) -> tuple[float, float]:
     return took, step.waiting
 
 
+@pytest.mark.check
 def test_waiting_in_the_scripts_own_meetings_is_told(pool: WorkerPool, tmp_path: Path) -> None:
     (took, waiting), _ = pool.run(meeting_job, str(tmp_path), world=2)
     assert took >= 0.5
