@@ -1,4 +1,5 @@
-"""What the members of a ring tell one another of each iteration, and what follows from it."""
+"""Agreement of a ring's members on each iteration: their summed reports, and the decisions that follow from
+the sums."""
 
 from __future__ import annotations
 
@@ -31,20 +32,20 @@ _STEPS = 4096  # steps are compared by their remainder, which a float32 holds fo
 
 
 class Ballot:
-    """What one member says of each iteration, and what it learns from the sum over all members.
+    """One member's report on each iteration, and the reading of the sum of all members' reports.
 
-    Members whose gradients are of different steps or dealt epochs, or that treated the last mean differently,
-    are refused, as is a weight far beyond the others'.
+    Members are refused where their gradients are of different steps or dealt epochs, or where they treated
+    the last mean differently. A weight far beyond the others' is refused too.
     """
 
     def __init__(self, ring: AnyRing, owner: Owner, calls: Calls, treatments: Treatments) -> None:
         self._ring, self._owner, self._calls = ring, owner, calls
         self._buffers, self._treatments = calls.buffers, treatments
         self._epochs = ComparedEpochs(calls.epochs_mixed)
-        self._counts_told = False  # the line on counts that differ; alike on all members
-        self._says: tuple[object, ...] = ()  # of which `_said` is made
+        self._counts_told = False  # True once the warning on counts was given; equal on all members
+        self._says: tuple[object, ...] = ()  # the values from which `_said` was made
         self._said: list[float] = []
-        self._heard: tuple[list[float], Agreement] | None = None  # the latest sum, and what it says
+        self._heard: tuple[list[float], Agreement] | None = None  # the latest sum, and its Agreement
 
     def said(
         self,
@@ -54,14 +55,16 @@ class Ballot:
         *,
         awaited: bool = False,
     ) -> list[float]:
-        """What this member says; the members' sum is an Agreement. The list is the one of the call before
-        where no more than the number of steps, its first value, has changed.
+        """Return this member's report; the sum of all members' reports is an Agreement.
+
+        The same list as in the call before is returned if nothing but its first value, the number of steps,
+        has changed.
 
         Args:
-            own: its contribution.
-            bounds: the chunks, of which it says which gradients are there.
-            dirty: for each message 1 where a gradient changed after it had left.
-            awaited: it knows of newcomers.
+            own: this member's contribution.
+            bounds: the chunks; the report says which of their gradients are present here.
+            dirty: for each message 1 if a gradient changed after the message had left, else 0.
+            awaited: True if this member knows of newcomers.
         """
         here = tuple([p.grad is not None for bound in bounds for p in bound.parameters])
         epoch = self._epochs.compared(self._calls.epoch())
@@ -77,7 +80,7 @@ class Ballot:
         return self._said
 
     def sum(self, said: Sequence[float]) -> list[float]:
-        """The members' sum of what each has said. A collective."""
+        """Return the sum of all members' reports. A collective."""
         channel, vector = self._ring.agreement, torch.tensor(said, dtype=torch.float64)
         channel.wait(channel.sum(vector), f"the agreement on iteration {self._owner.steps}")
         self._owner.bytes_sent += channel.sends(vector.numel() * 8)
@@ -87,14 +90,18 @@ class Ballot:
     def agreed(
         self, own: Contribution, summed: list[float], bounds: Sequence[BoundChunk], messages: int = 0
     ) -> Agreement:
-        """What all members have said of the iteration: that all have said it makes it whole.
+        """Return the Agreement that the sum of all members' reports gives. An iteration is whole once all
+        have reported.
+
+        Raises MismatchError if members are at different steps or dealt epochs, and UserError if they treated
+        the last mean differently or a weight is far beyond the others'.
 
         Args:
             own: this member's contribution.
-            summed: the sum of what each has `said`; the list of the call before where no more than its first
-                value has changed.
-            bounds: the chunks, as in `said`.
-            messages: how many there are.
+            summed: the sum of the reports. Pass the list of the call before if nothing but its first value
+                has changed.
+            bounds: the chunks, as given to `said`.
+            messages: the number of messages.
         """
         if self._heard is None or summed is not self._heard[0]:
             slots = [len(bound.parameters) for bound in bounds]
@@ -122,14 +129,23 @@ class Ballot:
         raise MismatchError(describe_mismatch(stands))
 
     def refuse_unlike(self, what: str, stand: Stand | None = None) -> str:
-        """Raise where members treated the last mean differently; see `refuse_unlike`. A collective."""
+        """Raise UserError or MismatchError if members treated the last mean differently; see the function
+        `refuse_unlike`. A collective.
+
+        Returns the warning of `mixed_epochs`; "" for none.
+
+        Args:
+            what: what the members compare, for the message of a deadline.
+            stand: this worker's place in its script, if places are compared too.
+        """
         own, ring = Word(self._treatments.latest, stand), self._ring
         said = gather_bytes(ring.agreement, msgspec.msgpack.encode(own), what)
         names = [ring.place.name_of(rank) for rank in range(ring.world)]
         return refuse_unlike([msgspec.msgpack.decode(one, type=Word) for one in said], names)
 
     def tell_beside(self, own: Contribution, agreed: Agreement) -> None:
-        """Exchange what has no room in an agreement. A collective."""
+        """Exchange the data that has no room in an agreement (see the function `tell_beside`). A
+        collective."""
         agreed.beside = tell_beside(
             self._ring,
             own,
@@ -141,23 +157,24 @@ class Ballot:
         )
 
     def take_over(self, agreed: Agreement) -> None:
-        """Apply what came with the iteration besides gradients."""
+        """Apply the data that came with the iteration besides its gradients."""
         self._owner.count_alike = not agreed.certainty.certain
         told = take_beside(agreed.beside, self._buffers, self._owner.steps, self._calls.counts_unlike)
         self._counts_told = self._counts_told or told
 
     def begin_in_group(self) -> None:
-        """This member is in another group."""
+        """Forget what was agreed with the former group: this member has entered another one."""
         self._owner.count_alike = self._counts_told = False
         self._treatments.latest = None
 
     def member_state(self) -> dict[str, Any]:
-        """Whether counts that differ were reported, and how often epochs are still compared."""
+        """Return whether the warning on counts was given (`counts_told`), and how many more times epochs are
+        compared (`looks`)."""
         return {"counts_told": self._counts_told, "looks": self._epochs.looks}
 
     @staticmethod
     def check_member_state(state: Mapping[str, Any]) -> None:
-        """Raise ValueError or KeyError where `load_member_state` could not take it."""
+        """Raise ValueError or KeyError if `load_member_state` could not take `state`."""
         if type(state["counts_told"]) is not bool:
             raise ValueError(f"whether people were told of counts is {state['counts_told']!r}")
         if type(state["looks"]) is not int:
@@ -193,7 +210,7 @@ def tell_beside(
     steps: int,
     tells: bool,
 ) -> Beside:
-    """Exchange data that has no room in an agreement.
+    """Exchange data that has no room in an agreement, and return it.
 
     The buffers are those of the first worker with a batch. A collective: all members decide alike which data
     it carries.
@@ -203,9 +220,9 @@ def tell_beside(
         own: this worker's contribution.
         certainty: how certain the members' weights are.
         buffers: the model's buffers, or None.
-        summed: the summed `said` values of the members' buffers.
+        summed: the sums of what members report of their buffers (`ModelBuffers.said`).
         steps: the number of the iteration.
-        tells: True where a warning is to say what was counted.
+        tells: True if a warning on counts is still to be given.
     """
     channel = ring.agreement
     words: dict[int, str] = {}
@@ -228,9 +245,9 @@ def tell_beside(
 
 
 def refuse_beyond(ring: AnyRing, own: Contribution, certainty: Certainty, steps: int) -> None:
-    """Raise UserError, on every worker, where a worker's weight is far beyond the others'.
+    """Raise UserError on every worker if one worker's weight is far beyond the others'.
 
-    A collective where the sums of weights give reason to look at each.
+    The workers compare each weight, in a collective, only if the sums in `certainty` give reason to.
     """
     if ring.world == 1 or not certainty.may_be_beyond:
         return
@@ -247,7 +264,14 @@ def refuse_beyond(ring: AnyRing, own: Contribution, certainty: Certainty, steps:
 def take_beside(
     beside: Beside, buffers: ModelBuffers | None, steps: int, counts_unlike_told: Callable[[str], None]
 ) -> bool:
-    """Apply the data of `tell_beside`; returns whether a warning on counts was given."""
+    """Apply the data of `tell_beside`; return True if a warning on counts was given.
+
+    Args:
+        beside: the data.
+        buffers: the model's buffers, or None.
+        steps: the number of the iteration, for the warning.
+        counts_unlike_told: called with the warning.
+    """
     if beside.counted:
         counts_unlike_told(counts_unlike(f"iteration {steps}", beside.counted))
     if buffers is not None:
@@ -258,11 +282,22 @@ def take_beside(
 
 
 class Agreement:
-    """The workers' sums for one iteration.
+    """The sums of the workers' reports on one iteration (`Ballot.said`).
 
-    The sums are: steps, weight, samples, workers with gradients, workers that know of newcomers, certainty of
-    weights, treatments of the last mean, dirty messages, presence of each gradient by chunk (of `slots`
-    parameters each), and changed buffers.
+    Attributes:
+        steps: the sum of the workers' numbers of steps, each modulo 4096.
+        weight: the sum of weights by samples.
+        samples: the number of samples.
+        with_gradients: the number of workers that have gradients.
+        certainty: how certain the weights are.
+        alike: True if all workers treated the last mean alike.
+        newcomers: True if a worker knows of newcomers.
+        dirty_messages: for each message, True if a gradient changed after the message had left on some
+            worker.
+        dirty: True if any message is dirty.
+        present: for each chunk and each of its parameters, True if any worker has a gradient.
+        buffers: the sums of the reports on buffers.
+        beside: the data that travelled besides the agreement.
     """
 
     def __init__(self, summed: list[float], messages: int, slots: list[int]) -> None:

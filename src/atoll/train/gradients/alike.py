@@ -20,8 +20,8 @@ from atoll.core.stands import UNKNOWN, Epoch, Stand, are_in_one_epoch, describe_
 from atoll.tensors.settings import Settings, SettingsCode
 from atoll.tensors.torch_compat import version_of
 
-_BITS = 14  # of a checksum
-SAID = 3 + _BITS  # values
+_BITS = 14  # of a treatment's checksum
+SAID = 3 + _BITS  # number of values of `Treatments.said`
 _GRADIENT = attrgetter("grad")
 
 
@@ -46,8 +46,11 @@ class Treatment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Treatments:
-    """What this worker makes of the mean of the iteration under way, and `latest`, what it made of the one
-    before; None where that is told, or where it was not there."""
+    """The treatment of each iteration's mean by this worker's script.
+
+    `latest` is the Treatment of the iteration before. It is None once all members know it, or if this worker
+    was not there.
+    """
 
     def __init__(
         self, settings: Callable[[], Settings] = list, parameters: Sequence[nn.Parameter] = ()
@@ -56,20 +59,20 @@ class Treatments:
         `parameters` are noticed."""
         self._ask_settings, self._settings = settings, SettingsCode()
         self._parameters = parameters
-        self._means: list[Tensor | None] = []  # as the script was shown them
+        self._means: list[Tensor | None] = []  # `p.grad` of each parameter when the script was shown the mean
         self._versions: list[int] = []
         self._clips: list[tuple[float, float]] = []
         self.edited = False
         self.latest: Treatment | None = None
 
     def shown(self) -> None:
-        """The script is shown the mean."""
+        """Remember the gradients: from now on the script sees the mean in them."""
         self._means = list(map(_GRADIENT, self._parameters))
         self._versions = _versions(self._means)
 
     def clipped(self, max_norm: float, norm_type: float) -> None:
         self._clips.append((float(max_norm), float(norm_type)))
-        self.shown()  # whether a coefficient of 1 was written is a matter of the device
+        self.shown()  # a coefficient of 1 is written on some devices and left out on others: no edit
 
     def steps(self) -> None:
         """Record the hyperparameters with which the optimizer is about to step, and whether the script has
@@ -80,21 +83,23 @@ class Treatments:
             self.edited = not (all(map(is_, now, self._means)) and _versions(now) == self._versions)
 
     def stepped(self, iteration: int) -> None:
-        """The iteration under way is over."""
+        """Make the treatment of `iteration`, which is over, the latest one."""
         self.latest = Treatment(iteration, tuple(self._clips), self.edited, self._settings.settings)
         self._clips, self.edited, self._means = [], False, []
 
     @property
     def told(self) -> tuple[object, ...] | None:
-        """What `said` tells without the iteration's number; None where nothing is known."""
+        """The content of `said` without the iteration's number; None if no treatment is known."""
         made = self.latest
         return None if made is None else (made.clips, made.edited, self._settings.code)
 
     def said(self, epoch: Epoch = UNKNOWN, *, iteration: bool = True) -> list[float]:
-        """Encode this worker's latest treatment: SAID values of 0 and 1, whose sums are exact in any dtype.
+        """Encode the latest treatment: SAID values of 0 and 1, whose sums are exact in any dtype. All are 0
+        without one.
 
-        `epoch` is the epoch of the batch on which this worker trains now. `iteration`: with the number of the
-        treatment's iteration.
+        Args:
+            epoch: the epoch of the batch on which this worker trains now.
+            iteration: True to include the number of the treatment's iteration.
         """
         if self.latest is None:
             return [0.0] * SAID
@@ -110,17 +115,18 @@ def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
 
 
 def are_alike(summed: Sequence[float]) -> bool:
-    """True where all workers that report a treatment report equal ones, judged by their summed bits.
+    """True if all workers that report a treatment report equal ones, judged by their summed bits.
 
     Each bit must be set on all of them or on none. Treatments that differ only in a norm or a hyperparameter
-    pass with odds of 2^-14 in each iteration. A worker that clips and one that does not never pass.
+    pass with a probability of 2^-14 in each iteration. A worker that clips and one that does not never pass.
     """
     known, *counts = summed
     return {0.0, known}.issuperset(counts)
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):
-    """One worker's treatment of the last mean, and its place in its script. Sent where treatments differ."""
+    """One worker's treatment of the last mean, and its place in its script. Workers send it if their
+    treatments differ."""
 
     made: Treatment | None
     stand: Stand | None = None
@@ -129,8 +135,8 @@ class Word(msgspec.Struct, frozen=True, array_like=True):
 def refuse_unlike(words: Sequence[Word], names: Sequence[int]) -> str:
     """Raise the error for workers whose treatments or dealt epochs differ.
 
-    Returns the warning of `mixed_epochs`; "" for none. Raises MismatchError where workers train on batches of
-    different dealt epochs, and UserError where a treatment differs from the first known one. An unknown epoch
+    Returns the warning of `mixed_epochs`; "" for none. Raises MismatchError if workers train on batches of
+    different dealt epochs, and UserError if a treatment differs from the first known one. An unknown epoch
     equals any epoch.
     """
     stands = {name: word.stand for name, word in zip(names, words, strict=True) if word.stand is not None}
@@ -143,7 +149,8 @@ def refuse_unlike(words: Sequence[Word], names: Sequence[int]) -> str:
 
 
 def difference(treatments: Sequence[Treatment | None], names: Sequence[str]) -> str:
-    """In a line, who made what else of the mean than the first that knows."""
+    """Return a line that names the first worker with a known treatment, the first worker that differs from
+    it, and what each did."""
     known = [(name, made) for name, made in zip(names, treatments, strict=True) if made is not None]
     who, first = known[0]
     other, made = next((name, made) for name, made in known if made != first)

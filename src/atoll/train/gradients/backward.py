@@ -1,5 +1,7 @@
-"""The end of each backward, for all of a session's models together: workers must agree on the order of
-collectives."""
+"""The end of each backward, for all of a session's models together.
+
+Workers must run their collectives in one order.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ from atoll.train.group.rounds import Ring
 
 
 class BackwardEnd:
-    """Runs the reducers when a backward ends.
+    """The point at which a backward ends and the session's reducers run.
 
-    One model's chunks may leave while backward goes on. With several, a gradient that one worker lacks
-    would change the order in which their chunks leave; so they leave at the end, model by model, those for
-    which any worker has new gradients.
+    One model's messages may leave while backward goes on. With several models, a gradient that one worker
+    lacks would change the order in which messages leave. So they leave at the end, model by model, for each
+    model of which any worker has new gradients.
     """
 
     def __init__(self, ring: Ring | None, stretch: Stretch | None = None) -> None:
         self._ring, self._stretch = ring, stretch
         self._reducers: list[Reducer] = []
         self._armed = False
-        self.number = 0  # of the backward that is under way, or comes next
+        self.number = 0  # the backward that is under way, or the next one
 
     def add(self, reducer: Reducer) -> None:
         self._reducers.append(reducer)
@@ -42,12 +44,12 @@ class BackwardEnd:
             at_end_of_backward(self._end)
 
     def settle(self) -> None:
-        """Gradients are about to leave: on a worker that is slowed down, not before its time."""
+        """Wait out a slowed worker's extra time before gradients leave (`train/api/speed.py`)."""
         if self._stretch is not None:
             self._stretch.settle()
 
     def before_forward(self) -> None:
-        """Find a backward that raised before its end; raises RunError if chunks had already left."""
+        """Give up a backward that raised before its end. Raises RunError if messages had already left."""
         if self._stretch is not None:
             self._stretch.begin()
         if self._armed:
@@ -91,7 +93,7 @@ class BackwardEnd:
         """Return the reducers for which any worker has new gradients, and `also`. A collective."""
         due = self._ask(ring, reducers, also)
         if any(reducer.sum.admit() for reducer in due):
-            due = self._ask(ring, reducers, also)  # newcomers have not said theirs
+            due = self._ask(ring, reducers, also)  # newcomers have not reported their gradients
         return due
 
     @staticmethod

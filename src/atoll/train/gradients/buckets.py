@@ -17,10 +17,10 @@ from atoll.train.gradients.sums import Gradients, Owner
 
 
 class Buckets(Gradients):
-    """Gradients on their way to others: brought into messages as they come, which leave when complete.
+    """Gradients on their way to others: collected in messages, each of which leaves when it is complete.
 
-    `order` is that in which messages leave, the same on every worker. The last `_held_back` messages of an
-    iteration wait for the end of backward. `nodes` accumulate the gradients, in the order of the chunks.
+    Messages leave in `order`, which is equal on every worker. The last `_held_back` messages of an iteration
+    wait for the end of backward.
     """
 
     def __init__(self, owner: Owner, order: list[Message], nodes: Sequence[Any]) -> None:
@@ -39,11 +39,12 @@ class Buckets(Gradients):
 
     @abstractmethod
     def _scale(self) -> float:
-        """What this worker's gradients are multiplied by; fixed when an iteration's first one comes."""
+        """Return the factor for this worker's gradients. It is fixed when an iteration's first gradient
+        comes."""
 
     @abstractmethod
     def _leave(self, message: Message) -> None:
-        """Begin to send a message whose gradients have come, or stay away."""
+        """Begin to send a message whose gradients have all come."""
 
     @property
     def rest(self) -> list[Message]:
@@ -83,7 +84,7 @@ class Buckets(Gradients):
         return self.chunks[bound.chunk.id].own()
 
     def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
-        """The memory of a chunk's published gradients, and which slots have one."""
+        """Return a chunk's published gradients, (extent,), and for each slot whether it has one."""
         chunk = self.chunks[bound.chunk.id]
         return chunk.published.flat, chunk.collect()
 
@@ -94,7 +95,7 @@ class Buckets(Gradients):
             came()
             if message.waits:
                 return
-            gradient = parameter.grad  # None where a hook of the script's has dropped it
+            gradient = parameter.grad  # None if a hook of the script has dropped it
             chunk.check(index, gradient)
             if chunk.fired[index]:
                 chunk.again()
@@ -111,12 +112,12 @@ class Buckets(Gradients):
         return on_gradient
 
     def _chunk_arrived(self, message: Message) -> None:
-        """All gradients of a chunk have come; send what may leave now."""
+        """Send what may leave, if all gradients of the message have come."""
         if any(chunk.missing for chunk in message.chunks):
             return
         self._arrivals.append(message.id)
         if self._owner.synchronous and self._owner.sends_early:
-            # In the one order of collectives that all workers keep; the last ones may have to wait.
+            # All workers run their collectives in one order. The last messages may have to wait.
             last = len(self.order) - self._held_back
             while self._left < last and self.order[self._left].ready:
                 self._leave(self.order[self._left])

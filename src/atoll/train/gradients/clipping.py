@@ -1,4 +1,4 @@
-"""Clipping by the global norm, and what its norm tells of the gradients."""
+"""Clipping by the global norm, and the test for NaN and infinities that the norm gives."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _SMALL = 2**16  # elements of gradients up to which it is quicker to write them 
 
 
 class GradientNorm:
-    """The global norm of `parameters`' gradients; per-parameter norms, combined in registration order.
+    """The global norm of `parameters`' gradients: per-parameter norms, combined in the order of registration.
 
-    A finite norm says that every gradient is finite. That is remembered for as long as nobody changes them,
-    so that the policy on NaN and infinities need not read them once more.
+    A finite norm shows that every gradient is finite. This is remembered until a gradient changes, so that
+    the policy on NaN and infinities need not read the gradients again.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._names, self._parameters = list(parameters), list(parameters.values())
         self.culprit = ""  # the first parameter whose gradient made the norm infinite or NaN
-        self.coefficient = torch.ones(())  # of the latest clipping: what the gradients were multiplied by
+        self.coefficient = torch.ones(())  # the factor of the latest clipping
         self._finite: list[tuple[Tensor, int]] = []  # gradients found finite, at these versions
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """torch.nn.utils.clip_grad_norm_, to the bit; returns the norm before."""
+        """Clip as torch.nn.utils.clip_grad_norm_ does, to the bit; return the norm before."""
         norm = self.measure(norm_type, error_if_nonfinite)
-        # Torch multiplies by 1 too, lest a GPU be waited for; on a CPU it is a pass over memory for nothing.
+        # Torch multiplies by 1 too, so as not to wait for a GPU. On a CPU that pass over memory is needless.
         self.coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
         if norm.device.type != "cpu" or float(self.coefficient) != 1.0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
@@ -41,7 +41,7 @@ class GradientNorm:
         return norm
 
     def measure(self, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """The norm, with the gradients left as they are."""
+        """Return the norm, and leave the gradients unchanged."""
         norm = torch.nn.utils.get_total_norm(self._gradients(), norm_type, error_if_nonfinite)
         if norm.device.type == "cpu" and not math.isfinite(norm):
             self.culprit = self._first_nonfinite()  # once clipped, every gradient is NaN
@@ -49,13 +49,13 @@ class GradientNorm:
         return norm
 
     def _remember_finite(self, norm: Tensor, norm_type: float) -> None:
-        # Those below 1 do not see every value: 0 counts, and negative ones take the least.
+        # Norm types below 1 do not read every value: 0 counts non-zeros, and negative ones take the smallest.
         self._finite = []
         if float(norm_type) >= 1 and norm.device.type == "cpu" and math.isfinite(norm):
             self._finite = [(gradient, version_of(gradient)) for gradient in self._gradients()]
 
     def says_finite(self) -> bool:
-        """Whether the latest norm was finite and is of the gradients as they now are."""
+        """True if the latest norm was finite and no gradient has changed since."""
         if not self._finite:
             return False
         gradients = self._gradients()
@@ -79,18 +79,23 @@ class GradientNorm:
 
 
 class Norms(Protocol):
-    """A store's view of the gradients that the script sees: their norm, and whether they are finite."""
+    """The norm of the gradients that the script sees, and the test whether they are finite, for one kind of
+    store."""
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> tuple[Tensor, float]:
-        """Multiply all gradients so that their norm is at most `max_norm`; the norm before, and the factor.
-        The factor of gradients that lie with other members is not known: 1."""
+        """Multiply all gradients by one factor so that their norm is at most `max_norm`.
+
+        Returns the norm before, and the factor. The factor is given as 1 where members of a ring hold parts
+        of the gradients.
+        """
 
     def are_finite(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether the gradients, of which `gradients` are here, hold neither NaN nor infinity."""
+        """True if no gradient holds NaN or infinity; `gradients` are those that this worker's parameters
+        show."""
 
 
 class ResidentNorms:
-    """Of gradients that lie whole on the device."""
+    """Norms of gradients that lie whole on the device."""
 
     def __init__(self, norm: GradientNorm) -> None:
         self._norm = norm
@@ -104,7 +109,7 @@ class ResidentNorms:
 
 
 class ExchangedNorms:
-    """Of gradients that lie in tiers, on their way to shards."""
+    """Norms of gradients that lie in tiers, on their way to shards."""
 
     def __init__(self, exchanged: Exchanged) -> None:
         self._exchanged = exchanged
@@ -117,7 +122,7 @@ class ExchangedNorms:
 
 
 class SharedNorms:
-    """Of gradients of which each member of a ring holds a part: each measures what it owns."""
+    """Norms of gradients of which each member of a ring holds a part. Each member measures its own part."""
 
     def __init__(self, shared: Sharded) -> None:
         self._shared = shared
@@ -130,7 +135,11 @@ class SharedNorms:
 
 
 def all_finite(gradients: Sequence[Tensor]) -> bool:
-    """One pass and one number; only one that overflowed needs the closer look."""
+    """True if no gradient holds NaN or infinity.
+
+    One pass gives one number for all gradients. Only a number that is not finite, which an overflow may
+    cause, needs a test of each gradient.
+    """
     if not gradients:
         return True
     elements = 0

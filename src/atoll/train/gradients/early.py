@@ -17,14 +17,15 @@ class Pushes(Owner, Protocol):
     """A reducer whose chunks go to shards."""
 
     def leave(self, message: Message) -> None:
-        """Begin to send a chunk, alone in its message."""
+        """Begin to send a message, which holds one chunk."""
 
 
 class EarlySum(GroupSum):
-    """Of a worker that speaks to the shards for itself: each chunk leaves when its gradients have come.
+    """The sum of a worker that talks to the shards for itself: each chunk leaves when its gradients have
+    come.
 
-    In an iteration that begins anew before the first is over nothing leaves early: some parameters may get
-    their gradients more than once.
+    Nothing leaves early for the rest of a first iteration that begins anew, as after a backward under
+    no_sync: some parameters may get their gradients more than once.
     """
 
     has_sent = True
@@ -45,7 +46,8 @@ class EarlySum(GroupSum):
             self._owner.sends_early = False
 
     def reduce(self, own: Contribution) -> Contribution:
-        """Send what has not left."""
+        """Send the chunks that have not left. Raises RunError if a gradient changed after its chunk had
+        left."""
         if any(message.dirty for message in self._buckets.order):
             raise RunError(
                 f"iteration {self._owner.steps}: a gradient changed after its chunk had left for the shards "
@@ -58,7 +60,7 @@ class EarlySum(GroupSum):
 
 
 class _ByChunk(Buckets):
-    """One chunk a message, as it is: the shards weigh."""
+    """Messages of one chunk each, unscaled: the shards weigh the contributions."""
 
     _owner: Pushes
 

@@ -1,4 +1,4 @@
-"""Hooks on a model's forward: what must be checked before it, and what its backward must know."""
+"""Hooks on a model's forward: checks before it, and counts of samples for its backward."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from atoll.train.gradients.samples import Seen, seen_in, tensors_in
 
 
 class ForwardHooks:
-    """Watches the forwards of `model` that autograd records. Recomputations inside a backward are ignored.
+    """Hooks on the forwards of `model` that autograd records. Recomputations inside a backward are ignored.
 
-    `before()` runs before each forward. When backward reaches a forward's output and will leave gradients in
-    the model's parameters, `reached(seen)` is called with the number of samples that the forward shows. It is
-    called with None where an earlier backward has reached the forward. `accumulates()` says whether a
-    backward leaves gradients; torch.autograd.grad does not.
+    `before()` is called before each forward. `accumulates()` returns whether the running backward leaves
+    gradients in the model's parameters; torch.autograd.grad does not.
+
+    `reached(seen)` is called when a backward that leaves gradients reaches a forward's output; `seen` is the
+    number of samples that the forward shows. It is called with None if an earlier backward has reached that
+    output.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class ForwardHooks:
             output.register_hook(hook)  # type: ignore[no-untyped-call]
             return
         reached = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        if not reached:  # an output of a kind that cannot be looked into: the forward itself must count
+        if not reached:  # an output of an unknown kind: count at the forward
             self._reached(seen)
         for tensor in reached:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]

@@ -1,5 +1,7 @@
-"""A prepared model that lies in chunks over tiers of memory (`memory/fit.py`): on a worker that is alone, or
-sharded over the members of a ring, or of each group of a hierarchy."""
+"""A prepared model that lies in chunks over tiers of memory (`memory/fit.py`).
+
+A worker alone holds all of it. The members of a ring, or of each group of a hierarchy, share it among them.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,12 @@ Around: TypeAlias = Callable[[Strategy, Callable[[], None]], Strategy]
 
 
 def by_itself(inner: Strategy, _written: Callable[[], None]) -> Strategy:
-    """The strategy of a model whose values nobody but those who hold it changes: `inner`."""
+    """Return `inner`: the strategy of a model whose values are changed only by the workers that hold them."""
     return inner
 
 
 class Tiers:
-    """The budgets that one model is to train in, with the other members of a ring or alone: `connect` makes
-    the members known to one another, which is a collective; None: there are no others."""
+    """The budgets in which one model trains, alone or with the other members of a ring."""
 
     _steps_here = True  # a worker that is alone makes the optimizer's steps itself
 
@@ -61,21 +62,30 @@ class Tiers:
         ring: AnyRing | None = None,
         around: Around = by_itself,
     ) -> None:
-        """`of_group` names the group whose workers are the members. `ring` is the members' ring, if any.
+        """Take the budgets.
 
-        `around(strategy, written)` gives what trains the model where `strategy` is only how a contributor
-        trains by itself; `written()` is called after values were given to the model.
+        Args:
+            memory: the budgets.
+            connect: makes the members known to one another, in a collective; None for a worker that is alone.
+            of_group: " of group ..." for messages, if the members are a group's workers.
+            ring: the members' ring, if any.
+            around: `around(strategy, written)` returns the strategy that trains the model, given the
+                `strategy` of a contributor by itself; `written()` is to be called after values were given to
+                the model.
         """
         self._memory, self._connect, self._of_group, self.ring = memory, connect, of_group, ring
         self._around = around
         self._members: WorkerMembers | None = None
-        self._plan: MemoryPlan | None = None  # where there are members
+        self._plan: MemoryPlan | None = None  # known once the members are, or None
         self.fitted: Fitted | None = None
         self.shared: Sharded | None = None  # the model, where several members hold it together
 
     def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
-        """What trains the model in chunks. None where all of it fits on the device of each of the members:
-        then each has a whole copy there, and trains as without budgets."""
+        """Return the strategy that trains the model in chunks; None if all of the model fits on each member's
+        device.
+
+        In the latter case each member holds a whole copy on its device, and trains as without budgets.
+        """
         if self._connect is None:
             return self._around(AloneInTiers(), self._written)
         self._members = self._connect()
@@ -91,7 +101,7 @@ class Tiers:
     def bind(
         self, specs: Sequence[ParameterSpec], parameters: Mapping[str, nn.Parameter], chunk_bytes: int | None
     ) -> tuple[ChunkMap, list[BoundChunk]]:
-        """Lay the parameters out in chunks as anywhere else; their memory is as it was."""
+        """Lay the parameters out in chunks, and leave their memory unchanged."""
         chunk_map, names = lay_out(specs, chunk_bytes=chunk_bytes), list(parameters)
         chunks: list[BoundChunk] = []
         for chunk in chunk_map.chunks:
@@ -100,15 +110,15 @@ class Tiers:
         return chunk_map, chunks
 
     def take_values(self, workers: Workers, module: nn.Module, chunks: Sequence[BoundChunk]) -> None:
-        """Let chunks have the values of the first worker of each of their groups. A collective."""
+        """Give the chunks the values of the first worker of each group that has them. A collective."""
         features = features_of(module)
         for chunk in chunks:
             for name, parameter in zip(chunk.names, chunk.parameters, strict=True):
-                # One by one: all may not be in memory at once.
+                # One by one: memory may not hold all at once.
                 take_from_groups(workers, parameter, self._groups_of(features.get(name, "")))
 
     def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
-        """Let the model train in chunks from now on; `epochs` tells of the batches."""
+        """Let the model train in chunks from now on; `epochs` gives the batches' epochs."""
         if self._members is None:
             self.fitted = fit(model, optimizer, memory=self._memory, plan=self._plan)
             return
@@ -118,32 +128,35 @@ class Tiers:
         )
 
     def norms(self, norm: GradientNorm) -> Norms:
-        """What tells of the norm of the gradients, where `norm` would measure those on the device."""
+        """Return the gradients' norms. `norm` measures gradients that lie on the device."""
         return ResidentNorms(norm) if self.shared is None else SharedNorms(self.shared)
 
     @property
     def has_members(self) -> bool:
-        """Whether other workers may hold a part of the model."""
+        """True if other workers may hold a part of the model."""
         return self._connect is not None
 
     def _groups_of(self, feature: str) -> Groups:
-        """The groups of workers that have parameters of this feature (memory/over.py), each its own; alone,
-        there is one."""
+        """Return the groups of workers of which each has parameters of `feature` for itself (memory/over.py).
+        Alone: one group."""
         share = None if self._plan is None else self._plan.share
         return ((0,),) if share is None else share.groups_of(feature)
 
     @property
     def seconds_waited(self) -> float:
-        """For other members, in all."""
+        """The seconds that this worker has waited for other members so far."""
         return 0.0 if self._members is None else self._members.seconds_waited
 
     @property
     def bytes_sent(self) -> int:
-        """To other members, of gradients."""
+        """The bytes of gradients that this worker has sent to other members so far."""
         return 0 if self._members is None else self._members.sent
 
     def sync(self, what: str) -> None:
-        """A collective of the members: each then sees what all have written into the model."""
+        """Let each member see the values that all have written into the model. A collective of the members.
+
+        `what` names the values, for the message of a deadline.
+        """
         if self.shared is not None:
             self.shared.sync(what)
 
@@ -156,7 +169,7 @@ class Tiers:
         return self.fitted.lacks_room(state) if self.fitted is not None else ""
 
     def refuse_loss(self, lost: Sequence[int]) -> None:
-        """Raises RunError if members are lost: what they held is in no other's memory."""
+        """Raise RunError if members are lost: no other memory holds their part of the model."""
         if lost and self.shared is not None:
             gone = " and ".join(f"worker {name}" for name in lost)
             raise RunError(
@@ -165,9 +178,11 @@ class Tiers:
             )
 
     def close(self) -> None:
-        """Part from the other members: what they hold cannot be had any more. Without members, give the model
-        back as a plain one where there is room. Else it stays as it is, or where its steps are made elsewhere
-        is let go of."""
+        """Part from the other members: their parts of the model are out of reach afterwards.
+
+        Without members, give the model back as a plain one if there is room. Otherwise it stays in tiers; but
+        a model that is stepped elsewhere is let go of.
+        """
         if self.shared is not None:
             self.shared.abandon()
         elif self._members is not None:
@@ -176,8 +191,10 @@ class Tiers:
             self.fitted.end(stays=self._steps_here)
 
     def describe(self) -> list[tuple[str, str, str]]:
-        """What was decided ("memory"), as `device 1.0 MiB: 16 blocks of 64.0 KiB, everything fits`, and
-        why."""
+        """Return the decisions, each with its name, the choice and the reason.
+
+        One is "memory", whose choice reads like `device 1.0 MiB: 16 blocks of 64.0 KiB, everything fits`.
+        """
         chosen = self.fitted.plan if self.fitted is not None else self._plan
         assert chosen is not None
         how = "everything fits" if chosen.fits else f"{chosen.cache_blocks} of them a cache"
@@ -196,7 +213,7 @@ class ServedTiers(Tiers):
         super().__init__(memory, None)
         self._served, self._chunk_bytes = served, config.chunk_bytes
         self._exchanged: Exchanged | None = None
-        if served.of_group:  # all members of a ring hold the model alike: in chunks that move
+        if served.of_group:  # every member of the ring holds the whole model, in chunks that move
             self._memory = msgspec.structs.replace(memory, step="host")
 
     def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
@@ -208,12 +225,13 @@ class ServedTiers(Tiers):
         return None if self._plan.fits else ServedInTiers(self._served, self)
 
     def fit_now(self) -> None:
-        """Let the model lie in tiers, before its values are brought to the shards."""
+        """Move the model into tiers, before its values go to the shards."""
         assert self._plan is not None
         self.fitted = self._exchanged = fit_exchanged(self._model, self._memory, self._plan)
 
     def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
-        """It lies there since its strategy was built, which has brought its values to the shards."""
+        """Do nothing: building the strategy has moved the model into tiers and brought its values to the
+        shards."""
 
     def norms(self, norm: GradientNorm) -> Norms:
         del norm  # gradients lie in tiers
@@ -225,7 +243,8 @@ class ServedTiers(Tiers):
 
 
 class AloneInTiers(Alone):
-    """The strategy of a worker that is alone: nothing is reduced, and the optimizer's steps are `fit`'s."""
+    """The strategy of a worker that is alone, with a model in tiers: nothing is reduced, and `memory/fit.py`
+    makes the steps."""
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         reducer = SoloReducer(training.chunks, training.calls)
@@ -233,7 +252,8 @@ class AloneInTiers(Alone):
 
 
 class MembersInTiers(Alone):
-    """The strategy of members of a ring that hold one model together: gradients go to those who hold them."""
+    """The strategy of members of a ring that share one model: a gradient goes to the member that holds its
+    part."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -244,15 +264,16 @@ class MembersInTiers(Alone):
 
 
 class MembersReducer(Reducer):
-    """Sums gradients that lie in chunks to the members that hold those, when a backward has ended.
+    """The reducer of members that share a model: it sums gradients to the members that hold them, after
+    backward.
 
-    `fit` takes each gradient into its chunk before the hooks of this see that it has come.
+    `memory/fit.py` takes each gradient into its chunk before this reducer's hooks see the gradient.
     """
 
     def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, tiers: Tiers) -> None:
         super().__init__(chunks, calls, AtEnd, SharedGradientWatch)
         self._tiers, self._buffers, self._counts_told = tiers, calls.buffers, False
-        self._counted = 0  # bytes of gradients, that `bytes_sent` counts
+        self._counted = 0  # bytes of gradients that `bytes_sent` includes already
 
     def reduce(self) -> None:
         own, shared, ring = self.contribute(), self._tiers.shared, self._tiers.ring
@@ -276,10 +297,10 @@ class MembersReducer(Reducer):
 
 
 class HeldChunk(BoundChunk):
-    """Parameters that lie wherever `fit` has them, which looks after them itself."""
+    """Parameters that lie where `memory/fit.py` has put them; `memory/fit.py` keeps track of them."""
 
     def check(self) -> None:
-        """There is no one place where they must be."""
+        """Do nothing: the parameters need not lie in one place."""
 
     @property
     def has_moved(self) -> bool:
@@ -287,7 +308,8 @@ class HeldChunk(BoundChunk):
 
 
 class _TieredOptimizer(ParameterOptimizer):
-    """A step that is not accepted finds no gradients: `fit` steps by those, not by the param groups."""
+    """The optimizer of a model in tiers. It steps by `p.grad`, so a step that is left out removes the
+    gradients."""
 
     def _leave_out(self) -> None:
         for group in self._group_parameters:

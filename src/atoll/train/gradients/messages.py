@@ -1,8 +1,8 @@
-"""A chunk's gradients, and the messages in which they travel: what one collective carries.
+"""A chunk's gradients, and the messages in which they travel. One message is what one collective carries.
 
-Every all-reduce costs a fixed time beside its bytes (docs/notes/gradients.md), so neighbouring small chunks
-share one, and each message has room for the workers' agreement on the iteration, which rides at the end of
-the last.
+Every all-reduce costs a fixed time besides the time of its bytes (docs/notes/gradients.md). So neighbouring
+small chunks share a message. Each message has room for the workers' agreement on the iteration, which travels
+at the end of the last message.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _ALIGNMENT = 64  # bytes: a cache line, at which the kernels of torch's fused op
 
 
 class ChunkGradients:
-    """The gradients of one chunk, and how far this backward has come with them.
+    """The gradients of one chunk, and the progress of the backward under way.
 
-    `p.grad` is this worker's own gradient, as autograd made it, until `publish`; after that `kept` holds it
-    until the step. `published` is where they are reduced, in memory of the chunk's message.
+    Until `publish`, `p.grad` is this worker's own gradient, as autograd made it. Afterwards `kept` holds it
+    until the step. `published` is the buffer in which gradients are reduced, in the memory of the chunk's
+    message.
     """
 
     def __init__(self, bound: BoundChunk, flat: Tensor) -> None:
@@ -36,8 +37,8 @@ class ChunkGradients:
         self.kept: list[Tensor | None] = []
         self.fired = [False] * len(bound.parameters)
         self.missing = len(bound.parameters)
-        self.taken = 0  # how many of this backward's gradients are in the published buffer, scaled
-        self.late = False  # wait for the end of backward: its gradients come more than once
+        self.taken = 0  # number of this backward's gradients that are in the published buffer, scaled
+        self.late = False  # True: wait for the end of backward, since gradients come more than once
 
     def begin(self) -> None:
         if self.missing < len(self.fired):
@@ -46,7 +47,8 @@ class ChunkGradients:
         self.taken = 0
 
     def check(self, index: int, gradient: Tensor | None) -> None:
-        """Raise for a gradient that the published buffer cannot take."""
+        """Raise an error for a gradient that the published buffer cannot take. `index` is the parameter's
+        slot."""
         view = self.published.views[index]
         if gradient is not None and gradient is not view:
             if gradient.dtype != view.dtype:
@@ -55,7 +57,7 @@ class ChunkGradients:
                 check_usable(self.bound.names[index], gradient)
 
     def move(self, flat: Tensor) -> None:
-        """Be reduced in other memory from now on. This worker's own gradients stay; they are to be taken
+        """Reduce in other memory from now on. This worker's own gradients stay where they are, and are taken
         anew."""
         before, self.published = self.published, Buffer(self.bound.chunk, self.bound.parameters, flat)
         for parameter, view in zip(self.bound.parameters, before.views, strict=True):
@@ -64,18 +66,22 @@ class ChunkGradients:
         self.taken = 0
 
     def take(self, index: int, gradient: Tensor | None, scale: float) -> None:
-        """Put this worker's gradient, scaled, where it is reduced: one pass, while the cache holds it."""
+        """Put this worker's gradient, scaled, into the published buffer: one pass, while the cache holds
+        it."""
         view = self.published.views[index]
         if gradient is None or scale == 0:  # zero times NaN would be NaN
             view.zero_()
             return
-        if gradient is view:  # autograd has added to the mean of the reduction before
+        if gradient is view:  # autograd has added to the mean of the last reduction
             gradient = self.bound.parameters[index].grad = gradient.clone()
         torch.mul(gradient, scale, out=view)
 
     def settle(self, scale: float) -> None:
-        """Make the published buffer whole: gradients that this backward did not touch, or more than once,
-        and zeros for absent ones."""
+        """Make the published buffer complete.
+
+        Take gradients that did not come in this backward, or came more than once, and write zeros for absent
+        ones.
+        """
         if self.taken == len(self.fired):
             return
         views, gradients = self.published.views, [parameter.grad for parameter in self.bound.parameters]
@@ -84,7 +90,7 @@ class ChunkGradients:
             self.check(index, gradient)
             if gradient is not None and gradient is not views[index]:
                 own.append(gradient)
-        if len(own) == len(views) and scale != 0:  # in two calls for all
+        if len(own) == len(views) and scale != 0:  # two calls for all slots
             copy_all(views, own)
             if scale != 1.0:
                 self.published.flat.mul_(scale)
@@ -93,33 +99,39 @@ class ChunkGradients:
             self.take(index, gradient, scale)
 
     def again(self) -> None:
-        """Its gradients changed after it had left: take them anew, and wait for the end from now on."""
+        """Take the gradients anew, and at the end of backward from now on: one changed after the chunk had
+        left."""
         self.late, self.taken = True, 0
 
     def publish(self, present: Sequence[bool]) -> None:
-        """Let `p.grad` show the published values where any worker had a gradient."""
+        """Let `p.grad` show the published values for each slot that is `present`, and keep this worker's own
+        gradients."""
         self.kept = [parameter.grad for parameter in self.bound.parameters]
         self.show(present)
 
     def show(self, present: Sequence[bool]) -> None:
-        """As `publish`, where this worker's own gradients are kept already."""
+        """Let `p.grad` show the published values for each slot that is `present`, and None for the others.
+
+        This worker's own gradients must have been kept.
+        """
         for parameter, view, here in zip(self.bound.parameters, self.published.views, present, strict=True):
             parameter.grad = view if here else None
 
     def slots(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter, and its place in the published buffer."""
+        """Return pairs of each parameter and its view in the published buffer."""
         return zip(self.bound.parameters, self.published.views, strict=True)
 
     def own(self) -> list[Tensor | None]:
-        """This worker's own gradients of the iteration."""
+        """Return this worker's own gradients of the iteration; None for an absent one."""
         return self.kept or [parameter.grad for parameter in self.bound.parameters]
 
     def collect(self) -> tuple[bool, ...]:
-        """Bring gradients that the script has replaced back into the published buffer; which are present."""
+        """Bring gradients that the script has replaced back into the published buffer; return which slots
+        have one."""
         for parameter, view in zip(self.bound.parameters, self.published.views, strict=True):
             gradient = parameter.grad
             if gradient is None:
-                view.zero_()  # what an earlier iteration left there is nobody's gradient
+                view.zero_()  # an earlier iteration may have left values there
             elif gradient is not view:
                 view.copy_(gradient)
                 parameter.grad = view
@@ -130,7 +142,7 @@ class Message:
     """Chunks that are reduced together: one allocation with their gradients, then `room` spare elements."""
 
     def __init__(self, bounds: Sequence[BoundChunk], room: int) -> None:
-        self.number = 0  # in the order in which they were laid
+        self.number = 0  # its place in the order in which messages were laid out
         first = bounds[0].flat
         self._starts: list[int] = []
         end = 0
@@ -143,8 +155,8 @@ class Message:
             ChunkGradients(bound, self.memory[start : start + bound.chunk.extent])
             for bound, start in zip(bounds, self._starts, strict=True)
         ]
-        self.dirty = False  # a gradient came after it had left
-        self.waits = False  # nothing is done as its gradients come: it leaves when their backward has ended
+        self.dirty = False  # a gradient came after the message had left
+        self.waits = False  # its hooks do nothing: the message leaves when backward has ended
         self.sent = False
         self.work: Pending | None = None
         ids = [chunk.bound.chunk.id for chunk in self.chunks]
@@ -154,12 +166,12 @@ class Message:
 
     @property
     def ready(self) -> bool:
-        """Whether all its gradients have come, each once."""
+        """True if all of its gradients have come, each once."""
         return not any(chunk.missing or chunk.late for chunk in self.chunks)
 
     @property
     def id(self) -> int:
-        """The id of its first chunk."""
+        """The id of the message's first chunk."""
         return self.chunks[0].bound.chunk.id
 
     def begin(self) -> None:
@@ -169,7 +181,7 @@ class Message:
         self.work = None
 
     def move(self) -> None:
-        """Take other memory: what was begun in the old one may still write into it."""
+        """Take other memory: a collective begun in the old memory may still write there."""
         self.memory = torch.zeros_like(self.memory)
         self.gradients = self.memory[: self.gradients.numel()]
         self._flat, self._more = self.gradients, 0
@@ -183,12 +195,12 @@ class Message:
             chunk.again()
 
     def take_anew(self) -> None:
-        """Mark the message's gradients to be scaled again, by another factor."""
+        """Mark the message's gradients as not taken: another factor scales them."""
         for chunk in self.chunks:
             chunk.taken = 0
 
     def flat(self, more: int) -> Tensor:
-        """The gradients, and `more` values of the spare room."""
+        """Return the gradients and `more` values of the spare room, 1-D."""
         if more != self._more:
             self._flat, self._more = self.memory[: self.gradients.numel() + more], more
         return self._flat
@@ -198,16 +210,17 @@ class Message:
 
 
 class Tail:
-    """The spare room of a message on the CPU, in which what members say of an iteration rides along.
+    """The spare room of a message on the CPU, in which the members' reports on an iteration travel.
 
-    The first value changes with each iteration, and the rest seldom does: what has not changed is neither
-    packed nor unpacked again. Then `write` is given the same list as before, and `heard` gives the same one.
+    The first value changes with each iteration, the others seldom. Unchanged values are neither packed nor
+    unpacked again. In that case `write` is given the list of the call before, and `heard` returns the list of
+    the call before.
     """
 
     def __init__(self, message: Message) -> None:
         self.memory = message.memory
         room: Any = message.memory[message.gradients.numel() :].numpy()
-        self._room: Any = memoryview(room)  # of floats
+        self._room: Any = memoryview(room)  # items are of the message's dtype
         self._code: Literal["f", "d"] = "f" if message.memory.dtype == torch.float32 else "d"
         self._said: list[float] = []
         self._packed = array(self._code, self._said)
@@ -215,7 +228,7 @@ class Tail:
         self._raw = b""
 
     def write(self, said: list[float]) -> None:
-        """Say this; in the list of the call before only the first value may have changed since."""
+        """Write a report. In a list that was given before only the first value may have changed."""
         if said is self._said:
             self._packed[0] = said[0]
         else:
@@ -223,7 +236,10 @@ class Tail:
         self._room[: len(said)] = memoryview(self._packed)
 
     def heard(self, count: int) -> list[float]:
-        """The first `count` values, summed; the same list as before where only its first value differs."""
+        """Return the first `count` values, summed over the members.
+
+        The list of the call before is returned, with a new first value, if no other value has changed.
+        """
         raw = self._room[1:count].tobytes()
         if raw == self._raw:
             self._heard[0] = self._room[0]
@@ -235,7 +251,8 @@ class Tail:
 def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> list[Message]:
     """Group neighbouring chunks of one dtype into messages of `at_least` bytes where possible.
 
-    Each message has room for an agreement: HEAD values, one for each message and parameter, and `more`.
+    Each message has spare room for an agreement: HEAD values, one for each message and each parameter, and
+    `more`.
     """
     groups: list[list[BoundChunk]] = []
     for bound in chunks:
@@ -251,11 +268,11 @@ def lay_messages(chunks: Iterable[BoundChunk], at_least: int, more: int = 0) -> 
     return messages
 
 
-# Values of an agreement besides those for each message, each parameter and each buffer:
+# Number of an agreement's values, without those for each message, each parameter and each buffer:
 HEAD = 5 + SAID + SAID_OF_WEIGHT
 
 
 def _aligned(elements: int, size: int) -> int:
-    """`elements` of `size` bytes, rounded up to whole cache lines."""
+    """Return a number of elements, of `size` bytes each, rounded up to whole cache lines."""
     unit = max(1, _ALIGNMENT // size)
     return -(-elements // unit) * unit

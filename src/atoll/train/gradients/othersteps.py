@@ -1,8 +1,8 @@
 """Detect steps on prepared parameters by optimizers that `session.prepare` was not given.
 
-An optimizer in backward (a hook that steps each parameter as its gradient comes, then zeroes the gradient)
-uses this worker's own gradient, so the workers' models diverge in silence. A second optimizer does the same
-wherever `p.grad` is not the mean, or the steps are made elsewhere.
+An optimizer may run in backward: a hook steps each parameter as its gradient comes, then zeroes the gradient.
+Its steps use this worker's own gradients, so the workers' models diverge in silence. A second optimizer does
+the same if `p.grad` is not the mean, or if the steps are made elsewhere.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from atoll.tensors.torch_compat import is_within_backward
 
 
 class OtherSteps:
-    """Refuses steps on the named `parameters` by any optimizer except `optimizer`, until `close`.
+    """The refusal of steps on the named `parameters` by any optimizer except `optimizer`, until `close`.
 
     While `shows_mean()` is True, `p.grad` is the mean on every worker, and every worker makes an equal step.
-    Such a step is refused only inside a backward; otherwise `warn_once(subject, line)` warns of it once.
+    A step by another optimizer is then refused only inside a backward; otherwise `warn_once(subject, line)`
+    warns of it once.
     """
 
     def __init__(

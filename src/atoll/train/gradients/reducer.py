@@ -1,8 +1,8 @@
-"""From backward to `p.grad`: what becomes of gradients as autograd hands them over.
+"""The way of a model's gradients from backward to `p.grad`.
 
-`Reducer` has a `GroupSum` (`train/gradients/sums.py`) over the worker's group: over nobody, or over a ring
-(`train/gradients/ring.py`). What goes on to others from there is a reducer of its own: an exchange with the
-shards of a parameter server (`train/sync`), or with a node's CPU side (`train/node`). Source:
+`Reducer` has a `GroupSum` (`train/gradients/sums.py`): the sum over the worker's group, which is the worker
+alone or a ring (`train/gradients/ring.py`). Subclasses send the group's sum on: to the shards of a parameter
+server (`train/sync/server.py`), or to a node's CPU side (`train/sync/peersexchange.py`). Source:
 docs/architecture.md, "The gradient".
 """
 
@@ -25,38 +25,50 @@ from atoll.train.gradients.watch import GradientWatch
 
 
 class Beside(Protocol):
-    """An object whose state goes along with a reducer's into checkpoints, and to a worker that enters."""
+    """An object whose state is saved in checkpoints, and given to a worker that enters, along with a
+    reducer's."""
 
     def ready(self, reducer: Reducer) -> None:
-        """The `reducer`'s model lies where it trains, and all others' hooks on the optimizer are made."""
+        """Begin: the `reducer`'s model lies where it trains, and all other hooks on the optimizer are
+        registered."""
 
     def state(self) -> dict[str, Any]:
-        """The state, as a checkpoint can hold it."""
+        """Return the state, in a form that a checkpoint can hold."""
 
     def load(self, state: Mapping[str, Any], consumed: float) -> None:
-        """Take a state that holds the keys of `state`, or none of them; `consumed` are the samples by then.
-        Raises CheckpointError."""
+        """Take a state. Raises CheckpointError if it is not usable.
+
+        Args:
+            state: holds all keys that `state()` returns, or none of them.
+            consumed: the samples of all workers in the run by then.
+        """
 
     def close(self) -> None:
-        """The session is over."""
+        """End: the session is over."""
 
 
 @dataclass(frozen=True)
 class Calls:
-    """The services that a reducer asks for and the events that it reports.
+    """The services that a reducer asks for, and the events that it reports.
 
-    `arm()` is called as gradients come, so that `reduce` runs when their backward ends.
-    `contribution(has_gradient)` is called once for each reduction. `committed(own, samples)` reports this
-    worker's contribution and the group's samples when the iteration is whole. `leaving()` is called before
-    gradients leave. `dropped()` reports that hooks of the script have left no gradient of a backward.
-    `edited()` reports that the script has changed all gradients between two backwards that come before one
-    reduction. `reduce(reducer)` is called before a step whose gradients no backward has reduced.
-
-    `counts_unlike(line)` is called with a warning where workers count alike in a mean that their counts would
-    change. `epoch()` is the epoch of the batch on which this worker trains. `epochs_mixed(line)` is called
-    with a warning where workers train batches of different epochs together. `unscaled()` is the factor by
-    which a GradScaler divides the gradients of the step under way; 1 without one. `buffers` are the model's;
-    None: no worker takes any. `beside` has a state that goes along with the reducer's.
+    Attributes:
+        arm: called as gradients come, so that `reduce` runs when their backward ends.
+        contribution: returns this worker's contribution, given whether it has gradients; called once for each
+            reduction.
+        committed: called with this worker's contribution and the group's number of samples when the iteration
+            is whole.
+        leaving: called before gradients leave.
+        dropped: called if hooks of the script have left no gradient of a backward.
+        edited: called if the script has changed all gradients between two backwards that come before one
+            reduction.
+        reduce: called with the reducer before a step whose gradients no backward has reduced.
+        counts_unlike: called with a warning if workers count alike in a mean that their counts would change.
+        epoch: returns the epoch of the batch on which this worker trains.
+        epochs_mixed: called with a warning if workers train batches of different epochs together.
+        unscaled: returns the factor by which a GradScaler divides the gradients of the step under way; 1
+            without one.
+        buffers: the model's buffers; None if no worker takes any.
+        beside: an object whose state goes along with the reducer's.
     """
 
     arm: Callable[[], None]
@@ -76,10 +88,13 @@ class Calls:
 
 @dataclass(frozen=True)
 class Clipping:
-    """How the script clips this iteration's gradients, to a norm of at most `max_norm`.
+    """A clipping of this iteration's gradients by the script.
 
-    `clip()` multiplies the gradients that are here, and returns their norm before and the factor.
-    `measure()` returns the norm and leaves the gradients as they are.
+    Attributes:
+        max_norm: the largest norm that is left.
+        norm_type: the type of norm, as in torch.nn.utils.clip_grad_norm_.
+        clip: multiplies the gradients that are here; returns their norm before, and the factor.
+        measure: returns the norm and leaves the gradients unchanged.
     """
 
     max_norm: float
@@ -91,18 +106,30 @@ class Clipping:
 class Reducer:
     """The gradients of one model's trainable chunks: summed over the worker's group, and stepped here.
 
-    `consumed` counts the samples of all workers in the run so far, as far as this worker knows.
+    Attributes:
+        exchange_seconds: seconds waited for a group's exchange with the shards; part of all waits so far.
+        acts_before_forward: True if `before_use` is to be called before each forward.
+        acts_before_state_dict: True if `before_use` is to be called before the model's state_dict.
+        acts_after_backward: True if `reduce` is to run when a backward ends.
+        sums_samples: True if an iteration's samples are those of all workers; otherwise `consumed` is set in
+            another way.
+        losses: the gradients that a link to shards has lost, to be sent later; None without such a link.
+        count_alike: True if all workers counted alike in the latest iteration.
+        synchronous: False within no_sync.
+        sends_early: True if messages may leave while backward goes on.
+        unsent: True if gradients have come that no reduction has seen.
+        reduced: True between a reduction and its step.
+        steps: the number of steps made, which is the number of the iteration under way.
+        bytes_sent: the bytes of gradients that this worker has sent.
+        consumed: the samples of all workers in the run so far, as far as this worker knows.
     """
 
-    exchange_seconds = 0.0  # of the waits so far, those of a group's exchange with the shards
-    acts_before_forward = False  # whether `before_use` is to be called before each forward
-    acts_before_state_dict = False  # and before the model's state_dict
-    acts_after_backward = True  # whether `reduce` is to run when a backward ends
-    sums_samples = True  # each iteration's samples are those of all; else `consumed` is told in another way
-
-    losses: Feedback | None = (
-        None  # what a link to shards has lost of this model's gradients, where there is one
-    )
+    exchange_seconds = 0.0
+    acts_before_forward = False
+    acts_before_state_dict = False
+    acts_after_backward = True
+    sums_samples = True
+    losses: Feedback | None = None
 
     def __init__(
         self,
@@ -115,19 +142,19 @@ class Reducer:
         self._chunks, self._calls = list(chunks), calls
         self.watch = watch(chunks, calls.dropped, calls.edited)
         self._own: Contribution | None = None  # fixed when the first message leaves
-        self.count_alike = False  # all workers, in the latest iteration: whatever they have counted
-        self.synchronous = True  # False within no_sync
-        self.sends_early = True  # while backward goes on
-        self.unsent = False  # gradients have come that no reduction has seen
-        self._came_in = -1  # the backward in which the latest came
-        self.reduced = False  # since the last step
+        self.count_alike = False
+        self.synchronous = True
+        self.sends_early = True
+        self.unsent = False
+        self._came_in = -1  # the backward in which the latest gradient came
+        self.reduced = False
         self.steps = 0
         self.bytes_sent = 0
         self.consumed = 0.0
         self.sum = make_sum(self, chunks)
 
     def ready(self) -> None:
-        """The model lies where it trains, and all others' hooks on the optimizer are made."""
+        """Begin: the model lies where it trains, and all other hooks on the optimizer are registered."""
         if self._calls.beside is not None:
             self._calls.beside.ready(self)
 
@@ -146,19 +173,20 @@ class Reducer:
 
     @property
     def shows_mean(self) -> bool:
-        """True where every worker's `p.grad` is the mean over all, and each worker steps its own copy with
-        the mean.
-        """
+        """True if every worker's `p.grad` is the mean over all, and each worker steps its own copy with the
+        mean."""
         return self.sum.shows_mean and self.reduced and not self.unsent
 
     def reached(self, backward: int) -> None:
-        """Backward number `backward` is about to count a batch; -1: a forward counts it, outside of any."""
+        """Note that backward number `backward` is about to count a batch. -1: a forward counts it, outside of
+        any backward."""
 
     def check_gradients(self) -> None:
-        """Raise UserError, naming the parameter, for a sparse gradient."""
+        """Raise UserError, naming the parameter, for a sparse gradient. Here: do nothing, as the sum checks
+        it."""
 
     def came(self, *_: object) -> None:
-        """Autograd has delivered a gradient."""
+        """Note that autograd has delivered a gradient."""
         backward = backward_under_way()
         if backward == -1 or backward != self._came_in:
             self._came_in = backward
@@ -166,29 +194,29 @@ class Reducer:
         self.unsent = True
 
     def drop_kept(self) -> None:
-        """A new backward begins: the last iteration's own gradients are not needed any more."""
+        """Drop the last iteration's own gradients: a new backward begins."""
         self.sum.gradients.drop_kept()
 
     def abandon(self) -> None:
-        """Forget a backward that raised; raises RunError if chunks had left for the other workers."""
+        """Forget a backward that raised. Raises RunError if messages had left for the other workers."""
         self.sum.gradients.abandon()
         self.begin()
 
     def reduce(self) -> None:
-        """A backward has ended: do what makes its iteration whole."""
+        """Make the iteration whole: its last backward has ended."""
         self.sum.admit()
         own = self.contribute()
         self._is_whole(own, self.sum.reduce(own))
 
     def _is_whole(self, own: Contribution, of_group: Contribution) -> None:
-        """`p.grad` shows the group's mean."""
+        """Finish the iteration: `p.grad` shows the group's mean."""
         self._done(own, of_group.samples)
 
     def contribute(self) -> Contribution:
-        """This iteration's contribution, which the first call fixes."""
+        """Return this iteration's contribution, which the first call fixes."""
         if self._own is None:
             self.sum.opens()
-            # Where the script's hooks have dropped all gradients, zeros take part in the mean.
+            # If the script's hooks have dropped all gradients, zeros take part in the mean.
             # A worker without a batch may have zeros left, from zero_grad(set_to_none=False).
             has_gradient = self.unsent or self.watch.has_values()
             self._own = self._calls.contribution(has_gradient)
@@ -209,10 +237,10 @@ class Reducer:
         self.sum.begin()
 
     def settle(self) -> None:
-        """Wait until what this worker has sent by itself counts."""
+        """Wait until the gradients that this worker has sent by itself count."""
 
     def before_step(self) -> None:
-        """Send what no backward has sent: all of it came under no_sync, or there is no gradient here."""
+        """Reduce gradients that no backward has reduced: all came under no_sync, or this worker has none."""
         if self.reduced and not self.unsent and self.watch.is_left_out():
             self.drop_kept()
             self.reduced = False
@@ -222,12 +250,12 @@ class Reducer:
         self.sum.before_step()
 
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Hear of a `zero_grad`."""
-        if self.reduced and not self.unsent:  # at other times nobody asks
+        """Note a `zero_grad` of `parameters` by the script."""
+        if self.reduced and not self.unsent:  # at other times nobody asks for the zeros
             self.watch.note_zeros(parameters)
 
     def after_step(self) -> None:
-        """The step is made: the next iteration begins."""
+        """Begin the next iteration: the step is made."""
         self.reduced = False
         self.watch.stepped()
         self.steps += 1
@@ -235,7 +263,7 @@ class Reducer:
         self.sum.stepped(self.steps - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on, to the bit, as this one would."""
+        """Return the state with which a resumed run goes on as this one would, to the bit."""
         beside = {} if self._calls.beside is None else self._calls.beside.state()
         return {"steps": self.steps, **self.sum.state_dict(), **beside}
 
@@ -246,11 +274,12 @@ class Reducer:
             self._calls.beside.load(state, self.consumed)
 
     def member_state(self) -> dict[str, Any]:
-        """What a worker needs that enters between two iterations, to do the next as the others do."""
+        """Return the state with which a worker that enters between two iterations does the next one as the
+        others do."""
         return {**self.state_dict(), **self.sum.member_state()}
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError or KeyError where `load_member_state` could not take it."""
+        """Raise ValueError or KeyError if `load_member_state` could not take `state`."""
         check_steps(state)
         self.sum.check_member_state(state)
 
@@ -260,12 +289,16 @@ class Reducer:
         self.sum.load_member_state(state)
 
     def own_nonfinite(self) -> list[str]:
-        """The parameters for which this worker's own gradient holds NaN or infinity."""
+        """Return the names of parameters for which this worker's own gradient holds NaN or infinity."""
         return self.sum.own_nonfinite()
 
     def blamed(self, rank: int, culprit: str) -> list[str]:
-        """Whose gradients are not finite, in words, where others make steps without this worker, which is
-        number `rank`. `culprit` is what clipping found, which has changed them; empty: nothing."""
+        """Return a line that names a parameter whose gradient is not finite, and this worker, `rank`; an
+        empty list if there is none.
+
+        `culprit` is the parameter that clipping found before it changed the gradients; an empty string if it
+        found none.
+        """
         names = [culprit] if culprit else self.own_nonfinite()
         return [f"{name!r} on worker {rank}" for name in names[:1]]
 
@@ -273,19 +306,22 @@ class Reducer:
         """Leave this iteration out, by the policy on NaN and infinities."""
 
     def before_use(self, *_: object) -> None:
-        """The model's parameters are about to be used."""
+        """Prepare for a use of the model's parameters."""
 
     def clip(self, by: Clipping) -> Tensor:
-        """Clip this iteration's gradients, wherever the mean is; returns the norm before."""
+        """Clip this iteration's gradients, wherever the mean is; return the norm before."""
         return by.clip()[0]
 
     def confirm(self, what: str) -> None:
-        """Hear of all members that they made the same of the iterations so far; UserError where they did not.
-        A collective of theirs."""
+        """Raise UserError if members treated the mean of an iteration differently so far. A collective of the
+        group.
+
+        `what` names the moment, for messages.
+        """
         self.sum.confirm(what)
 
 
 def check_steps(state: Mapping[str, Any]) -> None:
-    """Raise ValueError or KeyError where a reducer's state has no number of steps."""
+    """Raise ValueError or KeyError if a reducer's state has no valid number of steps."""
     if type(state["steps"]) is not int or state["steps"] < 0:
         raise ValueError(f"a reducer's steps are {state['steps']!r}")

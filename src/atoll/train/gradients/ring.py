@@ -1,11 +1,11 @@
 """The way of a gradient inside a group: from backward, through the ring, to `p.grad`.
 
 As autograd hands over a gradient, it is scaled into its chunk's **published** buffer. A message (one chunk,
-or several small ones) whose last gradient has come is reduced there, while backward goes on. When backward
-ends, the workers agree on the iteration; once all of it is whole, and only then, `p.grad` shows the published
+or several small ones) is reduced there when its last gradient has come, while backward goes on. When backward
+ends, the workers agree on the iteration. Once all of it is whole, and only then, `p.grad` shows the published
 mean. A worker's own gradients, in the tensors that autograd made, are kept until the step, so that an
-iteration can be reduced again (a chunk whose gradient changed after it had left; a ring that lost a member).
-Source: docs/architecture.md, "The gradient".
+iteration can be reduced again: after a gradient changed when its chunk had left, or after the ring lost a
+member. Source: docs/architecture.md, "The gradient".
 """
 
 from __future__ import annotations
@@ -37,58 +37,80 @@ from atoll.train.group.inner import AnyRing
 
 @dataclass
 class Boundary:
-    """Between two iterations of a session's models, which are numbered as they were prepared: newcomers enter
-    here, and their script's loop begins here too. Model 0's steps count the iterations, but a loop may begin
-    with another one, and may step that more often. So it is where the model with which the loop began is
-    reduced for the first time after model 0 has stepped."""
+    """The point between two iterations of a session's models. Newcomers enter here.
 
-    begins_with: int = -1  # the model; -1: nothing was reduced yet
-    awaited: bool = False  # all know of newcomers
-    reached: bool = False  # and model 0 has stepped since
+    Models are numbered in the order in which they were prepared. Model 0's steps count the iterations. But
+    the script's loop may begin with another model, and may step that model more often. So the boundary is the
+    first reduction of the model with which the loop began, after model 0 has stepped.
+
+    Attributes:
+        begins_with: the model with which the loop began; -1 if nothing was reduced yet.
+        awaited: True if all members know of newcomers.
+        reached: True if, in addition, model 0 has stepped since.
+    """
+
+    begins_with: int = -1
+    awaited: bool = False
+    reached: bool = False
 
 
 class Carrier(Protocol):
-    """What a ring sums of one model: where the gradients lie, and how they travel."""
+    """The gradients of one model on their way through a ring, for one place in which gradients lie.
 
-    chunks: dict[int, ChunkGradients]  # those in the device's memory, by id
+    `chunks` has the chunks whose gradients lie in the device's memory, by id.
+    """
+
+    chunks: dict[int, ChunkGradients]
 
     @property
     def gradients(self) -> Gradients:
-        """The member's own, from which sums are made again."""
+        """The member's own gradients, from which sums are made again."""
 
     @property
     def bounds(self) -> list[BoundChunk]:
-        """The chunks, in the order in which members say which of their gradients are there."""
+        """The chunks, in the order in which members report which of their gradients are present."""
 
     @property
     def ids(self) -> list[int]:
-        """The messages, in the order in which they leave."""
+        """The ids of the messages, in the order in which they leave."""
 
     def dirty(self) -> list[float]:
-        """For each message 1 where a gradient changed after it had left; empty: none can."""
+        """Return for each message 1 if a gradient changed after the message had left, else 0. Empty: none can
+        change."""
 
     def anew(self) -> None:
-        """The ring in which messages had left is no more; it may still write into their memory."""
+        """Begin the iteration again in another ring. The former ring may still write into the memory of
+        messages that had left."""
 
     def carry(self, scale: float, said: list[float]) -> list[float] | None:
-        """Sum what has not been summed yet, of gradients times `scale`. The sums of what members have `said`,
-        where those rode along; else None."""
+        """Sum the gradients that have not been summed yet, each multiplied by `scale`.
+
+        `said` is this member's report. Returns the sums of the members' reports if these travelled with the
+        gradients, else None.
+        """
 
     def carry_again(self, scale: float, dirty: Sequence[bool] | None) -> None:
-        """Sum again the messages that are `dirty`; None: all of them, by another scale."""
+        """Sum again the messages that are `dirty`; None: all of them, because `scale` has changed."""
 
     def publish(self, factor: float, present: Sequence[Sequence[bool]], *, apart: bool) -> None:
-        """Multiply the sums by `factor`, and let `p.grad` show them where any member has a gradient. `apart`:
-        this member's own gradients stay where they are."""
+        """Multiply the sums by `factor`, and let `p.grad` show them if any member has a gradient there.
+
+        Args:
+            factor: the factor that makes the sums a mean.
+            present: for each chunk and each of its slots, True if any member has a gradient.
+            apart: True to leave this member's own gradients where they are.
+        """
 
     def measured(self) -> list[int]:
-        """The ids of messages as they filled in this backward."""
+        """Return the ids of messages in the order in which they became complete in this backward."""
 
     def leave_in(self, order: Sequence[int]) -> None:
-        """Messages leave in this order of their ids from now on; empty: in that in which they were laid."""
+        """Let messages leave in this order of their ids from now on; empty: in the order in which they were
+        laid out."""
 
     def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
-        """A chunk's gradients as the script has left them, (extent,), and which slots have one."""
+        """Return a chunk's gradients as the script has left them, (extent,), and for each slot whether it has
+        one."""
 
 
 # Makes a Carrier, given the sum, its owner, the chunks, and the nodes that accumulate their gradients.
@@ -96,11 +118,7 @@ MakeCarrier: TypeAlias = Callable[["RingSum", Owner, Sequence[BoundChunk], Seque
 
 
 class RingSum(GroupSum):
-    """Sums one model's trainable chunks over a ring.
-
-    Each member steps its own copy of the model where `steps_here`. With `fills_up` an iteration in which
-    nobody has samples is none to complain of: it weighs nothing.
-    """
+    """The sum of one model's trainable chunks over a ring."""
 
     def __init__(
         self,
@@ -117,13 +135,21 @@ class RingSum(GroupSum):
         steps_here: bool = True,
         within: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Sum over `ring` for model `number` of the session; all models share a `boundary`.
+        """Sum over a ring.
 
         Args:
-            carry: makes what carries the gradients.
+            owner: the reducer.
+            chunks: the model's trainable chunks.
+            ring: the ring.
+            calls: the services that the sum asks for.
+            carry: makes the carrier of the gradients.
+            number: the model's number in the session.
+            boundary: shared by all models of the session.
             settings: returns the optimizer's hyperparameters, which must be equal on all members.
-            within: called with the iteration in each round once its sums are there, for collectives of the
-                caller's own.
+            fills_up: True to accept an iteration in which no member has samples, as one that weighs nothing.
+            steps_here: True if each member steps its own copy of the model.
+            within: called with the iteration's number in each round once its sums are there, for collectives
+                of the caller's own.
         """
         super().__init__(owner, chunks)
         self.ring, self._calls, self._number = ring, calls, number
@@ -132,9 +158,9 @@ class RingSum(GroupSum):
         self._fills_up, self._within = fills_up, within
         self.shows_mean = steps_here
         self._order_is_measured = False
-        self._generation = ring.generation  # of the ring that this iteration's messages leave in
+        self._generation = ring.generation  # of the ring through which this iteration's messages go
         self.scaling = Scaling(owner, has_half=any(chunk.dtype == torch.float16 for chunk in chunks))
-        # Where the mean is not stepped here, its edits are not compared:
+        # Edits of the mean are compared only if it is stepped here:
         self._treatments = Treatments(settings, self._parameters if steps_here else ())
         self._ballot = Ballot(ring, owner, calls, self._treatments)
         self.carrier = carry(self, owner, chunks, self._accumulators)
@@ -142,26 +168,27 @@ class RingSum(GroupSum):
 
     @property
     def steps(self) -> int:
-        """The iteration under way."""
+        """The number of the iteration under way."""
         return self._owner.steps
 
     def scale(self) -> float:
-        """What this worker's gradients are multiplied by before the sum; fixed when the first one comes."""
+        """Return the factor for this worker's gradients before the sum. It is fixed when the first gradient
+        comes."""
         return self.scaling.of(self._owner.contribute())
 
     def leaving(self) -> None:
-        """Gradients are about to leave."""
+        """Report that gradients are about to leave."""
         self._calls.leaving()
 
     def count_sent(self, sent: int) -> None:
-        """So many bytes leave this worker."""
+        """Add to the number of bytes that this worker has sent."""
         self._owner.bytes_sent += sent
 
     # -- an iteration --------------------------------------------------------------------------------------
 
     def opens(self) -> None:
         if self._owner.sends_early and not self.admit():
-            self.ring.meet()  # before the first message leaves: all members' channels carry the same
+            self.ring.meet()  # before the first message leaves: all members use the same channels
 
     def weighs(self, own: Contribution) -> None:
         self._generation = self.ring.generation
@@ -176,22 +203,26 @@ class RingSum(GroupSum):
         return True
 
     def reduce(self, own: Contribution) -> Contribution:
-        """Send what has not left, wait for all of it, agree, and publish."""
+        """Send the messages that have not left, wait for all of them, agree, and publish."""
         if self._boundary.begins_with < 0:
             self._boundary.begins_with = self._number
         with torch.no_grad():
             agreed, order = self._round(own, self.where)
             if self._number == 0:
                 self._boundary.awaited = agreed.newcomers
-            self._treatments.latest = None  # all know
+            self._treatments.latest = None  # all members know it
             self._take(agreed, order)
         self._treatments.shown()
         points.reach("ring.published", self.steps)
         return agreed.contribution
 
     def assist(self, wanted: Callable[[], bool]) -> Contribution | None:
-        """Take part in an iteration of the others with nothing, while this member's own gradients stay as
-        they are; the group's contribution. None where it is not `wanted` once its round is over."""
+        """Take part in an iteration of the others with weight 0, and leave this member's own gradients
+        unchanged.
+
+        Returns the group's contribution; None if the iteration is no longer `wanted()` once its round is
+        over.
+        """
         own = Contribution(0.0, 0.0)
         self.weighs(own)
         agreed, order = self._round(own)
@@ -201,11 +232,12 @@ class RingSum(GroupSum):
         return agreed.contribution
 
     def made_apart(self) -> None:
-        """What the others made of the mean of that iteration is theirs."""
+        """Forget the last treatment: the others stepped that iteration's mean, and only they compare their
+        treatments."""
         self._treatments.latest = None
 
     def begin_in_group(self) -> None:
-        """This member is in another group: what was measured alone is not what the others have measured."""
+        """Forget what was measured in the former group: this member has entered another one."""
         self.carrier.leave_in([])
         self._order_is_measured, self.scaling.reference = False, 1.0
         self._ballot.begin_in_group()
@@ -224,8 +256,11 @@ class RingSum(GroupSum):
         return self._ballot.where("" if self._owner.sends_early else f"model {self._number + 1}")
 
     def _reduce(self, own: Contribution) -> tuple[Agreement, list[int]]:
-        """All messages, the agreement, and, once, the order in which messages leave from now on: what makes
-        an iteration whole. Called again in the next ring, it begins from this worker's own gradients."""
+        """Make an iteration whole: sum all messages, and agree.
+
+        Returns the agreement and, once, the order in which messages leave from now on; else an empty list. In
+        a new ring the call starts again from this worker's own gradients.
+        """
         if self._generation != self.ring.generation:
             self.carrier.anew()
             self.weighs(own)
@@ -252,7 +287,10 @@ class RingSum(GroupSum):
         return self._ballot.agreed(own, summed, self.carrier.bounds, len(self.carrier.ids))
 
     def _publish(self, agreed: Agreement, apart: bool) -> None:
-        """Let every `p.grad` show the mean, by the weights that turned out to be this iteration's."""
+        """Let every `p.grad` show the mean, by the weights on which the members have agreed.
+
+        Raises UserError if workers have gradients but weigh nothing.
+        """
         if agreed.weight <= 0 and not self._fills_up and agreed.with_gradients:
             raise UserError(
                 f"iteration {self.steps}: the workers' weights sum to {agreed.weight:g}; "
@@ -264,8 +302,11 @@ class RingSum(GroupSum):
             self.carrier.publish(1.0, [[False] * len(row) for row in agreed.present], apart=apart)
 
     def _measured_order(self) -> list[int]:
-        """Once worker 0 has seen chunks arrive: the ids of messages in its order of arrival, in which they
-        leave from then on. Else none."""
+        """Return, once, the ids of messages in the order in which they became complete on worker 0; else an
+        empty list.
+
+        Messages leave in this order from then on.
+        """
         ids = self.carrier.ids
         if self._order_is_measured or len(ids) < 2:
             return []
@@ -278,12 +319,12 @@ class RingSum(GroupSum):
         return ids if count else []
 
     def _leave_in(self, order: Sequence[int]) -> None:
-        """Messages leave in this order of their ids from now on; empty: as before."""
+        """Let messages leave in this order of their ids from now on; empty: no change."""
         if order:
             self._order_is_measured = True
             self.carrier.leave_in(order)
 
-    # -- what the script makes of the mean -----------------------------------------------------------------
+    # -- the script's treatment of the mean ----------------------------------------------------------------
 
     def before_step(self) -> None:
         self._treatments.steps()
@@ -305,7 +346,7 @@ class RingSum(GroupSum):
             ring.round(what, lambda: self._ballot.refuse_unlike(what))
         self._treatments.latest = None
 
-    # -- what a checkpoint has of it, and what a newcomer takes ---------------------------------------------
+    # -- state for checkpoints and for newcomers -----------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return self.scaling.state_dict()
@@ -315,7 +356,8 @@ class RingSum(GroupSum):
         self._treatments.latest = None
 
     def member_state(self) -> dict[str, Any]:
-        """The measured order of messages, whether the loop begins with this model, and what `Ballot` has."""
+        """Return the measured order of messages, whether the loop begins with this model, and the state of
+        `Ballot`."""
         order = self.carrier.ids if self._order_is_measured else []
         begins = self._boundary.begins_with == self._number
         return {"order": order, "begins": begins, **self._ballot.member_state()}
@@ -335,8 +377,10 @@ class RingSum(GroupSum):
 
 
 class RingBuckets(Buckets):
-    """Gradients in messages of at least `least` bytes, as far as chunks have so many neighbours, which leave
-    while backward goes on."""
+    """Gradients in messages that leave while backward goes on.
+
+    A message has at least `least` bytes if its chunks have enough neighbours of their dtype.
+    """
 
     def __init__(
         self, ring_sum: RingSum, owner: Owner, chunks: Sequence[BoundChunk], nodes: Sequence[Any], least: int
@@ -344,10 +388,12 @@ class RingBuckets(Buckets):
         buffers = ring_sum.buffers
         super().__init__(owner, lay_messages(chunks, least, 0 if buffers is None else len(buffers)), nodes)
         self._sum, self._ring = ring_sum, ring_sum.ring
-        self._scales_by: float | None = None  # in the backward under way, once its first gradient has come
+        self._scales_by: float | None = None  # this backward's scale, once its first gradient has come
         self._agreement_rides = _agreement_rides(self.order)
         self._waits_for_device = any(message.memory.device.type != "cpu" for message in self.order)
-        self._held_back = int(self._agreement_rides)  # with what is said at the end of backward
+        self._held_back = int(
+            self._agreement_rides
+        )  # the last message carries the agreement, at the end of backward
         self._arrange(is_measured=len(self.order) == 1)
 
     @property
@@ -369,8 +415,10 @@ class RingBuckets(Buckets):
         self._arrange(is_measured=bool(order) or len(self.order) == 1)
 
     def _arrange(self, *, is_measured: bool) -> None:
-        """Follow the order of messages: the last one's gradients are taken all together, once it is known to
-        be the last."""
+        """Follow the present order of messages.
+
+        The gradients of the last message are taken all together, if it is known to stay the last one.
+        """
         for message in self.order:
             message.waits = False
         if is_measured and self._held_back:
@@ -414,7 +462,7 @@ class RingBuckets(Buckets):
         self._wait(again)
 
     def publish(self, factor: float, present: Sequence[Sequence[bool]], *, apart: bool) -> None:
-        del apart  # they are kept in the tensors that autograd made
+        del apart  # own gradients are kept in the tensors that autograd made
         for message in self.order:
             if factor != 1.0:
                 message.gradients.mul_(factor)
@@ -446,7 +494,7 @@ class RingBuckets(Buckets):
         flat = message.flat(more)
         try:
             message.work = self._ring.data.sum(flat)
-        except BrokenRingError:  # within backward nothing can be done about it; `carry` finds no work
+        except BrokenRingError:  # backward cannot repair the ring: `_wait` raises
             message.work = None
         self._owner.bytes_sent += self._ring.data.sends(flat.numel() * flat.element_size())
         points.reach("ring.sent", self._owner.steps)
@@ -457,7 +505,7 @@ class RingBuckets(Buckets):
                 raise BrokenRingError(f"{message} could not be sent")
             self._ring.data.wait(message.work, f"{message} in iteration {self._owner.steps}")
         if self._waits_for_device and messages:
-            # NCCL's wait orders streams only; the agreement below speaks of finished chunks.
+            # NCCL's wait only orders streams, but the agreement is on chunks that are finished.
             torch.accelerator.current_stream(messages[0].memory.device).synchronize()
 
 
@@ -473,20 +521,24 @@ class RingReducer(Reducer):
         super().__init__(chunks, calls, over_ring(ring, calls, message_bytes, **options))
 
     def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
-        """The memory of a chunk's means, (extent,), and which slots have one."""
+        """Return the memory of a chunk's means, (extent,), and for each slot whether it has one."""
         return self.sum.carrier.flat_gradients(bound)
 
 
 def over_ring(ring: AnyRing, calls: Calls, message_bytes: int, **options: Any) -> MakeSum:
-    """Return what sums gradients over a ring from the device's memory; `options` are those of RingSum."""
+    """Return the maker of a sum over `ring` of gradients in the device's memory; `options` are those of
+    RingSum."""
     return partial(
         RingSum, ring=ring, calls=calls, carry=partial(RingBuckets, least=message_bytes), **options
     )
 
 
 def _agreement_rides(messages: Sequence[Message]) -> bool:
-    """Whether the agreement may travel in the last message: on the CPU, in a dtype that holds its numbers,
-    where no gradient has a finer one."""
+    """True if the agreement may travel in the last message.
+
+    The messages must lie in the CPU's memory, and be all float32 or all float64, so that they hold the
+    agreement's numbers exactly.
+    """
     if not messages or messages[0].memory.device.type != "cpu":
         return False
     return {m.memory.dtype for m in messages} in ({torch.float32}, {torch.float64})

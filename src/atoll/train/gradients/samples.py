@@ -18,9 +18,11 @@ from atoll.core.weighing import KNOWN, NONE, said, worst
 class Contribution(msgspec.Struct, frozen=True, gc=False):
     """The contribution of a worker, or of a group of workers, to an iteration.
 
-    `weight` is the weight in a mean by samples. `basis` says how certain `weight` is (core/weighing.py).
-    `alike` is the weight where all workers count alike: the number of workers behind the contribution.
-    `samples` go into the records.
+    Attributes:
+        weight: the weight in a mean by samples.
+        samples: the number of samples for the records.
+        basis: how certain `weight` is (core/weighing.py).
+        alike: the weight if all workers count alike: the number of workers behind the contribution.
     """
 
     weight: float
@@ -30,7 +32,7 @@ class Contribution(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def counts_alike(self) -> float:
-        """Return the weight where all workers count alike; 0 for a contribution without weight by samples."""
+        """The weight if all workers count alike; 0 for a contribution without weight by samples."""
         return self.alike if self.weight > 0 else 0.0
 
     @property
@@ -45,18 +47,23 @@ class Contribution(msgspec.Struct, frozen=True, gc=False):
 class SampleCount:
     """The samples of the iteration under way: counted as backward reaches them, or given by `session.weight`.
 
-    What a reduction has used stays known until something new is counted or given: a second backward over
-    the same batch weighs what the first one did.
+    Samples that a reduction has used stay known until others are counted or given. So a second backward over
+    the same batch has the weight of the first.
+
+    Attributes:
+        latest: the weight of logged values.
+        unknown: the number of samples to assume for a batch that shows none, if a schedule goes by samples.
+        guessed: True if `unknown` was used.
     """
 
     def __init__(self) -> None:
         self._counted: float | None = None
         self._given: float | None = None
-        self._basis = KNOWN  # of what was counted
+        self._basis = KNOWN  # of the counted samples
         self._used = False
-        self.latest = 1.0  # the weight that logged values get
-        self.unknown = 0.0  # the samples of a batch that are not known, where a schedule goes by samples
-        self.guessed = False  # that was used
+        self.latest = 1.0
+        self.unknown = 0.0
+        self.guessed = False
 
     def count(self, samples: float, basis: str = KNOWN) -> None:
         self._forget_used()
@@ -76,7 +83,7 @@ class SampleCount:
         self.latest = self._given
 
     def contribution(self, has_gradient: bool) -> Contribution:
-        """A worker with gradients and no known samples weighs 1; one with neither weighs nothing."""
+        """Return this worker's contribution. Without known samples it weighs 1 if `has_gradient`, else 0."""
         known = self._counted if self._given is None else self._given
         basis = KNOWN if self._given is not None else NONE if self._counted is None else self._basis
         weight = (1.0 if has_gradient else 0.0) if known is None else known
@@ -109,9 +116,10 @@ class SampleCount:
 class Seen(msgspec.Struct, frozen=True, gc=False):
     """The number of samples that a forward's arguments and output show.
 
-    `samples` is the first dimension of the first tensor that has a dimension; None without such a tensor.
-    `confirms` is True where the output agrees. `instead` has the first dimensions of the output's tensors
-    where none of them equals `samples`.
+    Attributes:
+        samples: the first dimension of the first tensor that has a dimension; None without such a tensor.
+        confirms: True if the output agrees.
+        instead: the first dimensions of the output's tensors, if none of them equals `samples`.
     """
 
     samples: float | None

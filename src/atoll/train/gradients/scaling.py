@@ -1,4 +1,4 @@
-"""The factors that make a ring's sum of gradients their mean."""
+"""The factors that turn a ring's sum of gradients into the mean."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ class Scaling:
     """
 
     def __init__(self, owner: Owner, *, has_half: bool = False) -> None:
-        """`has_half`: there are float16 gradients."""
+        """Begin without a reference. `has_half`: there are float16 gradients."""
         self._owner, self._has_half = owner, has_half
         self.reference = 1.0
-        self._alike, self._by = False, 1.0  # of this iteration, until the agreement gives what is right
+        self._alike, self._by = False, 1.0  # this iteration's factor, until the agreement gives the right one
 
     def of(self, own: Contribution) -> float:
-        """The factor for this member's gradients before the sum."""
+        """Return the factor for this member's gradients before the sum."""
         return (own.counts_alike if self._alike else own.weight) / self._by
 
     def as_before(self, own: Contribution, world: int) -> None:
-        """Scale by the factor that was right in the last iteration; `world` members sum."""
+        """Scale by the factor that was right in the last iteration; `world` is the number of members."""
         alike = self._owner.count_alike
-        if world == 1 and own.weight > 0:  # a mean over one is what it was, to the bit
+        if world == 1 and own.weight > 0:  # a mean over one worker keeps the gradient, to the bit
             self.reference = own.counts_alike if alike else own.weight
         self._alike, self._by = alike, self.reference
 
     def is_wrong(self, agreed: Agreement) -> bool:
-        """True where gradients were scaled for another mean than the right one, or where float16 may not hold
-        their sum.
+        """True if gradients must be summed again with another factor.
 
-        The latter happens in the first iteration, for example. A scale for another mean is right where both
-        means are equal.
+        That is so if they were scaled for the wrong one of the two means (by samples, or with all workers
+        alike) and the two differ. It is also so if float16 may not hold the sum, as in the first iteration.
         """
         if self._alike == agreed.certainty.certain and not agreed.certainty.equal:
             return True
@@ -50,19 +49,20 @@ class Scaling:
         return self._has_half and part > 0 and not _HALF_RANGE[0] <= part <= _HALF_RANGE[1]
 
     def take(self, agreed: Agreement) -> None:
-        """Scale by what the members have agreed on."""
+        """Scale by the mean on which the members have agreed."""
         self._alike, self._by = not agreed.certainty.certain, agreed.total
 
     def after(self, agreed: Agreement) -> float:
-        """The factor for the sum, of an iteration that weighs something; the next one is scaled by this one.
+        """Return the factor for the sum, in an iteration whose weight is above 0. The next iteration is
+        scaled by this one's divisor.
 
-        Where all weights are equal both means are the same, and gradients may be scaled for either.
+        If all weights are equal, both means are equal too, and gradients may be scaled for either.
         """
         self.reference = agreed.total
         return self._by / agreed.workers_or_weight(self._alike)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to scale its sums, to the bit, as this one would."""
+        """Return the state with which a resumed run scales its sums as this one would, to the bit."""
         return {"reference": self.reference, "count_alike": self._owner.count_alike}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""The gradients of a worker that is alone: they stay where autograd puts them.
+"""The gradients of a worker that is alone. They stay where autograd puts them.
 
-Nothing is done as gradients come, nor when their backward ends. What a backward has trained on counts when
-the next one reaches a batch, or before the step.
+No work is done as gradients come, nor when their backward ends. The samples of a backward count when the next
+backward reaches a batch, or before the step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from atoll.tensors.binding import BoundChunk, Buffer, check_usable
 from atoll.tensors.torch_compat import copy_all
 from atoll.train.gradients.reducer import Clipping, Reducer
 
-_SMALL_BYTES = 2**18  # of gradients, up to which a copy costs less than to step each parameter by itself
+_SMALL_BYTES = 2**18  # of gradients, up to which a copy costs less than a step parameter by parameter
 
 
 class SoloReducer(Reducer):
@@ -23,18 +23,22 @@ class SoloReducer(Reducer):
 
     acts_after_backward = False
 
-    _backward = -1  # the latest that has reached a batch
-    _counts_now = True  # whether that was outside no_sync
+    _backward = -1  # the latest backward that has reached a batch
+    _counts_now = True  # True if that backward was outside no_sync
 
     def reached(self, backward: int) -> None:
-        """Backward number `backward` is about to count a batch; -1: a forward counts it, outside of any."""
+        """Count the samples of the backward before, and note that backward number `backward` is about to
+        count a batch.
+
+        -1: a forward counts the batch, outside of any backward.
+        """
         if self.unsent and backward != self._backward and self._counts_now:
             self.reduce()
         self._backward, self._counts_now = backward, self.synchronous
         self.unsent = True
 
     def reduce(self) -> None:
-        """Count what was trained on since the last call."""
+        """Count the samples of all backwards since the last call."""
         own = self._calls.contribution(self.unsent or self.watch.has_values())
         self.reduced, self.unsent = True, False
         self.consumed += own.samples
@@ -49,10 +53,10 @@ class SoloReducer(Reducer):
         self.steps += 1
 
     def abandon(self) -> None:
-        """A backward that raised has left nothing behind."""
+        """Do nothing: a backward that raised leaves nothing to forget."""
 
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A step without a batch counts nothing, whether or not there are gradients."""
+        """Do nothing: a step without a batch counts nothing, with or without gradients."""
 
     def clip(self, by: Clipping) -> Tensor:
         self.check_gradients()
@@ -73,7 +77,7 @@ class SoloReducer(Reducer):
 
 
 def are_quickly_gathered(chunks: Sequence[BoundChunk]) -> bool:
-    """Return whether it is quicker to copy the gradients of these chunks than to step parameter by parameter.
+    """True if copying the gradients of these chunks is quicker than stepping parameter by parameter.
 
     On a CPU torch steps parameter by parameter, at some ten microseconds each.
     """
@@ -94,7 +98,7 @@ class GatheredGradients:
 
     @torch.no_grad()
     def gather(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
-        """Copy a chunk's gradients as they are; returns the copy, and for each slot whether there is one."""
+        """Copy a chunk's gradients; return the copy, (extent,), and for each slot whether it has one."""
         buffer = self._buffers[bound.chunk.id]
         views, gradients = [], []
         for name, parameter, view in zip(bound.names, bound.parameters, buffer.views, strict=True):

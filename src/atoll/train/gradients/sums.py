@@ -1,7 +1,7 @@
-"""How a worker's gradients come from autograd, and how they become their group's sum.
+"""A worker's gradients as autograd delivers them, and their sum over the worker's group.
 
-`Reducer` has one `GroupSum`. A worker that sums with nobody has `Own`; one whose gradients something else
-keeps as they come has `AtEnd`. `train/gradients/ring.py` has the sum over a ring. Source:
+`Reducer` has one `GroupSum`. A worker that sums with nobody has `Own`. A worker whose gradients are kept
+elsewhere as they come has `AtEnd`. `train/gradients/ring.py` has the sum over a ring. Source:
 docs/architecture.md, "The gradient".
 """
 
@@ -23,7 +23,8 @@ from atoll.train.gradients.samples import Contribution
 
 
 class Owner(Protocol):
-    """The reducer whose gradients are summed: its iteration, and its figures."""
+    """The reducer whose gradients are summed: its iteration, and its figures (see the attributes of
+    `Reducer`)."""
 
     steps: int
     synchronous: bool
@@ -32,30 +33,30 @@ class Owner(Protocol):
     bytes_sent: int
 
     def came(self, *_: object) -> None:
-        """Autograd has delivered a gradient."""
+        """Note that autograd has delivered a gradient."""
 
     def contribute(self) -> Contribution:
-        """This iteration's contribution, which the first call fixes."""
+        """Return this iteration's contribution, which the first call fixes."""
 
 
 class Gradients:
-    """A worker's own gradients of an iteration. These stay where autograd leaves them."""
+    """A worker's own gradients of an iteration. In this class they stay where autograd leaves them."""
 
     def begin(self) -> None:
         """Make ready for the next backward."""
 
     def drop_kept(self) -> None:
-        """A new backward begins: the last iteration's own gradients are not needed any more."""
+        """Drop the last iteration's own gradients: a new backward begins."""
 
     def abandon(self) -> None:
-        """A backward raised; raises RunError if chunks had left for the other workers."""
+        """Forget a backward that raised. Raises RunError if messages had left for the other workers."""
 
     def own(self, bound: BoundChunk) -> list[Tensor | None]:
-        """Those of a chunk."""
+        """Return this worker's own gradients of a chunk; None for an absent one."""
         return [parameter.grad for parameter in bound.parameters]
 
     def own_nonfinite(self, chunks: Sequence[BoundChunk]) -> list[str]:
-        """The parameters for which one holds NaN or infinity."""
+        """Return the names of parameters whose own gradient holds NaN or infinity."""
         return [
             name
             for bound in chunks
@@ -68,10 +69,16 @@ class Gradients:
 
 
 class GroupSum:
-    """The gradients of one model's trainable chunks, on their way to the sum over a group."""
+    """The gradients of one model's trainable chunks, on their way to the sum over a group.
 
-    shows_mean = False  # whether every worker's `p.grad` becomes the mean over all
-    has_sent = False  # whether `reduce` has sent all of this worker's gradients to the shards
+    Attributes:
+        shows_mean: True if every worker's `p.grad` becomes the mean over all.
+        has_sent: True if `reduce` has sent all of this worker's gradients to the shards.
+        gradients: this worker's own gradients.
+    """
+
+    shows_mean = False
+    has_sent = False
 
     def __init__(self, owner: Owner, chunks: Sequence[BoundChunk]) -> None:
         self._owner, self._chunks = owner, list(chunks)
@@ -80,13 +87,13 @@ class GroupSum:
         self.gradients = Gradients()
 
     def accumulates(self) -> bool:
-        """Within a backward: whether it will leave gradients in these parameters, as torch.autograd.grad
-        does not."""
+        """True within a backward that will leave gradients in these parameters; torch.autograd.grad leaves
+        none."""
         try:
             for node in self._accumulators:  # nearly always the first
                 if will_run(node):
                     return True
-        except RuntimeError:  # raised for a parameter that torch.autograd.grad was asked about
+        except RuntimeError:  # torch raises it for a parameter that was given to torch.autograd.grad
             pass
         return False
 
@@ -104,60 +111,65 @@ class GroupSum:
         self.gradients.begin()
 
     def admit(self) -> bool:
-        """Let newcomers in where a new iteration begins with this model; whether any have come in."""
+        """Let newcomers in if a new iteration begins with this model; return True if any may have entered."""
         return False
 
     def opens(self) -> None:
-        """The contribution is about to be fixed: nothing of this iteration has left."""
+        """Prepare for a new contribution, before it is fixed and before anything of the iteration leaves."""
 
     def weighs(self, own: Contribution) -> None:
-        """The contribution is fixed."""
+        """Take the contribution, which is fixed now."""
 
     @abstractmethod
     def reduce(self, own: Contribution) -> Contribution:
-        """A backward has ended: let `p.grad` show the group's mean; returns the group's contribution."""
+        """Let `p.grad` show the group's mean, after the last backward; return the group's contribution."""
 
     def own_nonfinite(self) -> list[str]:
-        """The parameters for which this worker's own gradient holds NaN or infinity."""
+        """Return the names of parameters for which this worker's own gradient holds NaN or infinity."""
         return self.gradients.own_nonfinite(self._chunks)
 
     def begin_in_group(self) -> None:
-        """This worker is in another group."""
+        """Forget what belongs to the former group: this worker has entered another one."""
 
     def where(self) -> Stand | None:
-        """This worker's place in its script while it waits for its group."""
+        """Return this worker's place in its script while it waits for its group; None if that is not known
+        here."""
         return None
 
-    # -- what the script makes of the sum ------------------------------------------------------------------
+    # -- the script's treatment of the sum -----------------------------------------------------------------
 
     def before_step(self) -> None:
-        """The script is about to step."""
+        """Look at the gradients once more: the script is about to step."""
 
     def clipped(self, max_norm: float, norm_type: float) -> None:
-        """The script has clipped this iteration's gradients."""
+        """Note that the script has clipped this iteration's gradients."""
 
     def stepped(self, step: int) -> None:
-        """This step is made."""
+        """Note that step number `step` is made."""
 
     def confirm(self, what: str) -> None:
-        """Hear of all members that they made the same of the iterations so far; UserError where they did not.
-        A collective of theirs."""
+        """Raise UserError if members treated the mean of an iteration differently so far. A collective of the
+        group.
 
-    # -- what a checkpoint has of it, and what a newcomer takes ---------------------------------------------
+        `what` names the moment, for messages.
+        """
+
+    # -- state for checkpoints and for newcomers -----------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to sum, to the bit, as this one would."""
+        """Return the state with which a resumed run sums as this one would, to the bit."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave."""
+        """Take a state that `state_dict` has returned."""
 
     def member_state(self) -> dict[str, Any]:
-        """What a member needs beside that to make the next iteration as the others do."""
+        """Return the state that a newcomer needs besides `state_dict` to make the next iteration as the
+        others do."""
         return {}
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError or KeyError where `load_member_state` could not take it."""
+        """Raise ValueError or KeyError if `load_member_state` could not take `state`."""
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         """Take another member's `member_state`."""
@@ -167,7 +179,7 @@ MakeSum: TypeAlias = Callable[[Owner, Sequence[BoundChunk]], GroupSum]
 
 
 class Own(GroupSum):
-    """Of a worker that sums with nobody: gradients stay where autograd leaves them."""
+    """The sum of a worker that sums with nobody: gradients stay where autograd leaves them."""
 
     def reduce(self, own: Contribution) -> Contribution:
         for bound in self._chunks:
@@ -179,7 +191,7 @@ class Own(GroupSum):
 
 
 class AtEnd(GroupSum):
-    """Gradients that something else keeps as they come: nothing leaves before their backward has ended."""
+    """The sum of gradients that are kept elsewhere as they come: nothing leaves before backward has ended."""
 
     def __init__(self, owner: Owner, chunks: Sequence[BoundChunk]) -> None:
         super().__init__(owner, chunks)

@@ -21,8 +21,14 @@ Holder: TypeAlias = Callable[[], Exchanged]  # the model in its tiers
 
 
 class TierCarrier(Gradients):
-    """Gradients that lie in tiers: they are summed from tiers and into tiers, a chunk at a time, when all
-    have come."""
+    """The carrier of gradients that lie in tiers.
+
+    Sums are made when all gradients have come, from tiers and into tiers, one chunk at a time.
+
+    Attributes:
+        are_apart: True if the sums lie apart from this member's own gradients, which stay unchanged.
+        present: the gradients that the sums have, by chunk, if they lie apart.
+    """
 
     def __init__(
         self,
@@ -34,14 +40,14 @@ class TierCarrier(Gradients):
         held: Holder,
         stays: bool,
     ) -> None:
-        """`stays`: the sums are never put in the place of this member's own gradients."""
+        """Carry gradients of `chunks`. `stays`: the sums never replace this member's own gradients."""
         self._sum, self._owner, self.bounds = ring_sum, owner, list(chunks)
         self._held, self._stays = held, stays
         self._nonfinite: list[str] = []
-        self.ids: list[int] = []  # in no message
+        self.ids: list[int] = []  # there are no messages
         self.chunks: dict[int, ChunkGradients] = {}
-        self.are_apart = False  # the sums are the group's, and this member's own gradients stay as they are
-        self.present: dict[int, list[bool]] = {}  # of the sums, by chunk, where they are apart
+        self.are_apart = False
+        self.present: dict[int, list[bool]] = {}
         self._hooks = [after_gradient(node, owner.came) for node in nodes]
 
     def close(self) -> None:
@@ -67,21 +73,21 @@ class TierCarrier(Gradients):
         return []
 
     def leave_in(self, order: Sequence[int]) -> None:
-        """They leave as they were laid."""
+        """Do nothing: chunks leave in the order in which they were laid out."""
 
     def anew(self) -> None:
-        """There is no memory that a former ring may still write into."""
+        """Do nothing: there is no memory into which a former ring may still write."""
 
     def carry(self, scale: float, said: list[float]) -> None:
         """Sum all chunks over the members. This member's own gradients stay unchanged."""
-        del said  # it goes by itself
+        del said  # the report travels by itself
         self._nonfinite = []
         self.carry_again(scale, None)
         points.reach("ring.all_sent", self._owner.steps)
 
     def carry_again(self, scale: float, dirty: Sequence[bool] | None) -> None:
         del dirty
-        channel = self._sum.ring.agreement  # in host memory, where the tiers are, whatever the device
+        channel = self._sum.ring.agreement  # in host memory, where the tiers are
         for bound in self.bounds:
             flat = self._own_of(bound, scale)
             work = channel.sum(flat)
@@ -92,7 +98,7 @@ class TierCarrier(Gradients):
             self._held().put_sums(bound.chunk, bound.parameters, flat)
 
     def _own_of(self, bound: BoundChunk, scale: float) -> Tensor:
-        """This member's gradient of a chunk, scaled, (extent,)."""
+        """Return this member's gradients of a chunk, scaled, (extent,)."""
         if scale == 0:  # zero times NaN would be NaN
             return torch.zeros(bound.chunk.extent, dtype=bound.dtype)
         held = self._held()
@@ -115,7 +121,8 @@ class TierCarrier(Gradients):
 
 
 def note_nonfinite(bound: BoundChunk, flat: Tensor, names: list[str]) -> None:
-    """Add to `names` the parameters of a chunk whose gradients, in `flat`, (extent,), are not finite."""
+    """Add to `names` the parameters of a chunk whose gradients, in `flat`, (extent,), hold NaN or
+    infinity."""
     if is_finite(flat):
         return
     for name, slot in zip(bound.names, bound.chunk.slots, strict=True):
@@ -124,14 +131,14 @@ def note_nonfinite(bound: BoundChunk, flat: Tensor, names: list[str]) -> None:
 
 
 def gradient_from(held: Exchanged, bound: BoundChunk, present: Sequence[bool]) -> Tensor:
-    """A copy of a chunk's gradients, (extent,), zeros where there is none."""
+    """Return a copy of a chunk's gradients, (extent,), with zeros for absent ones."""
     flat = torch.zeros(bound.chunk.extent, dtype=bound.dtype)
     held.read_gradients(bound.chunk, bound.parameters, present, flat)
     return flat
 
 
 def values_from(held: Exchanged, bound: BoundChunk) -> Tensor:
-    """A copy of a chunk's values, (extent,)."""
+    """Return a copy of a chunk's values, (extent,)."""
     flat = torch.zeros(bound.chunk.extent, dtype=bound.dtype)
     held.read_values(bound.chunk, bound.parameters, flat)
     return flat

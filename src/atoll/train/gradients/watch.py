@@ -1,4 +1,4 @@
-"""What a script does with gradients beside backward and step: it drops, zeroes or edits them."""
+"""The watch on a script that drops, zeroes or edits gradients besides backward and step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _READABLE = frozenset({"cpu"})  # types of device whose memory may be read witho
 
 
 class GradientWatch:
-    """Watches the gradients of the chunks' parameters for what the script does to them.
+    """The watch on the gradients of the chunks' parameters.
 
-    `dropped()` is called when the script's hooks have left no gradient of a backward, and `edited()` when the
-    script has changed all gradients between two backwards that come before one reduction.
+    `dropped()` is called when the script's hooks have left no gradient of a backward. `edited()` is called
+    when the script has changed all gradients between two backwards that come before one reduction.
     """
 
     def __init__(
@@ -26,10 +26,12 @@ class GradientWatch:
     ) -> None:
         self._parameters = [parameter for bound in chunks for parameter in bound.parameters]
         self._dropped, self._edited = dropped, edited
-        self._first_reduced: tuple[nn.Parameter, int] | None = None  # with a gradient, and how often written
-        # By parameter: a gradient to which `zero_grad` has written zeros, and how often it was written then.
+        # The first parameter with a gradient, and the gradient's version:
+        self._first_reduced: tuple[nn.Parameter, int] | None = None
+        # By the parameter's id: a gradient to which `zero_grad` has written zeros, and its version then.
         self._zeros: dict[int, tuple[Tensor, int]] = {}
-        self._edits_seen: list[int | None] = []  # of each gradient, at the end of a backward under no_sync
+        # Each gradient's version at the end of a backward under no_sync:
+        self._edits_seen: list[int | None] = []
 
     def close(self) -> None:
         """Let go of the model."""
@@ -37,15 +39,15 @@ class GradientWatch:
         self._parameters.clear()
 
     def has_gradients(self) -> bool:
-        """True where a parameter has a gradient: nearly always the first one."""
+        """True if a parameter has a gradient: nearly always the first one."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def has_values(self) -> bool:
-        """True where any gradient is not all zeros. On a GPU this waits."""
+        """True if any gradient is not all zeros. On a GPU this waits for the device."""
         return any(bool(p.grad.any()) for p in self._parameters if p.grad is not None)
 
     def look(self) -> None:
-        """Check at the end of a backward that has left gradients whether hooks have dropped all of them."""
+        """Report, at the end of a backward that has left gradients, if hooks have dropped all of them."""
         if not self.has_gradients():
             self._dropped()
 
@@ -55,9 +57,9 @@ class GradientWatch:
         forget_clipping()
 
     def look_for_edits(self) -> None:
-        """Detect edits before more gradients come or the reduction begins.
+        """Report edits before more gradients come or the reduction begins.
 
-        Edits are reported where the script has changed all gradients since `note_edits`, as
+        There is an edit if the script has changed all gradients since `note_edits`, as
         torch.nn.utils.clip_grad_norm_ does. Zeros do not count: `zero_grad` writes them.
         """
         seen, self._edits_seen = self._edits_seen, []
@@ -73,7 +75,7 @@ class GradientWatch:
         return [None if p.grad is None else edits_of(p.grad) for p in self._parameters]
 
     def reduced(self) -> None:
-        """The gradients are reduced."""
+        """Remember the first gradient's version: the gradients are reduced."""
         self._zeros.clear()
         self._first_reduced = None
         for parameter in self._parameters:
@@ -82,14 +84,14 @@ class GradientWatch:
                 break
 
     def stepped(self) -> None:
-        """The step is made."""
+        """Forget zeros: the step is made."""
         self._zeros.clear()
 
     def is_left_out(self) -> bool:
-        """True where the script has zeroed the latest gradients without a step, as after a GradScaler's skip.
+        """True if the script has zeroed the latest gradients without a step, as after a GradScaler's skip.
 
-        Then this step is of a later iteration, in which this worker has no batch. On a GPU a look at the
-        gradients waits, so there only zeros of `zero_grad` are seen.
+        Then the coming step belongs to a later iteration, in which this worker has no batch. On a GPU a look
+        at the gradients waits for the device, so only zeros of `zero_grad` are seen there.
         """
         if self._first_reduced is None:
             return False
@@ -102,8 +104,10 @@ class GradientWatch:
         return not self.has_values() if gradient.device.type in _READABLE else self._are_zeroed()
 
     def note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Hear of a `zero_grad` between a reduction and its step: gradients of these parameters that are
-        still there are zeros. The script leaves the step out by that."""
+        """Note a `zero_grad` of `parameters` between a reduction and its step, which leaves the step out.
+
+        Gradients of these parameters that are still there are zeros.
+        """
         given = {id(parameter) for parameter in parameters}
         for parameter in self._parameters:
             gradient = parameter.grad if id(parameter) in given else None
@@ -111,7 +115,7 @@ class GradientWatch:
                 self._zeros[id(parameter)] = gradient, edits_of(gradient)
 
     def _are_zeroed(self) -> bool:
-        """True where nothing was written to any gradient since `zero_grad` has written zeros."""
+        """True if nothing was written to any gradient since `zero_grad` wrote zeros."""
         for parameter in self._parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -123,10 +127,10 @@ class GradientWatch:
 
 
 class SharedGradientWatch(GradientWatch):
-    """Of gradients of which other members may hold parts."""
+    """The watch on gradients of which other members may hold parts."""
 
     def has_values(self) -> bool:
         try:
             return super().has_values()
-        except UserError:  # a mean that was stepped and not zeroed: other members hold parts of it
+        except UserError:  # the mean was stepped and not zeroed; other members hold parts of it
             return True

@@ -15,22 +15,25 @@ from atoll.train.members.workers import Workers
 
 
 class Whole:
-    """Where such a model's parameters lie: in one piece of memory for each chunk (see `Tiers`)."""
+    """The place of a model that lies on the device as a whole: one piece of memory for each chunk.
+
+    `Tiers` (train/gradients/memory.py) is the place of a model in tiers.
+    """
 
     def bind(
         self, specs: Sequence[ParameterSpec], parameters: Mapping[str, nn.Parameter], chunk_bytes: int | None
     ) -> tuple[ChunkMap, list[BoundChunk]]:
-        """Lay the parameters out in chunks, and make them views into these."""
+        """Lay the parameters out in chunks, and make them views into the chunks."""
         chunk_map = lay_out(specs, chunk_bytes=chunk_bytes)
         return chunk_map, bind_model(chunk_map, parameters)
 
     def take_values(self, workers: Workers, _module: nn.Module, chunks: Sequence[BoundChunk]) -> None:
-        """Let chunks have worker 0's values. A collective."""
+        """Give the chunks worker 0's values. A collective."""
         workers.take_from_first([chunk.flat for chunk in chunks], "worker 0's parameters")
 
     def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: BatchEpochs) -> None:
-        """The model trains as it lies."""
+        """Do nothing: the model trains where it lies."""
 
     def norms(self, norm: GradientNorm) -> Norms:
-        """What tells of the norm of the gradients."""
+        """Return the norms of gradients that lie on the device."""
         return ResidentNorms(norm)
