@@ -1,8 +1,9 @@
-"""The store's decisions: what is committed, what is applied where and when, who lives, who has which samples.
+"""The decisions of a parameter server and of the hub: which contributions count, what is applied where and
+when, which members live, and which worker has which samples.
 
-Pure state machines on ids and opaque handles; the runtimes (`server`, `hub`) hold the tensors, sockets and
-clocks. Source: docs/server.md; Li et al., "Scaling Distributed Machine Learning with the Parameter Server",
-OSDI 2014.
+They are pure state machines on ids and opaque handles. The processes around them (`server`, `hub`) hold the
+tensors, sockets and clocks. Source: docs/server.md; Li et al., "Scaling Distributed Machine Learning with the
+Parameter Server", OSDI 2014.
 """
 
 from __future__ import annotations

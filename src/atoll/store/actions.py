@@ -1,4 +1,4 @@
-"""Actions that a shard's state asks of its runtime, on tensors."""
+"""Actions on tensors that a shard's state asks of the process around it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from atoll.core.weighing import KNOWN
 from atoll.store.losses import ChunkLoss
 from atoll.wire.messages import Hyperparameters
 
-Part: TypeAlias = tuple[int, bytes]  # the handle of a chunk's gradient, and which slots have one
+# The handle of a chunk's gradients, and one byte a slot: whether it has a gradient.
+Part: TypeAlias = tuple[int, bytes]
 Parts: TypeAlias = dict[int, Part]  # by chunk
 
 
 @dataclass(frozen=True)
 class PushOutcome:
-    """`keep`: the payload is now held under its handle; else free it. `staged`: tell the log Staged. An empty
-    `refused` with `keep` False is a duplicate, which is no error.
+    """The result of a Push or a Replace.
 
-    Of a share: `joins` are the handles of all the runs of a chunk that is whole now, in order, this one's
-    among them: their payloads, end to end, are from now on held under this one's handle, and under no other.
-    `freed` are handles of runs that nobody needs."""
+    An empty `refused` with `keep` False is a duplicate, which is no error.
+
+    Attributes:
+        keep: True if the payload is held under its handle from now on; otherwise free it.
+        staged: True if this shard now has all chunks of the contribution: tell the log so, by Staged.
+        refused: why the payload was not taken.
+        joins: when the last run of a chunk has come, the handles of all its runs, in order. Their payloads,
+            end to end, are from now on held under the handle of the run that came last, and under no other.
+        freed: handles of runs that nobody needs any more.
+    """
 
     keep: bool = False
     staged: bool = False
@@ -31,22 +38,40 @@ class PushOutcome:
 
 @dataclass(frozen=True)
 class CombineChunks:
-    """BSP: make the weighted mean of each chunk. A chunk that a contribution lacks counts as zeros; what of
-    one was lost and borne does not count. `losses`, by chunk, are in the order of `contributions`."""
+    """BSP: make the weighted mean of each chunk.
+
+    A chunk that a contribution lacks counts as zeros. Lost elements that the sender does not send again
+    (`borne`) are left out of the mean.
+
+    Attributes:
+        contributions: (weight, chunks) of each, in order of worker.
+        weight: the sum of the counted weights, for wire's Mean.
+        samples: the sum of samples, for wire's Mean.
+        losses: what each contribution lost, by chunk, in the order of `contributions`; empty if nothing was
+            lost.
+        basis: the basis of the least certain weight (core/weighing.py).
+        alike: the number of workers that count.
+    """
 
     iteration: int
-    contributions: list[tuple[float, Parts]]  # in order of worker
-    weight: float  # sums of what was counted, for wire's Mean
+    contributions: list[tuple[float, Parts]]
+    weight: float
     samples: float
-    losses: list[dict[int, ChunkLoss]] = field(default_factory=list)  # empty: nothing was lost
-    basis: str = KNOWN  # of the least certain weight
-    alike: float = 1.0  # workers that count
+    losses: list[dict[int, ChunkLoss]] = field(default_factory=list)
+    basis: str = KNOWN
+    alike: float = 1.0
 
 
 @dataclass(frozen=True)
 class StepChunks:
-    """BSP: step the optimizer with the mean times `scale`; with `edited` in the place of the mean's chunks,
-    unscaled. Not `accepted`: only drop the mean. `nobody`: as the log's Step has it."""
+    """BSP: step the optimizer with an iteration's mean.
+
+    Attributes:
+        scale: the factor of the mean.
+        edited: chunks that replace the mean's, and are not scaled.
+        accepted: False only drops the mean.
+        nobody: True if all workers that had the mean were gone before one said how to step.
+    """
 
     iteration: int
     scale: float
@@ -58,9 +83,10 @@ class StepChunks:
 
 @dataclass(frozen=True)
 class ApplyChunks:
-    """SSP, ASP: add these chunks to the mean that the open step is made with, and make it (anew).
+    """SSP, ASP: add a contribution to the mean of the open step, and make the step, again if it was made
+    before.
 
-    It `opens` a step, `closes` it, and is `part` of the weight so far: see the log's Apply.
+    The fields are those of the log's Apply, with the contribution's chunks.
     """
 
     worker: int
@@ -77,7 +103,7 @@ class ApplyChunks:
 
 @dataclass(frozen=True)
 class Release:
-    """Free what is held under these handles."""
+    """Free the payloads under these handles."""
 
     handles: list[int]
 

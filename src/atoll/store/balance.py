@@ -1,4 +1,4 @@
-"""Which shard holds which chunk."""
+"""The division of chunks among shards, by their sizes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 
 def balance(sizes: Sequence[int], shards: int) -> list[int]:
-    """The shard of each chunk, given the chunks' sizes in bytes: the largest first, to the least loaded.
+    """Return the shard of each chunk: the largest chunk first, to the least loaded shard.
 
-    Ties go by index, so that everyone who asks gets the same answer. With more shards than chunks, the last
-    shards hold none. Raises ValueError for less than one shard.
+    Ties go by index, so that every process finds the same division. With more shards than chunks, the last
+    shards hold none.
+
+    Args:
+        sizes: the chunks' sizes in bytes.
+
+    Raises ValueError for less than one shard.
     """
     if shards < 1:
         raise ValueError(f"{shards} shards can hold nothing")

@@ -1,8 +1,8 @@
-"""Leases of a group of workers: one lease for all members, cut in a part for each (`wire.messages.Lease`).
+"""Leases of a group of workers: one lease for all members, cut in a part for each (`wire/hub.py`: `Lease`).
 
-What members ask for is numbered from 1, for each epoch of a sampler. The first of them that asks for a block
-has it leased, for as many members as there are then; the others find it. It is remembered until each living
-member has asked for a later one, for an answer may be lost.
+Members number their requests from 1, for each epoch of a sampler. The member that first asks for a block has
+it leased for all members that live at that time. The others get their part of it. A block is kept until each
+living member has asked for a later one, since an answer may be lost.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from atoll.core.errors import UserError
 from atoll.store.leases import Key, Leases
 from atoll.wire.messages import Lease, Leased
 
-MOST_BLOCKS = 1024  # of an epoch, that a group's fastest member may be ahead of its slowest
+MOST_BLOCKS = 1024  # of an epoch: how far a group's fastest member may be ahead of its slowest
 
 
 @dataclass
 class BlockState:
-    """Positions start to stop, for these members (ranks, ascending), or `over`; or nothing, where one did not
-    wait for more."""
+    """A leased block: positions `start` to `stop` of an epoch's order.
+
+    It is empty if the epoch was over, or if nothing was free and the asker did not wait (not `patient`).
+
+    Attributes:
+        members: the ranks of the members that it is for, ascending.
+        over: True if the epoch has no more positions.
+    """
 
     start: int
     stop: int
@@ -32,24 +38,40 @@ class BlockState:
 
 @dataclass
 class EpochBlocks:
-    """An epoch's blocks by number, and the latest that each member has asked for."""
+    """The blocks of an epoch.
+
+    Attributes:
+        blocks: blocks by number.
+        asked: the latest number that each member has asked for.
+    """
 
     blocks: dict[int, BlockState] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)
 
 
 class Blocks:
-    """The blocks of all contributors, leased from `leases`."""
+    """The blocks of all contributors, leased from `leases`.
+
+    Attributes:
+        changes: grows with each part that is given for the first time, which a journal has to know.
+    """
 
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
         self._epochs: dict[Key, dict[tuple[int, int], EpochBlocks]] = {}
-        self.changes = 0  # grows with each part that is given for the first time: what a journal has to know
+        self.changes = 0
 
     def handle_lease(self, key: Key, worker: int, members: Sequence[int], lease: Lease) -> Leased:
-        """The part of `worker` in a block of contributor `key`, whose living members are `members`. What
-        could not be leased now is not remembered. Raises UserError for a worker that the block is not for,
-        for one that is too far ahead, and as `Leases.handle_lease`."""
+        """Return the part of `worker` in a block. If nothing can be leased now, the answer is empty and not
+        kept.
+
+        Args:
+            key: the contributor (the group) and its incarnation.
+            members: the group's living members.
+
+        Raises UserError for a worker that the block is not for, for one that is too far ahead, and where
+        `Leases.handle_lease` does.
+        """
         epoch = self._epochs.get(key, {}).get((lease.sampler, lease.epoch)) or EpochBlocks()
         block = epoch.blocks.get(lease.block)
         if block is None:
@@ -71,7 +93,7 @@ class Blocks:
         return _part(lease, block, worker)
 
     def _check(self, epoch: EpochBlocks, worker: int, members: Sequence[int], lease: Lease) -> None:
-        """Raise UserError for a block that cannot be made."""
+        """Raise UserError for a block that is not kept any more, or is too far ahead."""
         which = f"worker {worker} asks for block {lease.block} of epoch {lease.epoch}"
         if lease.block <= epoch.asked.get(worker, 0):
             raise UserError(f"{which}, and has asked for {epoch.asked[worker]} since: it is not kept")
@@ -83,19 +105,19 @@ class Blocks:
             )
 
     def handle_fenced(self, key: Key) -> None:
-        """The contributor commits nothing any more."""
+        """Forget a contributor that is fenced: it commits nothing any more."""
         self._epochs.pop(key, None)
 
     def state(self) -> dict[Key, dict[tuple[int, int], EpochBlocks]]:
-        """All of it, for `restore`. It is this object's own: encode it at once."""
+        """Return the state for `restore`. It is this object's own: encode it at once."""
         return self._epochs
 
     def restore(self, state: dict[Key, dict[tuple[int, int], EpochBlocks]]) -> None:
-        """Be as `state` says."""
+        """Take over a state that `state` has returned."""
         self._epochs = state
 
     def _new_block(self, key: Key, members: Sequence[int], lease: Lease) -> BlockState | None:
-        """None: nothing is free now, but may be later."""
+        """Lease a block for all members; None if nothing is free now, but may be later."""
         whole = msgspec.structs.replace(lease, count=lease.count * len(members), number=0)
         leased = self._leases.handle_lease(*key, whole)
         if leased.start == leased.stop and not leased.over and lease.patient:
@@ -116,7 +138,7 @@ def _forget(epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: S
 
 
 def _part(lease: Lease, block: BlockState, worker: int) -> Leased:
-    """Contiguous parts in order of rank, the first ones longer by one."""
+    """Return a worker's part of a block: contiguous parts in order of rank, the first ones longer by one."""
     size, more = divmod(block.stop - block.start, len(block.members))
     place = block.members.index(worker)
     start = block.start + place * size + min(place, more)

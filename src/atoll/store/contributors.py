@@ -1,4 +1,4 @@
-"""State that both rules of the log share: contributors, their staged chunks, and the usual weight."""
+"""The state that both rules of the log share: contributors, their staged chunks, and the usual weight."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from atoll.store.stages import Stages
 
 
 class Contributors(msgspec.Struct, forbid_unknown_fields=True):
-    """The workers that the log counts with, their staged contributions, and the weights of recent ones."""
+    """The workers and groups that the log counts with.
+
+    Attributes:
+        stages: the contributions that shards have staged.
+        usual: the weights of recent contributions.
+    """
 
     roster: Roster
     stages: Stages
     usual: Usual = msgspec.field(default_factory=Usual)
 
     def staged_line(self, worker: int, incarnation: int, iteration: int) -> str:
-        """Say, in words, which shards lack a contribution; empty where none does."""
+        """Return, in words, which shards lack a contribution; empty if none does."""
         shards = ", ".join(map(str, self.stages.missing(worker, incarnation, iteration)))
         return f"worker {worker}'s chunks of iteration {iteration}, on shard {shards}" if shards else ""

@@ -32,8 +32,10 @@ class Joined(LogEntry, frozen=True):
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker's or group's contribution to a mean, with its weight.
 
-    `counted` is the weight by samples (-1: equal to `weight`), and `basis` says how certain that weight is.
-    `alike` is the number of workers behind the contribution. Without these fields only `weight` counts.
+    Attributes:
+        counted: the weight by samples; -1 if it equals `weight`.
+        basis: how certain the weight by samples is (core/weighing.py).
+        alike: the number of workers behind the contribution.
     """
 
     worker: Count
@@ -53,9 +55,15 @@ class Combine(LogEntry, frozen=True):
 
 
 class Step(LogEntry, frozen=True):
-    """BSP: step the optimizer with `iteration`'s mean times `scale`; for the chunks in `edited`, with what
-    worker `editor` has put in the mean's place (-1 where none is edited). Not `accepted`: no step. `nobody`:
-    all who had the mean were gone before they said a word."""
+    """BSP: step the optimizer with an iteration's mean.
+
+    Attributes:
+        scale: the factor of the mean.
+        edited: chunks of which `editor`'s version replaces the mean's.
+        editor: the worker; -1 if no chunk is edited.
+        accepted: False for no step.
+        nobody: True if all workers that had the mean were gone before one said how to step.
+    """
 
     iteration: Count
     scale: float
@@ -67,11 +75,17 @@ class Step(LogEntry, frozen=True):
 
 
 class Apply(LogEntry, frozen=True):
-    """SSP, ASP: one worker's contribution, to the step that is open.
+    """SSP, ASP: one worker's contribution to the open step.
 
-    A step is made with the mean of several: the first `opens` it, the last `closes` it, and with each it is
-    made anew. `part` is this one's share of the weight so far. `staleness` is in global iterations, and
-    `behind` as in wire's Commit.
+    A step is made with the mean of several contributions: it is made with the first, and made again with each
+    later one.
+
+    Attributes:
+        part: this contribution's share of the weight so far.
+        opens: True for the first contribution to the step.
+        closes: True for the last one.
+        staleness: in global iterations.
+        behind: the worker's own iterations in flight, which the parameters that it computed with lacked.
     """
 
     worker: Count
@@ -95,8 +109,10 @@ class Fenced(LogEntry, frozen=True):
 
 
 class Idle(LogEntry, frozen=True):
-    """SSP: whether this worker waits for others, in a meeting or for its new group, so that they must not
-    wait for it."""
+    """SSP: a worker begins, or ends, to wait for others in a meeting or for its new group.
+
+    While it is idle the others must not wait for it.
+    """
 
     worker: Count
     incarnation: Count
@@ -110,10 +126,10 @@ _decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 
 
 def encode_entry(entry: Entry) -> bytes:
-    """The entry as MessagePack, for wire's Entry."""
+    """Return the entry as MessagePack, for wire's Entry."""
     return _encoder.encode(entry)
 
 
 def decode_entry_untrusted(raw: bytes | memoryview | msgspec.Raw) -> Entry:
-    """The entry in `raw`; raises StoreError, with one line, for anything that is none."""
+    """Return the entry in `raw`. Raises StoreError, with one line, for any other bytes."""
     return decoded(_decoder, raw, StoreError, "no line of a log")

@@ -17,7 +17,7 @@ Key: TypeAlias = tuple[int, int]  # worker, incarnation
 
 @dataclass(frozen=True)
 class Progress:
-    """Number of positions of an epoch that are used, leased and not used, and free."""
+    """The numbers of positions of an epoch that are used, leased but not used, and free."""
 
     used: int
     leased: int
@@ -25,7 +25,11 @@ class Progress:
 
 
 class Epoch(msgspec.Struct, forbid_unknown_fields=True):
-    """The positions of an epoch's order. `waiting` are those who asked last in vain."""
+    """The positions of an epoch's order.
+
+    Attributes:
+        waiting: the incarnations whose latest request found nothing, and which wait for more.
+    """
 
     length: int
     free: Ranges = msgspec.field(default_factory=Ranges)
@@ -35,8 +39,13 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LeasesState(msgspec.Struct, forbid_unknown_fields=True):
-    """What `Leases` knows: epochs by sampler and number, and fenced incarnations and the latest answers to
-    numbered requests by worker and by incarnation."""
+    """The state of `Leases`.
+
+    Attributes:
+        epochs: epochs by sampler and number.
+        fenced: the highest fenced incarnation of each worker.
+        answered: the latest answer to a numbered request, by incarnation.
+    """
 
     epochs: dict[tuple[int, int], Epoch] = {}
     fenced: dict[int, int] = {}
@@ -44,25 +53,35 @@ class LeasesState(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Leases:
-    """Positions of the epochs' orders, by sampler and epoch.
+    """The positions of epochs' orders, by sampler and epoch.
 
     A position is free, leased to one incarnation of a worker, or used. A lease ends with the commit that used
-    it; a fenced worker's unused ones are free again, and go first, for the lowest free positions always do.
+    it. A fenced worker's unused leases are free again. The lowest free positions are leased first, so those
+    are leased again soon.
+
+    Attributes:
+        changes: grows with each new epoch, lease or wait, which a journal has to know.
     """
 
     def __init__(self) -> None:
         self.state = LeasesState()
-        self.changes = 0  # grows with each epoch, lease or wait that is new: what a journal has to know
+        self.changes = 0
 
     def handle_lease(self, worker: int, incarnation: int, lease: Lease, patient: bool = True) -> Leased:
-        """Up to `lease.count` free positions in one run, or none.
+        """Lease up to `lease.count` free positions in one run, or none.
 
-        None and `over`: all are used, or leased to this worker itself. None and not `over`: others hold some
-        and may fail; ask again. But where every other holder waits too, this one does not: each may keep a
-        part of a batch back until it knows whether more comes. Not `patient`: never wait for others; what
-        comes back later stays free, for those who still ask. A request whose `number` is that of the worker's
-        latest one is answered as that was. Raises UserError for another length than an earlier worker's, and
-        for a fenced worker.
+        If there are none and the answer is `over`, all are used, or leased to this incarnation itself. If
+        there are none and it is not `over`, other incarnations hold some and may fail: ask again. If every
+        other holder waits too, the answer is `over` nevertheless: otherwise each could hold back a part of a
+        batch until it knows whether more comes.
+
+        A request with the number of the incarnation's latest one gets the same answer again.
+
+        Args:
+            patient: False never waits for others; positions that come back later stay free for those who
+                still ask.
+
+        Raises UserError for another length than earlier workers', and for a fenced worker.
         """
         if incarnation <= self.state.fenced.get(worker, 0):
             raise UserError(f"worker {worker} of incarnation {incarnation} is fenced, and gets no samples")
@@ -83,7 +102,7 @@ class Leases:
         leased = self._lease(epoch, (worker, incarnation), lease, patient)
         if leased.start < leased.stop or waited != ((worker, incarnation) in epoch.waiting):
             self.changes += 1
-        if lease.number and leased.start < leased.stop:  # what gave nothing may be asked again as well
+        if lease.number and leased.start < leased.stop:  # an empty answer need not be repeated
             self.state.answered[incarnation] = leased
         return leased
 
@@ -101,7 +120,8 @@ class Leases:
         return _leased(lease, 0, 0, over)
 
     def handle_used(self, worker: int, incarnation: int, used: Iterable[Used]) -> None:
-        """The log counts commits that used these. May be said again, in parts or in all."""
+        """Note positions that commits in the log have used. They may be reported again, in parts or in
+        all."""
         for part in used:
             epoch = self.state.epochs.get((part.sampler, part.epoch))
             held = epoch.leased.get((worker, incarnation)) if epoch is not None else None
@@ -112,8 +132,10 @@ class Leases:
                 epoch.used.add(start, stop)
 
     def handle_moved(self, old: Key, new: Key, held: Iterable[Used]) -> None:
-        """What `old` has leased of these is `new`'s from now on: its worker has been given it, and has not
-        used it. What is not leased to `old` is left aside."""
+        """Move leases from `old` to `new`, for positions that the worker of `new` was given and has not used.
+
+        Positions in `held` that are not leased to `old` are ignored.
+        """
         for part in held:
             epoch = self.state.epochs.get((part.sampler, part.epoch))
             there = epoch.leased.get(old) if epoch is not None else None
@@ -124,11 +146,14 @@ class Leases:
                 epoch.leased.setdefault(new, Ranges()).add(start, stop)
 
     def handle_fenced(self, worker: int, incarnation: int, used: Iterable[Used], final: bool = True) -> int:
-        """The incarnation commits nothing any more, and `used` is all that it ever used: the rest of its
-        leases is free again. Gives how many positions came back. May be said again.
+        """Free the leases of an incarnation that commits nothing any more. It may be reported again.
 
-        Not `final`: what it used is in its site's log and may not be in the global one; that stays leased
-        until `handle_used` or a final word.
+        Args:
+            used: all positions that its commits have used.
+            final: False if `used` is known from a site's log only, and may not be in the global log. Those
+                positions then stay leased until `handle_used`, or a final report.
+
+        Returns the number of positions that came back.
         """
         used = list(used)
         if final:
@@ -152,10 +177,10 @@ class Leases:
                 epoch.free.add(start, stop)
         return returned
 
-    handle_goodbye = handle_fenced  # one who leaves in good order is fenced as well
+    handle_goodbye = handle_fenced  # a worker that leaves in good order is fenced too
 
     def progress(self, sampler: int, epoch: int) -> Progress:
-        """Return an epoch's progress; all zero where no worker has asked for it."""
+        """Return an epoch's progress; all zero if no worker has asked for it."""
         state = self.state.epochs.get((sampler, epoch))
         if state is None:
             return Progress(0, 0, 0)

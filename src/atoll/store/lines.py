@@ -9,18 +9,23 @@ from atoll.wire.messages import Count
 
 
 class Lines(msgspec.Struct, forbid_unknown_fields=True):
-    """A sequence number is an index into `entries`, plus `first`, which `forget` moves."""
+    """The log's entries.
+
+    Attributes:
+        first: the sequence number of `entries[0]`; `forget` raises it.
+    """
 
     first: Count = 0
     entries: list[Entry] = []
 
     @property
     def next_sequence(self) -> int:
-        """The number that the next entry will have."""
+        """The sequence number of the next entry."""
         return self.first + len(self.entries)
 
     def after(self, number: int) -> list[tuple[int, Entry]]:
-        """The entries from `number` on, with their numbers; raises ValueError where they are forgotten."""
+        """Return the entries from `number` on, with their numbers. Raises ValueError if some are
+        forgotten."""
         if number < self.first:
             raise ValueError(f"the log has forgotten its lines before {self.first}, {number} among them")
         return list(enumerate(self.entries[number - self.first :], start=number))
@@ -31,7 +36,7 @@ class Lines(msgspec.Struct, forbid_unknown_fields=True):
             self.forget(self.next_sequence - count)
 
     def forget(self, before: int) -> None:
-        """Drop the entries below number `before`, which every shard has: the log stays small."""
+        """Drop the entries below number `before`. Every shard must have them."""
         count = min(max(before - self.first, 0), len(self.entries))
         del self.entries[:count]
         self.first += count

@@ -1,4 +1,5 @@
-"""The commit log: the one place where it is decided what counts, and in which order. Shard 0 keeps it."""
+"""The commit log: the one place that decides which contributions count, and in which order. Shard 0 keeps
+it."""
 
 from __future__ import annotations
 
@@ -25,12 +26,16 @@ CONSISTENCIES = ("bsp", "ssp", "asp")
 
 
 class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The log, which is its own state: what a journal keeps is the struct itself. `begin` makes a new one.
+    """The log, as a struct that a journal keeps as it is. `begin` makes a new one.
 
-    A contribution counts once its Combine (BSP) or Apply (SSP, ASP) is written: that takes its Commit, and a
-    Staged from each shard that holds trainable chunks. Whatever is refused has changed nothing. `idle` are
-    the workers that wait in a meeting; `grouping` is the latest that a contribution knew of, and `grouped`,
-    by live worker, the latest when it joined or was told of one.
+    A contribution counts once its Combine (BSP) or Apply (SSP, ASP) is written. That takes its Commit, and a
+    Staged from each shard that holds trainable chunks. An input that is refused has changed nothing.
+
+    Attributes:
+        idle: workers that wait in a meeting.
+        grouping: the latest grouping that a contribution knew of.
+        grouped: for each live worker, the latest grouping when it joined, or that its contribution knew of
+            since.
     """
 
     consistency: str
@@ -57,9 +62,15 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         loose: bool = False,
         scaled: str = "weight",
     ) -> CommitLog:
-        """Begin with `workers` workers. `holders` are the shards with trainable chunks (all, unless given).
-        `loose`, with BSP: iterations do not wait for a worker that waits in a meeting for the others. `limit`
-        and `scaled`, with SSP and ASP: as in Streams."""
+        """Begin with `workers` workers.
+
+        Args:
+            holders: the shards with trainable chunks; None for all.
+            loose: with BSP, True if iterations do not wait for a worker that waits for the others in a
+                meeting.
+            limit: with SSP and ASP, as in `Streams`.
+            scaled: with SSP and ASP, as in `Streams`.
+        """
         if consistency not in CONSISTENCIES:
             raise ValueError(f"consistency {consistency!r} is none of {', '.join(CONSISTENCIES)}")
         stages = Stages(frozenset(range(shards) if holders is None else holders))
@@ -72,9 +83,15 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # -- workers come and go ------------------------------------------------------------------------------
 
     def handle_join(self, worker: int, incarnation: int, moves: bool = False) -> Outcome:
-        """A worker has come. It takes part when a Joined for it is written: at once, with the first
-        iteration when all have come, or (BSP) with the next that begins. `moves`: it takes the place of some
-        who are there, and nobody is to make an iteration without it. Said again: changes nothing."""
+        """Take in a worker, which takes part when a Joined for it is written. A repetition changes nothing.
+
+        Before the run begins, that is when all workers have come. Later it is at once (SSP, ASP), or with the
+        next iteration (BSP).
+
+        Args:
+            moves: True if the worker takes the place of members that are there, so that no iteration may be
+                made without it.
+        """
         refusal = self.refusal(worker, incarnation)
         present = self.these.roster.incarnation(worker)
         if refusal or present > incarnation:
@@ -90,8 +107,10 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self._advance(draft)
 
     def handle_fence(self, worker: int, incarnation: int) -> Outcome:
-        """The hub gives a worker up, or it has left: nothing of it is taken any more. Said again: changes
-        nothing. `used.of` makes the answer to the hub."""
+        """Fence a worker that the hub has given up, or that has left. A repetition changes nothing.
+
+        `used.of` makes the answer to the hub.
+        """
         draft = Draft()
         if not self.refusal(worker, incarnation):
             self._fence(worker, incarnation, draft)
@@ -109,7 +128,8 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # -- contributions ------------------------------------------------------------------------------------
 
     def handle_staged(self, shard: int, worker: int, incarnation: int, iteration: int) -> Outcome:
-        """A shard has all chunks of a contribution. From a fenced worker, or said again: changes nothing."""
+        """Note that a shard has all chunks of a contribution. From a fenced worker, or as a repetition, it
+        changes nothing."""
         live = self.live.get(worker) == incarnation
         if shard not in self.these.stages.holders:
             return Outcome(refused=f"shard {shard} holds no trainable chunk, yet has staged some")
@@ -119,7 +139,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self._advance(Draft())
 
     def handle_commit(self, worker: int, commit: messages.Commit) -> Outcome:
-        """A worker commits a contribution; Committed is its answer, once it counts."""
+        """Take a worker's commit of a contribution. Committed is the answer, once it counts."""
         refusal = self.these.roster.unknown(worker, commit.incarnation)
         if refusal:
             return Outcome(refused=refusal)
@@ -137,8 +157,8 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self._advance(draft)
 
     def handle_idle(self, worker: int, incarnation: int, idle: bool) -> Outcome:
-        """SSP, and loose BSP: a live worker begins, or has ended, to wait for all others in a meeting. Else:
-        nothing."""
+        """Note that a live worker begins, or has ended, to wait for all others in a meeting (SSP, and loose
+        BSP)."""
         draft = Draft()
         if self.live.get(worker) != incarnation or idle == (worker in self.idle):
             return draft.outcome()
@@ -154,8 +174,11 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         draft.write(Idle(worker=worker, incarnation=incarnation, idle=idle))
 
     def handle_step(self, worker: int, step: messages.Step) -> Outcome:
-        """BSP: a worker says how to step. Where it lists edited chunks, its own Replace for each must have
-        reached its shard before (a Ready answered after them shows it): any member may become the editor."""
+        """Take a worker's word on how to step (BSP).
+
+        If it lists edited chunks, its own Replace for each must have reached its shard before (a Ready
+        answered after them shows it), as any member may become the editor.
+        """
         refusal = self.these.roster.unknown(worker, step.incarnation)
         if refusal:
             return Outcome(refused=refusal)
@@ -183,8 +206,11 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return draft.outcome()
 
     def _see_to_grouping(self, worker: int, commit: messages.Commit, draft: Draft) -> None:
-        """SSP: who is told of a new grouping waits for its new group to come together; so nobody must wait
-        for it, or that never does. Where it stays as it is, it goes on with its next contribution."""
+        """Mark a worker as idle when its contribution knows of a new grouping (SSP).
+
+        It now waits for its new group to come together, so nobody may wait for it. If its group stays as it
+        is, its next contribution ends this.
+        """
         self.grouping = max(self.grouping, commit.grouping)
         if self.consistency == "ssp" and commit.grouping > self.grouped.get(worker, 0):
             self.grouped[worker] = commit.grouping
@@ -201,11 +227,14 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         payload: int,
         stand: WorkerStand | None = None,
     ) -> Outcome:
-        """Handle a worker that comes to a meeting.
+        """Take a worker's part in a meeting.
 
-        `payload` is the handle under which the runtime keeps the worker's data; `stand` is the worker's place
-        in its script. `released` in the result has handles to free: of a refused part, a mismatch, a
-        duplicate, or a fenced worker.
+        Args:
+            payload: the handle under which the process keeps the worker's data.
+            stand: the worker's place in its script.
+
+        `released` in the result has handles to free: of a refused part, a mismatch, a duplicate, or a fenced
+        worker.
         """
         refusal = self.refusal(worker, incarnation)
         if not refusal and self.these.roster.incarnation(worker) != incarnation:
@@ -217,10 +246,10 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self._advance(draft)
 
     def handle_end(self, worker: int, incarnation: int, stand: WorkerStand) -> Outcome:
-        """Handle a worker whose script has left its session; the answer is Ended.
+        """Note that a worker's script has left its session; the answer is Ended.
 
-        There is no answer if others wait for the worker in a call: then the result has a mismatch. The hub
-        fences the worker later. A repeated input, or one from a worker that takes no part, changes nothing.
+        If others wait for the worker in a call, the result has a mismatch instead. The hub fences the worker
+        later. A repeated input, or one from a worker that takes no part, changes nothing.
         """
         draft = Draft()
         self.meetings.end(worker, incarnation, stand, draft)
@@ -229,8 +258,10 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self._advance(draft)
 
     def handle_entered(self, worker: int, incarnation: int, meeting: int, anew: bool = False) -> None:
-        """A live worker that has come late knows the others' state: meetings from that number on wait for
-        it. Said again: changes nothing, unless it has been told `anew`."""
+        """Let meetings from number `meeting` on wait for a late worker, which knows the others' state by now.
+
+        A repetition changes nothing, unless the worker was told the state `anew`.
+        """
         if self.live.get(worker) == incarnation and (anew or not self.meetings.is_bound(worker, incarnation)):
             self.meetings.bind(worker, incarnation, meeting)
 
@@ -254,15 +285,16 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def live(self) -> dict[int, int]:
-        """The workers that take part: worker -> incarnation; a view of what changes."""
+        """The workers that take part, worker -> incarnation. The mapping changes with the log."""
         return self.these.roster.live
 
     def refusal(self, worker: int, incarnation: int) -> str:
-        """Why nothing is taken from this incarnation; empty where it may speak."""
+        """Return why nothing is taken from this incarnation; empty if something is."""
         return self.these.roster.refusal(worker, incarnation)
 
     def met_by(self) -> list[str]:
-        """List, in words, the workers missing from the current meeting, or from the run before it begins."""
+        """Return, in words, the workers missing from the current meeting, or from the run before it
+        begins."""
         missing = self.these.roster.missing()
         return self.meetings.waiting_for() or ([missing] if missing else [])
 
@@ -272,7 +304,7 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def stand(self) -> WorkerStand | None:
-        """Return the place of a worker that has committed the iteration under way (BSP), or None."""
+        """The place in its script of a worker that has committed the iteration under way (BSP), or None."""
         return self.rule.stand if isinstance(self.rule, Rounds) else None
 
     def iteration_waits(self) -> Waits:
@@ -284,5 +316,5 @@ class CommitLog(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self.rule.waits() if isinstance(self.rule, Rounds) else Waits(frozenset(), {})
 
     def waiting_for(self) -> list[str]:
-        """List, in words, the workers waited for and on what: for the error when a deadline passes."""
+        """Return, in words, the workers waited for and on what, for the error when a deadline passes."""
         return self.meetings.waiting_for() or self.rule.waiting_for(self.these)

@@ -1,4 +1,4 @@
-"""Lost parts of a contribution's chunks: kept beside the received ones, and reported to the sender."""
+"""Lost parts of a contribution's chunks: kept beside the parts that came, and reported to the sender."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ _NONE = np.zeros((0, 2), np.int64)
 
 
 class ChunkLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a chunk that came in `shares` runs: what was lost of those that have lost something, by share."""
+    """The losses of a chunk.
+
+    Attributes:
+        shares: the number of runs in which the chunk came.
+        runs: the lost blocks of the runs that lost some, by share.
+    """
 
     shares: Count
     runs: dict[int, LostBlocks]
 
 
 def absent(loss: ChunkLoss | None, extent: int, places: Sequence[tuple[int, int]] | None = None) -> Spans:
-    """The elements of a chunk of `extent` for which nothing stands that would count in a mean.
+    """Return the elements of a chunk of `extent` that were lost, and count in no mean.
 
-    `places`: where the contribution has gradients, begin and end, in order; None: everywhere. Zeros elsewhere
-    are not sent for their values, and count whether they come or not.
+    Args:
+        places: (begin, end) of the contribution's gradients, in order; None for the whole chunk. Elements
+            outside are zeros, and count whether they came or not.
     """
     spans: list[Spans] = [_NONE]
     if loss is not None:
@@ -43,11 +49,11 @@ def _within(spans: Spans, places: Sequence[tuple[int, int]]) -> Spans:
 
 
 def told_of(loss: ChunkLoss, extent: int, share: int, shares: int) -> LostBlocks | None:
-    """What was lost of the `share`-th of `shares` runs.
+    """Return the lost blocks of the `share`-th of `shares` runs; None if nothing of it was lost.
 
-    Where the chunk came in other runs (a group's member has died since), it is told in blocks of one element.
-    Where what became of them differs, they are told as filled with zero: to one that holds back what was lost
-    that is the same as borne.
+    If the chunk came in another number of runs (a group's member has died since), they are blocks of one
+    element. If the runs treated their losses differently, they are reported as filled with zero: a sender
+    that holds losses back treats both kinds alike.
     """
     if shares == loss.shares:
         return loss.runs.get(share)

@@ -1,4 +1,4 @@
-"""Gatherings of all live workers: everyone brings a part, everyone gets all parts."""
+"""Meetings of all live workers: each brings a part, and gets all parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from atoll.wire.messages import Count, Text, WorkerStand
 
 
 class MeetingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One worker's part in a meeting."""
+    """One worker's part in a meeting.
+
+    Attributes:
+        what: the call, in words.
+        handle: the handle of its payload.
+        stand: the worker's place in its script.
+    """
 
     incarnation: Count
     what: Text
@@ -21,8 +27,11 @@ class MeetingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EndedScript(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker whose script has left its session, and the incarnations that took part in meetings at that
-    time.
+    """A worker whose script has left its session.
+
+    Attributes:
+        stand: the worker's place in its script.
+        others: the workers that took part in meetings at that time, with their incarnations.
     """
 
     stand: WorkerStand
@@ -30,12 +39,17 @@ class EndedScript(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Meetings(msgspec.Struct, forbid_unknown_fields=True):
-    """Numbered by the workers; they take place in order.
+    """The meetings, which workers number, and which take place in order.
 
-    A worker that joins later is not waited for before its own first Meet, for it cannot know the number.
+    A meeting does not wait for a worker that joined late and has not come to one before, as it cannot know
+    the number.
 
-    All numbers below `next` are over. `parts` is number -> worker -> part. `bound` are the workers that are
-    waited for, with their incarnations; `since` has the first meeting that waits for each, if not 0.
+    Attributes:
+        next: the number of the next meeting; all below are over.
+        parts: number -> worker -> part.
+        bound: the workers that meetings wait for, with their incarnations.
+        since: the first meeting that waits for each of them, if not 0.
+        ended: workers whose script has left its session.
     """
 
     next: Count = 0
@@ -45,8 +59,10 @@ class Meetings(msgspec.Struct, forbid_unknown_fields=True):
     ended: dict[int, EndedScript] = {}
 
     def bind(self, worker: int, incarnation: int, since: int = 0) -> None:
-        """Every meeting from number `since` on waits for this worker: it is here from the beginning, or knows
-        the number from one who is."""
+        """Let every meeting from number `since` on wait for this worker.
+
+        It has been here from the beginning, or knows the number from a worker that was.
+        """
         self.bound[worker] = incarnation
         self.since[worker] = since
 
@@ -69,9 +85,12 @@ class Meetings(msgspec.Struct, forbid_unknown_fields=True):
         draft: Draft,
         stand: WorkerStand | None = None,
     ) -> None:
-        """Add a live worker's part to a meeting; `stand` is the worker's place in its script.
+        """Add a live worker's part to a meeting.
 
         The handle is released if the part is refused, a duplicate, or from an inconsistent place.
+
+        Args:
+            stand: the worker's place in its script.
         """
         taken = self.parts.get(number, {}).get(worker)
         others = [part for part in self.parts.get(number, {}).values() if part.what != what]
@@ -128,7 +147,7 @@ class Meetings(msgspec.Struct, forbid_unknown_fields=True):
         self.ended[worker] = EndedScript(stand, others)
 
     def leave(self, worker: int, incarnation: int, draft: Draft) -> None:
-        """A worker is fenced: it is not waited for, and its parts are released."""
+        """Stop waiting for a fenced worker, and release its parts."""
         if self.bound.get(worker, incarnation + 1) <= incarnation:
             del self.bound[worker]
             self.since.pop(worker, None)
@@ -138,7 +157,7 @@ class Meetings(msgspec.Struct, forbid_unknown_fields=True):
                 draft.released.append(parts.pop(worker).handle)
 
     def advance(self, draft: Draft, roster: Roster) -> None:
-        """Let the meetings take place that are complete."""
+        """Hold the meetings that are complete."""
         while self.parts.get(self.next) and roster.is_quorate() and not self._missing():
             parts = sorted(self.parts.pop(self.next).items())
             draft.met.append(
@@ -158,15 +177,18 @@ class Meetings(msgspec.Struct, forbid_unknown_fields=True):
         return sorted(bound - set(self.parts[self.next]))
 
     def waits(self, begun: bool) -> Waits:
-        """Return the workers needed for the next meeting, and the places of workers that have come. `begun`:
-        the run has; before that nobody is needed."""
+        """Return the workers needed for the next meeting, and the places of workers that have come.
+
+        Args:
+            begun: False before the run has begun, when nobody is needed.
+        """
         parts = self.parts.get(self.next, {})
         needed = {worker for worker in self.bound if self.since.get(worker, 0) <= self.next}
         stands = {worker: part.stand for worker, part in parts.items() if part.stand is not None}
         return Waits(frozenset(needed if begun else ()), stands)
 
     def waiting_for(self) -> list[str]:
-        """List the workers waited for, in words."""
+        """Return, in words, the workers that the next meeting waits for."""
         if not self.parts.get(self.next):
             return []
         what = next(iter(self.parts[self.next].values())).what

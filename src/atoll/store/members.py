@@ -17,8 +17,17 @@ from atoll.wire.messages import Count
 
 
 class MembershipState(msgspec.Struct, forbid_unknown_fields=True):
-    """What `Membership` knows: the parts' own members, `newest` the highest incarnation that was given. When
-    each was heard is not part of it."""
+    """The state of `Membership`, without the times at which members were heard.
+
+    Attributes:
+        newest: the highest incarnation that was given.
+        workers: workers by rank.
+        shards: shards by index, if each is one process.
+        halves: the processes of shards that are held twice, by incarnation.
+        pairs: those shards by index.
+        sites: sites' shards, by site.
+        ended: sites that have ended.
+    """
 
     newest: Count
     workers: dict[int, Member]
@@ -30,11 +39,21 @@ class MembershipState(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Membership:
-    """`workers` by rank, `shards` by index, `sites` by name, and the `roll` of all by incarnation. `patience`
-    is for how many seconds silence is borne at the most, and `heartbeat` how often members are to be heard.
+    """The members of a run. A run without shards is a ring.
+
     Shards have incarnations too, so that their heartbeats can be told apart.
 
-    A run without shards is a ring.
+    Args:
+        workers: the number of workers that the run begins with.
+        patience: the longest silence, in seconds, before a member counts as dead.
+        sites: the number of workers of each site.
+        heartbeat: the seconds between a member's heartbeats.
+        replicas: processes that hold each shard: 1 or 2.
+        least: seconds of silence that are always borne.
+
+    Attributes:
+        roll: all members by incarnation.
+        grouped: True if workers may name a site although no site has a shard.
     """
 
     def __init__(
@@ -51,7 +70,7 @@ class Membership:
         self.workers = Workers(self.roll, workers, ring=not shards)
         self.shards = Shards(self.roll, shards, replicas)
         self.sites = Sites(self.roll, sites or {})
-        self.grouped = False  # workers may say at which site they are, though no site has a shard
+        self.grouped = False
 
     def handle_hello(
         self,
@@ -65,10 +84,19 @@ class Membership:
         incarnation: int = 0,
         launcher: str = "",
     ) -> Admission:
-        """A worker wishes for a rank (-1: any), or a shard, or a site's shard, says where it is; a shard
-        that was started again says which `incarnation` its forerunner was, and has its `token`. A worker
-        whose `token` is known is there already: its answer was lost. `launcher` is who may pass its
-        heartbeats on."""
+        """Admit a worker, a shard or a site's shard.
+
+        Args:
+            role: "worker", "shard" or "site".
+            wish: a worker's wish for a rank; -1 for any.
+            shard: a shard's index.
+            address: where a shard is.
+            site: a site's name.
+            token: a name that the asker keeps. A worker with a known token is there already: its answer was
+                lost. A shard that was started again has its forerunner's token.
+            incarnation: a shard's incarnation before it was started again.
+            launcher: the launcher that may pass a worker's heartbeats on.
+        """
         if role == "worker":
             refused = self._wrong_site(site)
             if refused:
@@ -81,7 +109,7 @@ class Membership:
         return Admission(refused=f"the hub knows no role {role!r}: worker, shard, site")
 
     def _wrong_site(self, site: str) -> str:
-        """Why a worker of this site may not come in; empty where it may."""
+        """Return why a worker of this site may not come in; empty if it may."""
         sites = self.sites
         if not sites.workers:
             if self.grouped:
@@ -100,7 +128,7 @@ class Membership:
         return f"{said}; set {SITE_VARIABLE} to one of: {', '.join(sites.workers)}"
 
     def state(self) -> MembershipState:
-        """All that a restart must not lose, for `restore`. It is the parts' own: encode it at once."""
+        """Return all that a restart must not lose, for `restore`. It is the parts' own: encode it at once."""
         shards, sites = self.shards, self.sites
         return MembershipState(
             self.roll.newest,
@@ -113,7 +141,7 @@ class Membership:
         )
 
     def restore(self, now: float, state: MembershipState) -> None:
-        """Be as `state` says; everyone in it counts as heard now."""
+        """Take over a state that `state` has returned. All members in it count as heard now."""
         places = (*state.workers.values(), *state.shards.values(), *state.halves.values())
         of_sites = [(member, self.sites.patience(member)) for member in state.sites.values()]
         self.roll.restart(now, state.newest, [*((member, None) for member in places), *of_sites])

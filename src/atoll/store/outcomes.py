@@ -1,4 +1,4 @@
-"""The log's answers to an input, as data for its runtime to act on."""
+"""The log's answers to an input, as data on which the process around it acts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class Reply:
 class Meeting:
     """A complete meeting: each of `workers` gets the parts of all, as wire's Met.
 
-    `handles[i]` is the handle of the payload that `workers[i]` sent; the runtime frees the handles
-    afterwards. `stand` is the place of one of the workers in its script.
+    Attributes:
+        handles: the handle of each worker's payload; they are to be freed afterwards.
+        stand: the place of one of the workers in its script.
     """
 
     number: int
@@ -45,9 +46,12 @@ class Meeting:
 class Outcome:
     """The result of an input to the log.
 
-    `entries` are new, and already in the log. `refused` is a one-line reason why the input changed nothing.
-    `released` are handles of payloads that no worker will get: free them. `mismatch` is a one-line error for
-    all workers: their scripts stand at inconsistent places, or step with different hyperparameters.
+    Attributes:
+        entries: new entries, which are in the log already.
+        refused: why the input changed nothing, in one line.
+        released: handles of payloads that no worker will get: free them.
+        mismatch: one line for all workers: their scripts are at inconsistent places, or step with different
+            hyperparameters.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -60,7 +64,11 @@ class Outcome:
 
 @dataclass
 class Draft:
-    """An outcome while it is put together, and the commits that now count."""
+    """An outcome while it is put together.
+
+    Attributes:
+        counted: the commits that count from now on, with their workers.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
@@ -71,13 +79,13 @@ class Draft:
     mismatch: str = ""
 
     def write(self, entry: Entry) -> None:
-        """Put a line into the log."""
+        """Add an entry to the log."""
         self.entries.append(entry)
 
     def reply(self, worker: int, incarnation: int, message: AnyMessage) -> None:
-        """Answer a worker."""
+        """Add an answer to a worker."""
         self.replies.append(Reply(worker, incarnation, message))
 
     def outcome(self) -> Outcome:
-        """The finished outcome."""
+        """Return the finished outcome."""
         return Outcome(self.entries, self.replies, self.refused, self.met, self.released, self.mismatch)

@@ -9,7 +9,7 @@ from atoll.store.admission import Admission
 from atoll.store.replicas import Half, Pair
 from atoll.store.roll import Member, Roll
 
-# Times the patience: for a site's shard that may be started again to come back, or for a site's workers.
+# So many times the patience a site's shard that keeps a journal may be away, or a site's workers.
 RETURN_PATIENCES = 3.0
 
 
@@ -20,16 +20,29 @@ def _missing(index: int, starting: Mapping[int, str]) -> str:
 
 
 class Shards:
-    """`count` shards by index. With `replicas` 2 each is held by two processes (store/replicas.py)."""
+    """A run's `count` shards, by index.
+
+    Args:
+        replicas: processes that hold each shard; with 2 see store/replicas.py.
+
+    Attributes:
+        members: shards that are one process, by index.
+        halves: the processes of shards that are held twice, by incarnation.
+        pairs: shards that are held twice, by index.
+    """
 
     def __init__(self, roll: Roll, count: int, replicas: int) -> None:
         self._roll, self.count, self.replicas = roll, count, replicas
-        self.members: dict[int, Member] = {}  # by index
-        self.halves: dict[int, Member] = {}  # of all pairs, by incarnation
+        self.members: dict[int, Member] = {}
+        self.halves: dict[int, Member] = {}
         self.pairs = {index: Pair() for index in range(count)} if replicas > 1 else {}
 
     def _refusal(self, shard: int, address: str, before: int) -> str:
-        """Why no shard of this index, which says that it was `before`, may come; empty where one may."""
+        """Return why no shard of this index may come; empty if one may.
+
+        Args:
+            before: the incarnation that it says it had before; 0 for none.
+        """
         if not self.count:
             return "the run has no shards: its hub was started with --shards 0"
         if not 0 <= shard < self.count:
@@ -44,13 +57,17 @@ class Shards:
         return ""
 
     def admit(self, now: float, shard: int, address: str, before: int, token: str) -> Admission:
-        """A shard says where it is; one that was started again has its forerunner's incarnation `before`, or
-        its token."""
+        """Admit a shard that is one process.
+
+        Args:
+            before: the incarnation of its forerunner, if it was started again; 0 for none.
+            token: its forerunner's token, if it was started again.
+        """
         if refused := self._refusal(shard, address, before):
             return Admission(refused=refused)
         there = self.members.get(shard)
         elsewhere = there is not None and there.address != address
-        # Its forerunner is to go; it may have been killed before it noted which incarnation it was given.
+        # The forerunner leaves. It may have been killed before it noted the incarnation that it was given.
         again = (
             there is not None and elsewhere and (before == there.incarnation or there.token == token != "")
         )
@@ -74,8 +91,13 @@ class Shards:
         since: int = 0,
         before: int = 0,
     ) -> Admission:
-        """One of a shard's two processes says Hello; `since` and `before` are what it was given in this life,
-        and before its directory was left."""
+        """Admit one of a shard's two processes.
+
+        Args:
+            life: the process's own name.
+            since: the incarnation that it was given in this life; 0 for none.
+            before: the incarnation that its directory has from an earlier life; 0 for none.
+        """
         if refused := self._refusal(shard, address and life, max(before, since)):
             return Admission(refused=refused)
         pair = self.pairs[shard]
@@ -97,7 +119,7 @@ class Shards:
         return Admission(incarnation=member.incarnation, reason=f"shard {shard}'s {role} is at {address}")
 
     def leave(self, incarnation: int) -> int | None:
-        """A shard ends, or one of its two processes; gives its index, or None where it is not there."""
+        """Remove a shard, or one of its two processes. Return its index, or None if it is not there."""
         member = self._roll.get(incarnation, "shard", "half")
         if member is None:
             return None
@@ -110,31 +132,34 @@ class Shards:
         return member.place
 
     def half_at(self, incarnation: int) -> str:
-        """The address of a process of a shard that is held twice; empty where it is not there."""
+        """Return the address of a process of a shard that is held twice; empty if it is not there."""
         there = self.halves.get(incarnation)
         return there.address if there is not None else ""
 
     def pair_of(self, incarnation: int) -> int | None:
-        """The shard that this is a process of, where shards are held twice."""
+        """Return the index of the shard of which this is one of two processes; None if it is none."""
         there = self.halves.get(incarnation)
         return there.place if there is not None else None
 
     def elsewhere(self, shard: int, address: str) -> int | None:
-        """The incarnation of a shard that is there, at another address than this one."""
+        """Return the incarnation of a shard that is there at another address; None if none is."""
         there = self.members.get(shard)
         return there.incarnation if there is not None and there.address != address else None
 
     def live(self) -> list[int]:
-        """The shards that are there, by index; one that is held twice while either process is."""
+        """Return the indices of shards that are there; one that is held twice is, while either process is."""
         return sorted([*self.members, *(index for index, pair in self.pairs.items() if pair.halves())])
 
     def incarnations(self) -> list[int]:
-        """Incarnations of the present shards, of both processes where a shard has two."""
+        """Return the incarnations of the present shards; of both processes if a shard has two."""
         return [member.incarnation for member in (*self.members.values(), *self.halves.values())]
 
     def addresses(self) -> list[str] | None:
-        """All shards' addresses, by index, once all are there; where they are held twice, once each has had a
-        standby in sync, and while each has a primary that knows it."""
+        """Return all shards' addresses, by index, or None while one is missing.
+
+        Shards that are held twice have addresses once each has had a standby in sync, while each has a
+        primary that knows it.
+        """
         if self.pairs:
             primaries = [pair.primary for pair in self.pairs.values() if pair.whole and pair.serves]
             there = [self.halves[each.incarnation].address for each in primaries if each is not None]
@@ -144,8 +169,11 @@ class Shards:
         return [self.members[index].address for index in range(self.count)]
 
     def missing(self, starting: Mapping[int, str] = MappingProxyType({})) -> list[str]:
-        """Why `addresses` gives none: for each shard that is not there what is to be done, in words; of those
-        that are being started `starting` says what they do."""
+        """Return, in words, what is to be done for each shard because of which `addresses` returns None.
+
+        Args:
+            starting: what shards that are being started do, in words, by index.
+        """
         if not self.pairs:
             absent = [index for index in range(self.count) if index not in self.members]
             return [_missing(index, starting) for index in absent]
@@ -170,23 +198,28 @@ class Shards:
         return words
 
     def restore(self, members: dict[int, Member], halves: dict[int, Member], pairs: dict[int, Pair]) -> None:
-        """Know these alone."""
+        """Replace all shards by these."""
         self.members, self.halves = members, halves
         self.pairs = pairs or self.pairs
 
 
 class Sites:
-    """The run's sites, where it has levels: `workers` has the number of workers of each. Each site has a
-    shard of its own."""
+    """The run's sites, if it has levels. Each site has a shard of its own.
+
+    Attributes:
+        workers: the number of workers of each site.
+        members: the sites' shards, by site.
+        ended: sites that have ended.
+    """
 
     def __init__(self, roll: Roll, workers: Mapping[str, int]) -> None:
         self._roll, self.workers = roll, dict(workers)
-        self.members: dict[str, Member] = {}  # the sites' shards, by site
+        self.members: dict[str, Member] = {}
         self.ended: set[str] = set()
 
     def admit(self, now: float, site: str, address: str, token: str) -> Admission:
-        """A site's shard says where it is. It keeps its incarnation when it comes back, here or elsewhere: to
-        the logs it is the same one."""
+        """Admit a site's shard. It keeps its incarnation when it comes back, here or elsewhere: to the logs
+        it is the same one."""
         if not self.workers:
             return Admission(refused="the run has no sites; start the hub with --site NAME=WORKERS for each")
         if site not in self.workers:
@@ -209,11 +242,12 @@ class Sites:
         return Admission(index, there.incarnation, reason=f"its shard {how}is at {address}")
 
     def patience(self, member: Member) -> float | None:
-        """A site's shard that keeps a journal is waited for while it is started again."""
+        """Return the patience, in seconds, with a site's shard that keeps a journal; None for the usual
+        one."""
         return RETURN_PATIENCES * self._roll.patience if member.token else None
 
     def leave(self, incarnation: int) -> str:
-        """All workers of a site have left; gives its name, or nothing where this is no site's shard."""
+        """End a site whose workers have all left. Return its name; empty if this is no site's shard."""
         member = self._roll.get(incarnation, "site")
         if member is None:
             return ""
@@ -224,10 +258,10 @@ class Sites:
         return site
 
     def address(self, site: str) -> str:
-        """Address of a site's shard; empty while the shard is absent."""
+        """Return the address of a site's shard; empty while the shard is absent."""
         there = self.members.get(site)
         return there.address if there is not None else ""
 
     def restore(self, members: dict[str, Member], ended: set[str]) -> None:
-        """Know these alone."""
+        """Replace all sites' shards by these."""
         self.members, self.ended = members, ended

@@ -1,4 +1,4 @@
-"""When a pull may be answered: the pulls that wait at a shard for a line of the log."""
+"""The pulls that wait at a shard, and the decision when each may be answered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ AnyPull: TypeAlias = Union[messages.Pull, messages.PullMean]
 
 @dataclass(frozen=True)
 class Asked:
-    """A pull, and who waits for it: `member` tells the members of a group apart."""
+    """A pull and its asker.
+
+    Attributes:
+        member: tells the members of a group apart.
+    """
 
     worker: int
     pull: AnyPull
@@ -23,24 +27,27 @@ class Asked:
 
     @property
     def at(self) -> int:
-        """The iteration whose mean is asked for, or how many iterations the parameters are to have."""
+        """The iteration whose mean is asked for, or the number of iterations that the parameters are to
+        have."""
         return self.pull.clock if isinstance(self.pull, messages.Pull) else self.pull.iteration
 
 
 class Pulls:
-    """The pulls that wait for `state`, the latest of each kind of each asker. They are no part of the state:
-    after a restart they are asked again."""
+    """The pulls that wait for `state`: the latest of each kind of each asker.
+
+    They are no part of the state: after a restart they are asked again.
+    """
 
     def __init__(self, state: ShardState) -> None:
         self._state = state
         self._waiting: dict[tuple[type, int, int, int], Asked] = {}
 
     def ask(self, asked: Asked) -> bool:
-        """Whether to answer now; if not, `take_ready` gives it later. `ShardState.refusal` says if it never
-        will.
+        """True if a pull may be answered now; if not, `take_ready` returns it later.
 
-        One who has just joined asks with clock 0, and is answered when it takes part; `clock_of` is then the
-        iteration that it begins with. A late duplicate of an earlier pull displaces nothing.
+        If it never can be, it is not kept, and `ShardState.refusal` says why. A worker that has just joined
+        asks with clock 0, and is answered when it takes part; `clock_of` is then the iteration that it begins
+        with. A late duplicate of an earlier pull displaces nothing.
         """
         pull = asked.pull
         key = (type(pull), asked.worker, pull.incarnation, asked.member)
@@ -73,26 +80,27 @@ class Pulls:
             return state.steps >= pull.clock
         if member.clock < pull.clock:
             return False
-        # Judged by the clock that the answer tells, which is past that of a late duplicate.
+        # Compared by the worker's own clock, which the answer has; a late duplicate's is behind it.
         return state.consistency == "asp" or all(
             each.idle or each.clock >= member.clock - state.slack for each in state.members.values()
         )
 
     def take_ready(self) -> list[Asked]:
-        """The pulls that waited and may be answered now: ask after each entry. Those of fenced workers go."""
+        """Return the pulls that may be answered now: call it after each entry. Drops those of fenced
+        workers."""
         for key in [key for key in self._waiting if self._state.refusal(*key[1:3])]:
             del self._waiting[key]
         return [asked for asked in list(self._waiting.values()) if self.ask(asked)]
 
     def waiting(self) -> list[Asked]:
-        """The pulls that are not answered yet."""
+        """Return the pulls that are not answered yet."""
         return list(self._waiting.values())
 
 
 def _both(waiting: Asked, asked: Asked) -> Asked:
-    """Return the newer pull, with the chunks of both where they ask for equal shares.
+    """Return the newer pull, with the chunks of both if they ask for equal shares.
 
-    An empty list of chunks, on either side, means all of them.
+    An empty list of chunks, in either, means all of them.
     """
     one, other = waiting.pull, asked.pull
     if (one.share, one.shares) != (other.share, other.shares):

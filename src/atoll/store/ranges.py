@@ -9,8 +9,10 @@ import msgspec
 
 
 class Ranges(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    """A set of integers, kept as the fewest ranges from `starts[i]` up to, not including, `stops[i]`; small
-    where the set has few gaps."""
+    """A set of integers, kept as the fewest ranges from `starts[i]` up to, not including, `stops[i]`.
+
+    It is small if the set has few gaps.
+    """
 
     starts: list[int] = []
     stops: list[int] = []
@@ -19,14 +21,14 @@ class Ranges(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
         return iter(list(zip(self.starts, self.stops, strict=True)))
 
     def __len__(self) -> int:
-        """Number of integers in the set."""
+        """Return the number of integers in the set."""
         return sum(self.stops) - sum(self.starts)
 
     def __bool__(self) -> bool:
         return bool(self.starts)
 
     def add(self, start: int, stop: int) -> None:
-        """Put in start, ..., stop - 1; those that are in it already are no matter."""
+        """Add start, ..., stop - 1."""
         if start >= stop:
             return
         first = bisect_left(self.stops, start)  # the first range that touches [start, stop)
@@ -37,7 +39,7 @@ class Ranges(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
         self.stops[first:last] = [stop]
 
     def remove(self, start: int, stop: int) -> None:
-        """Take out start, ..., stop - 1, where they are in it."""
+        """Remove start, ..., stop - 1, as far as they are in the set."""
         first = bisect_right(self.stops, start)
         last = bisect_left(self.starts, stop)
         if start >= stop or first >= last:
@@ -48,13 +50,14 @@ class Ranges(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
         self.stops[first:last] = [part[1] for part in rest]
 
     def overlap(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The parts of [start, stop) that are in it."""
+        """Return the parts of [start, stop) that are in the set."""
         first, last = bisect_right(self.stops, start), bisect_left(self.starts, stop)
         pairs = zip(self.starts[first:last], self.stops[first:last], strict=True)
         return [(max(start, left), min(stop, right)) for left, right in pairs]
 
     def take_first(self, count: int) -> tuple[int, int]:
-        """Take out the first run of up to `count` integers; raises IndexError where it is empty."""
+        """Remove and return the first range, up to `count` integers of it. Raises IndexError for an empty
+        set."""
         start = self.starts[0]
         stop = min(self.stops[0], start + count)
         self.remove(start, stop)

@@ -1,14 +1,15 @@
-"""How a ring that lost a member goes on, and how newcomers enter it: who is in the next ring, and which
+"""The decisions on a ring that lost a member, or that newcomers enter: who is in the next ring, and which
 collective it makes next.
 
-Every collective of a ring is a numbered **round**: its members make it, and then confirm to one another that
-they hold its result. So a member that has passed a round's confirmation knows that all held it, and of the
-members of one ring none is more than one round before another. When a ring breaks, each living member tells
-the round that it is in, and whether it holds that one's result. From that follows what the next ring does:
+Every collective of a ring is a numbered **round**. Its members make it, and then confirm to one another that
+they hold its result. So a member that has passed a round's confirmation knows that all held the result, and
+no member of a ring is more than one round before another. When a ring breaks, each living member reports the
+round that it is in, and whether it holds that round's result. The next ring follows from the reports:
 
-- where all hold the round's result, or some are past it, all take it: it counts, with the dead member's part,
-  for the dead member itself may have gone on with it;
-- else none has gone on with it, and all make it again, from what they keep, without the dead member's part.
+- If all hold the round's result, or some are past it, all take it. It counts, with the dead member's part, as
+  the dead member itself may have gone on with it.
+- Otherwise no member has gone on with it. All make the round again from what they keep, without the dead
+  member's part.
 
 A member that dies meanwhile is another break, of the ring before or of the next one.
 """
@@ -26,7 +27,7 @@ from atoll.wire.messages import Enter, Reform, Reformed
 
 _NO_STATE = "those who held the training's state are gone"
 
-Peer: TypeAlias = Hashable  # whoever asks: the caller's to know
+Peer: TypeAlias = Hashable  # identifies an asker to the caller
 Answer: TypeAlias = tuple[Peer, Reformed]
 _Wish = TypeVar("_Wish", Reform, Enter)
 
@@ -39,75 +40,98 @@ class _Asked(Generic[_Wish]):
 
 @dataclass
 class RegroupState:
-    """What `Regroup` knows of the ring that stands, as plain data. Wishes too: who asked may have its answer
-    by the time that this is read, and does not ask again."""
+    """The state of `Regroup`, as plain data.
+
+    Requests are part of it: an asker may have had its answer by the time that the state is read, and does not
+    ask again.
+
+    Attributes:
+        workers: incarnation -> rank in the run, of the members in order of rank.
+        reports: the members' Reform, by incarnation.
+        entering: the newcomers' rank in the run and Enter, by incarnation.
+    """
 
     group: int
-    workers: dict[int, int]  # incarnation -> rank in the run, of the members in order of rank
+    workers: dict[int, int]
     broken: bool
     over: bool
     lost: list[int]
     left: list[int]
     answered: dict[int, tuple[int, Reformed]]
     reports: dict[int, Reform] = field(default_factory=dict)
-    entering: dict[int, tuple[int, Enter]] = field(default_factory=dict)  # with the rank in the run
+    entering: dict[int, tuple[int, Enter]] = field(default_factory=dict)
 
 
 class Regroup:
-    """The ring of a run, from break to break.
+    """The ring of a run, from break to break. Members are known by incarnation, and reported by their ranks
+    in the run.
 
-    `form(incarnations, after)` makes a ring of these members, in order of rank, and gives its number, which
-    is above `after`. A ring of fewer than `at_least` members does not go on. Members are named by
-    incarnation, and told of by their ranks in the run. `of_group`: they trained before it was formed, so that
-    each has a state of its own where those are gone whose state it was to take.
+    Args:
+        form: makes a ring of these incarnations, in order of rank, and returns its number, which is above the
+            second argument.
+        at_least: a ring of fewer members does not go on.
+        of_group: True if members trained before the ring was formed. If those whose state they were to take
+            are gone, each has a state of its own.
+
+    Attributes:
+        group: the current ring's number; 0 if there was none.
+        members: living incarnations, in order of rank.
+        broken: True if a member was lost, and the next ring is not formed yet.
+        over: True once a member has come to the end of its session: nobody enters any more.
     """
 
     def __init__(
         self, form: Callable[[Sequence[int], int], int], at_least: int = 1, *, of_group: bool = False
     ) -> None:
-        self.group = 0  # the current ring's number; 0: there was none
-        self.members: dict[int, None] = {}  # living incarnations, in order of rank
+        self.group = 0
+        self.members: dict[int, None] = {}
         self.broken = False
-        self.over = False  # a member has come to the end of its session: nobody enters any more
+        self.over = False
         self._form, self._at_least, self._of_group = form, at_least, of_group
-        self._workers: dict[int, int] = {}  # incarnation -> its rank in the run
+        self._workers: dict[int, int] = {}  # incarnation -> rank in the run
         self._reports: dict[int, _Asked[Reform]] = {}  # by incarnation
         self._entering: dict[int, _Asked[Enter]] = {}  # in the order in which they came
-        self._lost: list[int] = []  # ranks in the run, since the ring was formed
+        self._lost: list[int] = []  # ranks in the run of members lost since the ring was formed
         self._left: list[int] = []
-        self._answered: dict[int, tuple[int, Reformed]] = {}  # incarnation -> its wish, and the answer to it
+        self._answered: dict[int, tuple[int, Reformed]] = {}  # incarnation -> number of its request, answer
 
     @property
     def under_way(self) -> bool:
-        """True while a ring stands that a late worker may enter."""
+        """True while a late worker may enter a ring."""
         return bool(self.members) and not self.over
 
     @property
     def waiting(self) -> int:
-        """Number of newcomers that wait to enter."""
+        """The number of newcomers that wait to enter."""
         return len(self._entering)
 
     @property
     def awaited(self) -> list[int]:
-        """The living members that have not yet said that they want the next ring, where others have."""
+        """The living members that have not asked for the next ring yet, if others have."""
         return [member for member in self.members if self.awaits(member)]
 
     def awaits(self, member: int) -> bool:
-        """True if others want the next ring, and this living member has not reported yet."""
+        """True if others have asked for the next ring, and this living member has not yet."""
         return bool(self._reports) and member in self.members and member not in self._reports
 
     def handle_formed(self, group: int, workers: Mapping[int, int]) -> None:
-        """A ring was formed from nothing: `workers` are incarnation -> rank in the run, in order of rank."""
+        """Note a ring that was formed from nothing. `workers` maps incarnation -> rank in the run, in order
+        of rank."""
         self.group, self.members, self._workers = group, dict.fromkeys(workers), dict(workers)
         self.broken = self.over = False
         self._reports.clear()
         self._lost, self._left = [], []
 
     def handle_reform(self, peer: Peer, reform: Reform, live: Mapping[int, int]) -> list[Answer]:
-        """A member wants the next ring; `live` are the run's living workers, incarnation -> rank in the run.
-        Raises UserError from one that is in no ring, or in an earlier one.
+        """Take a member's request for the next ring.
 
-        A hub that was started again knows no ring: it takes it to be of all that live, but for newcomers.
+        A hub that was started again knows no ring: it takes the ring to have all living workers except
+        newcomers.
+
+        Args:
+            live: the run's living workers, incarnation -> rank in the run.
+
+        Raises UserError for a member that is in no ring, or in an earlier one.
         """
         told = self._told_before(peer, reform)
         if told is not None:
@@ -127,7 +151,7 @@ class Regroup:
         return self._go_on()
 
     def handle_enter(self, peer: Peer, worker: int, enter: Enter) -> list[Answer]:
-        """A late worker is ready. Raises UserError where there is no ring to enter."""
+        """Take the request of a late worker that is ready. Raises UserError if there is no ring to enter."""
         told = self._told_before(peer, enter)
         if told is not None:
             return told
@@ -138,7 +162,7 @@ class Regroup:
         return []
 
     def state(self) -> RegroupState:
-        """All that a restart must not lose."""
+        """Return all that a restart must not lose."""
         workers = {member: self._workers[member] for member in self.members}
         return RegroupState(
             self.group,
@@ -153,7 +177,7 @@ class Regroup:
         )
 
     def restore(self, state: RegroupState, peer: Peer = None) -> None:
-        """Be as `state` says; `peer` stands for those who wait, until they ask again."""
+        """Take over a state that `state` has returned. `peer` stands for the askers until they ask again."""
         self.handle_formed(state.group, state.workers)
         self.broken, self.over = state.broken, state.over
         self._lost, self._left = list(state.lost), list(state.left)
@@ -164,7 +188,7 @@ class Regroup:
             self._entering[member] = _Asked(peer, enter)
 
     def _told_before(self, peer: Peer, message: Reform | Enter) -> list[Answer] | None:
-        """The answer once more, to one that asks once more."""
+        """Return the answer to a repeated request again; None for a new request."""
         number, answer = self._answered.get(message.incarnation, (0, None))
         if answer is None or message.number > number:
             return None
@@ -173,7 +197,11 @@ class Regroup:
     def handle_left(
         self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False
     ) -> list[Answer]:
-        """A worker died, or said goodbye; `finished`: at the end of its session."""
+        """Remove a worker that died or said goodbye.
+
+        Args:
+            finished: True if it said goodbye at the end of its session.
+        """
         self._entering.pop(incarnation, None)
         self._answered.pop(incarnation, None)
         if incarnation not in self.members:
@@ -188,8 +216,8 @@ class Regroup:
         return self._go_on() if self._reports else []
 
     def _go_on(self) -> list[Answer]:
-        """Form the next ring where every living member wants it."""
-        if len(self._reports) < len(self.members) or not self.members:  # only members' are kept
+        """Form the next ring, if every living member has asked for it."""
+        if len(self._reports) < len(self.members) or not self.members:  # only members' reports are kept
             return []
         if all(asked.message.fresh for asked in self._reports.values()):
             if not self._of_group:
@@ -198,10 +226,10 @@ class Regroup:
             own = msgspec.structs.replace(first.message, fresh=False)
             self._reports[own.incarnation] = _Asked(first.peer, own)
         reports = [asked.message for asked in self._reports.values()]
-        if len(reports) < self._at_least and not self.over:  # all have made what a member has ended after
+        if len(reports) < self._at_least and not self.over:  # when one has ended, all are at the end
             return self._end(f"{len(reports)} of its workers are left, and at least {self._at_least} must be")
         admitted = list(self._entering) if all(report.admits for report in reports) else []
-        # Their order stays: so the first of those that live is the first of the next ring.
+        # Members keep their order, so the first living member is the first of the next ring.
         asked: list[_Asked[Any]] = sorted(self._reports.values(), key=_rank)
         asked += [self._entering.pop(member) for member in admitted]
         members = [each.message.incarnation for each in asked]
@@ -239,9 +267,9 @@ def _rank(asked: _Asked[Reform]) -> tuple[bool, int]:
 
 
 def next_round(reports: Sequence[Reform]) -> int:
-    """The round that the next ring makes, from all living members' reports: see the module's description."""
+    """Return the round that the next ring makes, from all living members' reports. See the module."""
     states = [(each.round, each.holds) for each in reports if not each.fresh]
     first, last = min(states)[0], max(states)[0]
-    if first < last:  # they are past the first's confirmation: all hold that round
+    if first < last:  # some are past the confirmation of round `first`: all hold its result
         return last
     return first + 1 if all(holds for _, holds in states) else first

@@ -1,7 +1,9 @@
 """The rendezvous of a ring's workers: its members, and the keys by which they find one another.
 
-The keys are c10d's Store (torch.distributed.Store), operation by operation. Each ring has its own keys, so
-that a ring that is formed again meets no key of the one before; they go when the last member has."""
+The keys are those of c10d's Store (torch.distributed.Store), operation by operation. Each ring has its own
+keys, so that a ring which is formed again meets no key of an earlier one. They are dropped when the last
+member has left.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ from typing import TypeAlias
 from atoll.core.errors import UserError
 from atoll.wire.messages import Gather, Gathered, StoreAnswer, StoreCall
 
-Peer: TypeAlias = Hashable  # whoever asks: the caller's to know
+Peer: TypeAlias = Hashable  # identifies an asker to the caller
 Answer: TypeAlias = tuple[Peer, "Gathered | StoreAnswer"]
 
-KEYS = 2**18  # the most, of all rings together
-TOTAL_BYTES = 2**28  # of all keys and values together
-VALUE_BYTES = 2**20  # of one value, however it grew
-WAITERS = 2**14  # the most calls that wait at a time
-MISSING = 16  # ranks that have not come, of which those who waited are told
-_LARGEST = 2**63  # an int64 is below
-_REMEMBERED = 64  # answers of each worker's that may have to be given again
+KEYS = 2**18  # most keys, of all rings together
+TOTAL_BYTES = 2**28  # most bytes of all keys and values together
+VALUE_BYTES = 2**20  # most bytes of one value, however it grew
+WAITERS = 2**14  # most calls that wait at a time
+MISSING = 16  # most absent ranks that an answer names
+_LARGEST = 2**63  # an int64 is below it
+_REMEMBERED = 64  # answers kept for each worker, in case a call is repeated
 
-# How many keys and values each operation wants; None: any number of keys.
+# The number of keys and values that each operation takes; None: any number of keys.
 _SHAPES: dict[str, tuple[int | None, int]] = {
     "set": (1, 1),
     "get": (1, 0),
@@ -41,7 +43,12 @@ _SHAPES: dict[str, tuple[int | None, int]] = {
 
 @dataclass
 class RingState:
-    """A ring as plain data: its members with the numbers of their wishes, and its keys."""
+    """A ring as plain data.
+
+    Attributes:
+        members: incarnation -> the number of its request; -1 if it was in the ring before.
+        broken: True if a member is gone.
+    """
 
     members: dict[int, int]
     broken: bool
@@ -50,8 +57,15 @@ class RingState:
 
 @dataclass
 class RendezvousState:
-    """What `Rendezvous` knows, as plain data: who waits for the others with which wish and until when, by
-    rank; each ring; and what calls gave, by incarnation and number."""
+    """The state of `Rendezvous`, as plain data.
+
+    Attributes:
+        formed: the number of the latest ring.
+        comers: the requests of workers that wait for the others, with their deadlines, by rank.
+        rings: the rings, by number.
+        ring_of: incarnation -> the number of its latest ring.
+        counted: incarnation -> call -> its result, of the latest calls.
+    """
 
     formed: int
     comers: dict[int, tuple[Gather, float]]
@@ -62,7 +76,7 @@ class RendezvousState:
 
 @dataclass
 class _Comer:
-    """A rank that waits for the others."""
+    """A rank that waits for the other ranks, until `until`."""
 
     rank: int
     peer: Peer
@@ -72,12 +86,12 @@ class _Comer:
 
 @dataclass
 class _Ring:
-    members: dict[int, int]  # incarnation -> the number of its wish; -1: it was in the ring before
+    members: dict[int, int]  # incarnation -> the number of its request; -1: it was in the ring before
     broken: bool = False  # a member is gone: nobody waits for keys any more
     keys: dict[str, bytes] = field(default_factory=dict)
     there: int = 0  # members that have not left
-    waiters: dict[str, dict[_Waiter, None]] = field(default_factory=dict)  # by a key that is not there
-    calls: dict[int, dict[_Waiter, None]] = field(default_factory=dict)  # who waits, by incarnation
+    waiters: dict[str, dict[_Waiter, None]] = field(default_factory=dict)  # by missing key
+    calls: dict[int, dict[_Waiter, None]] = field(default_factory=dict)  # waiting calls, by incarnation
 
 
 @dataclass(eq=False)
@@ -89,39 +103,47 @@ class _Waiter:
 
 
 class Rendezvous:
-    """The rings of a run, each of which is of all its `workers`. Times are in the caller's seconds.
+    """The rings of a run, each of which has all of its `workers`. Times are in the caller's seconds.
 
-    What is given back are answers, each with the peer that it is for: a set may answer others' waits too.
+    Methods return answers, each with the peer that it is for: a `set` may also answer other members' waits.
+
+    Attributes:
+        formed: the number of the latest ring.
+        bytes_held: bytes of all keys and values.
+        keys_held: keys of all rings.
+        waiting: calls that wait for keys.
     """
 
     def __init__(
         self, workers: int, *, keys: int = KEYS, total_bytes: int = TOTAL_BYTES, waiters: int = WAITERS
     ) -> None:
-        self.formed = 0  # rings: the number of the latest
-        self.bytes_held = 0  # of keys and values
+        self.formed = 0
+        self.bytes_held = 0
         self.keys_held = 0
-        self.waiting = 0  # calls
+        self.waiting = 0
         self._workers = workers
         self._most_keys, self._most_bytes, self._most_waiters = keys, total_bytes, waiters
         self._comers: dict[int, _Comer] = {}  # by rank
-        self._coming: dict[int, int] = {}  # incarnation -> its rank, of those
-        self._until: list[tuple[float, int, _Comer]] = []  # a heap; some of them wait no more
+        self._coming: dict[int, int] = {}  # incarnation -> rank, of the comers
+        self._until: list[tuple[float, int, _Comer]] = []  # a heap; some comers do not wait any more
         self._rings: dict[int, _Ring] = {}
         self._ring_of: dict[int, int] = {}  # incarnation -> the latest ring that it is in
         self._deadlines: list[tuple[float, int, _Waiter]] = []  # a heap; the number only breaks ties
         self._ties = itertools.count()
-        self._counted: dict[int, dict[int, int]] = {}  # incarnation -> call -> what it gave, of the latest
+        self._counted: dict[int, dict[int, int]] = {}  # incarnation -> call -> result, of the latest calls
 
-    # -- who is in the ring -------------------------------------------------------------------------------
+    # -- members of the ring ------------------------------------------------------------------------------
 
     def handle_gather(self, now: float, peer: Peer, rank: int, gather: Gather) -> list[Answer]:
-        """A worker that is there wants to form the ring; it is formed when all ranks want it. Raises
-        UserError for a rank that is in no ring of this run."""
+        """Take a present worker's request to form the ring. The ring is formed when all ranks have asked.
+
+        Raises UserError for a rank that is in no ring of this run.
+        """
         if rank >= self._workers:
             raise UserError(f"worker {rank} is in no ring: the run's are of {self._workers} workers, from 0")
         ring = self._ring_of.get(gather.incarnation)
         if ring is not None and self._rings[ring].members[gather.incarnation] == gather.number:
-            return [(peer, Gathered(group=ring))]  # it asks again, for the answer was lost
+            return [(peer, Gathered(group=ring))]  # a repeated request: the answer was lost
         self._wait_for_others(_Comer(rank, peer, gather, now + gather.seconds))
         return self._form() if len(self._comers) == self._workers else []
 
@@ -142,7 +164,7 @@ class Rendezvous:
         return [(comer.peer, Gathered(group=self.formed)) for comer in comers]
 
     def form(self, members: Sequence[int], after: int = 0) -> int:
-        """A ring of these incarnations, with no keys yet; its number, above `after`."""
+        """Form a ring of these incarnations, without keys; return its number, which is above `after`."""
         self.formed = max(self.formed, after)
         self._make(dict.fromkeys(members, -1))
         return self.formed
@@ -155,12 +177,14 @@ class Rendezvous:
         self._rings[self.formed] = _Ring(members, there=len(members))
 
     def members(self) -> list[int]:
-        """The incarnations in the latest ring, in order of rank."""
+        """Return the incarnations in the latest ring, in order of rank."""
         return list(self._rings[self.formed].members) if self.formed in self._rings else []
 
     def handle_broken(self, group: int) -> list[Answer]:
-        """A member of the ring is gone: those who wait for keys are told what is missing, and whoever is to
-        wait from now on, at once."""
+        """Mark a ring as broken, as a member is gone.
+
+        Calls that wait for keys are answered with the missing keys, as are later calls that would wait.
+        """
         ring = self._rings.get(group)
         if ring is None or ring.broken:
             return []
@@ -172,8 +196,8 @@ class Rendezvous:
         return answers
 
     def handle_left(self, incarnation: int) -> None:
-        """A worker said goodbye or died: it waits for nothing any more. With a ring's last member its keys
-        go."""
+        """Remove a worker that said goodbye or died. With a ring's last member the ring's keys are
+        dropped."""
         rank = self._coming.pop(incarnation, None)
         if rank is not None:
             del self._comers[rank]
@@ -192,13 +216,14 @@ class Rendezvous:
             self._drop(number)
 
     def _drop(self, number: int) -> None:
-        """A ring is given up: its keys go."""
+        """Drop a ring with its keys."""
         ring = self._rings.pop(number)
         self.keys_held -= len(ring.keys)
         self.bytes_held -= sum(_size(key, value) for key, value in ring.keys.items())
 
     def state(self) -> RendezvousState:
-        """All that a restart must not lose, for `restore`: calls that wait for keys are asked again."""
+        """Return all that a restart must not lose, for `restore`. Calls that wait for keys are asked
+        again."""
         return RendezvousState(
             self.formed,
             {rank: (comer.gather, comer.until) for rank, comer in self._comers.items()},
@@ -211,7 +236,7 @@ class Rendezvous:
         )
 
     def restore(self, state: RendezvousState, peer: Peer) -> None:
-        """Be as `state` says; `peer` stands for those who wait, until they ask again."""
+        """Take over a state that `state` has returned. `peer` stands for the comers until they ask again."""
         self.formed, self._ring_of = state.formed, dict(state.ring_of)
         self._comers, self._coming, self._until = {}, {}, []
         for rank, (gather, until) in state.comers.items():
@@ -228,11 +253,14 @@ class Rendezvous:
             _size(key, value) for ring in self._rings.values() for key, value in ring.keys.items()
         )
 
-    # -- its keys -----------------------------------------------------------------------------------------
+    # -- a ring's keys --------------------------------------------------------------------------------------
 
     def handle_call(self, now: float, peer: Peer, call: StoreCall) -> list[Answer]:
-        """Answer a member's operation on its ring's keys. Raises UserError, and changes nothing, for a ring
-        that is not the member's, for keys or values that the operation does not take, and beyond a bound."""
+        """Answer a member's operation on its ring's keys.
+
+        Raises UserError, and changes nothing, for a ring that is not the member's, for keys or values that
+        the operation does not take, and beyond a limit.
+        """
         ring = self._rings.get(call.group)
         if ring is None or call.incarnation not in ring.members:
             raise UserError(f"ring {call.group} is not incarnation {call.incarnation}'s, or is no more")
@@ -257,7 +285,7 @@ class Rendezvous:
         if call.operation == "compare_set":
             return self._compare_set(peer, ring, call)
         remembered = self._counted.setdefault(call.incarnation, {})
-        if call.number in remembered:  # it was sent twice, and counts once
+        if call.number in remembered:  # a repeated call counts once
             return [(peer, StoreAnswer(count=remembered[call.number]))]
         count, others = self._change_once(ring, call)
         remembered[call.number] = count
@@ -266,7 +294,8 @@ class Rendezvous:
         return [(peer, StoreAnswer(count=count)), *others]
 
     def _change_once(self, ring: _Ring, call: StoreCall) -> tuple[int, list[Answer]]:
-        """Make a change whose repetition would give another result."""
+        """Make a change whose repetition would give another result; return the result, and answers to
+        others."""
         key, there = call.keys[0], ring.keys.get(call.keys[0])
         if call.operation == "delete":
             if there is not None:
@@ -283,8 +312,10 @@ class Rendezvous:
         return total, self._put(ring, key, b"%d" % total)
 
     def _compare_set(self, peer: Peer, ring: _Ring, call: StoreCall) -> list[Answer]:
-        """Compare and set, after TCPStore: a missing key is set if "" was expected. On a mismatch the answer
-        is the current value, or the expected one for a missing key."""
+        """Compare and set as TCPStore does: a missing key is set if "" was expected.
+
+        On a mismatch the answer is the current value, or the expected one for a missing key.
+        """
         key, (expected, desired) = call.keys[0], call.values
         there = ring.keys.get(key)
         if there == expected or (there is None and not expected):
@@ -328,7 +359,7 @@ class Rendezvous:
         return []
 
     def _wake(self, ring: _Ring, key: str) -> list[Answer]:
-        """A key has come: those who waited for it, and for nothing else any more, get their answers."""
+        """Return the answers to calls that waited for this key last."""
         answers: list[Answer] = []
         for waiter in ring.waiters.pop(key, ()):
             waiter.missing.discard(key)
@@ -350,7 +381,7 @@ class Rendezvous:
         self.waiting -= 1
 
     def poll(self, now: float) -> list[Answer]:
-        """The answers to those whose time is over: they are told what is missing."""
+        """Return the answers to calls and comers whose time is over: they name what is missing."""
         answers: list[Answer] = []
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].done):
             waiter = heapq.heappop(self._deadlines)[2]
@@ -374,12 +405,12 @@ class Rendezvous:
         return self._comers.get(comer.rank) is not comer
 
     def _missing(self) -> list[int]:
-        """The first ranks that have not come: each who waited is told, and there may be very many."""
+        """Return the first absent ranks. Each comer is told, and there may be very many."""
         absent = (rank for rank in range(self._workers) if rank not in self._comers)
         return list(itertools.islice(absent, MISSING))
 
     def next_deadline(self) -> float | None:
-        """When `poll` may next have answers."""
+        """Return the time at which `poll` may next have answers; None for never."""
         while self._until and self._waits_no_more(self._until[0][2]):
             heapq.heappop(self._until)
         while self._deadlines and self._deadlines[0][2].done:

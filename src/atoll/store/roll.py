@@ -1,4 +1,4 @@
-"""The present members, by incarnation, and the time that each has been silent."""
+"""The present members, by incarnation, and their silence."""
 
 from __future__ import annotations
 
@@ -13,28 +13,38 @@ import msgspec
 from atoll.store.silence import FLOOR_SECONDS, Patience
 from atoll.wire.messages import Count
 
-SUSPECT_BEATS, SUSPECT_SECONDS = 2.0, 1.0  # heartbeats that a suspect may miss, and silence that it may keep
+SUSPECT_BEATS, SUSPECT_SECONDS = 2.0, 1.0  # a suspect may be silent for 2 heartbeats, or for 1 s
 
 Kind: TypeAlias = Literal["worker", "shard", "half", "site"]
-_IN_ORDER: dict[Kind, int] = {"worker": 0, "shard": 1, "half": 2, "site": 3}  # as deaths are told
+_IN_ORDER: dict[Kind, int] = {"worker": 0, "shard": 1, "half": 2, "site": 3}  # deaths are reported so
 
 
 def suspect_seconds(heartbeat: float, least: float = FLOOR_SECONDS) -> float:
-    """For how many seconds a suspect may be silent, where heartbeats come every `heartbeat`: on a loaded
-    machine a thread may not run for half a second. Where more than usual is always borne (`least`), so it is
-    of a suspect."""
+    """Return the seconds for which a suspect may be silent, with a heartbeat every `heartbeat` seconds.
+
+    On a loaded machine a thread may not run for half a second. If more silence than usual is always borne
+    (`least`), a suspect's is borne longer in proportion.
+    """
     return max(SUSPECT_BEATS * heartbeat, SUSPECT_SECONDS * max(1.0, least / FLOOR_SECONDS))
 
 
 def broken_seconds(heartbeat: float, least: float = FLOOR_SECONDS) -> float:
-    """For how many seconds a member may be silent whose connections have broken: a second for them to come
-    back, a heartbeat that was due as they broke, and one for the way; more where `least` is."""
+    """Return the seconds for which a member whose connections have broken may be silent.
+
+    That is a suspect's silence, a heartbeat that was due when they broke, and one for the way.
+    """
     return suspect_seconds(heartbeat, least) + 2 * heartbeat
 
 
 class Member(msgspec.Struct, forbid_unknown_fields=True):
-    """A worker, a shard, one of a shard's two processes, or a site's shard. `place` is its rank, the index of
-    its shard, or that of its site; `launcher` may pass its heartbeats on."""
+    """A worker, a shard, one of a shard's two processes, or a site's shard.
+
+    Attributes:
+        place: its rank, its shard's index, or its site's index.
+        launcher: the launcher that may pass its heartbeats on.
+        iteration: iterations that it has committed, as it said.
+        origin: where its process is (core/liveness.py).
+    """
 
     kind: Kind
     place: int
@@ -43,10 +53,10 @@ class Member(msgspec.Struct, forbid_unknown_fields=True):
     token: str = ""
     launcher: str = ""
     iteration: Count = 0
-    origin: str = ""  # where its process is (core/liveness.py)
+    origin: str = ""
 
     def dead(self, silence: str) -> str:
-        """Say, in a line, that this member is dead."""
+        """Return the line that says that this member is dead."""
         if self.kind == "worker":
             return f"worker {self.place} {silence}; it had committed {self.iteration} iterations"
         which = "its shard" if self.kind == "site" else f"shard {self.place}"
@@ -55,17 +65,26 @@ class Member(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass
 class _Signs:
-    """Of a member's life: when it was `heard` last, and for how long its silence is borne."""
+    """The signs of life of a member.
+
+    Attributes:
+        heard: when it was heard last.
+        patience: how long its silence is borne.
+        suspected: True if another member has lost touch with it.
+        broken: True if its connections are broken.
+        due: when its silence is to be looked at next.
+        spared: until then it does not count as dead, however silent it is.
+    """
 
     heard: float
     patience: Patience
     suspected: bool = False
-    broken: bool = False  # its connections are
-    due: float = 0.0  # when its silence is to be looked at next
-    spared: float = -math.inf  # until when it does not count as dead, however silent it is
+    broken: bool = False
+    due: float = 0.0
+    spared: float = -math.inf
 
     def hear(self, now: float) -> None:
-        """A sign of life; one from before the latest changes nothing."""
+        """Note a sign of life. One from before the latest changes nothing."""
         if now < self.heard:
             return
         if now > self.heard:
@@ -75,13 +94,20 @@ class _Signs:
 
 
 class Roll:
-    """The members by incarnation, which come from one counter, from 1; `newest` is the highest.
+    """The members by incarnation. Incarnations come from one counter, from 1.
 
-    `patience` is for how many seconds silence is borne at the most; who was heard regularly is borne for
-    less, as measured, but never for less than `least` and 3 heartbeats of `heartbeat` seconds.
+    A sign of life costs the same however many members there are, and `poll_deaths` costs as much as has
+    become due: no call that is made for each member looks at all of them.
 
-    A sign of life costs the same however many members there are, and `poll_deaths` costs what has become
-    due: no call that is made for each member looks at all of them.
+    Args:
+        patience: the longest silence, in seconds, before a member counts as dead. A member that was heard
+            regularly is given less, as measured.
+        heartbeat: the seconds between heartbeats.
+        least: seconds of silence that are always borne; so are 3 heartbeats.
+
+    Attributes:
+        newest: the highest incarnation.
+        known: the members, by incarnation.
     """
 
     def __init__(self, patience: float, heartbeat: float, least: float) -> None:
@@ -89,22 +115,25 @@ class Roll:
         self.newest = 0
         self.known: dict[int, Member] = {}
         self._signs: dict[int, _Signs] = {}
-        self._due: list[tuple[float, int]] = []  # a heap: when to look at whose silence; some are outdated
+        self._due: list[tuple[float, int]] = []  # a heap of times to look at a silence; some are outdated
 
     def new_incarnation(self) -> int:
-        """One that nobody has: of a group of workers, that is to be told apart from others as workers are."""
+        """Return a new incarnation. Groups of workers have incarnations too."""
         self.newest += 1
         return self.newest
 
     def new(
         self, now: float, kind: Kind, place: int, address: str = "", token: str = "", launcher: str = ""
     ) -> Member:
-        """A member with the next incarnation, which is there from now on."""
+        """Enter a new member with the next incarnation."""
         return self.enter(now, Member(kind, place, self.new_incarnation(), address, token, launcher))
 
     def enter(self, now: float, member: Member, patience: float | None = None) -> Member:
-        """Enter a member. With `patience`, in seconds, its silence is borne for so long, however regular its
-        signs of life were."""
+        """Enter a member.
+
+        Args:
+            patience: the seconds of silence to bear, however regular its signs of life; None to measure it.
+        """
         least = max(self._least, 3 * self.heartbeat)
         borne = Patience(least, self.patience) if patience is None else Patience(patience, patience)
         signs = self._signs[member.incarnation] = _Signs(now, borne)
@@ -118,24 +147,24 @@ class Roll:
         self._signs.pop(member.incarnation, None)
 
     def restart(self, now: float, newest: int, members: Iterable[tuple[Member, float | None]]) -> None:
-        """Know these alone, each heard now, with its patience."""
+        """Replace all members by these, each with its patience and heard now."""
         self.newest, self.known, self._signs, self._due = newest, {}, {}, []
         for member, patience in members:
             self.enter(now, member, patience)
 
     def get(self, incarnation: int, *kinds: Kind) -> Member | None:
-        """The member of this incarnation, if it is of one of these kinds."""
+        """Return the member of this incarnation, if it is of one of these kinds."""
         member = self.known.get(incarnation)
         return member if member is not None and member.kind in kinds else None
 
     def is_there(self, incarnation: int) -> bool:
-        """True if a member of this incarnation is present: a worker, a shard or a site's shard."""
+        """True if a member of this incarnation is present."""
         return incarnation in self.known
 
     # -- signs of life ------------------------------------------------------------------------------------
 
     def hear(self, now: float, incarnation: int, iteration: int = 0, age: float = 0.0) -> bool:
-        """A sign of life, given `age` seconds ago; False from one who is not there (any more)."""
+        """Note a sign of life, given `age` seconds ago. False if the member is not there."""
         signs = self._signs.get(incarnation)
         if signs is None:
             return False
@@ -145,13 +174,16 @@ class Roll:
         return True
 
     def hear_all(self, now: float) -> None:
-        """The caller was gone, and heard nobody: silence is counted from now on."""
+        """Count everybody's silence from now on, as the caller was away and heard nobody."""
         for signs in self._signs.values():
             signs.heard, signs.suspected, signs.broken = now, False, False
 
     def suspect(self, now: float, incarnation: int) -> bool:
-        """Another member has lost touch with this one: if it is silent for `suspect_seconds` too, it counts
-        as dead, without more patience. A sign of life clears it. Gives whether it counts as dead by now."""
+        """Note that another member has lost touch with this one.
+
+        After `suspect_seconds` of silence it then counts as dead, without more patience. A sign of life
+        clears the mark. True if it counts as dead by now.
+        """
         signs = self._signs.get(incarnation)
         if signs is None:
             return False
@@ -161,51 +193,56 @@ class Roll:
         return now >= self._end(signs)
 
     def note_broken(self, incarnation: int, broken: bool) -> None:
-        """Note if all known connections of a member have broken: the member then counts as dead after
-        `broken_seconds` of silence, without more patience. Its next sign of life clears the mark."""
+        """Note whether all known connections of a member have broken.
+
+        It then counts as dead after `broken_seconds` of silence, without more patience. Its next sign of life
+        clears the mark.
+        """
         signs = self._signs.get(incarnation)
         if signs is not None and signs.broken != broken:
             signs.broken = broken
             self._hasten(incarnation, signs)
 
     def _hasten(self, incarnation: int, signs: _Signs) -> None:
-        """Its silence is borne for less from now on, perhaps."""
+        """Look at a member's silence earlier, if less of it is borne from now on."""
         end = self._end(signs)
         if end < signs.due:
             self._look_at(incarnation, signs, end)
 
     def spare(self, incarnation: int, until: float) -> None:
-        """Do not count it as dead before `until`, however silent it is: its process is known to live."""
+        """Do not count a member as dead before `until`, however silent it is: its process is known to
+        live."""
         signs = self._signs.get(incarnation)
         if signs is not None:
             signs.spared = until
             self._look_at(incarnation, signs, self._end(signs))
 
     def _look_at(self, incarnation: int, signs: _Signs, when: float) -> None:
-        """Look at its silence then, and not at the time that was meant before."""
+        """Look at a member's silence at `when`, in place of the time set before."""
         signs.due = when
         heapq.heappush(self._due, (when, incarnation))
 
     def silence_of(self, now: float, incarnation: int) -> float | None:
-        """For how many seconds a member was not heard; None where it is not there."""
+        """Return the seconds since a member was heard; None if it is not there."""
         signs = self._signs.get(incarnation)
         return now - signs.heard if signs is not None else None
 
     def poll_deaths(self, now: float) -> list[tuple[int, str]]:
-        """(incarnation, reason) of those who were silent for too long; again until their goodbye is said.
-        `now` may be earlier than it was in a call before: whoever was dead then and not by `now` is left out.
+        """Return (incarnation, reason) of the members that were silent for too long; each again until it is
+        removed.
 
-        A member that is heard now is alive for its patience's floor at least, so it is looked at again no
-        earlier, and no later: its patience may become less with what is heard.
+        `now` may be earlier than in a call before: a member that was dead then and is not by `now` is left
+        out. A member that is heard now lives for at least its patience's floor, so it is next looked at after
+        that. It is not looked at later, as its patience may become less with what is heard.
         """
         dead: list[tuple[Member, str]] = []
         while self._due and self._due[0][0] <= now:
             due, incarnation = heapq.heappop(self._due)
             signs = self._signs.get(incarnation)
             if signs is None or signs.due != due:
-                continue  # gone, or to be looked at at another time
+                continue  # removed, or to be looked at at another time
             floor = signs.heard + signs.patience.floor
-            if now < floor and not (signs.suspected or signs.broken):  # as most are: patience is not asked
+            if now < floor and not (signs.suspected or signs.broken):  # most members
                 self._look_at(incarnation, signs, floor)
             elif silence := self._fatal_silence(now, signs):
                 dead.append((self.known[incarnation], silence))
@@ -219,9 +256,9 @@ class Roll:
         return [(member.incarnation, member.dead(silence)) for member, silence in dead]
 
     def _fatal_silence(self, now: float, signs: _Signs) -> str:
-        """In words, a silence for which the member counts as dead; empty where it is shorter."""
+        """Return, in words, the silence for which a member counts as dead; empty if it is shorter."""
         silence, most = now - signs.heard, self._borne(signs)
-        if now < self._end(signs):  # not by `silence`, whose rounding could make a look that never ends
+        if now < self._end(signs):  # `silence` is rounded: comparing it could loop for ever
             return ""
         if signs.suspected and most < signs.patience.seconds:
             return f"was silent for {silence:.1f} s, and another member has lost touch with it"
@@ -230,11 +267,11 @@ class Roll:
         return f"was silent for {silence:.1f} s, and {most:.3g} s are borne"
 
     def _end(self, signs: _Signs) -> float:
-        """When this member counts as dead, if nothing is heard of it until then."""
+        """Return the time at which a member counts as dead, if it is not heard until then."""
         return max(signs.heard + self._borne(signs), signs.spared)
 
     def _borne(self, signs: _Signs) -> float:
-        """For how many seconds this member's silence is borne."""
+        """Return the seconds for which a member's silence is borne."""
         if signs.suspected:
             return min(self.suspect_seconds, signs.patience.seconds)
         if signs.broken:
@@ -243,9 +280,9 @@ class Roll:
 
     @property
     def suspect_seconds(self) -> float:
-        """For how many seconds a member may be silent with which another one has lost touch."""
+        """The seconds for which a member may be silent with which another one has lost touch."""
         return suspect_seconds(self.heartbeat, self._least)
 
     def next_deadline(self) -> float | None:
-        """When `poll_deaths` may next find someone, if nobody is heard until then."""
+        """Return the time at which `poll_deaths` may next find a death, if nobody is heard until then."""
         return min(map(self._end, self._signs.values()), default=None)

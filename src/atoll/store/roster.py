@@ -1,4 +1,4 @@
-"""Which workers the log counts with: waiting to enter, live, or fenced."""
+"""The workers that the log counts with: waiting to enter, live, or fenced."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from atoll.wire.messages import Count
 
 
 class Roster(msgspec.Struct, forbid_unknown_fields=True):
-    """`live` and `waiting` are worker -> incarnation; a worker stands in one of them at most. `fenced` has
-    the highest incarnation of each worker that is fenced.
+    """The log's workers. A worker is in `live` or in `waiting`, at most in one of them.
 
-    The run begins when `workers` are there at the same time. One that was fenced before is not: it may be
-    started again, and is waited for. Once the run has begun, nobody is.
+    The run begins when `workers` workers are there at one time. A worker that was fenced before that may be
+    started again, and is waited for. Once the run has begun, no worker is waited for.
+
+    Attributes:
+        live: worker -> incarnation.
+        waiting: worker -> incarnation.
+        fenced: the highest fenced incarnation of each worker.
     """
 
     workers: Count
@@ -24,17 +28,17 @@ class Roster(msgspec.Struct, forbid_unknown_fields=True):
     fenced: dict[int, Count] = {}
 
     def refusal(self, worker: int, incarnation: int) -> str:
-        """Why nothing is taken from this incarnation; empty where it may speak."""
+        """Return why nothing is taken from this incarnation; empty if something is."""
         if incarnation <= self.fenced.get(worker, 0):
             return f"worker {worker} of incarnation {incarnation} is fenced: it was given up, or it has left"
         return ""
 
     def incarnation(self, worker: int) -> int:
-        """The incarnation that is live or waiting; 0 where there is none."""
+        """Return the incarnation of a worker that is live or waiting; 0 if it is neither."""
         return self.live.get(worker, 0) or self.waiting.get(worker, 0)
 
     def unknown(self, worker: int, incarnation: int) -> str:
-        """Why this incarnation may not commit now; empty where it is live."""
+        """Return why this incarnation may not commit now; empty if it is live."""
         refusal = self.refusal(worker, incarnation)
         if refusal or self.live.get(worker) == incarnation:
             return refusal
@@ -47,11 +51,14 @@ class Roster(msgspec.Struct, forbid_unknown_fields=True):
         self.waiting[worker] = incarnation
 
     def is_quorate(self) -> bool:
-        """True if enough workers have come to begin the run; always so once it has begun."""
+        """True if enough workers have come to begin the run, and always once it has begun."""
         return self.begun or len(self.waiting) >= self.workers
 
     def enter(self, only: Mapping[int, int] | None = None) -> list[tuple[int, int]]:
-        """All who wait become live, or those of them in `only`; (worker, incarnation) in order of worker."""
+        """Make waiting workers live: all, or those in `only`.
+
+        Returns their (worker, incarnation), in order of worker.
+        """
         entering = sorted(
             (worker, incarnation)
             for worker, incarnation in self.waiting.items()
@@ -64,7 +71,7 @@ class Roster(msgspec.Struct, forbid_unknown_fields=True):
         return entering
 
     def fence(self, worker: int, incarnation: int) -> bool:
-        """Take nothing from it any more; False where that was so before."""
+        """Take nothing from an incarnation any more. False if that is not new."""
         if self.refusal(worker, incarnation):
             return False
         self.fenced[worker] = incarnation
@@ -74,7 +81,7 @@ class Roster(msgspec.Struct, forbid_unknown_fields=True):
         return True
 
     def missing(self) -> str:
-        """In words, who has yet to come before the run begins; empty once nobody has."""
+        """Return, in words, the workers that have yet to come before the run begins; empty if none has."""
         if self.is_quorate():
             return ""
         line = f"{self.workers - len(self.waiting)} of {self.workers} workers, to join"

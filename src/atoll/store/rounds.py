@@ -18,20 +18,24 @@ from atoll.wire.messages import Count, WorkerStand
 
 
 class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
-    """One iteration at a time: it begins, is combined, is stepped.
+    """One iteration at a time: it begins, is combined, and is stepped.
 
-    It begins with all who are live then, and those who waited when the one before was combined; who takes
-    others' place enters it later too. It is combined when every member has committed and is staged on all
-    shards; a member fenced before is left out. It is stepped when every live member has said the same Step.
+    An iteration begins with all workers that are live then, and those that waited when the one before was
+    combined. A worker that takes others' places may enter it later. It is combined when every member has
+    committed and is staged on all shards; a member fenced before that is left out. It is stepped when every
+    live member has said the same Step.
 
-    `loose`: where others have committed, a member that waits in a meeting and has not is left out too. It
-    joins anew once its meeting is over.
-
-    `idle`, where `loose`: those who wait in a meeting. `passed`: live, and left out until they join anew.
-    `combined`: the mean's workers, fenced ones included; empty before. `said`: a fenced member's word counts
-    too. `follow`: whose word is that of the others. `entering`: who enters with the next iteration, fixed
-    when this one is combined, so that all its members can be told alike. `told`: the latest answer, which
-    who has lost it is told again.
+    Attributes:
+        loose: True if a member that waits in a meeting and has not committed is left out once the others
+            have. It joins anew when its meeting is over.
+        idle: with `loose`, workers that wait in a meeting.
+        passed: live workers that are left out until they join anew.
+        combined: the workers of the mean, fenced ones included; empty before there is one.
+        said: the members' Step; a fenced member's counts too.
+        follow: members that step as the others say.
+        entering: workers that enter with the next iteration. They are fixed when this one is combined, so
+            that all its members are told the same.
+        told: the latest answer, which a worker that lost it is given again.
     """
 
     iteration: Count = 0
@@ -47,11 +51,11 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
     told: messages.Committed | None = None
 
     def committed(self, _worker: int) -> int:
-        """Number of iterations in the log, for a live worker."""
+        """Return the number of iterations in the log; for every live worker it is the same."""
         return self.iteration + bool(self.combined)
 
     def commit(self, worker: int, commit: messages.Commit, draft: Draft, _these: Contributors) -> None:
-        """A live worker commits its contribution to the iteration; `draft.refused` says if it may not."""
+        """Take a live worker's commit. `draft.refused` says why it may not commit."""
         if commit.iteration < self.committed(worker):
             draft.reply(worker, commit.incarnation, self._answer(commit.iteration))
         elif commit.iteration != self.iteration or worker not in self.members:
@@ -70,7 +74,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         return messages.Committed(iteration=iteration)
 
     def step(self, worker: int, step: messages.Step, draft: Draft) -> None:
-        """A member says how to step; `draft.refused` says if that cannot be."""
+        """Take a member's word on how to step. `draft.refused` says why that cannot be."""
         if step.iteration < self.iteration or (step.iteration == self.iteration and worker in self.said):
             self._check_same(worker, step, draft)
         elif step.iteration != self.iteration or not self.combined:
@@ -84,7 +88,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
 
     def _check_same(self, worker: int, step: messages.Step, draft: Draft) -> None:
         if step.iteration != self.iteration or not self.said or step.follows:
-            return  # a late duplicate, or the first to speak, or one who says what the others do
+            return  # a late duplicate, the first word, or a member that follows the others
         first = next(iter(self.said))
         difference = _difference(self.said[first], step)
         found = _unlike_settings(self.said[first], step)
@@ -99,7 +103,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
             )
 
     def leave(self, worker: int, incarnation: int, these: Contributors) -> None:
-        """A worker is fenced."""
+        """Leave out a worker that is fenced."""
         if self.members.get(worker, incarnation + 1) <= incarnation:
             del self.members[worker]
             self.commits.pop(worker, None)
@@ -108,15 +112,17 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
             self.passed.discard(worker)
 
     def move_in(self, worker: int, incarnation: int, draft: Draft, these: Contributors) -> None:
-        """One that waits takes the place of members, who have made the iteration before, and will not commit
-        this one: it is in it at once. Else a newcomer that came meanwhile would make it alone once they are
-        fenced."""
+        """Put a waiting worker into the iteration that has begun, as it takes the place of members.
+
+        Those members made the iteration before, and will not commit this one. Once they are fenced, a
+        newcomer that came meanwhile would otherwise make it alone.
+        """
         if self.members and not self.combined:
             these.roster.enter({worker: incarnation})
             self._admit(worker, incarnation, draft)
 
     def set_idle(self, worker: int, idle: bool, draft: Draft, these: Contributors) -> None:
-        """A live worker begins, or has ended, to wait in a meeting."""
+        """Note that a live worker begins, or has ended, to wait in a meeting."""
         if not self.loose:
             return
         (self.idle.add if idle else self.idle.discard)(worker)
@@ -124,7 +130,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
             self._admit(worker, these.roster.live[worker], draft)
 
     def _admit(self, worker: int, incarnation: int, draft: Draft) -> None:
-        """Into the iteration that has begun."""
+        """Put a worker into the iteration that has begun."""
         self._join(worker, incarnation, draft)
         self.members = dict(sorted({**self.members, worker: incarnation}.items()))
 
@@ -133,7 +139,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         draft.write(Joined(worker=worker, incarnation=incarnation, clock=self.iteration))
 
     def _pass_over_idle(self) -> None:
-        """Go on without the workers that wait in a meeting, if only they are missing."""
+        """Leave out workers that wait in a meeting, if only they are missing."""
         late = [worker for worker in self.members if worker not in self.commits]
         if self.commits and self.idle.issuperset(late):
             for worker in late:
@@ -141,7 +147,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
             self.passed.update(late)
 
     def advance(self, draft: Draft, these: Contributors) -> None:
-        """Write all that can be written now."""
+        """Write everything that can be written now."""
         while (
             self._try_step(draft)
             if self.combined
@@ -207,19 +213,20 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         return True
 
     def _in_groups(self) -> list[int]:
-        """Return the workers whose gradients the mean has; none where each contributes by itself."""
+        """Return the workers whose gradients the mean has; none if each contributes by itself."""
         members = {worker: self.commits[worker].members for worker in self.members}
         if not any(members.values()):
             return []
         return sorted({each for worker, inside in members.items() for each in inside or [worker]})
 
     def _mixed_epochs(self) -> str:
-        """Return the warning where members train batches of different epochs together."""
+        """Return the warning for members that train on batches of different epochs together; empty for
+        none."""
         stands = (self.commits[worker].stand for worker in self.members)
         return mixed_epochs({each.worker: each.stand for each in stands if each is not None})
 
     def _refuse_excess(self, draft: Draft, these: Contributors) -> bool:
-        """Drop, and tell its worker of, each commit that weighs far too much; whether there was one."""
+        """Drop each commit whose weight is far too large, and tell its worker. True if there was one."""
         commits = [self.commits[worker] for worker in self.members]
         found = {worker: these.usual.excess(self.commits[worker], commits) for worker in self.members}
         for worker, excess in found.items():
@@ -254,12 +261,12 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         return True
 
     def _silent(self) -> list[int]:
-        """The members whose word on the step is waited for."""
+        """Return the members whose word on the step is waited for."""
         return [worker for worker in self.members if worker not in self.said and worker not in self.follow]
 
     @property
     def stand(self) -> WorkerStand | None:
-        """Return the place of a worker that has committed the iteration under way."""
+        """The place in its script of a worker that has committed the iteration under way, or None."""
         return next((each.stand for each in self.commits.values() if each.stand is not None), None)
 
     def waits(self) -> Waits:
@@ -272,7 +279,7 @@ class Rounds(msgspec.Struct, forbid_unknown_fields=True, tag="rounds"):
         )
 
     def waiting_for(self, these: Contributors) -> list[str]:
-        """List, in words, the workers waited for and what each has to do."""
+        """Return, in words, the workers waited for and what each has to do."""
         if not self.members and not self.combined:
             missing = these.roster.missing()
             return [missing] if missing else []
@@ -299,7 +306,7 @@ def _unlike_settings(first: messages.Step, second: messages.Step) -> Difference 
 
 
 def _difference(first: messages.Step, second: messages.Step) -> str:
-    """Describe a difference between two steps besides hyperparameters; empty where there is none."""
+    """Return, in words, a difference between two steps besides hyperparameters; empty for none."""
     for name in ("accepted", "scale"):
         one, other = getattr(first, name), getattr(second, name)
         if not _same(one, other):
@@ -315,5 +322,5 @@ def _difference(first: messages.Step, second: messages.Step) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal; NaN equals itself here."""
+    """True if two values are equal. NaN equals NaN here."""
     return bool(one == other) or msgspec.msgpack.encode(one) == msgspec.msgpack.encode(other)

@@ -1,4 +1,4 @@
-"""A shard's part: it stages contributions, does what the log says, and knows when a pull may be answered."""
+"""A shard's decisions: it stages contributions, does what the log says, and knows its workers' clocks."""
 
 from __future__ import annotations
 
@@ -19,49 +19,74 @@ Key: TypeAlias = tuple[int, int]  # worker, incarnation
 
 
 class Runs(msgspec.Struct, forbid_unknown_fields=True):
-    """A chunk that comes in `shares` runs: the handles of those that are here, by share."""
+    """A chunk that comes in several runs.
+
+    Attributes:
+        shares: the number of runs.
+        present: one byte a slot: whether it has a gradient.
+        handles: the handles of the runs that are here, by share.
+        lost: the lost blocks of the runs that lost some, by share.
+    """
 
     shares: Count
     present: bytes
     handles: dict[int, Count]
-    lost: dict[int, LostBlocks] = {}  # by share: of those that have lost something
+    lost: dict[int, LostBlocks] = {}
 
 
 class Contribution(msgspec.Struct, forbid_unknown_fields=True):
-    """Of one worker to one iteration: its chunks' handles, as far as they have come."""
+    """One worker's contribution to an iteration, as far as it has come.
+
+    Attributes:
+        expected: the number of its chunks.
+        parts: the whole chunks.
+        runs: chunks that are here in part, by chunk.
+        losses: the losses of whole chunks that lost something, by chunk.
+    """
 
     expected: Count
     parts: Parts = {}
-    runs: dict[int, Runs] = {}  # by chunk: those that are here in part
-    losses: dict[int, ChunkLoss] = {}  # by chunk: of those that are whole and have lost something
+    runs: dict[int, Runs] = {}
+    losses: dict[int, ChunkLoss] = {}
 
     def is_whole(self) -> bool:
         return len(self.parts) == self.expected
 
     def handles(self) -> list[int]:
-        """Of all that is here."""
+        """Return the handles of everything that is here."""
         runs = [handle for each in self.runs.values() for handle in each.handles.values()]
         return [handle for handle, _ in self.parts.values()] + runs
 
 
 class Member(msgspec.Struct, forbid_unknown_fields=True):
-    """A worker that takes part."""
+    """A worker that takes part.
+
+    Attributes:
+        clock: its iterations that are applied here.
+        staleness: of its latest contribution, in global iterations.
+        idle: True while it waits for all others in a meeting.
+    """
 
     incarnation: Count
-    clock: Count  # iterations applied here
+    clock: Count
     staleness: float = 0.0
-    idle: bool = False  # waits in a meeting for all others
+    idle: bool = False
 
 
 class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The state of a shard, which a journal keeps as it is. A shard without chunks only follows the log.
 
-    `versions` are those of its trainable chunks. `limit` is the number of iterations that a worker may have
-    staged and not applied. `steps` are the iterations stepped here (BSP), and `applied` the entries of the
-    log. `combined` is the iteration whose mean is there and not yet stepped (-1: none), of the workers
-    `mean_of`; `replaced` is what they have put in its place. `losses` are what was lost of the latest `limit`
-    contributions that count, by iteration and chunk. `consumed` is the number of samples that the log has
-    counted.
+    Attributes:
+        versions: the versions of its trainable chunks.
+        limit: iterations that a worker may have staged and not applied.
+        steps: iterations stepped here (BSP).
+        consumed: samples that the log has counted.
+        applied: entries of the log that are applied.
+        staged: (worker, incarnation) -> iteration -> contribution.
+        combined: the iteration whose mean is here and not yet stepped; -1 for none.
+        mean_of: the workers of that mean.
+        replaced: the chunks by which each of them would replace the mean's.
+        losses: the losses of the latest `limit` contributions that count, by iteration and chunk.
     """
 
     versions: dict[int, Count]
@@ -89,7 +114,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         steps: int = 0,
         consumed: float = 0.0,
     ) -> ShardState:
-        """Begin with these trainable chunks; `steps` as wire's Setup."""
+        """Begin with these trainable chunks; `steps` as in wire's Setup."""
         return cls(
             versions=dict.fromkeys(chunks, 0),
             consistency=consistency,
@@ -100,19 +125,19 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
     def refusal(self, worker: int, incarnation: int) -> str:
-        """Why nothing is taken from this incarnation; empty where it may speak."""
+        """Return why nothing is taken from this incarnation; empty if something is."""
         if incarnation <= self.fenced.get(worker, 0):
             return f"worker {worker} of incarnation {incarnation} is fenced: it was given up, or it has left"
         return ""
 
     def awaits_mean(self, iteration: int) -> bool:
-        """True if the mean of this iteration is not there yet."""
+        """True if the mean of this iteration is still to come."""
         return iteration >= self.steps and iteration > self.combined
 
     # -- what workers send --------------------------------------------------------------------------------
 
     def handle_push(self, worker: int, push: messages.Push, handle: int) -> PushOutcome:
-        """A chunk of a contribution, or a share of one. Its worker's Joined may still be on its way."""
+        """Take a chunk of a contribution, or a run of one. Its worker's Joined may still be on its way."""
         if push.chunk not in self.versions:
             return PushOutcome(refused=f"this shard does not hold chunk {push.chunk}")
         refusal = self.refusal(worker, push.incarnation)
@@ -145,12 +170,13 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return outcome
 
     def _next_iteration(self, worker: int, incarnation: int) -> int | None:
-        """The first iteration that is not in the log here; None while its Joined is on its way."""
+        """Return a worker's first iteration that is not in the log here; None while its Joined is on its
+        way."""
         member = self.members.get(worker)
         return member.clock if member is not None and member.incarnation == incarnation else None
 
     def handle_replace(self, worker: int, replace: messages.Replace, handle: int) -> PushOutcome:
-        """BSP: what a member of the mean puts in the place of a chunk of it. Sent again: the first counts."""
+        """Take a member's replacement for a chunk of the mean (BSP). Of repetitions the first counts."""
         refusal = self.refusal(worker, replace.incarnation)
         if refusal:
             return PushOutcome(refused=refusal)
@@ -188,7 +214,8 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self._fence(entry)
 
     def _take(self, worker: int, incarnation: int, iteration: int) -> Contribution:
-        """A contribution that the log counts. Its parts are the action's, then to be released."""
+        """Remove and return a contribution that the log counts. The actions then use and release its
+        chunks."""
         member = self.members.get(worker)
         if member is None or member.incarnation != incarnation or member.clock != iteration:
             raise StoreError(
@@ -206,7 +233,7 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return contribution
 
     def _note_losses(self, key: Key, iteration: int, losses: dict[int, ChunkLoss]) -> None:
-        """Remember what was lost of a contribution as long as it may be asked for."""
+        """Keep a contribution's losses for as long as they may be asked for."""
         held = {at: each for at, each in self.losses.pop(key, {}).items() if at > iteration - self.limit}
         if losses:
             held[iteration] = losses
@@ -272,7 +299,10 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [apply, *_release(parts)]
 
     def _fence(self, entry: Fenced) -> list[Action]:
-        """What it had staged goes; what it made of the mean stays, for its word may be the step's."""
+        """Drop what a fenced worker has staged.
+
+        Its replacements of the mean's chunks stay, as its word on the step may be the one that counts.
+        """
         self.fenced[entry.worker] = max(entry.incarnation, self.fenced.get(entry.worker, 0))
         member = self.members.get(entry.worker)
         if member is not None and member.incarnation <= entry.incarnation:
@@ -288,29 +318,37 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # -- what others ask ----------------------------------------------------------------------------------
 
     def clock_of(self, worker: int) -> int:
-        """The iteration that a live worker is to begin, by what is applied here: for wire's Parameters."""
+        """Return the iteration that a live worker is to begin, after what is applied here: for wire's
+        Parameters."""
         member = self.members[worker]
         return self.steps if self.consistency == "bsp" else member.clock
 
     def note_staleness(self, staleness: float) -> None:
-        """At a site, whose members contribute as one: what the global shards have measured of it."""
+        """Note, at a site, the staleness that the global shards have measured for the site as one
+        contributor."""
         for member in self.members.values():
             member.staleness = staleness
 
     def staleness_of(self, worker: int) -> float:
-        """Staleness of a live worker's last contribution, in global iterations."""
+        """Return the staleness of a live worker's latest contribution, in global iterations."""
         return self.members[worker].staleness
 
     def lost_of(
         self, worker: int, asked: messages.Pull | messages.PullMean, iteration: int, chunk: int, extent: int
     ) -> LostBlocks | None:
-        """What was lost of the asker's own contribution to an iteration, of the share that is asked for of a
-        chunk of `extent` elements. None: nothing, or it is none of the latest `limit` that count."""
+        """Return what was lost of the asker's own contribution to an iteration, in the run that it asks for.
+
+        None if nothing was lost, or if the contribution is none of the latest `limit` that count.
+
+        Args:
+            extent: the elements of the chunk.
+        """
         loss = self.losses.get((worker, asked.incarnation), {}).get(iteration, {}).get(chunk)
         return told_of(loss, extent, asked.share, asked.shares) if loss is not None else None
 
     def whole(self) -> list[tuple[int, int, int]]:
-        """(worker, incarnation, iteration) of all that is whole here and not yet in the log."""
+        """Return (worker, incarnation, iteration) of all contributions that are whole here and not yet in the
+        log."""
         return [
             (worker, incarnation, iteration)
             for (worker, incarnation), staged in self.staged.items()
@@ -322,9 +360,9 @@ class ShardState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def _add(contribution: Contribution, worker: int, push: messages.Push, handle: int) -> PushOutcome:
     """Put a chunk that is not there yet, or a run of it, into a contribution.
 
-    A group's ring only ever gets smaller, when a member dies; those who are left cut the chunk into fewer
-    runs and send all of them. So what comes in fewer runs begins the chunk anew, and what comes in more was
-    sent before that.
+    A group's ring only gets smaller, when a member dies. The members that are left cut the chunk into fewer
+    runs and send all of them. So a run of fewer begins the chunk anew, and a run of more was sent before
+    that, and is ignored.
     """
     runs = contribution.runs.get(push.chunk)
     freed: tuple[int, ...] = ()

@@ -1,5 +1,5 @@
-"""SSP and ASP: each worker's contributions go into the log by themselves, in its own order, and as many as
-there are live workers make one step of the optimizer."""
+"""SSP and ASP: each worker's contributions enter the log by themselves, in the worker's order. As many
+contributions as there are live workers make one step of the optimizer."""
 
 from __future__ import annotations
 
@@ -19,33 +19,49 @@ SCALED = ("weight", "rate", "none")
 
 
 class Stream(msgspec.Struct, forbid_unknown_fields=True):
-    """One live worker."""
+    """One live worker.
+
+    Attributes:
+        clock: its iterations in the log.
+        seen: contributions of all workers that were in the log right after its own latest one.
+        pending: its commits that are not in the log yet, by iteration.
+        told: the latest answer, which a worker that lost it is given again.
+        seen_before: `seen` after its own contribution before the latest.
+        weight: the weight of its latest contribution in the log, as in wire's Commit; so are `basis` and
+            `alike`.
+    """
 
     incarnation: Count
-    clock: Count  # iterations in the log
-    seen: Count  # contributions of all workers that were in the log at its last own one
+    clock: Count
+    seen: Count
     pending: dict[int, messages.Commit] = {}
-    told: messages.Committed | None = None  # the latest: who has lost it is told the same
-    seen_before: Count = 0  # as `seen`, at the own one before that
-    weight: float = 0.0  # of its latest contribution in the log, and the next two: as wire's Commit
+    told: messages.Committed | None = None
+    seen_before: Count = 0
+    weight: float = 0.0
     basis: str = KNOWN
     alike: float = 1.0
 
 
 class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
-    """Apply each contribution as soon as it is committed and staged on all shards.
+    """The rule of SSP and ASP: apply each contribution as soon as it is committed and staged on all shards.
 
     A step is made at once, with the mean of the contributions so far, and made again with each later
-    contribution to it. So a complete step equals BSP's. Whoever asks gets the latest known parameters after a
+    contribution to it. So a complete step equals BSP's. A worker that asks gets the latest parameters after a
     step; its own next contribution belongs to the step after.
 
     Contributions weigh by samples while the latest contribution of every live worker is certain
     (core/weighing.py). From the first uncertain one on all workers count alike.
 
-    One who joins while nobody lives begins at `start`. A worker may have `limit` commits in flight. `scaled`
-    is what of a stale contribution is divided by its staleness: one of SCALED. `applied` contributions are in
-    the log, `in_step` of them in the open step (0: none is open), with weight `step_weight` (`step_alike` by
-    workers) and mean hyperparameters `step_settings`. `settings` are those of each live worker's latest one.
+    Attributes:
+        start: the iteration at which a worker begins that joins while no worker lives.
+        limit: commits that a worker may have in flight.
+        scaled: what of a stale contribution is divided by its staleness: one of SCALED.
+        applied: contributions in the log.
+        in_step: contributions in the open step; 0 if none is open.
+        step_weight: the weight of the open step, by samples.
+        step_alike: the weight of the open step, by workers.
+        step_settings: the mean hyperparameters of the open step.
+        settings: the hyperparameters of each live worker's latest contribution.
     """
 
     start: Count
@@ -60,11 +76,11 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
     settings: dict[int, messages.Hyperparameters] = {}
 
     def committed(self, worker: int) -> int:
-        """Number of iterations in the log, for a live worker."""
+        """Return the number of a live worker's iterations in the log."""
         return self.streams[worker].clock
 
     def commit(self, worker: int, commit: messages.Commit, draft: Draft, these: Contributors) -> None:
-        """A live worker commits its contribution; `draft.refused` says if it may not."""
+        """Take a live worker's commit. `draft.refused` says why it may not commit."""
         stream = self.streams[worker]
         if commit.iteration < stream.clock:
             told = stream.told
@@ -72,7 +88,7 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
                 told = messages.Committed(iteration=commit.iteration)
             draft.reply(worker, commit.incarnation, told)
         elif commit.iteration in stream.pending:
-            return  # answered when it goes into the log
+            return  # answered when it enters the log
         elif commit.iteration != stream.clock + len(stream.pending):
             draft.refused = (
                 f"worker {worker} commits iteration {commit.iteration}, "
@@ -86,11 +102,11 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
             stream.pending[commit.iteration] = commit
 
     def step(self, worker: int, _step: messages.Step, draft: Draft) -> None:
-        """Only synchronous workers step by the log."""
+        """Refuse a Step: only synchronous workers step by the log."""
         draft.refused = f"worker {worker} says Step, which asynchronous training has not"
 
     def leave(self, worker: int, incarnation: int, _these: Contributors) -> None:
-        """A worker is fenced."""
+        """Remove a worker that is fenced."""
         stream = self.streams.get(worker)
         if stream is not None and stream.incarnation <= incarnation:
             self.start = min(each.clock for each in self.streams.values())
@@ -98,7 +114,7 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
             self.settings.pop(worker, None)
 
     def advance(self, draft: Draft, these: Contributors) -> None:
-        """Write all that can be written now."""
+        """Write everything that can be written now."""
         if these.roster.is_quorate():
             start = min((stream.clock for stream in self.streams.values()), default=self.start)
             for worker, incarnation in these.roster.enter():
@@ -150,13 +166,12 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
         return True
 
     def _unlike(self, worker: int, commit: messages.Commit) -> str:
-        """Name another worker with a different hyperparameter that no schedule explains, in one line; empty:
-        none.
-        """
+        """Return a line that names another worker whose hyperparameters differ in a way that no schedule
+        explains; empty for none."""
         before, own = self.settings.get(worker), commit.hyperparameters
         self.settings[worker] = own
         if own == before:
-            return ""  # the other one hears it, or has
+            return ""  # unchanged: a difference is reported to the worker that changed
         for other, theirs in sorted(self.settings.items()):
             found = unscheduled_difference(theirs, own) if other != worker else None
             if found is not None:
@@ -164,8 +179,12 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
         return ""
 
     def _staleness(self, stream: Stream, behind: int) -> float:
-        """By how many global iterations more than usual the parameters have moved on since those that its
-        next contribution was computed at, which lacked `behind` of its own."""
+        """Return by how many global iterations more than usual the parameters have moved on since a
+        contribution was computed.
+
+        Args:
+            behind: the worker's own iterations in flight, which the parameters that it computed with lacked.
+        """
         others = self.applied - (stream.seen_before if behind else stream.seen) - behind
         if len(self.streams) == 1:
             return max(float(behind), others - 1.0)
@@ -175,11 +194,11 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
         """Add a contribution to the open step, or to a new one.
 
         Returns the contribution's number in the step, its share of the weight so far, and whether the step is
-        complete. The share is by samples where all contributions are `certain`.
+        complete. The share is by samples if all contributions are `certain`.
         """
-        if self.in_step >= len(self.streams):  # those whom it waited for are gone
+        if self.in_step >= len(self.streams):  # the workers that the step waited for are gone
             self.in_step = 0
-        # Up to 1 it is chance, and what is in flight all have: all would count for less.
+        # A staleness up to 1 is chance, and all workers have contributions in flight: neither scales down.
         divisor = max(1.0, staleness - commit.behind)
         damped = divisor if self.scaled == "weight" else 1.0
         weight, alike = commit.weight / damped, weight_of(commit, certain=False) / damped
@@ -199,7 +218,7 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
         return number, part, enough
 
     def waiting_for(self, these: Contributors) -> list[str]:
-        """List, in words, the workers waited for and on what: the slowest, which SSP waits for, first."""
+        """Return, in words, the workers waited for and on what; the slowest, for which SSP waits, first."""
         missing = these.roster.missing()
         if missing:
             return [missing]
@@ -213,16 +232,18 @@ class Streams(msgspec.Struct, forbid_unknown_fields=True, tag="streams"):
 
 
 def _slower(group: dict[str, Any], divisor: float) -> dict[str, Any]:
-    """A param group with its learning rate divided, if it has one."""
+    """Return a param group with its learning rate divided, if it has one."""
     rate = group.get("lr")
     return {**group, "lr": rate / divisor} if divisor > 1 and isinstance(rate, (int, float)) else group
 
 
 def _moved(before: Any, now: Any, part: float) -> Any:
-    """`before`, moved by `part` of the way to `now` where a number is a fraction; all else is as it is now.
+    """Return `before`, moved by `part` of the way to `now` if it is a fractional number; everything else is
+    as in `now`.
 
-    A schedule goes by each worker's own iterations, so a slow one's learning rate is of another time. A step
-    that used the latest as it is would be as large as early in training, whenever a slow worker made it.
+    A schedule goes by each worker's own iterations, so a slow worker's learning rate is that of an earlier
+    time. A step with the latest rate alone would be as large as early in training whenever a slow worker made
+    it.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         return {key: _moved(before.get(key, value), value, part) for key, value in now.items()}

@@ -1,4 +1,4 @@
-"""Which samples the contributions that count have used, and what of that the hub has yet to be told."""
+"""The samples that the contributions in the log have used, and those that the hub has yet to be told of."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from atoll.store.ranges import Ranges
 from atoll.wire import messages
 from atoll.wire.messages import Count
 
-Life: TypeAlias = tuple[int, int]  # a worker, and its incarnation
+Life: TypeAlias = tuple[int, int]  # worker, incarnation
 Positions: TypeAlias = dict[tuple[int, int], Ranges]  # by sampler and epoch
 
 
 class UsedSamples(msgspec.Struct, forbid_unknown_fields=True):
-    """`used` positions and `committed` iterations of each incarnation that has contributed. `news` is what of
-    the used the hub has not been told: as ranges, which stay few however long the hub is gone."""
+    """The samples that contributions have used, by incarnation.
+
+    Attributes:
+        used: all used positions.
+        committed: the number of committed iterations.
+        news: used positions that the hub has not been told of. As ranges they stay few, however long the hub
+            is gone.
+    """
 
     used: dict[Life, Positions] = {}
     committed: dict[Life, Count] = {}
     news: dict[Life, Positions] = {}
 
     def count(self, worker: int, commit: messages.Commit) -> None:
-        """Note a contribution that counts."""
+        """Note the samples of a contribution that counts."""
         key = (worker, commit.incarnation)
         self.committed[key] = commit.iteration + 1
         kept = [self.used.setdefault(key, {})] + ([self.news.setdefault(key, {})] if commit.used else [])
@@ -38,14 +44,13 @@ class UsedSamples(msgspec.Struct, forbid_unknown_fields=True):
         return self._told((worker, incarnation), self.used.get((worker, incarnation), {}))
 
     def take_news(self) -> list[messages.Fenced]:
-        """Return, for the hub's leases, what has been used since this was asked last, in the form of the
-        answer to a Fence."""
+        """Return, for the hub's leases, the positions used since the last call, as answers to a Fence."""
         told = [self._told(key, used, news=True) for key, used in sorted(self.news.items())]
         self.news.clear()
         return told
 
     def tell_all(self, live: Mapping[int, int]) -> None:
-        """Have `take_news` give everything that `live` workers have used: it may have got lost."""
+        """Let `take_news` return all positions that `live` workers have used, as earlier news may be lost."""
         for key in live.items():
             for epoch, ranges in self.used.get(key, {}).items():
                 news = self.news.setdefault(key, {}).setdefault(epoch, Ranges())

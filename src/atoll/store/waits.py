@@ -1,4 +1,4 @@
-"""Detect workers that wait for each other in vain, at different places of their scripts."""
+"""Detection of workers that wait for each other in vain, at different places of their scripts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from atoll.wire.messages import WorkerStand
 
 @dataclass(frozen=True)
 class Waits:
-    """Contributors that a meeting or an iteration needs, and the places of contributors that wait for it.
+    """The contributors (workers or groups) that a meeting or an iteration needs, and the places of those that
+    wait for it.
 
-    A contributor is a worker or a group of workers. `needed` are the contributors without which the meeting
-    or iteration cannot take place. `stands` gives the place of each contributor that has done its part.
+    Attributes:
+        needed: contributors without which it cannot take place.
+        stands: the place of each contributor that has done its part.
     """
 
     needed: frozenset[int]
@@ -22,10 +24,10 @@ class Waits:
 
 
 def deadlock(meeting: Waits, iteration: Waits) -> str:
-    """Return the line of a deadlock between a meeting and an iteration, or an empty string.
+    """Return the line of a deadlock between a meeting and an iteration; empty for none.
 
-    A deadlock needs every needed contributor to wait, some for the meeting and some for the iteration. While
-    one still computes there is none: that contributor may come to either.
+    In a deadlock every needed contributor waits, some for the meeting and some for the iteration. While one
+    still computes there is none, as it may come to either.
     """
     both = meeting, iteration
     waiting = meeting.stands.keys() | iteration.stands.keys()
@@ -37,5 +39,5 @@ def deadlock(meeting: Waits, iteration: Waits) -> str:
 
 
 def line_of(stands: list[WorkerStand]) -> str:
-    """Name each worker's place, in order of worker."""
+    """Return the line that names each worker's place, in order of worker."""
     return describe_mismatch({each.worker: each.stand for each in sorted(stands, key=lambda s: s.worker)})

@@ -1,4 +1,4 @@
-"""The run's workers by rank: who gets which."""
+"""The run's workers by rank, and the assignment of ranks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,34 @@ from types import MappingProxyType
 from atoll.store.admission import Admission
 from atoll.store.roll import Member, Roll
 
-RANKS = 2**17  # the most workers
+RANKS = 2**17  # most workers
 
 
 class Workers:
-    """Workers by rank, of a run that begins with `count` of them. In a `ring`, which has no shards, the ranks
-    are those below `count` until the ring is formed (`open`); else any number may come."""
+    """Workers by rank, of a run that begins with `count` of them.
+
+    In a ring, the ranks are those below `count` until the ring is formed (`open`); otherwise any number may
+    come.
+
+    Args:
+        ring: True if the run has no shards.
+
+    Attributes:
+        members: workers by rank.
+        not_ranks: numbers of groups, which no worker may have as its rank.
+        vacancies: grows whenever a rank becomes free, or a ring opens for late workers.
+    """
 
     def __init__(self, roll: Roll, count: int, *, ring: bool) -> None:
         self._roll, self.count, self._ring = roll, count, ring
-        self.members: dict[int, Member] = {}  # by rank
-        self.not_ranks: Collection[int] = ()  # numbers of groups: no worker may have one as its rank
-        self.vacancies = 0  # grows whenever a rank becomes free, or a ring opens for late workers
+        self.members: dict[int, Member] = {}
+        self.not_ranks: Collection[int] = ()
+        self.vacancies = 0
         self._open = False
         self._ranks: dict[int, int] = {}  # by incarnation
         self._tokens: dict[str, Member] = {}
         self._freed: list[int] = []  # a heap of ranks that were given back; some may be taken again
-        self._fresh = 0  # all ranks below are taken, or among the freed
+        self._fresh = 0  # all ranks below it are taken, or in `_freed`
 
     @property
     def open(self) -> bool:
@@ -38,7 +49,7 @@ class Workers:
         self._open = is_open
 
     def admit(self, now: float, wish: int, token: str, launcher: str) -> Admission:
-        """A worker wishes for a rank (-1: any)."""
+        """Admit a worker with its wish for a rank; -1 for any."""
         there = self.called(token)
         if there is not None:
             return there
@@ -63,7 +74,7 @@ class Workers:
         return member
 
     def _lowest_free(self) -> int:
-        """The lowest rank that is nobody's."""
+        """Return the lowest free rank."""
         while self._freed and self._freed[0] in self.members:
             heapq.heappop(self._freed)
         while self._fresh in self.members:
@@ -74,7 +85,7 @@ class Workers:
         return lowest
 
     def _beyond(self, wish: int) -> str:
-        """Why a worker cannot be in the run's ring."""
+        """Return why a worker cannot be in the run's ring."""
         what = f"there is no rank {wish}" if wish >= 0 else "all of them are there"
         return f"the run is a ring of {self.count} workers, and {what}; `atoll hub --workers` sets how many"
 
@@ -85,7 +96,7 @@ class Workers:
         return len(self.members) >= self.count
 
     def leave(self, incarnation: int) -> int | None:
-        """A worker leaves; gives its rank, which is free then, or None where it is not there."""
+        """Remove a worker. Return its rank, which is free then, or None if the worker is not there."""
         member = self._roll.get(incarnation, "worker")
         if member is None:
             return None
@@ -98,27 +109,27 @@ class Workers:
         return member.place
 
     def called(self, token: str) -> Admission | None:
-        """The place of the worker that calls itself so, where it is there."""
+        """Return the admission of the present worker with this token; None if there is none."""
         member = self._tokens.get(token)
         if member is None:
             return None
         return Admission(member.place, member.incarnation, reason="it is there already")
 
     def live(self) -> dict[int, int]:
-        """The workers that are there: rank -> incarnation."""
+        """Return the present workers: rank -> incarnation."""
         return {rank: member.incarnation for rank, member in sorted(self.members.items())}
 
     @property
     def ranks(self) -> Mapping[int, int]:
-        """The ranks of the workers that are there, by incarnation; a view of what changes."""
+        """The ranks of the present workers, by incarnation. The mapping changes with them."""
         return MappingProxyType(self._ranks)
 
     def rank_of(self, incarnation: int) -> int | None:
-        """The rank of a worker that is there."""
+        """Return the rank of a present worker; None if it is not there."""
         return self._ranks.get(incarnation)
 
     def restore(self, members: dict[int, Member]) -> None:
-        """Know these alone."""
+        """Replace all workers by these."""
         self.members, self._ranks, self._tokens, self._freed, self._fresh = {}, {}, {}, [], 0
         for member in members.values():
             self._index(member)
