@@ -1,7 +1,7 @@
-"""c10d process groups with deadlines that say who was waited for.
+"""c10d process groups with deadlines whose errors name the workers that did not come.
 
-A `Channel` is made from a store alone and can be made again; it does not touch torch.distributed's default
-group, which stays the script's. Every wait goes through `Channel.wait`, which names what it waits for.
+A `Channel` is made from a store alone, and can be made again. It leaves torch.distributed's default group to
+the script. Every wait goes through `Channel.wait`, which names what it waits for.
 """
 
 from __future__ import annotations
@@ -27,51 +27,58 @@ from atoll.train.api.place import Place
 from atoll.train.group.sockets import listening_host, listening_ports, shut
 
 _POLL_SECONDS = 50e-6
-_SLICE = timedelta(seconds=0.1)  # of a wait, between which the hub's word is looked at
-_MAKING_SECONDS = 0.05  # the same, while a group connects
-_EXPLAIN_SECONDS = 2.0  # how long a late worker waits to learn who else is late
-_END_SECONDS = 2.0  # for a group that does nothing more to end
+_SLICE = timedelta(
+    seconds=0.1
+)  # length of a slice of a wait; after each slice the wait looks at the hub's latest news
+_MAKING_SECONDS = 0.05  # length of a slice of the wait for a group to connect
+_EXPLAIN_SECONDS = 2.0  # how long a late worker waits to learn which others are late
+_END_SECONDS = 2.0  # how long to wait for the end of an idle group
 _SUM = dist.AllreduceOptions()
 
 
 class Pending(Protocol):
-    """A collective under way: c10d's Work, or what stands for several of them."""
+    """A collective under way: c10d's Work, or an object that stands for several of them."""
 
     def is_completed(self) -> bool: ...
 
     def wait(self, timeout: timedelta = ...) -> bool:
-        """Raises RuntimeError when it has failed, or is not over in time."""
+        """Wait for the collective. Raises RuntimeError if it has failed or does not end in time."""
 
 
 class Sums(Protocol):
-    """What sums tensors over a group's members: a Channel, or two rings at once."""
+    """Sums of tensors over a group's members: by a Channel, or by two rings at once."""
 
     def sum(self, tensor: Tensor) -> Pending:
-        """Begin to replace `tensor`, contiguous, on every member, by the sum over members."""
+        """Begin to replace `tensor`, contiguous, on every member by the sum over the members."""
 
     def sends(self, size: int) -> int:
-        """The bytes that this member sends in a sum of `size` bytes."""
+        """Return the bytes that this member sends in a sum of `size` bytes."""
 
     def wait(self, work: Pending, what: str) -> float:
-        """Wait for `work`; returns the seconds that it took."""
+        """Wait for `work`; return the seconds waited. `what` names it for errors."""
 
 
 class BrokenRingError(RunError):
-    """The ring is to be formed again: a member is gone, or the hub says so."""
+    """The ring must be formed again: a member is lost, or the hub reports one lost."""
 
 
 class Channel:
     """One process group over the workers of `place`, which must have a store to meet in.
 
-    `purpose` names it in the store and in errors; `timeout` is in seconds. Tensors given to its collectives
-    are on `device`: the CPU (Gloo) or a CUDA device (NCCL).
+    Tensors given to its collectives lie on `device`: the CPU (Gloo) or a CUDA device (NCCL).
 
-    `order` is the order of the members' ranks round the ring in which Gloo makes a sum (i sends to i + 1); by
-    default that of their ranks. It changes neither ranks nor results, but for the order of additions.
+    If the place has a `watch`, every failure except a deadline raises BrokenRingError, and every wait also
+    ends with the errors that `watch` raises. After such an error only `abandon` may be called. A collective
+    that was under way may still write into its tensors for a while.
 
-    Where the place has a `watch`, whatever fails but for a deadline raises BrokenRingError, and every wait
-    also ends with what `watch` raises; then only `abandon` is left to be called. A collective that was under
-    way may still write into its tensors for a while.
+    Args:
+        place: this worker's place among the members.
+        purpose: the channel's name in the store and in errors.
+        timeout: the deadline of each wait, in seconds.
+        device: where the tensors lie.
+        order: the ranks in the order in which Gloo's sum passes the members, each sending to the next; by
+            default 0, 1, 2 and so on. The order changes neither ranks nor results, except for the order of
+            additions.
     """
 
     def __init__(
@@ -89,11 +96,11 @@ class Channel:
         self._seats = [order.index(rank) for rank in range(place.world)]
         self._store = PrefixStore(purpose, place.store)
         self._lates = 0
-        self.seconds_waited = 0.0  # in all
+        self.seconds_waited = 0.0  # by all waits so far
         self._on_cuda = device.type == "cuda"
         self._group: Any = None
-        self._ports: set[int] = set()  # at which this channel listens
-        self._peers: set[int] = set()  # at which the others do
+        self._ports: set[int] = set()  # ports at which this channel listens
+        self._peers: set[int] = set()  # ports at which the other members listen
         start = time.perf_counter()
         try:
             try:
@@ -158,7 +165,7 @@ class Channel:
         self._group = group
 
     def _meet_ports(self) -> None:
-        """Learn at which ports the others listen, so that `abandon` finds the connections to them."""
+        """Learn the ports at which the others listen, so that `abandon` finds the connections to them."""
         if self._on_cuda:
             return
         port = torch.tensor([min(self._ports, default=0)], dtype=torch.int64)
@@ -168,17 +175,16 @@ class Channel:
 
     @property
     def host(self) -> str:
-        """The address at which the others have reached this worker, where it listens; else the place's."""
+        """The address at which the others have reached this worker, if it listens; else the place's host."""
         return listening_host(self._ports) or self.place.host
 
     def look(self) -> None:
-        """Raises where the group is known to be broken."""
+        """Raise the error of the place's `watch` if the group is known to be broken."""
         if self.place.watch is not None:
             self.place.watch()
 
     def look_while_waiting(self) -> None:
-        """Raise the errors of `look`, and MismatchError where the workers' scripts wait for each other in
-        vain.
+        """Raise the errors of `look`, and MismatchError if the workers' scripts wait for each other in vain.
 
         Only the thread inside a collective may call this.
         """
@@ -187,42 +193,48 @@ class Channel:
             self.place.standing.look()
 
     def sum(self, tensor: Tensor) -> Pending:
-        """Begin to replace `tensor`, on every worker, by the sum over workers."""
+        """Begin to replace `tensor` on every worker by the sum over workers."""
         return self._begin("allreduce", [tensor], _SUM)
 
     def sends(self, size: int) -> int:
-        """The bytes that this worker sends in a sum of `size` bytes: a ring sends each on 2 (n - 1) / n
-        times."""
+        """Return the bytes that this worker sends in a sum of `size` bytes over n workers: 2 (n - 1) / n
+        times `size`."""
         return 2 * (self.place.world - 1) * size // self.place.world
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
-        """Begin to replace `tensor`, on every worker, by its sum, minimum or maximum over workers."""
+        """Begin to replace `tensor` on every worker by its sum, minimum or maximum over workers."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
         return self._begin("allreduce", [tensor], options)
 
     def exchange(self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int]) -> Work:
-        """Begin to send `tensor` in pieces of `sends` elements, the r-th to the worker of rank r; `into`
-        takes the pieces that the workers have for this one, by rank, of `takes` elements. Not in an order of
-        their own."""
+        """Begin to send each worker a piece of `tensor`, and to take a piece from each. Only in the order of
+        ranks.
+
+        Args:
+            tensor: the pieces to send, one after another, by rank; 1-D.
+            sends: the number of elements for each worker, by rank.
+            into: takes the pieces from the workers, by rank; 1-D.
+            takes: the number of elements from each worker, by rank.
+        """
         assert self._seats == list(range(self.place.world))
         return self._begin("alltoall_base", into, tensor, list(takes), list(sends), dist.AllToAllOptions())
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
-        """Begin to replace `tensor` by that of the worker of rank `root`."""
+        """Begin to replace `tensor` on every worker by that of the worker of rank `root`."""
         options = dist.BroadcastOptions()
         options.rootRank = self._seats[root]
         options.rootTensor = 0
         return self._begin("broadcast", [tensor], options)
 
     def all_gather(self, tensor: Tensor) -> tuple[list[Tensor], Work]:
-        """Begin to collect each worker's `tensor`, all of one shape and dtype, in order of rank."""
+        """Begin to collect each worker's `tensor`, all of one shape and dtype, in the order of ranks."""
         parts = [torch.empty_like(tensor) for _ in range(self.place.world)]
         work = self._begin("allgather", [parts], [tensor])
         return [parts[seat] for seat in self._seats], work
 
     def gather(self, payload: bytes, what: str) -> list[bytes]:
-        """Each worker's bytes, in order of rank; on the CPU. Waits as `wait` does."""
+        """Return each worker's bytes, in the order of ranks. Only on the CPU. Raises the errors of `wait`."""
         sizes, work = self.all_gather(torch.tensor([len(payload)], dtype=torch.int64))
         self.wait(work, what)
         padded = torch.zeros(max(1, *(int(size) for size in sizes)), dtype=torch.uint8)
@@ -240,11 +252,11 @@ class Channel:
         return work
 
     def wait(self, work: Pending, what: str) -> float:
-        """Wait for `work`; returns the seconds that it took.
+        """Wait for `work`; return the seconds waited.
 
-        Raises DeadlineError with the workers that did not come, PeerLostError when one is gone, and
-        MismatchError where another stands elsewhere in its script. `what` completes the sentence "waited for
-        ...".
+        Raises DeadlineError with the workers that did not come, PeerLostError (BrokenRingError if the place
+        has a `watch`) when one is gone, and MismatchError if the workers' scripts are at inconsistent places.
+        `what` completes the sentence "waited for ...".
         """
         start = time.perf_counter()
         try:
@@ -262,21 +274,21 @@ class Channel:
         return waited
 
     def _watch(self, work: Pending, until: float) -> None:
-        """Wait in slices; a wait that passes its time leaves Gloo's work alive."""
+        """Wait in slices, until the time `until`. A wait that runs out of time leaves Gloo's work alive."""
         while True:
             try:
                 work.wait(_SLICE)
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # it came meanwhile, or raises why it failed
+                    work.wait()  # it has finished meanwhile, or raises its failure
                     return
             self.look_while_waiting()
             if time.monotonic() > until:
                 raise RuntimeError("timed out")
 
     def _poll(self, work: Pending) -> None:
-        """NCCL's `wait` only orders streams; this waits for the work itself, up to the deadline."""
+        """Wait for the work itself, until the time `until`. NCCL's `wait` only orders streams."""
         until = time.monotonic() + self.timeout
         while not work.is_completed():
             self.look_while_waiting()
@@ -285,7 +297,7 @@ class Channel:
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """End the process group; what it was doing is given up."""
+        """End the process group, and give up a collective that is under way."""
         if self.is_stuck:
             self.abandon()
             return
@@ -295,22 +307,24 @@ class Channel:
 
     @property
     def is_stuck(self) -> bool:
-        """True where the workers wait for each other in vain, so that closing the group would wait for them
-        too.
-        """
+        """True if the workers wait for each other in vain, so that closing the group would wait for them
+        too."""
         return self.place.standing is not None and self.place.standing.mismatch is not None
 
     def abandon(self) -> None:
-        """Let a broken group go, whatever it is doing: its connections end, and what it was doing fails, here
-        and at the others."""
+        """Let a broken group go, whatever it is doing: its connections end, so a collective under way fails
+        here and at the other members."""
         if self._on_cuda and self._group is not None:
             self._group.abort()
         shut(self._ports, self._peers)
         self._let_go(0.0)
 
     def _let_go(self, seconds: float) -> None:
-        """A group's end waits for what it was doing, and needs its store, which C++ does not hold. It is
-        waited for up to `seconds`."""
+        """Drop the group, and wait up to `seconds` for its end, on a thread if the end may wait for others.
+
+        The end of a group waits for a collective under way. It needs the store, to which C++ holds no
+        reference.
+        """
         held, self._group = [self._group, self.place], None
         if held[0] is not None and (self.place.watch is not None or self.is_stuck):
             thread = threading.Thread(target=held.clear, name="atoll-end-of-ring", daemon=True)
@@ -318,12 +332,12 @@ class Channel:
             see_off(thread, seconds)
 
     def _raise_explained(self, error: RuntimeError, what: str, waited: float) -> None:
-        """Raise the error that takes the place of c10d's; return where `error` is another's."""
+        """Raise the error that replaces c10d's `error`; return if neither c10d nor Atoll raised `error`."""
         if _is_raised_here(error):
             raise self.explain(error, what, waited) from error
 
     def explain(self, error: RuntimeError, what: str, waited: float) -> AtollError:
-        """The error to raise in place of c10d's."""
+        """Return the error to raise in place of c10d's `error`, after `waited` seconds for `what`."""
         if isinstance(error, AtollError) and (self.place.watch is None or waited >= self.timeout):
             return error
         first_line = _essence(str(error)) or type(error).__name__
@@ -346,10 +360,11 @@ class Channel:
         )
 
     def _who_is_missing(self) -> list[int]:
-        """Ask the store which workers are late too; those that are not, are the ones waited for."""
+        """Return the ranks that are not late too: those that the late workers wait for. The late ones meet in
+        the store."""
         self._lates += 1
         others = [rank for rank in range(self.place.world) if rank != self.place.rank]
-        self._store.set_timeout(timedelta(seconds=_EXPLAIN_SECONDS))  # it may be the store that is gone
+        self._store.set_timeout(timedelta(seconds=_EXPLAIN_SECONDS))  # the store itself may be gone
         try:
             self._store.set(f"late/{self._lates}/{self.place.rank}", "1")
             until = time.monotonic() + _EXPLAIN_SECONDS
@@ -358,21 +373,21 @@ class Channel:
                 missing = [rank for rank in missing if not self._store.check([f"late/{self._lates}/{rank}"])]
                 time.sleep(0.05)
             return missing
-        except (RuntimeError, AtollError):  # the store went with the worker that held it: nobody can be asked
+        except (RuntimeError, AtollError):  # the store is gone with the worker that held it
             return []
 
 
 def _essence(message: str) -> str:
-    """c10d's message without its source position and its advice."""
+    """Return c10d's message without its source position and its advice."""
     first_line = message.splitlines()[0] if message else ""
     return re.sub(r"^\[[^]]*\]\s*", "", first_line).split(". ")[0]
 
 
 def _is_raised_here(error: RuntimeError) -> bool:
-    """True for an error of c10d's, which C++ raises in this package's frames, and for Atoll's own.
+    """True for an error that c10d raises in this package's frames, and for Atoll's own errors.
 
-    A signal handler runs in the middle of a wait. Its errors are its own: torch's tells of a DataLoader's
-    process that was killed.
+    A signal handler may run in the middle of a wait and raise an error of its own. Torch's handler, for
+    example, reports a DataLoader's process that was killed.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

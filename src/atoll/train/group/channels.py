@@ -1,7 +1,7 @@
-"""Open the channels of a ring, all or none, and close them.
+"""The channels of a ring: all are opened, or none, and all are closed.
 
 A ring's channels are made anew whenever the ring is formed. `RingChannels` opens those of the ring of all
-workers; `channel_of`, `opening` and `words_beside` also serve the groups within it (`train/group/inner.py`).
+workers. `channel_of`, `opening` and `words_beside` also serve the groups within it (`train/group/inner.py`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Inside(Protocol):
         """Connect to the members of this worker's group, as the ring is formed."""
 
     def giver_of(self, rank: int, newcomers: Sequence[int]) -> int:
-        """The rank whose state the newcomer of rank `rank` takes."""
+        """Return the rank of the member whose state the newcomer of rank `rank` takes."""
 
 
 @contextmanager
 def opening() -> Iterator[list[Channel]]:
-    """Yield a list for channels as they are opened; abandon them where the ring breaks meanwhile."""
+    """Yield a list for channels as they are opened. Abandon them if the ring breaks meanwhile."""
     opened: list[Channel] = []
     try:
         yield opened
@@ -46,7 +46,7 @@ def opening() -> Iterator[list[Channel]]:
 
 
 def channel_of(place: Place, purpose: str, timeout: float, device: torch.device) -> Channel:
-    """Connect to the other members of `place`; a channel to nobody where this worker is alone."""
+    """Connect to the other members of `place`; return a SoloChannel if the place has no store."""
     if place.store is None:
         return SoloChannel(place, timeout)
     return Channel(place, purpose, timeout, device)
@@ -56,9 +56,9 @@ def words_beside(data: Channel, purpose: str, device: torch.device, opened: list
     """Return a channel on the CPU over the members of `data`.
 
     Args:
-        data: their channel for gradients, which serves for words too where gradients are on the CPU.
-        purpose: names the channel, if one is opened.
-        device: of gradients.
+        data: the members' channel for gradients. It is returned if gradients lie on the CPU.
+        purpose: the name of the channel, if one is opened.
+        device: where gradients lie.
         opened: takes the channel that is opened.
     """
     if device.type != "cpu":
@@ -68,29 +68,38 @@ def words_beside(data: Channel, purpose: str, device: torch.device, opened: list
 
 @dataclass(frozen=True)
 class Opened:
-    """The channels of a ring as it stands: `data` carries chunks, `agreement` small vectors, `session` what
-    workers tell one another outside iterations."""
+    """The channels of a ring as it stands.
+
+    Attributes:
+        data: carries chunks.
+        agreement: carries small vectors, on the CPU.
+        session: carries what workers report to one another outside iterations, on the CPU.
+        confirmations: the barriers that end rounds; None for a worker alone, and for a ring that does not
+            survive losses.
+        all: all channels, with those of this worker's group within the ring.
+    """
 
     data: Sums
     agreement: Channel
     session: Channel
-    confirmations: Confirmations | None  # where rings go on, and are of several
-    all: Sequence[Channel]  # those of this worker's group within the ring included
+    confirmations: Confirmations | None
+    all: Sequence[Channel]
 
 
 class RingChannels:
-    """Opens a ring's channels whenever the ring is formed.
-
-    `current` are those of the ring as it stands; None before it is formed, and once it has broken.
-    `generation` counts the rings that were formed.
+    """The opening of a ring's channels, each time that the ring is formed.
 
     Args:
-        device: of gradients.
-        timeout: of each wait, in seconds.
-        hierarchy: sums group by group; None: over one ring.
-        order: chooses in which order sums pass the members.
+        device: where gradients lie.
+        timeout: the deadline of each wait, in seconds.
+        hierarchy: forms sums group by group; None: one ring.
+        order: chooses the order in which sums pass the members; None: the order of ranks.
         inside: groups within the ring, whose channels are opened with the ring's.
-        confirms: whether members confirm what they hold.
+        confirms: True if members confirm the results that they hold.
+
+    Attributes:
+        current: the channels of the ring as it stands; None before it is formed, and after it has broken.
+        generation: the number of rings that were formed.
     """
 
     def __init__(
@@ -106,14 +115,14 @@ class RingChannels:
         self._device, self._timeout = device, timeout
         self._hierarchy, self._order, self._inside = hierarchy, order, inside
         self._confirms = confirms
-        self._waited_before = 0.0  # on channels that are no more
+        self._waited_before = 0.0  # on channels that were let go
         self.current: Opened | None = None
         self.generation = 0
 
     def open(self, place: Place) -> None:
         """Connect to the other members of `place`.
 
-        Raises BrokenRingError where a member is lost meanwhile, and DeadlineError where one does not come.
+        Raises BrokenRingError if a member is lost meanwhile, and DeadlineError if one does not come.
         """
         timeout, device, alone = self._timeout, self._device, place.store is None
         with opening() as opened:
@@ -126,7 +135,7 @@ class RingChannels:
             data: Sums = ring
             if self._order is not None and not alone:
                 data = self._order.open(session, ring, opened)
-            ring = opened[1]  # one in another order may have taken its place
+            ring = opened[1]  # a channel in another order may have taken its place
             agreement = words_beside(ring, "agreement", device, opened)
             if self._inside is not None:
                 opened += self._inside.open(session, device)
@@ -136,12 +145,12 @@ class RingChannels:
 
     @property
     def seconds_waited(self) -> float:
-        """In all, on all channels."""
+        """The seconds of all waits so far, on all channels."""
         here = [] if self.current is None else self.current.all
         return self._waited_before + sum(channel.seconds_waited for channel in here)
 
     def close(self) -> None:
-        """End the channels; what they were doing is given up."""
+        """End the channels, and give up collectives that are under way."""
         for channel in self._taken():
             channel.close()
 

@@ -1,9 +1,9 @@
-"""How the members of a ring tell one another that they hold a round's result: a barrier, once each iteration.
+"""The barrier at the end of each round of a ring: members confirm that they hold the round's result.
 
-c10d's barrier wakes two threads in each process for each of its steps, which took longer than all the rest
+c10d's barrier wakes two threads in each process for each of its steps, which took longer than everything else
 (docs/notes/survival.md). Here the worker's own thread writes and reads single bytes, on connections of its
-own: in each step it tells up to three members, and hears from as many (`steps`), so four members need one
-step and sixteen two. Members that cannot all connect confirm by an all-reduce, as all can.
+own. In each step it notifies up to three members, and hears from as many (`steps`). So four members need one
+step, and sixteen two. If any member cannot connect, all members confirm by an all-reduce.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ import torch
 from atoll.train.group.channel import BrokenRingError, Channel
 
 _RADIX = 4
-_SLICE_SECONDS = 0.1  # of a wait, between which the hub's word is looked at
-_CONNECT_SECONDS = 2.0  # for all members to connect: a SYN that is lost is sent again after one
-_GREETING_SECONDS = 0.5  # for who has connected to say who it is
+_SLICE_SECONDS = 0.1  # length of a slice of a wait; after each slice the wait looks at the hub's latest news
+_CONNECT_SECONDS = 2.0  # for all members to connect: a lost SYN is sent again after one second
+_GREETING_SECONDS = 0.5  # for the greeting of a member that has connected
 _WHERE = struct.Struct("<16sH46s")  # a listener's secret, port and address
-_GREETING = struct.Struct("<16sI")  # the listener's secret, and the rank of who connects
+_GREETING = struct.Struct("<16sI")  # the listener's secret, and the rank of the member that connects
 
 
 class Step(NamedTuple):
-    """Ranks that are told, and those that are heard."""
+    """One step of a barrier: the ranks that a member notifies (`told`), and those that it hears from
+    (`heard`)."""
 
     told: list[int]
     heard: list[int]
 
 
 def steps(rank: int, world: int) -> list[Step]:
-    """What a member does in a barrier of `world`, step by step; it takes the next when it has heard all.
+    """Return the steps of member `rank` in a barrier of `world` members. A step ends when the member has
+    heard all of its ranks.
 
-    A dissemination barrier: who begins step s has heard, directly or through others, of the 4 ** s - 1
-    members before it. In the whole barrier a member tells another at most once.
+    This is a dissemination barrier: a member that begins step s (from 0) has heard, directly or through
+    others, of the 4 ** s - 1 members before it. In the whole barrier a member notifies another at most once.
 
     Source: D. Hensgen, R. Finkel, U. Manber, "Two Algorithms for Barrier Synchronization", International
-    Journal of Parallel Programming 17(1), 1988; there with one partner in each step.
+    Journal of Parallel Programming 17(1), 1988. There each step has one partner; here up to three.
     """
     made, distance = [], 1
     while distance < world:
@@ -55,17 +57,20 @@ def steps(rank: int, world: int) -> list[Step]:
 
 
 class Confirmations:
-    """Those of the ring over `channel` (on the CPU), whose place has a `watch`.
+    """The confirmations of the ring over `channel`, on the CPU. The channel's place must have a `watch`.
 
-    Making it is a collective, and so is `confirm`; both raise as the channel's waits do. `trouble` says why
-    this worker could not connect ("": it could), `without` names the workers that could not: where there is
-    one, confirmations are all-reduces.
+    The constructor is a collective, and so is `confirm`. Both raise the errors of the channel's waits.
+
+    Attributes:
+        trouble: the reason why this worker could not connect; "" if it could.
+        without: the names of the workers that could not connect. If there are any, confirmations are
+            all-reduces.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._place = channel, channel.place
         self._links: dict[int, socket.socket] = {}
-        self._number = 0  # of this confirmation, as a byte
+        self._number = 0  # the number of the latest confirmation, modulo 256
         self.trouble = ""
         self._steps = steps(self._place.rank, self._place.world)
         self._partners = {rank for step in self._steps for rank in (*step.told, *step.heard)}
@@ -78,7 +83,7 @@ class Confirmations:
             self.close()
 
     def confirm(self, what: str) -> None:
-        """Return when all members have called this; `what` is what they then hold."""
+        """Return when all members have called this. `what` names the result that they hold by then."""
         if self.without:
             self._channel.wait(self._channel.sum(torch.zeros(1)), f"the others to hold {what}")
             return
@@ -93,7 +98,8 @@ class Confirmations:
         self._channel.seconds_waited += time.perf_counter() - began
 
     def close(self) -> None:
-        """End the connections. The others hear so even where a forked child holds them too."""
+        """End the connections. The other members see the end even if a forked child holds the connections
+        too."""
         links, self._links = self._links, {}
         for link in links.values():
             with contextlib.suppress(OSError):
@@ -131,7 +137,7 @@ class Confirmations:
     # -- the connections ----------------------------------------------------------------------------------
 
     def _meet(self) -> list[int]:
-        """Connect to all partners, as far as each can; returns the names of the workers that could not."""
+        """Connect to all partners, as far as possible; return the names of the workers that could not."""
         what = "the others' addresses, to confirm to one another"
         with contextlib.ExitStack() as stack:
             listener = self._listen()
@@ -149,7 +155,10 @@ class Confirmations:
         return [self._place.name_of(rank) for rank, each in enumerate(could) if not each]
 
     def _listen(self) -> socket.socket | None:
-        """Where the others have reached this worker already: at the channel's own address."""
+        """Listen at the channel's own address, at which the others have reached this worker already.
+
+        Returns None, with the reason in `trouble`, if that fails.
+        """
         try:
             host = self._channel.host
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -161,7 +170,8 @@ class Confirmations:
     def _connect(
         self, listener: socket.socket, secret: bytes, places: Sequence[tuple[bytes, int, bytes]]
     ) -> None:
-        """To partners of lower rank; those of higher rank connect to this one."""
+        """Connect to partners of lower rank, and accept those of higher rank. A failure is noted in
+        `trouble`."""
         until = time.monotonic() + min(_CONNECT_SECONDS, self._channel.timeout)
         rank = self._place.rank
         try:
@@ -177,11 +187,11 @@ class Confirmations:
                 if time.monotonic() > until:
                     raise TimeoutError("nobody came from " + self._named(awaited))
                 awaited.discard(self._accept(listener, secret, awaited))
-        except (OSError, ValueError) as error:  # ValueError: what came is no address
+        except (OSError, ValueError) as error:  # ValueError: a partner gave no address
             self.trouble = f"it cannot connect: {error}"
 
     def _accept(self, listener: socket.socket, secret: bytes, awaited: set[int]) -> int:
-        """The rank of a partner that has come, or -1."""
+        """Accept one connection; return the rank of the partner that has come, or -1."""
         listener.settimeout(_SLICE_SECONDS)
         try:
             link, _ = listener.accept()

@@ -1,4 +1,4 @@
-"""What members of a ring hand over to newcomers, as these enter: the state of training."""
+"""The handover of the state of training from members of a ring to newcomers, as these enter."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ from atoll.train.group.channel import Channel
 
 
 class State(Protocol):
-    """What a newcomer takes from a living member, and what changes with the members."""
+    """The state of training that a newcomer takes from a living member, and the places in the data, which are
+    dealt anew."""
 
     def capture(self) -> bytes: ...
 
     def restore(self, raw: bytes, rank: int) -> None: ...
 
     def places(self, *, entered: bool = False) -> bytes:
-        """Where this member is in its data; one that has `entered` is nowhere yet."""
+        """Return this member's place in its data, encoded. A member that has just `entered` has no place
+        yet."""
 
     def deal_anew(self, places: Sequence[bytes], rank: int, world: int) -> None:
-        """Deal data anew, by all members' `places`."""
+        """Deal data anew, given all members' `places` by rank, this member's rank and the number of
+        members."""
 
 
 def hand_over(channel: Channel, state: State, giver: int, *, takes: bool) -> None:
     """Send a member's state to all, or the reason why it cannot be captured. A collective.
 
-    Args:
-        channel: to all members.
-        state: this member's.
-        giver: the rank of the member whose state it is.
-        takes: whether this member takes it.
+    Raises CheckpointError on the members that take the state, if it cannot be captured.
 
-    Raises CheckpointError on those who take it, where it cannot be captured.
+    Args:
+        channel: the channel to all members.
+        state: this member's state.
+        giver: the rank of the member whose state is sent.
+        takes: True if this member takes the state.
     """
     place = channel.place
     raw, is_refused = b"", False
     if place.rank == giver:
         try:
             raw = state.capture()
-        except CheckpointError as error:  # the newcomers' to know, and nothing that ends the others
+        except CheckpointError as error:  # newcomers raise it; the other members go on
             raw, is_refused = str(error).encode(), True
     what = f"the state of worker {place.name_of(giver)}, for those who enter"
     size = torch.tensor([len(raw), is_refused], dtype=torch.int64)

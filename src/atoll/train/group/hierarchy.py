@@ -1,6 +1,7 @@
-"""Strategy `hierarchical`: a sum inside each group, a sum over the groups' leaders, and a broadcast.
+"""The channel of strategy `hierarchical`: a sum inside each group, a sum over the groups' leaders, a
+broadcast.
 
-It is a channel, so a ring's reducer, agreement and confirmation are what they are over one group. Source:
+The result is a channel, so a ring's reducer, agreement and confirmation work unchanged. Source:
 docs/hierarchical.md; docs/planning.md, "Costs in closed form".
 """
 
@@ -28,37 +29,45 @@ from atoll.train.api.ending import see_off
 from atoll.train.api.place import Place
 from atoll.train.group.channel import BrokenRingError, Channel, Pending
 
-_LANES = (
-    2  # on a CPU, as many collectives as Gloo has under way; NCCL's of one device could wait for one another
-)
-_END_SECONDS = 1.0  # for a thread to end: it looks ten times a second whether it is to
+# On a CPU: the number of collectives that Gloo has under way. On one GPU, NCCL's could wait for one another.
+_LANES = 2
+_END_SECONDS = 1.0  # for a thread to end: it asks ten times a second whether it must
 
 
 class Hierarchy:
-    """How a ring's workers are grouped. Whenever it is formed, each says at which site it is, and the first
-    one how many groups are wanted."""
+    """The groups of a ring's workers.
+
+    Whenever the ring is formed, each worker reports its site, and the first worker the number of groups
+    wanted.
+
+    Attributes:
+        arranged: the groups in the ring as it was formed last; None before.
+    """
 
     def __init__(self, count: int, workers: int | None) -> None:
-        """`workers` that the run begins with; None: it is under way. Raises ConfigError for more groups."""
+        """Ask for `count` groups. Raises ConfigError if there are more groups than `workers`.
+
+        `workers` is the number of workers with which the run begins; None: it is under way already.
+        """
         if workers is not None:
             check_groups(count, workers)
         site = os.environ.get(SITE_VARIABLE) or os.environ.get(LAB_SITE_VARIABLE, "")
         self._count, self._site = count, site
-        self.arranged: Arranged | None = None  # in the ring as it was formed last
+        self.arranged: Arranged | None = None
 
     @property
     def groups(self) -> int:
-        """How many groups there are; of a ring that this worker is not in yet, as many as it asks for."""
+        """The number of groups; before this worker is in a ring, the number that it asks for."""
         return max(1, self._count) if self.arranged is None else len(self.arranged.grouping)
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each of several groups; empty where all workers are one."""
+        """The ranks of each group if there are several groups; else empty."""
         several = self.arranged is not None and len(self.arranged.grouping) > 1
         return self.arranged.grouping.groups if self.arranged is not None and several else ()
 
     def open(self, session: Channel, device: torch.device) -> Channel:
-        """A channel over the workers of `session`, all of which call this."""
+        """Return a channel over the workers of `session`. A collective of all of them."""
         word = json.dumps([self._count, self._site]).encode()
         words = [json.loads(each) for each in session.gather(word, "the workers' sites")]
         self.arranged = arrange([site for _, site in words], words[0][0])
@@ -66,24 +75,24 @@ class Hierarchy:
 
 
 class HierarchicalChannel(Channel):
-    """A channel over all workers of `place`, whose sums go through `grouping` (of ranks).
+    """A channel over all workers of `place`, whose sums go through the groups of `grouping` (of ranks).
 
-    They are made in lanes, each on a thread of its own, and are given to these in turn: so one is between the
-    groups while another is inside. What is no sum goes through the one group of all workers, and there they
-    find out who is missing when a wait passes its deadline.
+    Sums are made in lanes, each on a thread of its own. Each new sum goes to the next lane, so one sum passes
+    between the groups while another is inside them. All other collectives use the one process group of all
+    workers. In that group the workers also find out which of them is missing when a wait passes its deadline.
     """
 
     def __init__(
         self, place: Place, purpose: str, timeout: float, device: torch.device, grouping: Grouping
     ) -> None:
         self._lanes: list[_Lane] = []
-        self._begun = 0  # sums
+        self._begun = 0  # number of sums so far
         self._given_up = threading.Event()
         super().__init__(place, purpose, timeout, device)
         self._device = device
         group, leaders = grouping.group_of(place.rank), sorted(each[0] for each in grouping)
         broadcasts = len(group) > 1 and len(leaders) > 1
-        # Members to which this worker passes a sum on that it has from its leader:
+        # The number of members to which this worker passes on a sum from its leader:
         self._children = _children(group.index(place.rank), len(group)) if broadcasts else 0
         try:
             for number in range(_LANES if device.type == "cpu" else 1):
@@ -97,14 +106,15 @@ class HierarchicalChannel(Channel):
             lane.thread.start()
 
     def _level(self, ranks: Sequence[int], name: str) -> _Level | None:
-        """The group of these `ranks`, where this worker is one of several."""
+        """Return the process group of these `ranks`; None if this worker is not among them, or is the only
+        one."""
         if self.place.rank not in ranks or len(ranks) == 1:
             return None
         return _Level(self, ranks, name, self._device, self._given_up.is_set)
 
     def sum(self, tensor: Tensor) -> Pending:
         ready = None
-        if self._on_cuda:  # the lane's stream begins where this one is
+        if self._on_cuda:  # the lane's stream waits for the present one
             ready = torch.accelerator.current_stream(self._device).record_event()
         asked = _Sum(tensor, self.timeout, ready)
         self._lanes[self._begun % len(self._lanes)].sums.put(asked)
@@ -141,8 +151,11 @@ class HierarchicalChannel(Channel):
 
 
 class _Lane:
-    """Makes sums one after another, on its thread, in the order in which they come. `inside` is this worker's
-    group, `between` the leaders'; None where it would be alone, or is not one of them."""
+    """A thread that makes sums one after another, in the order in which they come.
+
+    `inside` is this worker's group; None if the worker is alone in it. `between` is the group of the leaders;
+    None if this worker is not a leader, or the only one.
+    """
 
     def __init__(
         self, device: torch.device, inside: _Level | None, between: _Level | None, broadcasts: bool
@@ -153,7 +166,8 @@ class _Lane:
         self._device, self._inside, self._between, self._broadcasts = device, inside, between, broadcasts
 
     def _serve(self) -> None:
-        """What comes after a sum that failed fails too: the others are at another one."""
+        """Make sums until None comes. Every sum after a failed one fails too: the other members are at
+        another sum."""
         if self._device.type != "cpu":
             torch.accelerator.set_stream(torch.Stream(self._device))
         failure: Exception | None = None
@@ -180,7 +194,8 @@ class _Lane:
 
 
 class _Level(Channel):
-    """A group of a lane, which its thread alone uses. Workers are named as in the whole."""
+    """One process group of a lane, used by the lane's thread alone. Workers keep the names of the whole
+    channel."""
 
     def __init__(
         self,
@@ -207,11 +222,12 @@ class _Level(Channel):
         self._finish(self.sum(tensor), until)
 
     def make_broadcast(self, tensor: Tensor, until: float) -> None:
-        # As bytes: not every dtype that can be summed can be broadcast.
+        # As bytes: some dtypes can be summed but not broadcast.
         self._finish(self.broadcast(tensor.reshape(-1).view(torch.uint8)), until)
 
     def _finish(self, work: Pending, until: float) -> None:
-        """Wait in slices, also where nobody watches the ring: a process must not end within Gloo's wait."""
+        """Wait in slices, even if nobody watches the ring: a process must not end while a thread is in Gloo's
+        wait."""
         if self._on_cuda:
             self._poll(work)
         self._watch(work, until)
@@ -224,11 +240,17 @@ class _Level(Channel):
 
 @dataclass
 class _Sum:
-    """A sum under way; to who waits it is what a c10d Work is."""
+    """A sum under way, which serves as a c10d Work.
+
+    Attributes:
+        tensor: the tensor to replace by its sum.
+        timeout: the deadline of the sum, in seconds.
+        ready: an event of the stream that fills the tensor; None on a CPU.
+    """
 
     tensor: Tensor
-    timeout: float  # seconds
-    ready: Any = None  # an event of the stream that fills the tensor
+    timeout: float
+    ready: Any = None
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
@@ -242,7 +264,8 @@ class _Sum:
         return self._over.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises RuntimeError when it has failed, or is not made in time (`timeout`, else the channel's)."""
+        """Wait for the sum. Raises RuntimeError if it has failed or is not made within `timeout`, by default
+        the channel's."""
         if not self._over.wait(self.timeout if timeout is None else timeout.total_seconds()):
             raise RuntimeError("timed out")
         if self._failure is not None:
@@ -251,6 +274,8 @@ class _Sum:
 
 
 def _children(rank: int, world: int) -> int:
-    """To how many members this one passes on a broadcast of rank 0's: in each round of Gloo's tree, all who
-    have it pass it to one more."""
+    """Return the number of members to which member `rank` passes on a broadcast of rank 0.
+
+    In each round of Gloo's tree, every member that has the tensor passes it to one more.
+    """
     return sum(rank < 2**i and rank + 2**i < world for i in range(world.bit_length()))

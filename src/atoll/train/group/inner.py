@@ -1,7 +1,7 @@
 """Groups of workers that each train a replica: rings of their own within the ring of all workers.
 
-The ring of all workers meets, notices deaths and lets newcomers in. A group's sums stay within the group;
-each of its rounds is one of the ring of all, which confirms it.
+The ring of all workers meets, notices deaths and lets newcomers in. A group's sums stay within the group.
+Each of a group's rounds is a round of the ring of all, which confirms it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ _Result = TypeVar("_Result")
 
 
 class Replicas:
-    """The contributors of a run, and this worker's group among them. A ring opens it as the ring is formed.
+    """The contributors of a run, and this worker's group among them. A ring calls `open` whenever it is
+    formed.
 
     A worker's group follows from its name, so it stays in its group whoever dies.
     """
 
     def __init__(self, count: int, workers: int) -> None:
-        """`count` groups of the run's `workers`; 0: each worker is a contributor by itself."""
+        """Divide the run's `workers` into `count` groups; 0: each worker is a contributor by itself."""
         self._count, self._workers = count, workers
         self._groups: dict[int, list[int]] = {}  # ranks of the members, by the contributor's name
-        self._channels: list[Channel] = []  # of this worker's group; none where it is a group by itself
+        self._channels: list[Channel] = []  # of this worker's group; none without groups
 
     def open(self, session: Channel, device: torch.device) -> list[Channel]:
-        """Connect to the members of this worker's group; returns the channels, for the ring to close.
+        """Connect to the members of this worker's group; return the channels, for the ring to close.
 
         Args:
             session: the channel to all workers, all of which make this call.
-            device: of the gradients.
+            device: where gradients lie.
         """
         place = session.place
         self._place, self._groups = place, {}
@@ -71,7 +72,7 @@ class Replicas:
     def _contributor_of(self, name: int) -> int:
         if not self._count:
             return name
-        if name >= self._workers:  # it came beside those with which the run began
+        if name >= self._workers:  # a newcomer, beyond those with which the run began
             return name % self._count
         return name * self._count // self._workers
 
@@ -82,28 +83,28 @@ class Replicas:
 
     @property
     def grouped(self) -> bool:
-        """True where workers are in groups."""
+        """True if workers are in groups."""
         return self._count > 0
 
     @property
     def contributors(self) -> Contributors:
-        """Those of the ring as it stands."""
+        """The contributors in the ring as it stands, and this worker's among them."""
         return Contributors(self.own, tuple(sorted(self._groups)))
 
     @property
     def leads(self) -> bool:
-        """True on the worker that speaks for its contributor."""
+        """True on the worker that talks to others for its contributor."""
         return self._groups[self.own][0] == self._place.rank
 
     def leader_of(self, contributor: int) -> int:
-        """The rank in the ring of all of the worker that speaks for a contributor."""
+        """Return the rank, in the ring of all, of the worker that talks to others for `contributor`."""
         return self._groups[contributor][0]
 
     def giver_of(self, rank: int, newcomers: Sequence[int]) -> int:
-        """The rank whose state a newcomer takes: of its own group, else of the first group.
+        """Return the rank of the member whose state a newcomer takes: one of its own group, else rank 0.
 
         Args:
-            rank: of the newcomer.
+            rank: the newcomer's rank.
             newcomers: the ranks of all newcomers.
         """
         group = self._groups[self._contributor_of(self._place.name_of(rank))]
@@ -121,27 +122,27 @@ class Replicas:
 
     @property
     def words(self) -> Channel:
-        """The group's channel for small vectors and for payloads, on the CPU."""
+        """The group's channel for small vectors and byte strings, on the CPU."""
         return self._channels[-1]
 
     @property
     def index(self) -> int:
-        """Where this worker's contributor stands among those that live."""
+        """The index of this worker's contributor among the living ones, by name."""
         return self.contributors.names.index(self.own)
 
     def __len__(self) -> int:
-        """How many contributors live."""
+        """Return the number of living contributors."""
         return len(self._groups)
 
     def describe(self) -> list[list[int]]:
-        """The workers of each contributor, by name."""
+        """Return the names of each contributor's workers."""
         return [[self._place.name_of(rank) for rank in self._groups[each]] for each in sorted(self._groups)]
 
 
 class InnerRing:
-    """A group's ring, over which its members sum gradients (`Ring` is that of all workers)."""
+    """A group's ring, over which its members sum gradients. `Ring` is the ring of all workers."""
 
-    is_awaited = False  # the ring of all lets newcomers in, at an exchange
+    is_awaited = False  # the ring of all workers lets newcomers in, at an exchange
 
     def __init__(self, ring: Ring, replicas: Replicas) -> None:
         self._ring, self._replicas = ring, replicas
@@ -161,12 +162,12 @@ class InnerRing:
 
     @property
     def outside(self) -> bool:
-        """True on a worker that has come late, and has not entered."""
+        """True on a worker that has come late and has not entered."""
         return self._ring.outside
 
     @property
     def generation(self) -> int:
-        """Rises whenever the group's channels are new."""
+        """A number that rises whenever the group's channels are new."""
         return self._ring.generation
 
     @property
@@ -178,11 +179,11 @@ class InnerRing:
         return self._replicas.words
 
     def meet(self) -> None:
-        """Meet new members of the ring of all, if there are any."""
+        """Meet new members of the ring of all workers, if there are any."""
         self._ring.meet()
 
     def admit(self) -> None:
-        """Newcomers enter at an exchange, and not here."""
+        """Do nothing: newcomers enter at an exchange."""
 
     def round(
         self,
@@ -191,13 +192,14 @@ class InnerRing:
         iteration: int = -1,
         where: Callable[[], Stand | None] | None = None,
     ) -> _Result:
-        """A round of the ring of all, in which each group does its own `act`."""
+        """Make a round of the ring of all workers, in which each group does its own `act` (see
+        `Ring.round`)."""
         return self._ring.round(what, act, iteration, where)
 
     def sum(
         self, values: Sequence[float], what: str, where: Callable[[], Stand | None] | None = None
     ) -> list[float]:
-        """The group's sums of its members' `values`."""
+        """Return the sums of the group members' `values`."""
         return self.round(what, lambda: sum_values(self.agreement, values, what), where=where)
 
 

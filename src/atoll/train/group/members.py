@@ -1,5 +1,7 @@
-"""The members of a group that hold one model together: what memory asks of them (`memory/members.py`), over
-c10d's collectives and connections of their own for what one asks of another alone."""
+"""The members of a group that share one model, as the memory engine needs them (`memory/members.py`).
+
+Collectives are c10d's. Requests of one member to another use connections of their own.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _CPU = torch.device("cpu")
 
 
 class _Collective(Waitable):
-    """A collective under way, and what it is."""
+    """A collective under way, with the words that name it in errors."""
 
     def __init__(self, channel: Channel, work: Pending, what: str) -> None:
         self._channel, self._work, self._what = channel, work, what
@@ -41,10 +43,16 @@ class _Collective(Waitable):
 
 
 class WorkerMembers:
-    """The workers of `place`, each a member; see `memory/members.py`: Members.
+    """The workers of `place` as members that share a model; see `memory/members.py`: Members.
 
-    Making it is a collective. `timeout` is the deadline of each wait, in seconds. Collectives are Gloo's, on
-    the CPU, whatever device trains.
+    The constructor is a collective. Collectives are Gloo's, on the CPU, whatever device trains.
+
+    Attributes:
+        rank: this member's rank.
+        count: the number of members.
+        replicas: the ranks of each group, if sums go group by group; else empty.
+        fetched: the bytes of payloads that this member has fetched.
+        sent: the bytes that this member has sent in collectives.
     """
 
     def __init__(
@@ -55,12 +63,22 @@ class WorkerMembers:
         replicas: Groups = (),
         ring: AnyRing | None = None,
     ) -> None:
-        """`number` is the model's number in its session. `ring` are the workers that hold the model."""
+        """Connect to the other members.
+
+        Raises RunError if this worker cannot listen for the others.
+
+        Args:
+            place: this worker's place among the members.
+            timeout: the deadline of each wait, in seconds.
+            number: the model's number in its session.
+            replicas: the ranks of each group, if sums are to go group by group.
+            ring: the ring of the members, if any.
+        """
         self._ring = ring
         self.rank, self.count, self.replicas = place.rank, place.world, replicas
-        self.fetched = self.sent = 0  # bytes: of payloads fetched, and sent in collectives
+        self.fetched = self.sent = 0
         self._place, self._timeout = place, timeout
-        self._lock = threading.Lock()  # guards the next two, and what is counted
+        self._lock = threading.Lock()  # guards the next two, and `fetched`
         self._idle: list[list[FetchLink]] = [[] for _ in range(self.count)]
         self._closed = False
         self._channel = self._connect(f"members{number}")
@@ -79,20 +97,21 @@ class WorkerMembers:
             raise
 
     def _host(self) -> str:
-        """The address at which the others have reached this worker already."""
+        """Return the address at which the others have reached this worker already. Raises OSError if it is
+        not known."""
         host = self._channel.host
         if not host:
             raise OSError(0, "its own address is not known (set GLOO_SOCKET_IFNAME)")
         return host
 
     def _connect(self, purpose: str) -> Channel:
-        """Sums of what members tell one another go group by group too."""
+        """Return the channel for collectives. With `replicas` its sums go group by group."""
         if not self.replicas:
             return Channel(self._place, purpose, self._timeout, _CPU)
         return HierarchicalChannel(self._place, purpose, self._timeout, _CPU, Grouping(self.replicas))
 
     def _meet(self) -> list[tuple[bytes, tuple[str, int]]]:
-        """Each member's secret, and where it listens."""
+        """Return each member's secret and the address at which it listens, by rank. A collective."""
         own = self._service
         said = _WHERE.pack(own.secret, own.port, own.host.encode("ascii"))
         told = self._channel.gather(said, "the other members' addresses")
@@ -108,7 +127,10 @@ class WorkerMembers:
 
     @property
     def seconds_waited(self) -> float:
-        """In all, for collectives. Fetches are made ahead of uses: what waits for them, counts that."""
+        """The seconds waited for collectives so far.
+
+        Fetches begin before their payloads are used; the code that waits for one counts its seconds.
+        """
         return self._channel.seconds_waited
 
     def serve(self, read: Read) -> None:
@@ -131,7 +153,7 @@ class WorkerMembers:
                 self._give_back(holder, link)
                 raise RefusedError(f"worker {self._place.name} cannot have {of}: {error}") from None
             except BaseException:
-                link.close()  # what comes yet is nobody's
+                link.close()  # nobody takes bytes that still come
                 raise
             self._give_back(holder, link)
         except DeadlineError:
@@ -140,7 +162,7 @@ class WorkerMembers:
                 f"(deadline sync.timeout, {self._timeout:g} s; set it higher if the workers are only slow)"
             ) from None
         except PeerLostError as error:
-            self._channel.look()  # who watches may know more
+            self._channel.look()  # the place's watch may know more
             if self._place.standing is not None and (known := self._place.standing.known()) is not None:
                 raise known from None
             raise PeerLostError(
@@ -169,7 +191,7 @@ class WorkerMembers:
         return self._channel.gather(word, what)
 
     def close(self) -> None:
-        """As `Members.close`; closing twice does no harm."""
+        """End the members' connections (see `Members.close`). Closing twice does no harm."""
         with self._lock:
             if self._closed:
                 return
@@ -182,7 +204,7 @@ class WorkerMembers:
         self._channel.close()
 
     def _look(self) -> None:
-        """Raises where nobody wants any more what is waited for, or the group is known to be broken."""
+        """Raise an error if the session is closed, or if the group is known to be broken."""
         self._check_open()
         self._channel.look()
 
@@ -191,7 +213,7 @@ class WorkerMembers:
             raise RunError("the session is closed: what other members hold cannot be had any more")
 
     def _take(self, holder: int, until: float) -> FetchLink:
-        """A connection to the holder's service, for this thread alone until it is given back."""
+        """Return a connection to the holder's service, for this thread alone until `_give_back`."""
         with self._lock:
             self._check_open()
             if self._idle[holder]:
@@ -208,7 +230,7 @@ class WorkerMembers:
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
-    """The memory of a flat, contiguous tensor in host memory."""
+    """Return the memory of a 1-D, contiguous tensor in host memory. Raises ValueError for another tensor."""
     if flat.device.type != "cpu" or flat.dim() != 1 or not flat.is_contiguous():
         raise ValueError(f"payloads travel from and to flat host memory, not {flat.device} {flat.shape}")
     return flat.detach().view(torch.uint8).numpy().data

@@ -1,13 +1,14 @@
-"""Choose the order in which a ring's sums pass its members, from links that the members measure.
+"""The choice of the order in which a ring's sums pass its members, from links that the members measure.
 
-Gloo sums along the ranks of its process group: each member sends to the next rank. So the ranks of that group
-are the order, and the session's ranks stay as they are. Whenever a ring is formed, the members say on which
-machine they are. On one machine nothing follows. Over several, one member of each machine measures the links
-to the others, in rounds of pairs; `rings/order.py` finds the best order by these figures; and a trial of both
-decides whether it takes the place of the order of ranks, and whether a second ring, the other way round, is
-worth its connections. NCCL lays rings of its own.
+Gloo sums along the ranks of its process group: each member sends to the next rank. So the ranks of that
+process group give the order, and the session's ranks stay unchanged. NCCL lays rings of its own.
 
-All members decide alike: by figures that all have gathered. Source: docs/planning.md, "The order of a ring".
+Whenever a ring is formed, each member reports its machine. On one machine nothing else happens. Over several
+machines, one member of each measures the links to the others, in rounds of pairs, and `rings/order.py` finds
+the best order by these figures. A trial then decides two things: whether the best order replaces the order of
+ranks, and whether a second ring, the other way round, is worth its connections.
+
+All members decide alike, by figures that all have gathered. Source: docs/planning.md, "The order of a ring".
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from atoll.train.group.ringbytes import gather_words
 from atoll.train.group.sumtimer import WHAT, SumTimer
 from atoll.train.members.reach import machine
 
-LEAST_MEMBERS = 4  # of fewer there is only one ring
-LINKS_SECONDS = 8.0  # for all rounds of measured links together
-_PAIR_SECONDS = (0.25, 1.0)  # for a link: the least that tells anything, and the most
+LEAST_MEMBERS = 4  # fewer members can form only one ring
+LINKS_SECONDS = 8.0  # for all rounds of measurements together
+_PAIR_SECONDS = (0.25, 1.0)  # for one link: the shortest measurement of use, and the longest
 
 _Short = Annotated[str, Meta(max_length=256)]
 _Number = Annotated[float, Meta(ge=0)]
 
 
 class _Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A link that was measured, between two machines by their ids."""
+    """A measured link between two machines, given by their ids: bytes/s and seconds."""
 
     one: _Short
     other: _Short
@@ -52,9 +53,17 @@ class _Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class _Where(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A member's machine by id, what people call the place, and, of the first member, what it knows: links,
-    what a trial over some machines has found, and how many times as fast any order can be there at most (0:
-    not known)."""
+    """A member's machine. The first member adds what it knows from former rings.
+
+    Attributes:
+        machine: the machine's id.
+        name: the name of the place for people.
+        links: the links that were measured.
+        tried: the ids of the machines over which the latest trial was made.
+        found: the result of that trial.
+        most: how many times as fast as the order of ranks any order over these machines can be at most; 0:
+            not known.
+    """
 
     machine: _Short
     name: _Short
@@ -65,7 +74,7 @@ class _Where(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class _Door(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a member's links can be measured; port 0: nowhere."""
+    """The address at which a member's links can be measured; port 0: at none."""
 
     host: _Short = ""
     port: Annotated[int, Meta(ge=0, lt=2**16)] = 0
@@ -73,7 +82,8 @@ class _Door(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a member measured in a round; no bandwidth: nothing, with the reason."""
+    """A member's measurement in a round: bytes/s and seconds. If the bandwidth is 0 there is none, for
+    `reason`."""
 
     bandwidth: _Number = 0.0
     latency: _Number = 0.0
@@ -82,21 +92,22 @@ class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 @dataclass(frozen=True)
 class Decision:
-    """The order that was chosen, in words, and why."""
+    """The order that was chosen, in words, and the reason."""
 
     choice: str
     reason: str
 
 
 class RingOrder:
-    """Chooses how a ring's sums pass its members, whenever the ring is formed.
-
-    `decision` is that of the ring as it was formed last; None where there was nothing to choose.
+    """The choice of how a ring's sums pass its members, made whenever the ring is formed.
 
     Args:
         machine_of: identifies this worker's machine.
-        measure_link: measures a link, as `net/linkprobe.py`: measure.
-        margin: how many times as fast as the order of ranks another one must be, to take its place.
+        measure_link: measures a link, like `measure` of `net/linkprobe.py`.
+        margin: how many times as fast as the order of ranks another order must be to replace it.
+
+    Attributes:
+        decision: the choice for the ring as it was formed last; None if there was nothing to choose.
     """
 
     def __init__(
@@ -109,17 +120,18 @@ class RingOrder:
         self._known: dict[tuple[str, str], Figures] = {}  # by the ids of two machines
         self._failures: list[str] = []
         self._tried: list[str] = []  # the ids of machines over which the latest trial was made
-        self._found = Found()  # by it
-        self._most = 0.0  # times as fast as the order of ranks that any order can be there; 0: not known
+        self._found = Found()  # the result of that trial
+        self._most = 0.0  # how many times as fast any order can be there at most; 0: unknown
         self.decision: Decision | None = None
 
     def open(self, session: Channel, natural: Channel, opened: list[Channel]) -> Sums:
-        """Return what the members of `session` sum with. A collective of all of them.
+        """Return the channel, or pair of rings, over which the members of `session` sum. A collective of all
+        of them.
 
         Args:
-            session: for what the members tell one another.
+            session: carries the members' reports.
             natural: a channel over the same members, in the order of their ranks. It is closed if another
-                one takes its place.
+                channel replaces it.
             opened: takes and loses channels as they are opened and closed, `natural` included.
         """
         self.decision = None
@@ -142,7 +154,7 @@ class RingOrder:
         first, timer = members[0], SumTimer(session)
         found, self._most = (first.found, first.most) if set(ids) <= set(first.tried) else (Found(), 0.0)
         self._tried, self._found = ids, found
-        plan = self._plan(ids) if len(ids) >= LEAST_MEMBERS else []  # among fewer there is only one ring
+        plan = self._plan(ids) if len(ids) >= LEAST_MEMBERS else []  # fewer machines form only one ring
         if plan and not self._most:
             timer.fit(natural)
             self._most = timer.most(natural, self._margin)
@@ -175,14 +187,15 @@ class RingOrder:
         return sums
 
     def _said(self, topology: Topology) -> list[str]:
-        """What is to be said of links that were measured."""
+        """Return words for people on the measured links and on failures."""
         said = [_spread(list(topology.links.values()))] if topology.links else []
         return said + self._failures[:2]
 
     # -- the links ----------------------------------------------------------------------------------------
 
     def _plan(self, ids: Sequence[str]) -> list[list[Way]]:
-        """Return the pairs of machines whose links are not known yet, in rounds that measure side by side."""
+        """Return the pairs of machines whose links are not known yet, in rounds of pairs that measure at the
+        same time."""
         plan = [
             [pair for pair in pairs if (ids[pair[0]], ids[pair[1]]) not in self._known]
             for pairs in rounds(len(ids))
@@ -192,14 +205,14 @@ class RingOrder:
     def _measure(
         self, session: Channel, ids: Sequence[str], machines: Sequence[int], plan: list[list[Way]]
     ) -> None:
-        """Have the links of a plan measured."""
+        """Let the members measure the links of `plan`. A collective."""
         self._failures = []
         seconds = min(_PAIR_SECONDS[1], LINKS_SECONDS / max(1, len(plan)))
         if seconds < _PAIR_SECONDS[0]:
             self._failures = [f"{len(ids)} machines are too many to measure each link between them"]
         if not plan or self._failures:
             return
-        speakers = [machines.index(machine) for machine in range(len(ids))]  # one member of each
+        speakers = [machines.index(machine) for machine in range(len(ids))]  # one member of each machine
         place = session.place
         own = machines[place.rank] if place.rank in speakers else -1
         with ExitStack() as stack:
@@ -210,7 +223,7 @@ class RingOrder:
                     stack.callback(server.close)
                     door = _Door(session.host, server.port, server.token)
                 except OSError:
-                    pass  # the others say that they could not measure this one's links
+                    pass  # the other members report that they could not measure
             doors = gather_words(session, door, WHAT)
             for pairs in plan:
                 target = next((other for one, other in pairs if one == own), -1)
@@ -244,7 +257,7 @@ class RingOrder:
 
 
 def order_for(config: Config, device: torch.device) -> RingOrder | None:
-    """Return what chooses the order of a run's rings; None where it is that of the ranks."""
+    """Return the choice of the order of a run's rings; None if it is always the order of ranks."""
     return RingOrder() if config.run.ring_order == "measured" and device.type == "cpu" else None
 
 

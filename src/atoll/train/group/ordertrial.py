@@ -1,6 +1,6 @@
-"""A trial of a ring's orders: that of the ranks, the best one by the links, and both ways round at once.
+"""A trial of a ring's orders: the order of ranks, the best order by the links, and both ways round at once.
 
-Links tell which order can be faster; only a trial tells whether it is: several links may share one line, and
+Links tell which order can be faster. Only a trial tells whether it is: several links may share one line, and
 a machine may be unable to fill its links. All members of the ring make the trial together, and decide alike.
 """
 
@@ -19,15 +19,19 @@ from atoll.train.group.channel import Channel, Sums
 from atoll.train.group.ringpair import RingPair
 from atoll.train.group.sumtimer import MESSAGE, SumTimer
 
-_NAMED = 16  # members of an order that are named in a line
+_NAMED = 16  # the most members of an order that a line names
 
 _Number = Annotated[float, Meta(ge=0)]
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a trial has found: how many times as fast as the order of ranks the best one was (0: not tried),
-    and how many times the figures had promised; and the share of the first of two rings, 1 of one alone (0:
-    not tried)."""
+    """The result of a trial.
+
+    Attributes:
+        gain: how many times as fast as the order of ranks the best order was; 0: not tried.
+        promised: how many times as fast it should have been by the links' figures.
+        share: the share of the bytes that the first of two rings takes; 1: one ring is better; 0: not tried.
+    """
 
     gain: _Number = 0.0
     promised: _Number = 0.0
@@ -35,26 +39,31 @@ class Found(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 def named(order: Sequence[int], name_of: Callable[[int], int]) -> str:
-    """An order in words: "0-2-1-3"."""
+    """Return an order in words, like "0-2-1-3"; long orders are cut."""
     names = [str(name_of(rank)) for rank in order]
     more = f"-... ({len(names)} workers)" if len(names) > _NAMED else ""
     return "-".join(names[:_NAMED]) + more
 
 
 class OrderTrial:
-    """The trial, and the words for what comes of it.
+    """The trial, and the words for its result.
 
     Args:
-        name_of: gives the name of the worker of a rank.
+        name_of: returns the name of the worker of a rank.
         timer: times sums.
-        connect: opens a channel over the members, by its purpose and order.
+        connect: opens a channel over the members, given its purpose and order.
         natural: a channel in the order of ranks.
         opened: takes and loses channels as they are opened and closed.
-        topology: where the members are.
+        topology: the members' machines and links.
         places: the names of the members' places, by rank.
-        margin: what another order, or a second ring, must be faster by.
-        before: what an earlier trial over these machines has found. It is not made again, unless the figures
-            promise more: after a loss the members that are left wait for the ring.
+        margin: how many times as fast another order, or a second ring, must be.
+        before: the result of an earlier trial over these machines. That trial is not repeated, unless the
+            figures promise more: after a loss the remaining members wait for the ring.
+
+    Attributes:
+        found: the result.
+        choice: the chosen order, in words.
+        reasons: the reasons, in words.
     """
 
     def __init__(
@@ -77,7 +86,8 @@ class OrderTrial:
         self.reasons: list[str] = []
 
     def open(self) -> Sums:
-        """Return what the members sum with from now on, and keep its channels in `opened`."""
+        """Return the channel, or pair of rings, over which the members sum from now on. Its channels stay in
+        `opened`."""
         topology = self._topology
         order, best = topology.natural, topology.best(MESSAGE)
         self.choice = f"natural: {named(order, self._name_of)}"
@@ -89,11 +99,12 @@ class OrderTrial:
         return channel if topology.count < 3 else self._both_ways(channel, order)
 
     def _tried(self, best: Order) -> Channel | None:
-        """Return a channel in the best order, if it wins or has won; then the natural one is closed."""
+        """Return a channel in the best order, if that order wins or has won, and close the natural one; else
+        None."""
         promised = self._topology.gain(best, MESSAGE)
         gain, when = self.found.gain, "in the trial before"
         if gain < self._margin and promised > self._margin * self.found.promised:
-            gain = 0.0  # there is more to win than there was
+            gain = 0.0  # the figures promise more than before
         if 0 < gain < self._margin:
             self._reject(best, f"{gain:.2f} times as fast {when}")
             return None
@@ -121,11 +132,14 @@ class OrderTrial:
         )
 
     def _both_ways(self, first: Channel, order: Order) -> Sums:
-        """Where a second ring makes sums faster, return both. The other way round it takes the other
-        direction of each link, which the first ring leaves idle."""
+        """Return two rings at once if a second ring makes sums faster, else `first`.
+
+        The second ring goes the other way round: it uses the direction of each link that the first ring
+        leaves idle.
+        """
         share = self.found.share
         if not share and self._most(first, 2.0) < self._margin:
-            share = 1.0  # each of two rings has half of the bytes, and all of the latency
+            share = 1.0  # each of two rings carries half of the bytes, with the full latency
             self.found = msgspec.structs.replace(self.found, share=share)
         if share == 1:
             return first
@@ -140,7 +154,7 @@ class OrderTrial:
         return RingPair(first, second, share)
 
     def _share(self, first: Channel, second: Channel) -> float:
-        """Return the share of the bytes that the first ring takes; 1 where a second one brings too little."""
+        """Return the share of the bytes that the first ring takes; 1 if a second ring gains too little."""
         alone, back = self._timer.compare(first, second, 1.0)
         share = back / (alone + back)
         alone, both = self._timer.compare(first, RingPair(first, second, share), self._margin)
@@ -161,7 +175,8 @@ class OrderTrial:
         channel.close()
 
     def _most(self, ring: Channel, times: float) -> float:
-        """How many times as fast sums over a ring can become at most, if bytes pass `times` as fast."""
+        """Return how many times as fast sums over `ring` can become at most, if bytes pass `times` as
+        fast."""
         if not self._timer.size:
             self._timer.fit(ring)
         return self._timer.most(ring, self._margin, times)
@@ -173,7 +188,7 @@ class OrderTrial:
         return f"a sum of {size} takes {format_seconds(after)} instead of {format_seconds(before)}"
 
     def _difference(self, order: Order) -> str:
-        """What an order does less than that of the ranks."""
+        """Return, in words, which cost an order lowers against the order of ranks."""
         topology = self._topology
         now, before = self._crossed(order), self._crossed(topology.natural)
         fewer = before - now
@@ -181,13 +196,13 @@ class OrderTrial:
             most = max(fewer, key=lambda way: fewer[way])
             return f"crosses {' - '.join(most)} {now[most]} times instead of {before[most]}"
         totals = [topology.crossings(each).total() for each in (order, topology.natural)]
-        if totals[0] < totals[1]:  # the machines have one name, or one each
+        if totals[0] < totals[1]:  # the places are no guide: all have one name, or each has its own
             return f"goes from one machine to another {totals[0]} times instead of {totals[1]}"
         laps = [format_seconds(topology.lap(each, MESSAGE)) for each in (order, topology.natural)]
         return f"{format_bytes(MESSAGE)} takes {laps[0]} once round instead of {laps[1]}"
 
     def _crossed(self, order: Order) -> Counter[tuple[str, str]]:
-        """Count how often a ring crosses from one place to another, by their names."""
+        """Return how often a ring in this order crosses between each two places, by the places' names."""
         at = [self._places[rank] for rank in order]
         ways = zip(at, at[1:] + at[:1], strict=True)
         return Counter((min(way), max(way)) for way in ways if way[0] != way[1])

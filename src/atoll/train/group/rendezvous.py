@@ -1,4 +1,4 @@
-"""How a ring meets at the hub: c10d's Store, kept by the hub, and a worker's place in the ring."""
+"""The meeting of a ring at the hub: c10d's Store, kept by the hub, and a worker's place in the ring."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ from atoll.train.group.channel import BrokenRingError
 from atoll.train.members.hub_client import HubClient
 from atoll.wire.messages import Reformed, StoreAnswer, StoreCall, Welcome
 
-_LOOK_SECONDS = 0.01  # how often a new connection is looked at
-_SLICE_SECONDS = 0.5  # of a wait, between which it is seen whether the store was closed
+_LOOK_SECONDS = 0.01  # between looks at a new connection
+_SLICE_SECONDS = 0.5  # length of a slice of a wait; after each slice a closed store ends it
 
 
 class HubLostError(RunError, dist.DistNetworkError):
-    """The hub is gone, or has given this worker up; for c10d, a store that cannot be reached."""
+    """The hub is gone, or has given this worker up. To c10d it is a store that cannot be reached."""
 
 
 class HubStore(Store):
-    """The keys of ring `group`, kept by the hub at `address`; `welcome` is what the hub gave to this worker.
+    """The keys of ring `group`, kept by the hub at `address`. `welcome` is the hub's answer when this worker
+    joined.
 
-    It is as torch's TCPStore, but for queues and listings of keys, which no process group needs: `timeout`
-    (seconds; `set_timeout` changes it) is for how long `get` and `wait` wait for keys, and then they raise
-    torch.distributed.DistStoreError. A hub that is gone is waited for as long, and at least for its own
-    patience, for it may be started again; then HubLostError is raised.
+    The store works like torch's TCPStore, without queues and listings of keys, which no process group needs.
+    `get` and `wait` wait for keys for `timeout` seconds (`set_timeout` changes it), and then raise
+    torch.distributed.DistStoreError. A hub that does not answer may be started again, so calls wait for it as
+    long, and at least for the hub's own patience. Then they raise HubLostError.
 
-    c10d calls it from threads of its own: each call has a connection to itself, so none waits for another's.
-    Whoever gives it to a process group keeps this object for as long as the group lives: C++ does not.
+    c10d calls the store from threads of its own. Each call has a connection to itself, so no call waits for
+    another's. Whoever gives the store to a process group must keep this object while the group lives: C++
+    holds no reference.
     """
 
     def __init__(self, address: str, keys: Keys | None, welcome: Welcome, group: int, timeout: float) -> None:
@@ -56,68 +58,68 @@ class HubStore(Store):
         self._idle: list[Client] = []
         self._closed = False
 
-    # What c10d calls; those in camelCase are what its C++ side calls.
+    # The calls that c10d makes. Its C++ side makes those in camelCase.
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set `key`."""
+        """Set `key` to `value`."""
         self._call("set", [key], [_bytes(value)])
 
     def get(self, key: str) -> bytes:
-        """The value of `key`, once it is there."""
+        """Return the value of `key`, once it is set."""
         return self._wait("get", [key], self._seconds()).value
 
     def add(self, key: str, value: int) -> int:
-        """Add to the number at `key`, which begins at 0; the new one."""
+        """Add `value` to the number at `key`, which begins at 0; return the sum."""
         return self._call("add", [key], amount=value).count
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of them are there."""
+        """True if all `keys` are set."""
         return not keys or bool(self._call("check", keys).count)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set `key` if it holds what is expected ("": if it is not there); what it then holds."""
+        """Set `key` if it holds `expected_value` ("": if it is not set); return its value afterwards."""
         values = [_bytes(expected_value), _bytes(desired_value)]
         return self._call("compare_set", [key], values).value
 
     def delete_key(self, key: str) -> bool:
-        """Delete `key`; whether it was there."""
+        """Delete `key`; return True if it was set."""
         return bool(self._call("delete", [key]).count)
 
     def num_keys(self) -> int:
-        """How many keys the ring has."""
+        """Return the number of the ring's keys."""
         return self._call("num_keys").count
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when all of them are there."""
+        """Return when all `keys` are set."""
         if keys:
             self._wait("wait", keys, self._seconds() if timeout is None else timeout.total_seconds())
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Add `value` to the end of what `key` holds."""
+        """Append `value` to the value of `key`."""
         self._call("append", [key], [_bytes(value)])
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Their values, once they are there."""
+        """Return the values of `keys`, once they are set."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        """Set them, one after the other."""
+        """Set `keys` to `values`, one after the other."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:
-        """Whether append, multi_get and multi_set work."""
+        """True: append, multi_get and multi_set work."""
         return True
 
     def clone(self) -> HubStore:
-        """For another thread, which needs none of its own."""
+        """Return this store: threads can share it."""
         return self
 
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
     def close(self) -> None:
-        """Close the connections; calls raise from now on. Closing twice does no harm."""
+        """Close the connections; later calls raise HubLostError. Closing twice does no harm."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -164,13 +166,13 @@ class HubStore(Store):
         try:
             answer = self._ask(link, call)
         except BaseException:
-            link.close()  # its answer may come yet, and is nobody's
+            link.close()  # nobody takes an answer that still comes
             raise
         self._give_back(link)
         return answer
 
     def _ask(self, link: Client, call: StoreCall) -> StoreAnswer:
-        """Ask until there is an answer, on a new connection where one is lost."""
+        """Ask until an answer comes, again after a lost connection. Raises HubLostError."""
         began = time.monotonic()
         until = began + self._borne(call)
         what = f"{call.operation} {', '.join(call.keys[:8])}".strip()
@@ -187,12 +189,13 @@ class HubStore(Store):
                 raise self._lost(f"did not answer to {what} within {waited:.1f} s") from None
 
     def _borne(self, call: StoreCall) -> float:
-        """For how many seconds a hub that does not answer is borne: one that is gone may be started again."""
+        """Return the seconds for which to wait for a hub that does not answer: one that is gone may be
+        started again."""
         patience = self._welcome.patience
         return max(call.seconds + patience, self._seconds(), patience)
 
     def _answer(self, link: Client, call: StoreCall, what: str, until: float) -> StoreAnswer:
-        """Ask once; raises DeadlineError after `until`, and PeerLostError with the connection."""
+        """Ask once. Raises DeadlineError after `until`, and PeerLostError if the connection is lost."""
         losses, left = link.losses, until - time.monotonic()
         try:
             return ask(link, call, StoreAnswer, min(left, _SLICE_SECONDS), what, number=call.number)[0]
@@ -209,7 +212,7 @@ class HubStore(Store):
                     raise
 
     def _connect(self, link: Client, until: float) -> None:
-        """Return when the connection stands."""
+        """Return when the connection stands. Raises HubLostError after `until`."""
         began = time.monotonic()
         while not link.connected:
             self._check_open()
@@ -220,7 +223,7 @@ class HubStore(Store):
             link.receive(_LOOK_SECONDS)
 
     def _check_open(self) -> None:
-        """Whoever waits for a hub that is away does not wait on when the ring is let go."""
+        """Raise HubLostError if the store is closed, so that no call waits on for a hub that is away."""
         if self._closed:
             raise self._lost("was left: the session is closed")
 
@@ -249,20 +252,30 @@ def _bytes(value: str | bytes) -> bytes:
 class HubRing:
     """This worker's part in the rings of a run, which meet at a hub: its place, and its signs of life.
 
-    The hub is needed for meeting, and not for training: a ring that stands goes on without it. One that has
-    lost a member forms the next through it (`train/group/rounds.py`: Ring).
+    The hub is needed for meeting, not for training: a ring that stands goes on without it. A ring that has
+    lost a member forms the next ring through the hub (`train/group/rounds.py`: Ring).
+
+    Attributes:
+        hub: the connection to the hub.
+        welcome: the hub's answer when this worker joined.
+        place: this worker's place in the ring.
+        late: True if this worker came when the run was under way.
+        finished: True if the session came to its end.
     """
 
     def __init__(self, hub: HubClient, address: str, keys: Keys | None, timeout: float) -> None:
-        """`hub` has joined; waits up to `timeout` seconds for all others, unless the ring was formed before.
-        Raises DeadlineError with those who are missing."""
+        """Wait up to `timeout` seconds for all other workers, unless the ring was formed before. `hub` must
+        have joined.
+
+        Raises DeadlineError with the missing workers.
+        """
         assert hub.welcome is not None
         self.hub, self.welcome, self._address = hub, hub.welcome, address
         self._keys, self._timeout = keys, timeout
         self._group = hub.gather()
         self._store: HubStore | None = self._store_of(self._group)
         self.late = hub.late
-        self.finished = False  # the session came to its end
+        self.finished = False
         own, workers = self.welcome.worker, self.welcome.workers
         if self.late:
             self.place = Place(0, 1, _local_rank(), names=(own,))
@@ -270,14 +283,14 @@ class HubRing:
             self.place = self._place(own, tuple(range(workers)))
 
     def as_joined(self, config: Config) -> Config:
-        """The configuration of a ring's run: as it was given."""
+        """Return the configuration of a ring's run, which is `config` unchanged."""
         return config
 
     def _store_of(self, group: int) -> HubStore:
         return HubStore(self._address, self._keys, self.welcome, group, self._timeout)
 
     def _place(self, rank: int, names: tuple[int, ...]) -> Place:
-        """In the ring whose store this worker has."""
+        """Return a place in the ring whose store this worker has. `names` are the workers' names, by rank."""
         return Place(
             rank=rank,
             world=len(names),
@@ -289,18 +302,26 @@ class HubRing:
         )
 
     def reform(self, round: int, *, holds: bool, admits: bool, fresh: bool) -> Reformed:
-        """Form the next ring, with all living members of this one, of which none answers any more."""
+        """Form the next ring together with all living members of this one; return it. Nobody uses the present
+        ring any more.
+
+        Args:
+            round: the number of the round that this worker makes now, or next.
+            holds: True if this worker holds all of that round's result.
+            admits: True to let newcomers in.
+            fresh: True if this worker has no state of training yet.
+        """
         if self._store is not None:
             self._store.close()
         rank = self.place.rank
         return self.hub.reform(self._group, rank, round, holds=holds, admits=admits, fresh=fresh)
 
     def enter(self) -> Reformed:
-        """Take part in the ring that is under way, when its members let newcomers in."""
+        """Wait until the members of the ring under way let newcomers in; return the ring."""
         return self.hub.enter()
 
     def place_in(self, ring: Reformed) -> Place:
-        """This worker's place in a ring that the hub has formed."""
+        """Take this worker's place in a ring that the hub has formed, and return it."""
         if self._store is not None:
             self._store.close()
         self._group = ring.group
@@ -309,32 +330,34 @@ class HubRing:
         return self.place
 
     def is_awaited(self) -> bool:
-        """Whether newcomers wait to enter, by the hub's latest word."""
+        """True if newcomers wait to enter, by the hub's latest news."""
         news = self.hub.news
         return news is not None and news.group == self._group and news.waiting > 0
 
     def _watch(self, group: int) -> None:
-        """Raises BrokenRingError where the hub has said that this ring has lost a member."""
+        """Raise BrokenRingError if the hub has reported that this ring has lost a member."""
         self.hub.check()
         news = self.hub.news
         if news is not None and news.group == group and news.broken:
             raise BrokenRingError(f"worker {self.welcome.worker}: ring {group} lost a member, says the hub")
 
     def describe(self) -> str:
-        """Why the place is the hub's to give, in a few words."""
-        torchrun = "WORLD_SIZE" in os.environ and DIRECTORY_VARIABLE not in os.environ  # and not `atoll run`
+        """Return, in a few words, why the hub gives the place."""
+        torchrun = (
+            "WORLD_SIZE" in os.environ and DIRECTORY_VARIABLE not in os.environ
+        )  # started by torchrun, not by `atoll run`
         before = "; torchrun's RANK and WORLD_SIZE do not count" if torchrun else ""
         return f"ATOLL_HUB is {self._address}{before}"
 
     def prepared(self, _nbytes: int) -> None:
-        """The hub of a ring does not ask how large models are."""
+        """Do nothing: the hub of a ring does not ask for the size of models."""
 
     def stepped(self, iteration: int, _samples: float, _pace: object) -> None:
-        """Note how far this worker is, for the hub to know."""
+        """Note the iteration that this worker has reached, for its signs of life to the hub."""
         self.hub.iteration = iteration
 
     def finish(self, _iteration: int) -> None:
-        """The session came to its end."""
+        """Note that the session came to its end."""
         self.finished = True
 
     def close(self) -> None:
@@ -346,10 +369,10 @@ class HubRing:
 
 
 class GroupRing(HubRing):
-    """This worker's part in the rings of groups: alone at first, then in those that the hub has made.
+    """This worker's part in the rings of groups: alone at first, then in the rings that the hub forms.
 
-    Groups change by the hub's grouping (`train/members/regrouping.py`), so nobody enters a ring that is under
-    way. The hub's connection is the caller's.
+    Groups change by the hub's grouping (`train/members/regrouping.py`), so no worker enters a ring that is
+    under way. The caller owns the connection to the hub.
     """
 
     def __init__(self, hub: HubClient, address: str, keys: Keys | None, timeout: float) -> None:
@@ -364,18 +387,18 @@ class GroupRing(HubRing):
         return False
 
     def check(self) -> None:
-        """Raises BrokenRingError where the hub has said that the ring has lost a member."""
+        """Raise BrokenRingError if the hub has reported that the ring has lost a member."""
         if self.place.watch is not None:
             self.place.watch()
 
     def _place(self, rank: int, names: tuple[int, ...]) -> Place:
-        """One that is left alone needs no store, and has nobody to lose."""
+        """Return a place as `HubRing` does; a worker that is alone needs no store and no watch."""
         if len(names) == 1:
             return Place(0, 1, _local_rank(), names=names)
         return super()._place(rank, names)
 
     def close(self) -> None:
-        """Let the store go; the worker's goodbye is said elsewhere."""
+        """Close the store. The worker says goodbye to the hub elsewhere."""
         if self._store is not None:
             self._store.close()
 

@@ -1,6 +1,6 @@
-"""Numbers, and bytes of any length, over a channel's collectives, which want tensors of one size.
+"""Numbers, and byte strings of any length, over a channel's collectives, which take tensors of one size.
 
-What is short, as nearly all of it is, takes one collective.
+A short byte string, as nearly all are, takes one collective.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from atoll.core.errors import RunError
 from atoll.train.group.channel import Channel
 
 _Word = TypeVar("_Word", bound=msgspec.Struct)
-_FIRST = 248  # bytes that travel with their number
-_COUNT = 8  # bytes of that number
+_FIRST = 248  # bytes of the string that travel with its length
+_COUNT = 8  # bytes of the length
 
 
 def gather_bytes(channel: Channel, payload: bytes, what: str) -> list[bytes]:
-    """Each member's bytes, in order of rank. A collective; `what` is waited for."""
+    """Return each member's byte string, in the order of ranks. A collective; `what` names it for errors."""
     parts, work = channel.all_gather(_head(payload))
     channel.wait(work, what)
     sizes = [_size(part) for part in parts]
@@ -33,9 +33,10 @@ def gather_bytes(channel: Channel, payload: bytes, what: str) -> list[bytes]:
 
 
 def gather_words(channel: Channel, own: _Word, what: str) -> list[_Word]:
-    """Return every member's word, by rank: structs of one kind. A collective; `what` is waited for.
+    """Return every member's word, by rank. Words are structs of one type. A collective; `what` names it for
+    errors.
 
-    Raises RunError for a word that is not of this kind.
+    Raises RunError for a word of another type.
     """
     try:
         words = gather_bytes(channel, msgspec.msgpack.encode(own), what)
@@ -47,7 +48,7 @@ def gather_words(channel: Channel, own: _Word, what: str) -> list[_Word]:
 
 
 def sum_values(channel: Channel, values: Sequence[float], what: str) -> list[float]:
-    """The sums of the members' `values`. A collective; `what` is waited for."""
+    """Return the sums of the members' `values`. A collective; `what` names it for errors."""
     summed = torch.tensor(values)
     channel.wait(channel.sum(summed), what)
     sums: list[float] = summed.tolist()
@@ -55,7 +56,8 @@ def sum_values(channel: Channel, values: Sequence[float], what: str) -> list[flo
 
 
 def broadcast_bytes(channel: Channel, payload: bytes | None, what: str, root: int = 0) -> bytes:
-    """The bytes of the member of rank `root`; the others give None. A collective; `what` is waited for."""
+    """Return the byte string of the member of rank `root`; the others give None. A collective; `what` names
+    it for errors."""
     first = _head(payload or b"")
     channel.wait(channel.broadcast(first, root), what)
     size = _size(first)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from atoll.train.group.channel import Channel, Pending
 
-_OF_THE_GROUP = timedelta(0)  # what c10d takes for the group's own timeout
-_LEAST_SPLIT = 2**15  # bytes: what is shorter takes the first ring alone
+_OF_THE_GROUP = timedelta(0)  # c10d reads it as the group's own timeout
+_LEAST_SPLIT = 2**15  # bytes: a shorter tensor takes the first ring alone
 
 
 class RingPair:
@@ -19,7 +19,7 @@ class RingPair:
     Args:
         first: takes the first `share` of each tensor, and all of a short one.
         second: takes the rest.
-        share: from 0 to 1.
+        share: a number from 0 to 1.
     """
 
     def __init__(self, first: Channel, second: Channel, share: float) -> None:
@@ -47,7 +47,7 @@ class _Both:
         self._failed: Pending | None = None
 
     def is_completed(self) -> bool:
-        """True once one half has failed, too: the other may wait for ever."""
+        """True if both halves are completed, or if one has failed: the other may then wait for ever."""
         return self._failed is not None or all(work.is_completed() for work in self._works)
 
     def wait(self, timeout: timedelta = _OF_THE_GROUP) -> bool:

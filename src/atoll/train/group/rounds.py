@@ -1,10 +1,11 @@
-"""A group's channels, and its collectives as numbered rounds: what lets a ring go on without a lost member.
+"""A group's channels, and its collectives as numbered rounds, with which a ring goes on without a lost
+member.
 
-Every collective of a ring that met at a hub is a round, which ends with a confirmation: a barrier that nobody
-passes before all hold the round's result (train/group/confirmation.py). When the ring breaks, each member
-tells the hub its round, and whether it holds its result; the hub forms the next ring, and says which round
-it makes next (store/regroup.py): so a member either takes what it holds, or makes the round again, from what
-it has kept, in memory that the old ring does not know.
+Every collective of a ring that met at a hub is a round. A round ends with a confirmation: a barrier that no
+member passes before all hold the round's result (train/group/confirmation.py). When the ring breaks, each
+member reports to the hub its round, and whether it holds the round's result. The hub forms the next ring, and
+decides which round that ring makes next (store/regroup.py). So a member either takes the result that it
+holds, or makes the round again, from inputs that it has kept, in memory that the old ring does not know.
 """
 
 from __future__ import annotations
@@ -30,28 +31,40 @@ from atoll.train.group.scriptplaces import Judge, ScriptPlaces
 from atoll.wire.messages import Reformed
 
 _Result = TypeVar("_Result")
-MOVING = "moving to another group"  # what a ring is doing that is left for another
+MOVING = "moving to another group"  # the act of a ring whose members move to another one
 
 
 class Member(Protocol):
-    """What forms rings anew (`train/group/rendezvous.py`: HubRing)."""
+    """This worker at the hub, which forms the next ring (`train/group/rendezvous.py`: HubRing)."""
 
     def reform(self, round: int, *, holds: bool, admits: bool, fresh: bool) -> Reformed:
-        """Wait for all living members to want the next ring; raises RunError where there is none."""
+        """Wait until all living members want the next ring; return it. Raises RunError if there is none. See
+        `HubRing.reform`."""
 
     def enter(self) -> Reformed:
-        """Wait to be let into the ring that is under way."""
+        """Wait to be let into the ring that is under way; return it."""
 
     def place_in(self, ring: Reformed) -> Place:
-        """This worker's place in it."""
+        """Take this worker's place in `ring`, and return it."""
 
     def is_awaited(self) -> bool:
-        """Whether newcomers wait to enter."""
+        """True if newcomers wait to enter."""
 
 
 @dataclass(frozen=True)
 class Regrouped:
-    """How a ring went on: `lost`, `left` and `entered` are workers by name, `seconds` how long it took."""
+    """A change of a ring's members.
+
+    Attributes:
+        group: the new ring's number.
+        world: the number of its members.
+        lost: the names of workers that were lost.
+        left: the names of workers that left in good order.
+        entered: the names of workers that entered.
+        seconds: the time that the change took.
+        what: the act of the ring when it changed, in words.
+        again: True if the members make that act again.
+    """
 
     group: int
     world: int
@@ -59,29 +72,46 @@ class Regrouped:
     left: list[int]
     entered: list[int]
     seconds: float
-    what: str  # what the ring was doing
-    again: bool  # whether that is made again
+    what: str
+    again: bool
 
 
 @dataclass
 class RoundMark:
-    """Whether this worker is `inside` a round of its ring, for those who wait for something else in it."""
+    """A mark that is `inside` while this worker is within a round of its ring. Waits of other kinds look at
+    it."""
 
     inside: bool = False
 
 
 class Ring:
-    """A group's channels: `data` carries chunks (on their device), `agreement` small vectors, `session` what
-    workers tell one another outside iterations (both on the CPU).
+    """A group's channels, and its rounds.
 
-    With a `member`, it goes on when it breaks: the `seat`'s place and all channels are then new, `generation`
-    is one higher, and `told` hears how it goes on. A worker that came late is alone (`outside`) until
-    `enter`; newcomers take over a member's `state`. With a `hierarchy`, `data` sums group by group. An
-    `order` chooses in which order sums pass the members. `inside` are groups that train replicas of their
-    own: their members' channels are opened with the ring's, and a newcomer takes the state of a member of its
-    group. `scripts` compares the members' scripts, and `judge` decides about those that have ended. `mark`
-    says when this worker is within a round. Raises DeadlineError when the other workers do not come within
-    `timeout` seconds.
+    With a `member` the ring goes on when it breaks. Then the seat's place and all channels are new, and
+    `generation` is one higher. A worker that came late is alone (`outside`) until it calls `enter`. The
+    constructor raises DeadlineError if the other workers do not come within `timeout` seconds.
+
+    Args:
+        seat: holds this worker's place; the ring replaces the place when it is formed anew.
+        device: where gradients lie.
+        timeout: the deadline of each wait, in seconds.
+        member: forms the next ring; None: the ring ends with its first loss.
+        hierarchy: lets `data` sum group by group.
+        order: chooses the order in which sums pass the members.
+        compares: True if members compare their places in their scripts while they wait.
+        inside: groups that train replicas of their own. Their channels are opened with the ring's, and a
+            newcomer takes the state of a member of its own group.
+        state: the state of training, which newcomers take over from a member.
+        told: called with this ring and the change after each change of members.
+        judge: decides about members whose scripts have ended.
+        mark: shows whether this worker is within a round.
+
+    Attributes:
+        channels: opens and closes the channels.
+        scripts: compares the members' places in their scripts.
+        data: carries chunks, on their device.
+        agreement: carries small vectors, on the CPU.
+        session: carries what workers report to one another outside iterations, on the CPU.
     """
 
     def __init__(
@@ -110,15 +140,17 @@ class Ring:
             confirms=member is not None,
         )
         self.scripts = ScriptPlaces(self.channels, timeout, judge, compares=compares)
-        self._state: State | None = None  # until the ring is formed for the first time: nobody has any
+        self._state: State | None = (
+            None  # None until the ring was formed for the first time: no member has a state
+        )
         self._told = told
-        self._confirmed_in = -1  # the generation of the latest round that all have confirmed
+        self._confirmed_in = -1  # the ring's generation in the latest confirmed round
         self._timeout, self._member, self._inner = timeout, member, inside
-        self._fresh = self.outside  # it has no state yet
-        self._number = 0  # of the round that is made now, or next
-        self._holds = False  # all of its result
-        self._members_are_new = False  # and have not met
-        self._met: list[bytes] | None = None  # the places, where the result that it holds is a meeting's
+        self._fresh = self.outside  # True while this worker has no state
+        self._number = 0  # the number of the round that is made now, or next
+        self._holds = False  # True if this worker holds all of the round's result
+        self._members_are_new = False  # True until the ring's new members have met
+        self._met: list[bytes] | None = None  # the members' places, if the result held is a meeting's
         if not self.outside:
             self._form()
         self._state = state
@@ -134,12 +166,12 @@ class Ring:
 
     @property
     def place(self) -> Place:
-        """This worker's, as it is now."""
+        """This worker's place in the ring as it stands."""
         return self._seat.place
 
     @property
     def outside(self) -> bool:
-        """True on a worker that has come late, and has not entered."""
+        """True on a worker that has come late and has not entered."""
         return self._seat.late
 
     @property
@@ -152,7 +184,7 @@ class Ring:
 
     @property
     def generation(self) -> int:
-        """Rises whenever the ring is formed."""
+        """A number that rises whenever the ring is formed."""
         return self.channels.generation
 
     @property
@@ -165,12 +197,12 @@ class Ring:
 
     @property
     def session(self) -> Channel | None:
-        """None where nobody can be talked to."""
+        """The channel for reports outside iterations; None if this worker can talk to no other."""
         return self._all.session if self.channels.current is not None or self.scripts.mismatch else None
 
     @property
     def seconds_waited(self) -> float:
-        """In all, on all channels."""
+        """The seconds of all waits so far, on all channels."""
         return self.channels.seconds_waited
 
     @property
@@ -185,7 +217,7 @@ class Ring:
         return self.channels.current
 
     def close(self) -> None:
-        """End the channels; what they were doing is given up."""
+        """End the channels, and give up collectives that are under way."""
         self.channels.close()
 
     # -- rounds -------------------------------------------------------------------------------------------
@@ -197,15 +229,15 @@ class Ring:
         iteration: int = -1,
         where: Callable[[], Stand | None] | None = None,
     ) -> _Result:
-        """Run a collective, `act`, and return its result. Collectives inside `act` belong to it.
+        """Run a collective, `act`, and return its result. Collectives inside `act` belong to the round.
 
-        On a ring that goes on after losses, `act` is called again if the ring broke before all members had
-        the result. So `act` must not change its inputs, and must give collectives new memory each time.
+        On a ring that survives losses, `act` is called again if the ring broke before all members had the
+        result. So `act` must not change its inputs, and must give collectives new memory each time.
 
         Args:
             what: the collective in words, for errors.
             act: the collective.
-            iteration: the iteration's number, where the collective belongs to one.
+            iteration: the iteration's number, if the collective belongs to one.
             where: returns this worker's place in its script as it waits; by default `scripts.stand`.
         """
         if self.outside or self._mark.inside:
@@ -253,8 +285,11 @@ class Ring:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a round of this very ring has been confirmed. Before that, members of the ring before may
-        have gone on from the latest round that this worker holds, and be gone now."""
+        """True if a round of the present ring has been confirmed.
+
+        Before that, members of the former ring may have gone on from the latest round that this worker holds,
+        and may be lost by now.
+        """
         return self._member is None or self._confirmed_in == self.generation
 
     def sum(
@@ -265,7 +300,7 @@ class Ring:
 
     def _confirm(self, what: str) -> None:
         confirmations = self._all.confirmations
-        if confirmations is not None:  # else this worker is its group, or has no rounds
+        if confirmations is not None:  # None: this worker is alone, or its ring has no rounds
             confirmations.confirm(what)
 
     def _passed(self, number: int) -> None:
@@ -275,27 +310,30 @@ class Ring:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether newcomers wait, as far as this worker knows."""
+        """True if newcomers wait to enter, as far as this worker knows."""
         return self._member is not None and not self.outside and self._member.is_awaited()
 
     def admit(self) -> None:
-        """Let in the newcomers that wait: every member calls it between the same two rounds.
+        """Let in the newcomers that wait. Every member calls this between the same two rounds.
 
-        Where the ring broke as the first of these ended, they are not let in this time: those who were here
-        already were given the next ring without them, and wait for the others to meet.
+        If the ring broke as the first of these rounds ended, newcomers do not enter this time. Some members
+        then have the next ring already, without newcomers, and wait for the others to meet.
         """
         if not self._members_are_new:
             self._form_next(None, "newcomers to enter")
         self._meet_new_members()
 
     def meet(self) -> None:
-        """Meet new members, where there are some: called before the first collective that no round is around,
-        since others may do that within the round that follows."""
+        """Meet new members, if there are any. Call this before the first collective that is not within a
+        round.
+
+        Other members may make that collective within the round that follows.
+        """
         if not self._mark.inside:
             self._meet_new_members()
 
     def enter(self) -> None:
-        """Take part in the ring that is under way, and take over the training's state from a member."""
+        """Enter the ring that is under way, and take over the state of training from a member."""
         assert self._member is not None
         began = time.monotonic()
         ring = self._member.enter()
@@ -306,8 +344,10 @@ class Ring:
         self._meet_new_members()
 
     def move(self, ring: Reformed) -> None:
-        """Leave this ring for `ring`, of other members, between two rounds. Its last `newcomers` take over
-        the first one's state."""
+        """Leave this ring for `ring`, which has other members, between two rounds.
+
+        The last `ring.newcomers` of its workers take over the state of its first worker.
+        """
         assert self._member is not None
         began = time.monotonic()
         self.channels.abandon()
@@ -320,7 +360,7 @@ class Ring:
         self._meet_new_members()
 
     def _form_next(self, broken: BrokenRingError | None, what: str) -> bool:
-        """Form rings until one stands; whether the round's result is to be taken as it is held."""
+        """Form rings until one stands. Return True if the round's result counts as this worker holds it."""
         assert self._member is not None
         began, number = time.monotonic(), self._number
         while True:
@@ -332,9 +372,9 @@ class Ring:
                 self._number,
                 holds=self._holds,
                 admits=broken is None,
-                fresh=self._fresh and not self._holds,  # who holds the meeting has all that the others have
+                fresh=self._fresh and not self._holds,  # a member that holds the meeting's result has a state
             )
-            self.channels.abandon()  # who admits newcomers waits until all are past the round before
+            self.channels.abandon()  # to admit newcomers, wait until all have passed the last round
             try:
                 self._stand(ring, began, what, again=broken is not None and ring.round == number)
                 return self._number > number
@@ -348,7 +388,8 @@ class Ring:
                     ) from another
 
     def _stand(self, ring: Reformed, began: float, what: str, *, again: bool) -> None:
-        """Take part in `ring`, as the hub has decided."""
+        """Take part in `ring`, as the hub has decided. Raises RunError if this worker lacks a result that the
+        others have."""
         assert self._member is not None
         if ring.round > self._number and not (self._holds or self._fresh):
             raise RunError(
@@ -356,7 +397,7 @@ class Ring:
                 f"does not hold round {self._number}"
             )
         if ring.round > self._number and self._met is not None:
-            self._deal_anew(self._met)  # as the others have, in the ring that was
+            self._deal_anew(self._met)  # as the others have done in the former ring
             self._fresh = False
         self._passed(ring.round)
         self._seat.late = False
@@ -372,8 +413,11 @@ class Ring:
             self._told(self, changed)
 
     def _meet_new_members(self) -> None:
-        """All members are at the beginning of the same round: the time to deal data anew. The meeting is a
-        round of its own: else some might deal by it and others not, where the ring breaks at its end."""
+        """Let all members meet at the beginning of one round, and deal data anew.
+
+        The meeting is a round of its own. Otherwise some members might deal by it and others not, if the ring
+        broke at its end.
+        """
         while self._members_are_new and self._state is not None:
             inside, self._mark.inside = self._mark.inside, True
             what = "the members' places in their data"
@@ -395,8 +439,10 @@ class Ring:
         self._state.deal_anew(places, self.rank, self.world)
 
     def _hand_over(self, state: State, newcomers: int) -> None:
-        """Send a member's state to newcomers, or the reason why it cannot be captured: the first member's, or
-        that of a member of the newcomer's group."""
+        """Send a member's state to newcomers, or the reason why it cannot be captured.
+
+        The giver is the first member, or with groups a member of the newcomer's group.
+        """
         came = range(self.world - newcomers, self.world)
         givers = {rank: 0 if self._inner is None else self._inner.giver_of(rank, came) for rank in came}
         for giver in sorted(set(givers.values())):

@@ -1,5 +1,5 @@
-"""What a ring's member knows of its members' scripts: where this one stands, which have ended, and the
-mismatch that ends the ring."""
+"""The places of a ring's members in their scripts: this worker's place, the members whose scripts have ended,
+and the mismatch that ends the ring."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ from atoll.train.group.standing import Standing
 
 
 class Judge(Protocol):
-    """Who decides about members that have ended, and hears of the ring's end."""
+    """The decision about members whose scripts have ended. A judge is notified of the ring's end."""
 
     def judge_ended(self, ended: Mapping[int, Stand]) -> MismatchError | None:
-        """Return the error of this worker, if it waits for one of those that have `ended`, by name."""
+        """Return this worker's error if it waits for a member that has ended; else None.
+
+        `ended` has the places at which members' scripts ended, by the workers' names.
+        """
 
     def tell_mismatch(self, mismatch: MismatchError) -> None:
-        """The ring has ended with this."""
+        """Take notice that the ring has ended with `mismatch`."""
 
 
 class ScriptPlaces:
-    """The scripts of one ring's members, through all rings that follow one another.
-
-    `stand` is this worker's place in its script, where it is in a call of all. `ended` are the places of
-    members, by name, whose scripts have ended, of former rings too. `mismatch` ended the ring.
+    """The places of one ring's members in their scripts, through all rings that follow one another.
 
     Args:
-        channels: of the ring, which a mismatch ends.
-        timeout: of each wait, in seconds.
-        judge: decides about members that have ended; None: they are missed by nobody.
-        compares: whether members compare their places while they wait.
+        channels: the channels of the ring, which a mismatch ends.
+        timeout: the deadline of each wait, in seconds.
+        judge: decides about members that have ended; None: no member is missed.
+        compares: True if members compare their places while they wait.
+
+    Attributes:
+        stand: this worker's place in its script while it is in a call that all workers make.
+        ended: the places of members whose scripts have ended, by name, former rings included.
+        mismatch: the error that ended the ring; None while the ring goes on.
     """
 
     def __init__(
@@ -47,7 +52,8 @@ class ScriptPlaces:
         self.mismatch: MismatchError | None = None
 
     def handle_forming(self, place: Place) -> Place:
-        """A ring is formed, in which this worker has `place`; returns it with what compares the places."""
+        """Begin a ring in which this worker has `place`; return the place with the object that compares the
+        members' places."""
         names = tuple(place.name_of(rank) for rank in range(place.world))
         self.ended = {name: stand for name, stand in self.ended.items() if name not in names}
         self._standing = None
@@ -56,12 +62,12 @@ class ScriptPlaces:
         return replace(place, standing=self._standing)
 
     def begin(self, number: int, where: Callable[[], Stand | None] | None) -> None:
-        """Begin the round of this number. `where` gives this worker's place as it waits; None: `stand`."""
+        """Begin the round of this number. `where` returns this worker's place as it waits; None: `stand`."""
         if self._standing is not None:
             self._standing.begin(number, where or (lambda: self.stand))
 
     def end(self) -> None:
-        """The round is over, or has failed."""
+        """End the round, finished or failed."""
         if self._standing is not None:
             self._standing.end()
 
@@ -71,18 +77,20 @@ class ScriptPlaces:
             self._standing.leave(stand)
 
     def check_ended(self) -> None:
-        """Raise MismatchError where this worker waits for a member that has ended."""
+        """Raise MismatchError if this worker waits for a member that has ended."""
         mismatch = None if self._judge is None else self._judge.judge_ended(self.ended)
         if mismatch is not None:
             raise self.end_with(mismatch)
 
     def check_lost(self, *, holds: bool) -> None:
-        """Raise MismatchError where a mismatch broke the ring: the others have ended with one, or a member
-        has ended while this worker still needs it.
+        """Raise MismatchError if a mismatch broke the ring.
+
+        Either the other members have ended with a mismatch, or a member has ended that this worker still
+        needs.
 
         Args:
-            holds: whether this worker holds the round's result. Who has ended took part in that round then,
-                which may be the last that it had to make.
+            holds: True if this worker holds the round's result. Then a member that has ended took part in the
+                round, which may have been its last.
         """
         if self._standing is None:
             return
@@ -94,7 +102,7 @@ class ScriptPlaces:
             self.check_ended()
 
     def end_with(self, mismatch: MismatchError) -> MismatchError:
-        """End the ring: no later round waits for a member. Returns the mismatch."""
+        """End the ring, so that no later round waits for a member. Returns the mismatch."""
         if self.mismatch is None and self._judge is not None:
             self._judge.tell_mismatch(mismatch)
         self.mismatch = mismatch

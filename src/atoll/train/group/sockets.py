@@ -1,5 +1,8 @@
-"""The TCP connections of a process group, by their ports: c10d cannot end a collective that waits for a
-member that is stopped, and its end waits for the collective. Without its connections it fails at once."""
+"""The TCP connections of a process group, found by their ports.
+
+c10d cannot end a collective that waits for a stopped member, and the end of a process group waits for the
+collective. Once its connections are shut, the collective fails at once.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 def listening_ports() -> set[int]:
-    """The ports at which this process listens; empty where the system does not say."""
+    """Return the ports at which this process listens; empty if the system does not list them."""
     return {own[1] for link, own, _ in _connections() if _listens(link)}
 
 
 def listening_host(ports: Collection[int]) -> str:
-    """The address at which this process listens at one of these ports; empty where the system does not say
+    """Return the address at which this process listens at one of `ports`; empty if the system does not list
     it."""
     for link, own, _ in _connections():
         if own[1] in ports and _listens(link):
@@ -27,12 +30,12 @@ def listening_host(ports: Collection[int]) -> str:
 
 
 def shut(own_ports: Collection[int], peer_ports: Collection[int]) -> int:
-    """End this process's connections that came in at one of its own ports, or go to one of the others';
-    returns how many there were."""
+    """Shut this process's connections that came in at one of `own_ports` or go to one of `peer_ports`; return
+    their number."""
     count = 0
     for link, own, other in _connections():
         if other is not None and (own[1] in own_ports or other[1] in peer_ports):
-            with contextlib.suppress(OSError):  # the other side was faster
+            with contextlib.suppress(OSError):  # the other side has closed it already
                 link.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
@@ -43,7 +46,8 @@ def _listens(link: socket.socket) -> bool:
 
 
 def _connections() -> Iterator[tuple[socket.socket, tuple[str, int], tuple[str, int] | None]]:
-    """This process's TCP sockets, with both ends' addresses; each is good until the next is asked for."""
+    """Yield this process's TCP sockets, with the addresses of both ends. Each socket is valid until the next
+    is taken."""
     try:
         descriptors = [int(name) for name in os.listdir(_DESCRIPTORS)]  # noqa: PTH208
     except OSError:

@@ -1,4 +1,4 @@
-"""The channel of a group of one: every collective is done before it has begun."""
+"""The channel of a group of one worker: every collective is done at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Work
 from atoll.train.api.place import Place
 from atoll.train.group.channel import Channel, Pending
 
-_DONE = cast(Work, object())  # what nobody waits for
+_DONE = cast(Work, object())  # a collective for which nobody waits
 
 
 class SoloChannel(Channel):
@@ -27,7 +27,7 @@ class SoloChannel(Channel):
         return self.place.host
 
     def look(self) -> None:
-        """Nobody is there to be lost."""
+        """Do nothing: there is no member to lose."""
 
     def sum(self, tensor: Tensor) -> Work:  # noqa: ARG002
         return _DONE
@@ -45,6 +45,6 @@ class SoloChannel(Channel):
         return 0.0
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no connections."""
 
     abandon = close

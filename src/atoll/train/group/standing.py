@@ -35,9 +35,9 @@ from atoll.core.stands import (
 )
 from atoll.train.api.ending import see_off
 
-_QUIET_SECONDS = 0.5  # of waiting, before a worker writes where it stands
+_QUIET_SECONDS = 0.5  # of waiting, before a worker writes its place to the store
 _LOOK_SECONDS = 0.1  # between looks at the store
-_ALL_SECONDS = 0.5  # for all to have written, once two are found that do not go together
+_ALL_SECONDS = 0.5  # for all to have written, once two inconsistent places are found
 _HEARD_SECONDS = 1.0  # for all to have read the line, before the first of them may end
 _LOST_SECONDS = 2.0  # for the store to answer, when another worker is gone
 _MOST_LINE = 2**14  # bytes
@@ -69,11 +69,11 @@ class Standing:
         self._store, self._rank, self._names = PrefixStore("stands", store), rank, names
         self._quiet = min(_QUIET_SECONDS, timeout / 4)
         self._number, self._since = 0, 0.0
-        self._where: Callable[[], Stand | None] | None = None  # within a collective
-        self._inquiry: _Inquiry | None = None  # of this collective
+        self._where: Callable[[], Stand | None] | None = None  # None outside a collective
+        self._inquiry: _Inquiry | None = None  # the inquiry for the collective under way
         self._last: _Inquiry | None = None
-        self.mismatch: MismatchError | None = None  # how this ring has ended
-        self.ended: dict[int, Stand] = {}  # whose scripts had ended, by name, when `known` was called last
+        self.mismatch: MismatchError | None = None  # the error with which this ring has ended
+        self.ended: dict[int, Stand] = {}  # places at which scripts had ended, by name, at the last `known`
 
     def begin(self, number: int, where: Callable[[], Stand | None]) -> None:
         """Begin a collective. The waiting thread calls `where` once the collective has waited for long."""
@@ -87,7 +87,7 @@ class Standing:
             self._inquiry = None
 
     def look(self) -> None:
-        """Raise MismatchError where this worker waits in vain."""
+        """Raise MismatchError if this worker waits in vain."""
         if self._where is None:
             return
         if self._inquiry is None:
@@ -209,7 +209,7 @@ class _Inquiry:
                 if word.number == self._number:
                     found[name] = decode_stand(word.stand)
             except (msgspec.DecodeError, StandError):
-                continue  # not for this worker to judge by
+                continue  # an unreadable record is no evidence
         return found
 
     def _read_ended(self) -> dict[int, Stand]:

@@ -1,4 +1,5 @@
-"""How long a ring's sums take, on its slowest member: all members time the same sums, and know the same."""
+"""The times of a ring's sums on its slowest member. All members time the same sums, and have equal
+figures."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from atoll.train.group.channel import Channel, Sums
 from atoll.train.group.ringbytes import gather_words
 
 WHAT = "the choice of the ring's order"
-MESSAGE = 2**20  # bytes that a ring is chosen for: about what a message of gradients has
-_SECONDS = 0.3  # that a timed sum takes at least, unless it is of the most bytes
-_BYTES = (2**16, 2**24)
-_SHORT = 2**10  # bytes of a sum that takes what latency takes
-_TURNS = 2  # of each ring, of which the best counts
-_CLEAR = 1.25  # where a ring is so many times better or worse than it must be, one turn is enough
+MESSAGE = 2**20  # bytes for which a ring is chosen: about one message of gradients
+_SECONDS = 0.3  # the least duration of a timed sum, unless it has the most bytes
+_BYTES = (2**16, 2**24)  # sizes of timed sums: the least, and the most
+_SHORT = 2**10  # bytes of a sum whose time is all latency
+_TURNS = 2  # for each ring; the best turn counts
+_CLEAR = 1.25  # one turn is enough for a ring that passes or misses its mark by this factor
 
 
 class _Took(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -29,13 +30,14 @@ class _Took(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class SumTimer:
-    """Times sums over rings of the same members. Its calls are collectives of these members.
-
-    `size` is how many bytes the timed sums have; 0: `fit` is still to be called.
+    """The timing of sums over rings of the same members. Its calls are collectives of these members.
 
     Args:
-        session: for what the members tell one another.
+        session: carries the members' figures.
         now: the clock, in seconds.
+
+    Attributes:
+        size: the bytes of a timed sum; 0 until `fit` was called.
     """
 
     def __init__(self, session: Channel, now: Callable[[], float] = time.perf_counter) -> None:
@@ -45,9 +47,9 @@ class SumTimer:
         self.size = 0
 
     def fit(self, ring: Sums) -> None:
-        """Find how large a sum must be to tell how fast a ring is, by sums over `ring`.
+        """Choose the size of timed sums, large enough to show the bandwidth of a ring, by sums over `ring`.
 
-        Over a late link a larger sum costs little more, and shows the bandwidth too.
+        Over a link of high latency a larger sum costs little more time, and shows the bandwidth too.
         """
         self._latency = self._took([ring], _SHORT)[0]
         self.size, before = _BYTES[0], math.inf
@@ -60,13 +62,13 @@ class SumTimer:
         self._best = {ring: took}
 
     def most(self, ring: Sums, margin: float, times: float = math.inf) -> float:
-        """How many times as fast sums over `ring` can become at most, if bytes pass `times` as fast.
+        """Return how many times as fast sums over `ring` can become at most, if bytes pass `times` as fast.
 
-        Latency stays. Where that is less than `margin`, no trial can show more.
+        The latency stays. If the result is less than `margin`, no trial can show more.
         """
         found = self._bound(ring, times)
         if margin <= found < margin * _CLEAR:
-            self._time([ring])  # a connection begins slowly, which looks as if bytes took long
+            self._time([ring])  # a connection begins slowly, so a second turn may be faster
             found = self._bound(ring, times)
         return found
 
@@ -78,9 +80,9 @@ class SumTimer:
         return whole / max(1e-9, latency + (whole - latency) / times)
 
     def compare(self, one: Sums, other: Sums, margin: float) -> tuple[float, float]:
-        """Return the seconds of a sum over each: the best of some turns.
+        """Return the seconds of a sum over each ring: the best of some turns.
 
-        There are only as many turns as tell whether `other` is `margin` times as fast as `one`.
+        There are only as many turns as it takes to tell whether `other` is `margin` times as fast as `one`.
         """
         new = [ring for ring in (one, other) if ring not in self._best]
         if new:
