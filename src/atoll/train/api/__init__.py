@@ -1,1 +1,1 @@
-"""What scripts call: the session, what it is built from, and what it tells of the run."""
+"""The interface to scripts: the session, the objects that it is built from, and its records of the run."""

@@ -1,4 +1,4 @@
-"""Before the first step: do all workers train the same model, in the same way?"""
+"""The check, before the first step, that all workers train the same model with the same settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def describe(
     name: str = "",
     has_budgets: bool = False,
 ) -> Description:
-    """This worker's description; of the optimizer's state only how many parameters have some."""
+    """Return this worker's description. Of the optimizer's state it has only the number of parameters with
+    state."""
     parameters = {
         spec.name: f"{spec.shape} {spec.dtype}{'' if spec.trainable else ', frozen'}"
         + _in_group(spec.settings)
@@ -45,8 +46,8 @@ def describe(
         for key, value in group.items():
             if key not in ("params", "param_names"):
                 settings[f"param_groups[{index}][{key!r}]"] = _shown(value)
-    # What a worker keeps for itself (where records go) may differ; what changes the computation may not.
-    # The members of a group hold alike what is sent over its link.
+    # Settings that change the computation must be equal; others, such as the place of records, may differ.
+    # Under ps-hra all members of a group hold the gradients that its link carries, so link settings count.
     sections = ("chunks", "sync", "groups", *(("link",) if config.run.strategy == "ps-hra" else ()))
     configuration = {
         f"{section}.{key}": str(value)
@@ -54,14 +55,16 @@ def describe(
         for key, value in msgspec.to_builtins(getattr(config, section)).items()
     }
     configuration["session.prepare(name=)"] = repr(name)
-    # How large they are is each one's own.
+    # The sizes of budgets may differ between workers.
     configuration["memory"] = "given" if has_budgets else "not given"
     return Description(parameters, buffers, settings, configuration)
 
 
 def check_same(workers: Workers, own: Description) -> None:
-    """Raise PrepareError on every worker, naming the first difference and who has which, unless all are
-    equal."""
+    """Raise PrepareError on every worker unless all descriptions are equal.
+
+    The error names the first difference, and the two workers with their values. A collective.
+    """
     encoded = msgspec.json.encode(own)
     digests = workers.gather_bytes(hashlib.sha256(encoded).digest(), "the other workers' models")
     if len(set(digests)) == 1:
@@ -98,7 +101,7 @@ def _in_group(settings: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A hyperparameter as text; of functions and objects the kind, since their addresses differ."""
+    """Return a hyperparameter as text; for functions and objects their type, since their addresses differ."""
     if isinstance(value, Tensor):
         return repr(value.tolist())
     plain = (bool, int, float, str, type(None), tuple, list, dict)

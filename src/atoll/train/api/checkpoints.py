@@ -1,4 +1,4 @@
-"""A session's checkpoints: saved, loaded, and gone on from where a run is."""
+"""A session's checkpoints: saving, loading, and resuming a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atoll.train.checkpoint.resume import Stateful, check_state
 
 
 class Checkpoints:
-    """One worker's part in them."""
+    """One worker's part in saving, loading and resuming."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Checkpoints:
         self._entrance = runtime.entrance
 
     def register(self, objects: dict[str, Stateful]) -> None:
-        """Register objects with a state_dict (`Session.register`). Raises UserError for others."""
+        """Register objects with a state_dict (`Session.register`). Raises UserError for other objects."""
         for name, stateful in objects.items():
             if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
                 raise UserError(
@@ -47,7 +47,7 @@ class Checkpoints:
             self._collectives.before_saving()
             with self._aside():
                 self._state.save(self._workers, path)
-        if self._workers.is_first:  # under `ssp` and `asp` each is at an iteration of its own
+        if self._workers.is_first:  # under `ssp` and `asp` each worker is at an iteration of its own
             self._records.emit(events.Saved, iteration=self._state.iteration, path=str(path))
 
     def resume(self, folder: str | os.PathLike[str] | None) -> int:

@@ -1,4 +1,4 @@
-"""The calls of a session that all workers make together, and what is alike once they have met."""
+"""The calls of a session that all workers make together. Afterwards copies are equal on all workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from atoll.train.sync.strategies import Strategy
 
 
 class Collectives:
-    """One worker's part in them. `follow()` lets schedules step by what others have consumed meanwhile."""
+    """One worker's part in the calls that all workers make.
+
+    `follow()` makes the schedules' steps that are due by the samples of other workers.
+    """
 
     def __init__(
         self, workers: Workers, state: TrainingState, strategy: Strategy, follow: Callable[[], None]
@@ -27,18 +30,23 @@ class Collectives:
         return self._workers.standing(call(name, script_line(), asks=asks, step=self._state.iteration))
 
     def settle(self) -> None:
-        """Wait until what this worker has sent by itself counts: exchanges may go on while it computes."""
+        """Wait until the gradients that this worker has sent by itself count. Exchanges may go on while it
+        computes."""
         self._workers.gather_group()
         for prepared in self._state.prepared:
             prepared.reducer.settle()
 
     def confirm(self, what: str) -> None:
-        """Hear of all who step copies of their own that these are alike; raises UserError."""
+        """Raise UserError if workers that step copies of their own treated a mean differently. A collective
+        of these.
+
+        `what` names the moment, for messages.
+        """
         for prepared in self._state.prepared:
             prepared.reducer.confirm(what)
 
     def unify(self, what: str, *, registered: bool = False) -> None:
-        """Make alike what each worker has a copy of; `registered` as in `TrainingState.unify`."""
+        """Make equal the state of which each worker has a copy; `registered` as in `TrainingState.unify`."""
         self._state.sync(what)
         self._state.unify(self._workers, what, registered=registered)
         self._follow()
@@ -54,9 +62,9 @@ class Collectives:
             self.unify(name)
 
     def before_saving(self) -> None:
-        """Let this worker have what a checkpoint of the run holds, inside `session.save`."""
+        """Bring the state that a checkpoint holds to this worker, inside `session.save`."""
         name = "session.save"
-        if not self._strategy.collective:  # when all are here, nothing moves any more
+        if not self._strategy.collective:  # once all workers are here, no step changes anything
             self.settle()
             self._workers.barrier(name)
             self._strategy.refresh()

@@ -1,8 +1,8 @@
 """Compose: the one place that decides which objects a session is built from.
 
-How a worker has joined its run says what it trains with: the shards of a server, peers, a ring, or nobody.
-`compose` makes the objects for that and gives them as a `Runtime`. The session uses them through what they
-have in common, and asks nobody what it is.
+The way in which a worker has joined its run decides with whom it trains: the shards of a server, peers, a
+ring, or nobody. `compose` makes the objects for that way and returns them as a `Runtime`. The session uses
+them through their common interfaces, and never asks for their kind.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.service import Service
 from atoll.train.sync.strategies import Alone, OverRing, Served, Strategy, exchange_alone, exchange_in_group
 
-# How a worker has joined its run: with shards, with a ring at a hub, as a node's device; None: by torchrun,
-# or alone.
+# A worker's membership in its run: with shards, in a ring at a hub, as a node's device; None: by torchrun, or
+# alone.
 Member: TypeAlias = Service | HubRing | NodeWorker | None
 
 
@@ -66,25 +66,35 @@ class Runtime:
     """The objects of one session.
 
     Args:
-        others: through what this worker's group meets others.
-        group: whether the worker sums gradients on a ring first.
-        strategy: who reduces a model's gradients, and who steps it.
+        others: the kind of others with which this worker's group exchanges.
+        group: "ring" if the worker first sums gradients on a ring, else "solo".
+        device: the device on which the worker trains.
+        workers: the calls that all workers make.
+        state: the state of training.
+        records: the worker's journals and warnings.
+        meter: measures iterations.
+        strategy: reduces a model's gradients and steps the model.
         source: makes samplers.
-        make_tiers: gives a model's budgets a place, for the session's model of that number.
-        tell_of_start: tells the records what the worker trains with, and has the run tell through them.
-        own_group: which group this worker belongs to now.
-        contributor: the workers, by name, that contribute as one with this one now.
-        members: how many workers share a batch now.
-        together: True where all workers make each step together, so that samples count as they are trained.
-        keeps_heap: True where memory that is freed stays with the process.
-        pace: how fast this worker computes; None where nobody asks for that.
-        groups: how many the run begins with.
-        entrance: how workers come late; None where nobody can.
-        member: how the worker has joined its run.
-        hub: of a run with shards, or of a ring whose workers may die alone.
-        figures: what a step's record has beside what it took.
-        staleness: of the latest step; None where it is not measured.
-        drain: waits as the session ends, in words for errors, until all that was contributed is applied.
+        make_tiers: makes the place of a model in budgets, given the budgets and the model's number in the
+            session.
+        tell_of_start: records the choices with which the worker begins.
+        own_group: returns the group to which this worker belongs now.
+        contributor: returns the names of the workers that contribute as one with this one now.
+        members: returns the number of workers that share a batch now.
+        together: True if all workers make each step together, so that samples count as they are trained.
+        keeps_heap: True if freed memory stays with the process.
+        pace: this worker's computing time per sample; None if it is not needed.
+        groups: the number of groups with which the run begins.
+        entrance: lets workers in that come late; None if none can.
+        ring: the ring of all workers; None without one.
+        group_ring: the ring of this worker's group, under a parameter server; None without one.
+        regrouping: moves this worker between groups; None without groups at shards.
+        member: this worker's membership in its run.
+        hub: the connection to the hub; None without a hub.
+        figures: returns further fields for a step's record.
+        staleness: returns the staleness of the latest step, in steps; None if it is not measured.
+        drain: waits, as the session ends, until all contributions are applied; its argument names the moment.
+        site: the name of this worker's site, if sites have shards of their own; else empty.
     """
 
     others: Others
@@ -114,19 +124,20 @@ class Runtime:
     figures: Callable[[], dict[str, Any]] = dict
     staleness: Callable[[], float | None] = lambda: None
     drain: Callable[[str], None] = lambda _where: None
-    site: str = ""  # where the run's sites have shards of their own: this worker's
+    site: str = ""
 
     @property
     def late(self) -> bool:
-        """True on a worker that came when the run was under way, and has not entered."""
+        """True on a worker that came when the run was under way and has not entered."""
         return self.entrance is not None and self.entrance.late
 
     def cell(self, config: Config, memory: Memory | None = None) -> Cell:
-        """The choices by which a model is trained here, under these budgets."""
+        """Return the choices by which a model is trained here, under the budgets `memory`."""
         return cell_of(config, self.others, self.group, memory)
 
     def tiers(self, config: Config, given: Memory | None) -> Tiers | None:
-        """The place of the next model's budgets: as `given`, else as `[memory]` says. None: no budgets.
+        """Return the place of the next model in budgets: those `given`, else those of `[memory]`. None: no
+        budgets.
 
         Raises UserError, on all workers alike, for a model that cannot be trained by the run's choices, and
         for budgets that cannot be read.
@@ -140,14 +151,14 @@ class Runtime:
 
 
 def compose(config: Config, place: Place, member: Member) -> Runtime:
-    """Make what a session is built from.
+    """Make the objects of a session.
+
+    Raises ConfigError for more groups than the run has workers, and the errors of the meeting of a ring.
 
     Args:
-        config: of the run.
-        place: this worker's.
-        member: how the worker has joined the run.
-
-    Raises ConfigError for more groups than the run has workers, and what the meeting of a ring raises.
+        config: the run's configuration.
+        place: this worker's place.
+        member: this worker's membership in the run.
     """
     device = device_of(place)
     if isinstance(member, Service):
@@ -158,8 +169,11 @@ def compose(config: Config, place: Place, member: Member) -> Runtime:
 
 
 def _with_ring(config: Config, place: Place, device: torch.device, member: HubRing | None) -> Runtime:
-    """A ring's worker, or one that is alone. Under a strategy from outside each worker, or each group of
-    workers, trains a replica: gradients are then summed within the group, and values go over the ring."""
+    """Return the objects of a worker in a ring, or of one that is alone.
+
+    Under a strategy from another package each worker, or each group of workers, trains a replica. Then
+    gradients are summed within the group, and values are exchanged over the ring of all workers.
+    """
     timeout, name = config.timeout_seconds, config.run.strategy
     make = hierarchy = order = replicas = ring = None
     if name not in STRATEGIES:
@@ -186,11 +200,14 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
             state=RingState(state),
             told=RingNews(seat, state, records, hierarchy, order).ring_changed,
         )
-        state.rank, state.world = ring.rank, ring.world  # others may have been lost as it was formed
+        state.rank, state.world = (
+            ring.rank,
+            ring.world,
+        )  # members may have been lost while the ring was formed
     workers = Workers(RingMeeting(seat, ring))
     around: Around = by_itself
     own_group: Callable[[], Group] = partial(among_all, state)
-    summing: AnyRing | None = ring  # where gradients are summed
+    summing: AnyRing | None = ring  # the ring over which gradients are summed
     if replicas is not None:
         summing = InnerRing(ring, replicas) if ring is not None and replicas.grouped else None
     strategy: Strategy = Alone() if summing is None else OverRing(summing)
@@ -257,7 +274,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
 
 
 def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runtime:
-    """A device of a node, among other nodes."""
+    """Return the objects of a node's device, among other nodes."""
     roster = NodesRoster(node)
     workers = Workers(NodesMeeting(node, roster))
     state = TrainingState(workers.place, device)
@@ -292,7 +309,7 @@ def _with_peers(config: Config, device: torch.device, node: NodeWorker) -> Runti
 
 
 def _with_shards(config: Config, place: Place, device: torch.device, service: Service) -> Runtime:
-    """A worker of a parameter server, by itself or in a group."""
+    """Return the objects of a worker of a parameter server, by itself or in a group."""
     attendance = Attendance(place, late=service.shards.late, grouped=service.rings is not None)
     state = TrainingState(place, device)
     records = Records(config, attendance, state, service, notices=service.hub.notices)
@@ -328,11 +345,11 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
             models=models,
         )
         regrouping = Regrouping(parts, news.moved)
-        # Under bsp all leave their groups at one iteration, and nobody in a call.
+        # Under bsp all workers leave their groups at one iteration, and none inside a call.
         leaves = None if together else regrouping
         meeting = GroupMeeting(attendance, at_log, models, ring, leaves, call)
     workers = Workers(meeting)
-    fixed = bool(service.site)  # data is not dealt anew
+    fixed = bool(service.site)  # at a site data is not dealt anew
     entrance = ServedEntrance(
         service.shards,
         attendance,
@@ -346,12 +363,12 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
     )
 
     def members() -> int:
-        # The shards know groups, and not their members.
+        # The shards know groups, but not the groups' members.
         return state.world if together or ring is not None else service.members or state.world
 
     source: Source = DealtData(state)
     if not together:
-        # In ssp, and at a site, the others may be held up until this worker goes on.
+        # In ssp, and at a site, other workers may wait for this worker to go on, so it must not wait for data.
         waits = config.sync.consistency == "asp" and not service.site
         wait = 3 * service.welcome.patience if waits else 0.0
         source = LeasedData(state, leases, service.samplers, members, wait, records.warn_once)
@@ -396,7 +413,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
 
 
 def _contributor(workers: Workers, ring: Ring | None) -> list[int]:
-    """The workers, by name, that contribute as one with this one: those of its group's ring."""
+    """Return the names of the workers that contribute as one with this one: those of its group's ring."""
     if ring is None:
         return [workers.place.name]
     return [ring.place.name_of(rank) for rank in range(ring.world)]

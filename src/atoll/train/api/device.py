@@ -9,7 +9,10 @@ from atoll.train.api.place import Place
 
 
 def device_of(place: Place) -> torch.device:
-    """Return the CUDA (or ROCm) device of this worker, or the CPU where there is none."""
+    """Return the CUDA (or ROCm) device of this worker, or the CPU if there is none.
+
+    Raises ConfigError if this machine has fewer devices than workers.
+    """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type != "cuda":  # others lack float64, DLPack or a c10d backend
         return torch.device("cpu")

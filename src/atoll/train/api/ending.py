@@ -1,4 +1,5 @@
-"""Wait for threads inside C++ code at the end of the process: such a thread would cause a SIGABRT."""
+"""The wait, at the end of the process, for threads inside C++ code: a thread that is still there causes a
+SIGABRT."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import atexit
 import threading
 import time
 
-_LAST_SECONDS = 10.0  # for all of these threads to end, before the process may
+_LAST_SECONDS = 10.0  # for all of these threads to end, before the process ends
 
 _ending: list[threading.Thread] = []
 

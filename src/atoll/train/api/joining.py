@@ -1,4 +1,4 @@
-"""How a process becomes one of a run's workers: `join`, and the session that it gives."""
+"""The way of a process into a run: `join`, and the session that it returns."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.service import enter
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# What a worker finds its run by, wherever it is started, and what `atoll run` adds to that.
+# The variables by which a worker finds its run, and those that `atoll run` adds.
 _PLACED_BY = (
     HUB_VARIABLE,
     KEYS_VARIABLE,
@@ -53,19 +53,19 @@ _PLACED_BY = (
     *_TORCHRUN,
 )
 _LAUNCHED_BY = (DIRECTORY_VARIABLE, CONFIG_VARIABLE)
-_NAMED = 4  # variables, in an error
+_NAMED = 4  # the most variables that an error names
 
 
 def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place | None = None) -> Session:
     """Take this process's place in the run: from torchrun's variables, or alone.
 
-    With ATOLL_HUB set, or strategy `server`, the place is the hub's to give: in a ring where the hub's run
-    has no shards, else as a worker of its shards. torchrun's variables then only say which device is whose.
+    With ATOLL_HUB set, or strategy `server` or `ps-hra`, the hub gives the place: in a ring if the hub's run
+    has no shards, else as a worker of its shards. torchrun's variables then only assign devices to processes.
 
-    `config` is a Config or a file's path; unless given, $ATOLL_CONFIG or ./atoll.toml counts, else the
-    defaults. `place` overrides the environment. Raises ConfigError for a bad configuration or environment,
-    also for one from which the script has removed what the worker finds its run by, and in a process that a
-    worker has started. Raises DeadlineError when the other workers do not come within `sync.timeout`.
+    `config` is a Config or a file's path. By default $ATOLL_CONFIG or ./atoll.toml counts, else the defaults.
+    `place` overrides the environment. Raises ConfigError for a bad configuration or environment, for one from
+    which the script has removed variables that a worker needs to find its run, and in a process that a worker
+    has started. Raises DeadlineError when the other workers do not come within `sync.timeout`.
     """
     show_errors_as_one_line()
     line = script_line()
@@ -74,7 +74,7 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     _tell_of_joining(line)
     if place is None:
         _check_environment(line)
-    speed_from()  # a mistake in it is found before anybody is waited for
+    speed_from()  # finds a mistake before any wait
     given: Mapping[str, str] = {}
     if not isinstance(config, Config):
         config, given = load_given(config)
@@ -96,8 +96,11 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
 
 
 def _check_process(line: str) -> None:
-    """Raise ConfigError in a process that a worker of the run has started after it had joined: it would join
-    as the same worker once more. Where a script says which worker each of its processes is, each may join."""
+    """Raise ConfigError in a process that a worker of the run has started after it had joined.
+
+    Such a process would join as the same worker once more. Processes to which the script gives places of
+    their own may each join.
+    """
     place = "|".join(os.environ.get(name, "") for name in (DIRECTORY_VARIABLE, *_PLACED_BY))
     joined, _, where = os.environ.get(JOINED_VARIABLE, "").partition(" ")
     if joined and where == place and joined != str(os.getpid()):
@@ -113,7 +116,7 @@ def _check_process(line: str) -> None:
 
 
 def _tell_of_child(message: str) -> None:
-    """Tell `atoll run` why this process ends, which a DataLoader may have started."""
+    """Report to `atoll run` why this process ends: a DataLoader may have started it."""
     rank = os.environ.get("RANK", "")
     if rank.isdecimal():
         worker, status = int(rank) + int(os.environ.get(FIRST_VARIABLE, "0")), ConfigError.exit_status
@@ -125,8 +128,10 @@ def _tell_of_child(message: str) -> None:
 
 
 def _check_environment(line: str) -> None:
-    """Raise ConfigError where the script has removed variables: the worker would train alone, or by other
-    options, and nobody would be told."""
+    """Raise ConfigError if the script has removed variables by which a worker finds its run.
+
+    Otherwise the worker would train alone, or by other options, without a message.
+    """
     before = started_with()
     names = (*_LAUNCHED_BY, *_PLACED_BY) if DIRECTORY_VARIABLE in before else _PLACED_BY
     if not (gone := removed(names, before, os.environ)):
@@ -140,7 +145,7 @@ def _check_environment(line: str) -> None:
 
 
 def _tell_of_joining(line: str) -> None:
-    """Tell `atoll run` that this worker waits for the others from now on."""
+    """Report to `atoll run` that this worker waits for the others from now on."""
     folder, rank = variable(DIRECTORY_VARIABLE), variable("RANK") or ""
     if not folder or not rank.isdecimal():
         return
@@ -150,12 +155,12 @@ def _tell_of_joining(line: str) -> None:
     with (
         contextlib.suppress(OSError),
         Journal(run.journal(worker)) as journal,
-    ):  # a full disk is told of later
+    ):  # a full disk is reported later
         journal(event)
 
 
 def _join_peers(config: Config, place: Place | None, given: Mapping[str, str]) -> Session:
-    """As a node among others, or alone where there are none."""
+    """Return the session of a node among others, or of a worker alone if there are no other nodes."""
     met = introduce(config, place)
     if met is None:
         return Session(config, Place() if place is None else place, given=given)

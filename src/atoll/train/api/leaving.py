@@ -1,4 +1,4 @@
-"""The end of a session: workers part, and what it had opened is closed."""
+"""The end of a session: workers part, and open connections and files are closed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _END = (
 
 
 class Leaving:
-    """One worker's end. `closes` ends what is the session's own. In a process that the script has forked
-    nothing happens: the session is its parent's to leave."""
+    """One worker's end of the session. `closes()` ends the session's own loaders.
+
+    In a process that the script has forked nothing happens: the session belongs to its parent.
+    """
 
     def __init__(
         self, runtime: Runtime, collectives: Collectives, masks: MaskCheck, closes: Callable[[], None]
@@ -48,7 +50,7 @@ class Leaving:
                 if self._runtime.together:
                     self._end_together(_END.format(self._state.iteration))
                 else:  # workers end when they have no more data, one before the other
-                    with contextlib.suppress(RunError):  # the shards are gone: what was trained counts
+                    with contextlib.suppress(RunError):  # the shards are gone: the training still counts
                         self._give_back()
                     self._workers.part()
             if self._runtime.member is not None:
@@ -58,8 +60,11 @@ class Leaving:
             self.leave()
 
     def _end_together(self, where: str) -> None:
-        """Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
-        What was contributed is applied, and those who come in now are let in."""
+        """Apply all contributions, bring state home, and wait for all workers.
+
+        No worker leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
+        Workers that come now are let in.
+        """
         self._runtime.drain(where)
         self._masks.look_at_end()
         self._state.unify(self._workers, where)
@@ -74,13 +79,13 @@ class Leaving:
                 prepared.give_back()
 
     def leave(self) -> None:
-        """Close all, after an error or at the end."""
+        """Close everything, after an error or at the end."""
         if self.has_left:
             return
         self._is_over = True
-        with contextlib.suppress(RuntimeError):  # a device that has failed must not hide why
+        with contextlib.suppress(RuntimeError):  # a failed device must not hide the first error
             self._records.read_logged()
-        with contextlib.ExitStack() as ends:  # from the last on, and whatever one raises, the others too
+        with contextlib.ExitStack() as ends:  # in reverse order; all run, even after an error
             ends.callback(self._records.summarise)
             if self._runtime.member is not None:
                 ends.callback(self._runtime.member.close)

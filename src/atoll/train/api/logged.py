@@ -1,4 +1,4 @@
-"""What `session.log` takes, and when it is read."""
+"""The values that `session.log` takes, and copies of them to read later."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from atoll.core.errors import UserError
 
 
 def finite(value: float) -> float | None:
-    """The value; None for NaN and the infinities, which JSON lacks."""
+    """Return the value, or None for NaN and the infinities, which JSON lacks."""
     return value if value - value == 0 else None
 
 
 def loggable(name: str, value: Any) -> float | Tensor:
-    """A logged value that nothing changes any more: a number, or a tensor's copy that is read later."""
+    """Return a logged value that nothing changes any more: a number, or a copy of a GPU's tensor to read
+    later.
+
+    Raises UserError for a value that is not one number.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise UserError(

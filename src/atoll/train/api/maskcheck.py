@@ -1,4 +1,4 @@
-"""A session's one look at its workers' random numbers: equal ones give all workers the same dropout masks."""
+"""A session's check of its workers' random numbers: equal ones give all workers the same dropout masks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from atoll.train.members.workers import Workers
 
 
 class MaskCheck:
-    """Warns once where dropout masks are equal on all workers.
+    """A warning, given once, if dropout masks are equal on all workers.
 
-    All workers look after the first iteration that they make, or at the end of a session without one. A
-    worker that joins later does not look.
+    All workers check after the first iteration that they make, or at the end of a session without one. A
+    worker that joins later does not check.
     """
 
     def __init__(
@@ -26,19 +26,19 @@ class MaskCheck:
         warn_once: Callable[[str, str], None],
     ) -> None:
         self._state, self._workers, self._device, self._warn_once = state, workers, device, warn_once
-        self._at = 1  # the iteration after which workers look
+        self._at = 1  # the iteration after which workers check
 
     def begin(self) -> None:
-        """Look after the next iteration: all workers have loaded a checkpoint."""
+        """Check after the next iteration: all workers have loaded a checkpoint."""
         self._at = self._state.iteration + 1
 
     @property
     def is_due(self) -> bool:
-        """True right after the iteration."""
+        """True right after the iteration at which workers check."""
         return self._state.iteration == self._at
 
     def look_at_end(self) -> None:
-        """Look where the session made no step. All workers make this call."""
+        """Check if the session made no step. All workers make this call."""
         if self._state.iteration < self._at:
             self.look()
 

@@ -1,4 +1,5 @@
-"""What a worker's iterations take: seconds, those of them that it waited for others, and bytes sent."""
+"""Measurements of a worker's iterations: their seconds, the seconds spent waiting for others, and bytes
+sent."""
 
 from __future__ import annotations
 
@@ -14,13 +15,20 @@ from atoll.train.group.rounds import Ring
 from atoll.train.members.workers import Workers
 from atoll.train.sync.service import Service
 
-_NO_PHASES: dict[str, float] = {}  # of an iteration that has none
+_NO_PHASES: dict[str, float] = {}  # for an iteration without phases
 
 
 class Taken(msgspec.Struct, frozen=True, gc=False):
-    """What one iteration took, all of it since the end of the one before: wall time until `at` (by
-    perf_counter), and as part of that `waiting` for other workers, whose own parts are `phases`: "ring"
-    inside this worker's group and "exchange" between groups, where these are two things. All in seconds."""
+    """The measurements of one iteration, each since the end of the iteration before.
+
+    Attributes:
+        at: the time at the end of the iteration, by time.perf_counter, in seconds.
+        seconds: the wall time.
+        waiting: the seconds of it spent waiting for other workers.
+        bytes_sent: the bytes of gradients sent.
+        phases: the parts of `waiting`, in seconds: "ring" inside this worker's group and "exchange" between
+            groups; empty without a group's ring.
+    """
 
     at: float
     seconds: float
@@ -30,13 +38,15 @@ class Taken(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def computing(self) -> float:
-        """The seconds that were no waiting."""
+        """The seconds that were not spent waiting."""
         return self.seconds - self.waiting
 
 
 class Meter:
-    """One worker's: `workers` and `state` are its session's, `service` and `group_ring` the same where the
-    strategy has such."""
+    """The measurements of one worker.
+
+    `workers` and `state` are the session's. `service` and `group_ring` are too, if the strategy has them.
+    """
 
     def __init__(
         self,
@@ -53,11 +63,11 @@ class Meter:
         self.begin()
 
     def begin(self) -> None:
-        """The next iteration begins now."""
+        """Begin the next iteration now."""
         self._began, self._waited, self._sent = time.perf_counter(), self.seconds_waited, self._bytes_sent
 
     def stepped(self) -> Taken:
-        """An iteration is over, and the next one begins."""
+        """End an iteration, begin the next one, and return the measurements."""
         began, waited, sent = self._began, self._waited, self._sent
         self.begin()
         waiting = self._waited - waited
@@ -78,8 +88,8 @@ class Meter:
     def computing_clock(self) -> Callable[[], float]:
         """A clock, in seconds, that stands still while this worker waits for others.
 
-        On a CPU it is the thread's own: workers of a lab share cores, and what one loses to another is no
-        computing of its own. On a GPU, what was begun there has ended when it is read.
+        On a CPU it is the thread's CPU time: workers of a lab share cores, and time lost to another worker is
+        not this one's computing. On a GPU, reading the clock waits for the work begun there.
         """
         return time.thread_time if self._device.type == "cpu" else self._seconds_on_device
 
@@ -89,7 +99,7 @@ class Meter:
 
     @property
     def _bytes_sent(self) -> int:
-        """Of gradients, in all."""
+        """The bytes of gradients sent so far."""
         sent = 0
         for prepared in self._state.prepared:
             sent += prepared.reducer.bytes_sent

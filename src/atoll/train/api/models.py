@@ -1,4 +1,4 @@
-"""The models that a session has prepared: which one a call means, and which one may be prepared."""
+"""The models that a session has prepared: the one that a call means, and checks of a new one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from atoll.train.api.prepared import Prepared
 
 
 class Models:
-    """They stand in `prepared`, which grows, in the order in which the script prepares them."""
+    """The prepared models. The list `prepared` grows in the order in which the script prepares models."""
 
     def __init__(self, prepared: list[Prepared]) -> None:
         self._prepared = prepared
 
     def check_new(self, model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
-        """Raise PrepareError or UserError where `model` is no module or `optimizer` no optimizer, or where
-        the model, one of its parameters or its `name` belongs to a model prepared before."""
+        """Raise PrepareError or UserError for a model or optimizer that cannot be prepared.
+
+        That is so if `model` is no module, if `optimizer` is no optimizer, or if the model, one of its
+        parameters or its `name` belongs to a model prepared before.
+        """
         _check_pair(model, optimizer)
         module = uncompiled(model)
         for prepared in self._prepared:
@@ -38,12 +41,15 @@ class Models:
                     )
 
     def require(self, what: str) -> None:
-        """Raise UserError unless a model is prepared, which `what` needs."""
+        """Raise UserError unless a model is prepared. `what` names the call that needs one."""
         if not self._prepared:
             raise UserError(f"{what} needs a model; call session.prepare(model, optimizer) first")
 
     def find(self, model: nn.Module | None) -> Prepared:
-        """Return the prepared model that a call means by `model`; without one, the only one."""
+        """Return the prepared model that a call means by `model`; if that is None, the only one.
+
+        Raises UserError if there is no such model, or if several are prepared and `model` is None.
+        """
         self.require("this call")
         if model is None:
             if len(self._prepared) > 1:

@@ -1,4 +1,4 @@
-"""A worker's news of those that it trains with: a ring's members, its group, its moves."""
+"""A worker's news of the workers with which it trains: a ring's members, its group, its moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atoll.wire.messages import Grouped
 
 
 class RingNews:
-    """Of the one ring of a run: which members it goes on with, and how it is grouped."""
+    """News of the one ring of a run: its members after a change, and their groups."""
 
     def __init__(
         self,
@@ -33,8 +33,10 @@ class RingNews:
         self._hierarchy, self._order = hierarchy, order
 
     def ring_changed(self, ring: Ring, changed: Regrouped) -> None:
-        """The ring goes on with other members than before. Raises RunError where one of them held the only
-        copy of a part of a model."""
+        """Report that the ring goes on with other members.
+
+        Raises RunError if a lost member held the only copy of a part of a model.
+        """
         for tiers in self._state.tiers:
             tiers.refuse_loss([*changed.lost, *changed.left])
         if is_first(self._seat):
@@ -45,7 +47,7 @@ class RingNews:
 
 
 class GroupNews:
-    """Of this worker's group among several: its members, and the worker's moves to other groups."""
+    """News of this worker's group among several: its members, and the worker's moves to other groups."""
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class GroupNews:
         self._pace, self._order = pace, order
 
     def ring_changed(self, ring: Ring, changed: Regrouped) -> None:
-        """The ring of this worker's group is another one; `moved` tells of moves."""
+        """Report that this worker's group has another ring. `moved` reports moves to another group."""
         self._pace.leave_out()
         self._attendance.lose([*changed.lost, *changed.left])
         if ring.rank != 0:
@@ -69,12 +71,13 @@ class GroupNews:
         self._records.tell_of_order(self._order)
 
     def moved(self, grouped: Grouped, seconds: float, speaker: Speaker) -> None:
-        """This worker is in another group, or was told to stay where it is."""
+        """Report that this worker is in another group. Nothing is reported if it stays in its group."""
         self._pace.leave_out()
         if grouped.group:
             self._records.emit(
                 events.Regrouped,
-                iteration=self._state.iteration + 1,  # it moves at the end of a step that is not counted yet
+                iteration=self._state.iteration
+                + 1,  # it moves at the end of a step, before that step is counted
                 grouping=grouped.grouping,
                 group=grouped.contributor,
                 workers=sorted(grouped.workers),
@@ -84,13 +87,15 @@ class GroupNews:
             self._records.emit(events.Decided, what="uplink", choice=speaker.kind, reason=speaker.reason)
 
 
-_WEIGHTS = "weights"  # what is told of counts that differ
-_OFTEN = ("round", "fetched")  # decisions that may come each iteration: for the journal alone
+_WEIGHTS = "weights"  # the name of the warning on counts that differ
+_OFTEN = ("round", "fetched")  # decisions that may come each iteration: they go to the journal alone
 
 
 class NodeNews:
-    """Of this node among the others: what its CPU side decides, and who comes and goes. The CPU side speaks
-    to the leader of the node's devices."""
+    """News of this node among the others: its CPU side's decisions, and nodes that come and go.
+
+    The CPU side sends them to the leader of the node's devices.
+    """
 
     def __init__(self, node: NodeWorker, records: Records) -> None:
         self._node, self._records = node, records
@@ -99,7 +104,7 @@ class NodeNews:
         node.on(Members, self._handle_members)
 
     def begin(self, config: Config) -> None:
-        """Tell how the nodes know one another, and go on together."""
+        """Report how the nodes know one another, and how they exchange."""
         introduction, sync = self._node.introduction, config.sync
         devices, nodes = introduction.devices, f"{self._node.world}, without a server"
         if self._node.has_groups:
@@ -114,14 +119,14 @@ class NodeNews:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this node tells people what all know."""
+        """True if this node prints the lines that all nodes know."""
         return self._node.node == min(self._node.members, default=self._node.node)
 
     def _handle_told(self, message: Told) -> None:
         if message.choice:
             kind = events.RoundSeen if message.what.startswith(_OFTEN) else events.Decided
             self._records.decided_here(kind, message.what, message.choice, message.reason)
-        elif message.what != _WEIGHTS or self._is_first:  # all know that one
+        elif message.what != _WEIGHTS or self._is_first:  # all nodes know of the weights
             self._records.warn(message.reason)
 
     def _handle_members(self, message: Members) -> None:

@@ -1,4 +1,5 @@
-"""Tell a session's models apart after a restart: models of equal shapes could load each other's values.
+"""The signs that tell a session's models apart after a restart: models of equal shapes could load each
+other's values.
 
 A module has no name of its own. So a checkpoint records the name that the script gave each model
 (`session.prepare(name=...)`), and further signs to compare a restarted script with: the variables that hold
@@ -20,16 +21,19 @@ from atoll.core.errors import CheckpointError
 from atoll.core.scriptline import is_script, script_line
 from atoll.tensors.torch_compat import own_modules, uncompiled
 
-_MOST_ENTRIES = 64  # of a container whose entries are looked at
-_SAMPLED = 16  # values of each parameter that the digest is of
+_MOST_ENTRIES = 64  # the most entries of a container that is searched
+_SAMPLED = 16  # values of each parameter in the digest
 
 
 class Origin(msgspec.Struct, frozen=True):
     """The signs by which a model is recognized after a restart.
 
-    `held_as` are the variables, attributes and keys by which the script reaches the model. `kind` is the
-    model's class and `line` the script's line. `values` is a digest of the values at `session.prepare`, empty
-    where they are not in memory.
+    Attributes:
+        name: the name that the script gave the model; "" for none.
+        held_as: the variables, attributes and keys by which the script reaches the model.
+        kind: the model's class.
+        line: the script's line that prepared it.
+        values: a digest of the values at `session.prepare`; empty if they are not in memory.
     """
 
     name: str
@@ -52,12 +56,16 @@ def origin_of(model: nn.Module, name: str) -> Origin:
 def positions_of(
     saved: Sequence[Origin], present: Sequence[Origin], is_alike: Callable[[int, int], bool], where: str
 ) -> list[int]:
-    """Return each session model's number in the checkpoint: by name where both have names, else by order.
+    """Return each session model's index in the checkpoint: by name if both have names, else by order.
 
-    `is_alike(first, second)` says whether two of the session's models could load each other's values.
+    Raises CheckpointError, whose message begins with `where`, if the names differ, or if two models of equal
+    shapes were prepared in another order.
 
-    Raises CheckpointError, whose message begins with `where`, if the names differ, or if two models that are
-    alike were prepared in another order.
+    Args:
+        saved: the origins in the checkpoint.
+        present: the origins of the session's models.
+        is_alike: returns whether two of the session's models, by index, could load each other's values.
+        where: the beginning of an error's message.
     """
     by_name = {origin.name: index for index, origin in enumerate(saved) if origin.name}
     named = [origin.name for origin in present if origin.name]
@@ -90,8 +98,7 @@ _Pair = tuple[Origin, Origin]
 
 def _exchange(saved: _Pair, present: _Pair) -> str:
     """Describe how two models have changed places, by the first sign that tells them apart; empty if they
-    have not.
-    """
+    have not."""
     for what, sign in (("variables", _variables), ("classes", _class), ("initial values", _values)):
         (was_first, was_second), (first, second) = sign(*saved), sign(*present)
         straight = bool(was_first & first) and bool(was_second & second)

@@ -1,5 +1,5 @@
-"""Which group a worker belongs to, by what it trains with (`Session.group`). Like the rank, it changes with
-the members."""
+"""The group to which a worker belongs (`Session.group`), by the kind of its run. It changes with the members,
+like the rank."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from atoll.train.sync.peersworker import NodeWorker
 
 
 def among_all(state: TrainingState) -> Group:
-    """All workers are one group."""
+    """Return the one group of all workers."""
     return Group(0, 1, state.rank, state.world)
 
 
 def in_hierarchy(hierarchy: Hierarchy, workers: Workers, state: TrainingState) -> Group:
-    """As the ring's members are arranged."""
+    """Return the group by the present arrangement of the ring's members; before there is one, all workers."""
     arranged = hierarchy.arranged
     return among_all(state) if arranged is None else Group(*arranged.place_of(workers.place.rank))
 
 
 def of_replica(replicas: Replicas) -> Group:
-    """The workers that train one replica."""
+    """Return the group of workers that train one replica with this one."""
     rank, size = (replicas.place.rank, replicas.place.world) if replicas.grouped else (0, 1)
     return Group(replicas.index, len(replicas), rank, size)
 
 
 def at_shards(regrouping: Regrouping, ring: Ring) -> Group:
-    """The workers that contribute as one."""
+    """Return the group of workers that contribute to the shards as one with this one."""
     groups, own = regrouping.contributors, regrouping.contributor
     index = groups.index(own) if own in groups else 0
     return Group(index, max(1, len(groups)), ring.rank, ring.world)
 
 
 def of_node(node: NodeWorker, state: TrainingState) -> Group:
-    """The node's devices, where any node has several."""
+    """Return the group of the node's devices; all workers if every node has one device."""
     devices = node.devices
     return Group(node.node, node.world, devices.rank, devices.count) if node.has_groups else among_all(state)

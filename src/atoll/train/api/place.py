@@ -1,4 +1,4 @@
-"""Where a worker stands: its rank among how many, and the store through which they first meet."""
+"""A worker's place: its rank, the number of workers, and the store in which they first meet."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ _joins = itertools.count()
 
 @dataclass(frozen=True)
 class Group:
-    """The group that a worker belongs to: its index among `count`, and the worker's rank among the group's
-    `size`."""
+    """The group to which a worker belongs.
+
+    Attributes:
+        index: the group's index.
+        count: the number of groups.
+        rank: the worker's rank in the group.
+        size: the number of workers in the group.
+    """
 
     index: int
     count: int
@@ -36,13 +42,16 @@ class Group:
 class Place:
     """A worker's place in its group.
 
-    `store` is where the group meets; None: this worker is alone, without a group.
-
-    `host` is the IP address by which the others reach this worker; empty: c10d finds one.
-
-    `watch` raises where this group is known to be broken; None: the group ends with its first loss. Where
-    groups go on without lost members, `names` are the members' first ranks, by which messages call them.
-    `standing` compares the members' places in their scripts, in a group with a Ring.
+    Attributes:
+        rank: the worker's rank in the group.
+        world: the number of workers in the group.
+        local_rank: the worker's number on its machine, which selects the device.
+        store: the store in which the group meets; None for a worker that is alone, without a group.
+        host: the IP address by which the others reach this worker; empty: c10d finds one.
+        watch: raises an error if this group is known to be broken; None: the group ends with its first loss.
+        names: the numbers that messages give the members, by rank, if groups survive losses; these are the
+            members' first ranks.
+        standing: compares the members' places in their scripts, in a group with a Ring.
     """
 
     rank: int = 0
@@ -60,15 +69,15 @@ class Place:
 
     @property
     def name(self) -> int:
-        """Number of this worker in messages. Unlike the rank, the number never changes."""
+        """The number of this worker in messages. Unlike the rank, it never changes."""
         return self.name_of(self.rank)
 
     @staticmethod
     def from_environment(timeout: float, environment: Mapping[str, str] | None = None) -> Place:
-        """Return the place that torchrun's variables describe; alone without such variables.
+        """Return the place that torchrun's variables describe; a place alone without such variables.
 
         `timeout` is in seconds. Raises ConfigError for incomplete or contradictory variables, DeadlineError
-        where the other workers do not come, and UserError where they could not reach each other.
+        if the other workers do not come, and UserError if they could not reach each other.
         """
         environment = os.environ if environment is None else environment
         if "WORLD_SIZE" not in environment and "RANK" not in environment:
@@ -128,7 +137,10 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _meet(environment: Mapping[str, str], timeout: float) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT, or the one of a default group that the script has made."""
+    """Return the store at MASTER_ADDR and MASTER_PORT, or that of a default group which the script has made.
+
+    Raises DeadlineError if no store answers within `timeout` seconds.
+    """
     if dist.is_initialized():
         found = default_store()
     else:
@@ -143,7 +155,7 @@ def _meet(environment: Mapping[str, str], timeout: float) -> Store:
                 f"no store answered at MASTER_ADDR:MASTER_PORT {address} within {timeout:g} s: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-    # A restarted launch meets in the same store: its keys must not be those of the launch before.
-    # Nor may a second session of this process find those of the first.
+    # A restarted launch meets in the store of the launch before, and a second session of this process in the
+    # store of the first. Neither may find the other's keys.
     restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"atoll/{restart}/{next(_joins)}", found)

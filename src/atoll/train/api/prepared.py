@@ -1,4 +1,5 @@
-"""One model and its optimizer, prepared: laid out in chunks, hooked to the ring, stepped chunk by chunk."""
+"""One model and its optimizer, prepared: laid out in chunks, with hooks for gradients, stepped chunk by
+chunk."""
 
 from __future__ import annotations
 
@@ -71,8 +72,10 @@ class Batches(Protocol):
         """Note that the model is given a batch."""
 
     def count(self, seen: Seen) -> tuple[float | None, str]:
-        """Count a batch that backward has reached; returns its number of samples (None: unknown), and how
-        certain that number is."""
+        """Count a batch that backward has reached.
+
+        Returns its number of samples (None: unknown), and how certain that number is (core/weighing.py).
+        """
 
     def epoch(self) -> Epoch:
         """Return the epoch of the present batch."""
@@ -82,32 +85,32 @@ class Batches(Protocol):
 
 
 class Steps(Protocol):
-    """What a session does around each optimizer step (`train/api/steps.py`)."""
+    """The session's acts around each optimizer step (`train/api/steps.py`)."""
 
     def begins(self, prepared: Prepared) -> None:
-        """The model's optimizer is about to step."""
+        """Act before the model's optimizer steps."""
 
     def skipped(self, reason: str) -> None:
-        """The policy on NaN and infinities has skipped a step."""
+        """Note that the policy on NaN and infinities has skipped a step."""
 
     def stepped(self, prepared: Prepared) -> None:
-        """The model's optimizer has stepped."""
+        """Act after the model's optimizer has stepped."""
 
 
 class Tells(Protocol):
-    """Prints lines for people (`train/api/records.py`: Records)."""
+    """The printing of lines for people (`train/api/records.py`: Records)."""
 
     def warn_once(self, subject: str, line: str) -> None: ...
 
     def warn_together(self, subject: str, line: str) -> None:
-        """Print once what all workers know."""
+        """Print a line once, on one worker: all workers know it."""
 
 
 class Prepared:
     """One (model, optimizer) pair that `session.prepare` has prepared.
 
-    With `tiers`, the model's chunks lie in these tiers, and a strategy of the tiers replaces `strategy`.
-    Without that strategy, the model trains as if without tiers. `backward` is the session's.
+    If `tiers` gives a strategy, the model's chunks lie in tiers and that strategy replaces `strategy`.
+    Otherwise the model trains as without tiers. `backward` is the session's.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class Prepared:
         self.samples = SampleCount()
         # The latest backward that reached a forward, and the latest that left gradients:
         self._reached_in = self._came_in = -1
-        self.own_samples = 0.0  # since the last step
+        self.own_samples = 0.0  # this worker's samples since the last step
         self._closed = self._ready = False
         _refuse_wrapped(self.module)
         _refuse_sparse(self.module)
@@ -201,7 +204,7 @@ class Prepared:
                 config=config,
             )
         )
-        # After what comes before a step: the session's word on a gradient is heard first.
+        # After the step hooks were made, so that the session's policy on gradients runs first.
         lies.fit(model, optimizer, BatchEpochs(batches.epoch, epochs_mixed))
         self._ready = True
         self.reducer.ready()
@@ -232,30 +235,34 @@ class Prepared:
 
     @property
     def trained_bytes(self) -> int:
-        """What the gradients take."""
+        """The bytes of the trained parameters, which are those of their gradients."""
         trained = (self.parameters[name] for name in self.trained)
         return sum(parameter.numel() * parameter.element_size() for parameter in trained)
 
     @property
     def brought(self) -> set[str]:
-        """The parameters that come to a worker that enters late from where they live, not from a worker."""
+        """The names of parameters that a worker that enters late takes from their place elsewhere, not from a
+        worker."""
         return set(self.parameters) if self._strategy.brings_frozen else self.trained
 
     @property
     def steps_elsewhere(self) -> bool:
-        """True if the trained parameters and the optimizer's state live elsewhere: at shards."""
+        """True if the trained parameters and the optimizer's state live elsewhere, as at shards."""
         return self._strategy.brings_parameters
 
     def loading(self) -> AbstractContextManager[None]:
-        """Within it the session puts state back, with `Strategy.loaded` or newer state to follow: the
-        optimizer's `load_state_dict` may be called, also where its steps are made elsewhere."""
+        """Return a context in which the session puts state back.
+
+        Inside it the optimizer's `load_state_dict` may be called, even if steps are made elsewhere.
+        `Strategy.loaded` or newer state must follow.
+        """
         return self.stepper.loading()
 
     def give_back(self) -> None:
-        """Bring here what other processes hold of the optimizer's state, where this worker has room for it.
+        """Bring the optimizer's state that other processes hold to this worker, if it has room for it.
 
-        Where the workers hold the model between them, its values come too. After the session model and
-        optimizer go on as plain ones. Of a ring all workers make this call.
+        If the workers share the model, its values come too. After the session, model and optimizer go on as
+        plain ones. In a ring all workers make this call.
         """
         if self._shared is not None:
             self._shared.give_back()
@@ -263,8 +270,10 @@ class Prepared:
             self.stepper.give_back(self.tiers.lacks_room if self.tiers is not None else lambda _: "")
 
     def close(self) -> None:
-        """Take the hooks off the model; its parameters and gradients stay where they are. What other members
-        hold of it cannot be had any more."""
+        """Take the hooks off the model; its parameters and gradients stay where they are.
+
+        Parts of the model that other members hold are out of reach afterwards.
+        """
         self._closed = True
         self._hooks.close()
         if self._other_steps is not None:
@@ -279,17 +288,18 @@ class Prepared:
 
     @property
     def _shared(self) -> Sharded | None:
-        """The model, where several members hold it together."""
+        """The model, if several members share it; else None."""
         return None if self.tiers is None else self.tiers.shared
 
     @property
     def groups(self) -> dict[str, list[list[int]]]:
-        """By name, the groups of each parameter that they have of their own (`atoll.memory.over`)."""
+        """The groups of workers that have a parameter for themselves, by the parameter's name
+        (`atoll.memory.over`)."""
         return {} if self._shared is None else self._shared.groups
 
     @property
     def held_by_groups(self) -> dict[str, Any]:
-        """What the other groups hold of these, for a checkpoint."""
+        """The values and state of parameters that the other groups have for themselves, for a checkpoint."""
         return {} if self._shared is None else self._shared.held_by_groups()
 
     @property
@@ -299,8 +309,11 @@ class Prepared:
         return [names.get(id(p), "") for group in self.optimizer.param_groups for p in group["params"]]
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Clip the gradients by their global norm; returns the norm before (strategy `peers`: of this node's
-        own gradients). Raises UserError where torch's own function was meant, whose parameters come first."""
+        """Clip the gradients by their global norm; return the norm before.
+
+        Under strategy `peers` it is the norm of this node's own gradients. Raises UserError if the arguments
+        are those of torch's own function, whose first argument is the parameters.
+        """
         check_max_norm(max_norm, norm_type)
         self.reducer.before_step()
         norm = self.reducer.clip(
@@ -320,7 +333,7 @@ class Prepared:
         return norm
 
     def _tell_of_edits(self) -> None:
-        if not self._workers.alone:  # where this worker's gradient is the mean
+        if not self._workers.alone:  # alone, this worker's gradient is the mean
             until, line = script_line() or "the next one", clipped_at()
             how = at_script_line("by torch.nn.utils.clip_grad_norm_", line)
             how = how if line else "as torch.nn.utils.clip_grad_norm_ does"
@@ -329,14 +342,14 @@ class Prepared:
     def _before_forward(self) -> None:
         self.stepper.restore()
         for bound in self._trained_chunks:
-            if bound.has_moved:  # until a step it may: averaged weights, say, for an evaluation
+            if bound.has_moved:  # before a step it may be elsewhere: averaged weights, say, for an evaluation
                 bound.check_kinds()
         self._check_homes()
         self._backward.before_forward()
         self._batches.forward()
 
     def _check_homes(self) -> None:
-        """Raise BindingError where a parameter of the module was replaced.
+        """Raise BindingError if a parameter of the module was replaced.
 
         torch.func.functional_call replaces parameters for its duration, and is allowed.
         """
@@ -369,7 +382,7 @@ class Prepared:
 
     def _committed(self, own: Contribution, _group_samples: float) -> None:
         self.own_samples += own.samples
-        if self._others:  # who compare the scale
+        if self._others:  # other workers compare the scale
             forget_scale(self.optimizer)
         self.samples.use(alike=self.reducer.count_alike)
         self._batches.whole()
@@ -380,7 +393,7 @@ class Prepared:
             self.reducer.before_step()
 
     def _has_batch(self) -> bool:
-        """False where no backward of this iteration has left gradients on this worker."""
+        """False if no backward of this iteration has left gradients on this worker."""
         return self._closed or self.reducer.has_batch
 
     def _note_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -402,8 +415,11 @@ class Prepared:
         self.reducer.before_step()
 
     def _accept(self, gradients: Sequence[Tensor]) -> bool:
-        """Apply the policy `sync.nonfinite`; the reduced gradients are the same everywhere, so all decide
-        alike."""
+        """Return True if the step is to be made, by the policy `sync.nonfinite`.
+
+        The reduced gradients are equal on all workers, so all decide alike. Raises NonFiniteGradientError if
+        the policy is `raise`.
+        """
         if any(map(_IS_SPARSE, gradients)):
             self.reducer.check_gradients()
         if self.config.sync.nonfinite == "allow":
@@ -424,7 +440,7 @@ class Prepared:
         )
 
     def _blame(self) -> str:
-        if self._shared is not None:  # an owner has the sum alone
+        if self._shared is not None:  # only a part's owner has its sum
             found = self._workers.gather(self._shared.nonfinite(), "the sums that are not finite")
             first = next((name for name in self.parameters if name in found), "")
             return _blamed([f"{first!r}, summed over the workers,"] if first else [])
@@ -452,7 +468,10 @@ def _blamed(named: Sequence[str]) -> str:
 def _settings(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[nn.Parameter, str]:
-    """Which param group steps each parameter, as the layout's settings key."""
+    """Return the index of the param group that steps each parameter, as the layout's settings key.
+
+    Raises PrepareError for a parameter of the optimizer that is not in the model.
+    """
     known = set(parameters.values())
     settings: dict[nn.Parameter, str] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -471,7 +490,8 @@ _Home: TypeAlias = tuple[Mapping[str, nn.Parameter | None], str, nn.Parameter, s
 
 
 def _homes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[_Home]:
-    """Where each parameter hangs: in which module's parameters, under which attribute; and its full name."""
+    """Yield the home of each parameter: the mapping that holds it, its key there, the parameter, and its full
+    name."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for part in module.modules():
         for attribute, parameter in own_parameters(part).items():
@@ -480,7 +500,7 @@ def _homes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterato
 
 
 def _to_device(module: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
-    """Move the model where its worker trains; the Parameter objects stay the same."""
+    """Move the model to the device on which its worker trains; the Parameter objects stay the same."""
     if any(tensor.device != device for tensor in (*parameters.values(), *module.buffers())):
         module.to(device)
     for name, parameter in module.named_parameters():

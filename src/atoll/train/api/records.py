@@ -1,4 +1,4 @@
-"""What one worker tells of its run: events for its journals, warnings for people.
+"""One worker's reports on its run: events for its journals, warnings for people.
 
 `atoll run`, the report and the lab read the journals (`observe`).
 """
@@ -39,12 +39,18 @@ from atoll.train.members.workers import Workers
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.train.sync.service import Service
 
-MOST_LOGGED = 1000  # calls of `log` that are kept to be read later
+MOST_LOGGED = 1000  # the most calls of `log` that are kept to be read later
 
 
 class Records:
-    """One worker's: `state` is its session's, `service` and `node` the same where the strategy
-    has such. Without a journal nobody hears of its events; people hear its warnings all the same."""
+    """The reports of one worker. Without a journal its events go nowhere; its warnings are printed all the
+    same.
+
+    `state` is the session's. `service` and `node` are too, if the strategy has them.
+
+    Attributes:
+        kept: True if there is a journal.
+    """
 
     def __init__(
         self,
@@ -55,20 +61,21 @@ class Records:
         node: NodeWorker | None = None,
         notices: Notices | None = None,
     ) -> None:
-        """`notices` are those that this worker has told people through so far; None: nobody did."""
+        """Take the collaborators. `notices` are the warnings that this worker has printed so far; None:
+        none."""
         self._config, self._who, self._state, self._node = config, who, state, node
         self._notices = notices or Notices(who.place.name)
         self._bus = self._notices.bus
-        self._claim: Claim | None = None  # of the run directory: worker 0's, without `atoll run`
+        self._claim: Claim | None = None  # worker 0's claim on the run directory, without `atoll run`
         self._journal: Journal | None = None
         self._lab_journal: Journal | None = None
-        self.kept = False  # whether there is any journal
+        self.kept = False
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
         self._read_at = time.perf_counter()
-        # Of steps that no event tells of yet: time, iteration, samples, what it took, more fields.
+        # Steps without an event yet: time, iteration, samples, measurements, more fields.
         self._steps: deque[tuple[float, int, float, Taken, dict[str, Any]]] = deque()
-        self._telling = threading.RLock()  # while a thread makes events of them
-        self._confirming = ""  # how, as was last told
+        self._telling = threading.RLock()  # held while a thread makes the events of steps
+        self._confirming = ""  # the way of confirming that was reported last
         self._warned_of: set[str] = set()  # the subjects of `warn_once`
         shards = service.shards if service is not None else None
         self._is_at_site = service is not None and bool(service.site)
@@ -78,17 +85,17 @@ class Records:
     # The journals
 
     def open(self, workers: Workers) -> None:
-        """Begin this worker's journal, where a directory for it is named, and the lab's in a lab.
+        """Begin this worker's journal, if a directory for it is named, and the lab's journal in a lab.
 
-        All `workers` call it; worker 0 first sees that the directory holds no other run. Raises UserError on
-        every worker if it does.
+        All `workers` make this call. Worker 0 first checks that the directory holds no other run. Raises
+        UserError on every worker if it does.
         """
         self._open_journal(workers)
         self._open_lab_journal()
         self.kept = self._journal is not None or self._lab_journal is not None
 
     def close(self) -> None:
-        """Write what is left. What is told later is written nowhere."""
+        """Write all events that are left. Later events are written nowhere."""
         self._tell_of_steps()
         with contextlib.ExitStack() as ends:
             for journal in (self._journal, self._lab_journal):
@@ -96,7 +103,7 @@ class Records:
                     ends.callback(journal.close)
 
     def summarise(self) -> None:
-        """Without `atoll run` above, worker 0 puts the records together itself."""
+        """Put the records of all workers together, on worker 0 and without `atoll run`."""
         if self._journal is None or DIRECTORY_VARIABLE in os.environ or not is_first(self._who):
             return
         run = self._config.run
@@ -110,7 +117,7 @@ class Records:
     # Events
 
     def emit(self, kind: Any, **fields: Any) -> None:
-        """Tell of an event of this kind (`core/events.py`), now and of this worker."""
+        """Report an event of this kind (`core/events.py`), of now and of this worker."""
         if self._steps:
             self._tell_of_steps()
         event = kind(time=record_time(), worker=self._who.place.name, **fields)
@@ -119,36 +126,39 @@ class Records:
             say(event)
 
     def decided(self, what: str, choice: str, reason: str) -> None:
-        """A decision that concerns all workers: the first tells of it."""
+        """Report a decision that concerns all workers; only the first worker reports it."""
         if is_first(self._who):
             self.decided_here(events.Decided, what, choice, reason)
 
     def decided_here(self, kind: Any, what: str, choice: str, reason: str) -> None:
-        """A decision of this worker's, or that it alone knows of, as an event of this `kind`."""
+        """Report a decision of this worker, or one that it alone knows, as an event of this `kind`."""
         self.emit(kind, what=what, choice=choice, reason=reason)
 
     def warn(self, line: str) -> None:
-        """Tell people at once, from any thread; `atoll run` shows what is in the journal."""
+        """Print a line for people at once, from any thread; `atoll run` shows the lines that are in the
+        journal."""
         self._tell_of_steps()
         self._notices.warn(line)
 
     def warn_once(self, subject: str, line: str) -> None:
         """Print `line` unless this worker has warned of `subject` before, from any thread.
 
-        Where each worker's warning matters, the line includes the worker's number. Where one warning is
-        enough, only the first worker (`Workers.is_first`) calls this.
+        If each worker's warning matters, the line includes the worker's number. If one warning is enough,
+        only the first worker (`Workers.is_first`) makes this call.
         """
         if subject not in self._warned_of:
             self._warned_of.add(subject)
             self.warn(line)
 
     def warn_together(self, subject: str, line: str) -> None:
-        """Print once what all workers know: the first one does, and at a site, whose workers know of
-        themselves alone, each."""
+        """Print once a line that all workers know: on the first worker.
+
+        At a site each worker prints it, because a site's workers know only of themselves.
+        """
         if is_first(self._who) or self._is_at_site:
             self.warn_once(subject, line)
 
-    # Iterations, and what is logged in them
+    # Iterations, and the values logged in them
 
     def log(self, values: dict[str, float | Tensor]) -> None:
         """Record values of this iteration (`Session.log`)."""
@@ -160,7 +170,8 @@ class Records:
             self.read_logged()
 
     def read_logged(self) -> None:
-        """Tell of what was logged and not told yet; it waits for a GPU that has not computed it yet."""
+        """Report the logged values that were not reported yet. This waits for a GPU that has not computed
+        them yet."""
         for iteration, weight, values in self._logged:
             numbers = {name: finite(float(value)) for name, value in values.items()}
             self.emit(events.Logged, iteration=iteration, weight=weight, values=numbers)
@@ -169,8 +180,14 @@ class Records:
     def stepped(
         self, taken: Taken, samples: float, figures: dict[str, Any], staleness: float | None = None
     ) -> None:
-        """An iteration is over, of so many of this worker's samples; `figures` are more of StepDone's fields,
-        and `staleness` is logged where it is measured."""
+        """Report that an iteration is over.
+
+        Args:
+            taken: the iteration's measurements.
+            samples: this worker's samples.
+            figures: more fields of StepDone.
+            staleness: the staleness to log, in steps; None if it is not measured.
+        """
         if self._link is not None:
             self._tell_of_links(now=False)
         if staleness is not None:
@@ -187,7 +204,7 @@ class Records:
                     journal.flush()
 
     def finished(self) -> None:
-        """The script has come to its end."""
+        """Report that the script has come to its end."""
         self.read_logged()
         self._tell_of_memory()
         self._tell_of_links(now=True)
@@ -196,7 +213,7 @@ class Records:
     # Groups, rings and nodes
 
     def tell_of_groups(self, hierarchy: Hierarchy | None) -> None:
-        """Which workers are in which group, and why."""
+        """Report which workers are in which group, and why."""
         arranged = hierarchy.arranged if hierarchy is not None else None
         if arranged is not None:
             place = self._who.place
@@ -204,13 +221,14 @@ class Records:
             self.decided("groups", named, arranged.reason)
 
     def tell_of_order(self, order: RingOrder | None) -> None:
-        """In which order a ring's sums pass its members, and why, where it was chosen. One of them tells."""
+        """Report the order in which a ring's sums pass its members, and why, if it was chosen. One member
+        makes this call."""
         if order is not None and order.decision is not None:
             choice, reason = order.decision.choice, order.decision.reason
             self.decided_here(events.Decided, "ring order", choice, reason)
 
     def tell_of_ring(self, ring: Regrouped, who: str) -> None:
-        """How a ring, which is `who`'s, goes on with other members than before."""
+        """Report that a ring goes on with other members. `who` names the ring in the line for people."""
         gone = [f"worker {name} was lost" for name in ring.lost] + [
             f"worker {name} left" for name in ring.left
         ]
@@ -226,7 +244,7 @@ class Records:
         )
 
     def tell_of_confirmations(self, ring: Ring | None) -> None:
-        """How a ring's members confirm what they hold, where that has changed."""
+        """Report how a ring's members confirm the results that they hold, if that has changed."""
         channels = None if ring is None else ring.channels.current
         confirmations = None if channels is None else channels.confirmations
         if confirmations is None:
@@ -244,7 +262,7 @@ class Records:
                 self.warn(f"worker {name}: the ring's members confirm {choice}: {confirmations.trouble}")
 
     def tell_of_node(self) -> None:
-        """What this node's CPU side has counted; its leader tells it."""
+        """Report the figures of this node's CPU side. Only the leader of the node's devices does."""
         node = self._node
         if node is not None and node.leads:
             figures = msgspec.structs.asdict(node.figures)
@@ -255,8 +273,8 @@ class Records:
     def _tell_of_steps(self) -> None:
         """Make the events of the steps since the last call. A fast loop makes none and takes no lock.
 
-        Any thread may call this, before an event of its own. Where another one does, it waits: the journals
-        may be closed next.
+        Any thread may call this, before an event of its own. If another thread is at it, the call waits: the
+        journals may be closed next.
         """
         worker = self._who.place.name
         with self._telling:
@@ -298,7 +316,8 @@ class Records:
         self._bus.subscribe(self._journal)
 
     def _open_lab_journal(self) -> None:
-        """In a lab: a journal of the lab's, by which it tells what its links have cost."""
+        """Open a journal for the lab, if the worker runs in one. From it the lab reports the cost of its
+        links."""
         folder = os.environ.get(LAB_JOURNALS_VARIABLE)
         if not folder:
             return
@@ -307,7 +326,7 @@ class Records:
         self._bus.subscribe(self._lab_journal)
 
     def _tell_of_links(self, *, now: bool) -> None:
-        """What the links to the shards do, where parts of gradients may be lost on them."""
+        """Report the state of the links to the shards, if these links may lose parts of gradients."""
         if self._link is None:
             return
         reducers = [prepared.reducer for prepared in self._state.prepared]
@@ -319,7 +338,7 @@ class Records:
         self._logged.append((self._state.iteration, weight, values))
 
     def _tell_of_memory(self) -> None:
-        """How the tiers of the first model that lies in some have done."""
+        """Report the figures of the first model that lies in tiers."""
         fitted = next((tiers.fitted for tiers in self._state.tiers if tiers.fitted is not None), None)
         if fitted is not None:
             self.emit(events.MemorySeen, figures=fitted.stats())

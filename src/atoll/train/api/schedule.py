@@ -1,8 +1,8 @@
 """Learning-rate schedules: one driven by the samples of all workers, and a watch on those that a script
 steps.
 
-`SampleSchedule` serves `session.schedule`. `ScheduleWatch` warns where a scheduler that the script steps
-departs from the progress of the run.
+`SampleSchedule` serves `session.schedule`. `ScheduleWatch` warns if a scheduler that the script steps departs
+from the progress of the run.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ WAY_OUT = (
     "drive it by the samples of all workers: session.schedule(scheduler, total=epochs * len(dataset)) in "
     "place of scheduler.step()"
 )
-_RATES_APART = 0.1  # of the workers' mean rate of iterations, from which it is told
-_RATES_AFTER = 20  # iterations, before which a rate says little
-_PAST = 1.01  # of a schedule's samples, from which training past its end is told
+_RATES_APART = 0.1  # deviation from the workers' mean rate of iterations that is reported
+_RATES_AFTER = 20  # iterations before a rate is compared
+_PAST = 1.01  # multiple of a schedule's samples beyond which training past its end is reported
 
 
 def length_of(scheduler: LRScheduler) -> int | None:
     """Return the number of steps after which a scheduler is at its end, or None without such an end.
 
-    A warm-up (LinearLR or ConstantLR that does not decline) has no end: training goes on after it.
+    A warm-up (a LinearLR or ConstantLR that does not decline) has no end: training goes on after it.
     """
     if isinstance(scheduler, CosineAnnealingLR):
         return int(scheduler.T_max)
@@ -77,19 +77,19 @@ def position_of(scheduler: LRScheduler) -> int:
 
 
 def _computes_by_function(scheduler: LRScheduler) -> bool:
-    """True where the rates come from functions of the script, which no checkpoint holds."""
+    """True if the rates come from functions of the script, which no checkpoint holds."""
     parts = schedulers_in(scheduler)
     return isinstance(scheduler, (LambdaLR, MultiplicativeLR)) or any(map(_computes_by_function, parts))
 
 
 class SampleSchedule:
-    """Steps a torch scheduler by the samples that all workers have consumed.
+    """A torch scheduler that is stepped by the samples that all workers have consumed.
 
     After `consumed` of `total` samples the scheduler has made floor(steps * consumed / total) steps, `steps`
     at most.
 
-    Raises UserError for a scheduler that samples cannot drive. `follow` raises UserError where the script has
-    stepped the scheduler too.
+    The constructor raises UserError for a scheduler that samples cannot drive. `follow` raises UserError if
+    the script has stepped the scheduler too.
     """
 
     def __init__(self, scheduler: Any, optimizer: Optimizer, total: float, steps: int | None) -> None:
@@ -120,12 +120,12 @@ class SampleSchedule:
 
     @property
     def per_step(self) -> float:
-        """Samples in one step of the schedule."""
+        """The number of samples for one step of the schedule."""
         return self.total / self.steps
 
     @property
     def samples_made(self) -> float:
-        """Samples that the steps made so far stand for."""
+        """The number of samples for the steps made so far."""
         return self._made * self.per_step
 
     def describe(self) -> str:
@@ -144,7 +144,7 @@ class SampleSchedule:
         self._made = max(self._made, due)
 
     def passed(self, consumed: float) -> str:
-        """Return a warning where training goes on past the schedule's end, else an empty string.
+        """Return a warning if training goes on past the schedule's end, else an empty string.
 
         A small excess is tolerated, because the last batches of an epoch may be filled up.
         """
@@ -173,7 +173,7 @@ class SampleSchedule:
 
 
 class ScheduleWatch:
-    """Watches the schedulers that a script itself steps on one optimizer, and warns of mistakes.
+    """A watch on the schedulers that a script itself steps on one optimizer, with warnings of mistakes.
 
     Args:
         optimizer: the watched optimizer.
@@ -191,12 +191,12 @@ class ScheduleWatch:
     ) -> None:
         self._optimizer, self._worker, self._find, self._tell = optimizer, worker, find, tell
         self._watched: list[weakref.ref[LRScheduler]] | None = None
-        self._driven: list[Any] = []  # by samples
-        self._workers = 0  # as the schedulers began
+        self._driven: list[Any] = []  # schedulers that samples drive
+        self._workers = 0  # the number of workers when the watch began
         self._own, self._own_steps, self._base = 0.0, 0, -1.0
 
     def has_schedulers(self) -> bool:
-        """Whether any scheduler may drive the optimizer, by its param groups."""
+        """True if a scheduler may drive the optimizer, by its param groups."""
         if self._watched is not None:
             return True
         return any("initial_lr" in group for group in self._optimizer.param_groups)
@@ -208,7 +208,7 @@ class ScheduleWatch:
             samples: this worker's samples in the step.
             consumed: the samples of all workers so far.
             workers: the number of workers.
-            together: True where all workers make each step together, False where each goes at its own pace.
+            together: True if all workers make each step together, False if each goes at its own pace.
         """
         if self._watched is None:
             if not self.has_schedulers():

@@ -1,4 +1,5 @@
-"""Find the learning-rate schedulers that drive an optimizer, in the order in which the script made them.
+"""The search for the learning-rate schedulers that drive an optimizer, in the order in which the script made
+them.
 
 torch keeps no list of an optimizer's schedulers, and no scheduler knows when it was made. So the garbage
 collector finds the objects that refer to the optimizer, and a wrapper of `LRScheduler.__init__` counts
@@ -38,7 +39,7 @@ def _count_made(kind: type[Any]) -> None:
     kind.__init__ = init
 
 
-for _kind in (LRScheduler, ReduceLROnPlateau):  # the latter does not call the former's
+for _kind in (LRScheduler, ReduceLROnPlateau):  # ReduceLROnPlateau does not call LRScheduler.__init__
     _count_made(_kind)
 
 
@@ -48,7 +49,7 @@ def schedulers_of(optimizer: Optimizer) -> list[Any]:
     The search by the garbage collector takes some ten milliseconds, at each save or load.
     """
     found = _drivers_of(optimizer)
-    if len(found) > 1:  # one that the script has let go of, in a cycle of its own making, must not count
+    if len(found) > 1:  # a scheduler that the script has dropped, in a reference cycle, must not count
         del found
         gc.collect()
         found = _drivers_of(optimizer)
@@ -62,7 +63,7 @@ def _drivers_of(optimizer: Optimizer) -> list[Any]:
     """
     kinds = (LRScheduler, ReduceLROnPlateau)
     referrers = gc.get_referrers(optimizer)
-    attributes = [each for each in referrers if type(each) is dict]  # a scheduler's, perhaps
+    attributes = [each for each in referrers if type(each) is dict]  # may be a scheduler's __dict__
     # By type(each): isinstance would ask proxies and deprecated aliases for their __class__.
     found = {
         id(each): each
@@ -75,7 +76,7 @@ def _drivers_of(optimizer: Optimizer) -> list[Any]:
 def by_class(schedulers: list[Any]) -> dict[str, list[Any]]:
     """Group schedulers by their class's name, each group in the order in which the schedulers were made.
 
-    Raises CheckpointError where the order is unknown: a copy of a scheduler has no number.
+    Raises CheckpointError if the order is unknown: a copy of a scheduler has no number.
     """
     named: dict[str, list[Any]] = {}
     for scheduler in schedulers:
@@ -99,8 +100,9 @@ def states_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def check_states(optimizer: Optimizer, saved: Mapping[str, Any], where: str, call: str) -> None:
-    """Raise CheckpointError where `saved`, from `states_of`, belongs to other schedulers. `call` is the
-    reading call.
+    """Raise CheckpointError if `saved`, from `states_of`, belongs to other schedulers.
+
+    `where` begins the message, and `call` names the call that reads the checkpoint.
     """
     named = by_class(schedulers_of(optimizer))
     for name, state in saved.items():

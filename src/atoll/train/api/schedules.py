@@ -15,11 +15,10 @@ from atoll.train.members.workers import Workers
 
 
 class Schedules:
-    """Steps the schedulers of `Session.schedule` as samples are consumed, and warns of mistakes in the
-    others.
+    """The schedulers of `Session.schedule`, stepped as samples are consumed, and watches on the others.
 
-    `together` is True where all workers make each step together. `workers()` returns the number of workers
-    whose steps are compared.
+    `together` is True if all workers make each step together. `counted()` returns the number of workers whose
+    steps are compared.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Schedules:
             )
 
     def _see_ends(self, prepared: Prepared) -> None:
-        """Warn where training goes on past the end of a schedule by samples."""
+        """Warn if training goes on past the end of a schedule that samples drive."""
         consumed = prepared.reducer.consumed
         for schedule in self._state.schedules if self._workers.is_first else ():
             passed = schedule.passed(consumed) if schedule.optimizer is prepared.optimizer else ""
@@ -85,7 +84,7 @@ class Schedules:
                 self._records.warn_once("the end of a schedule by samples", passed)
 
     def follow(self) -> None:
-        """Make the steps that are due by other workers' samples, where the script makes no optimizer step.
+        """Make the steps that are due by other workers' samples, if the script makes no optimizer step.
 
         Samples of an iteration whose optimizer step is yet to come do not count.
         """

@@ -1,4 +1,4 @@
-"""The session: what a training script sees of Atoll.
+"""The session: the part of Atoll that a training script uses.
 
 with atoll.join() as session:
     model, optimizer = session.prepare(model, optimizer)
@@ -96,8 +96,10 @@ class Session:
         self._begin(place.world, speed, given or {})
 
     def _begin(self, world: int, speed: float, given: Mapping[str, str]) -> None:
-        """Meet the other workers, and tell what this one begins with; from now on its service or its node
-        tells through its records."""
+        """Meet the other workers, and record the choices with which this one begins.
+
+        From now on the worker's service or node reports through its records.
+        """
         runtime, records = self._runtime, self._records
         records.open(self._workers)
         if runtime.entrance is not None:
@@ -121,35 +123,39 @@ class Session:
         for line in without_effect(self.config, given) if self._workers.is_first else []:
             records.warn(line)
 
-    # Who and where
+    # This worker's place
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0. The rank may change with the members."""
+        """The number of this worker, from 0. It may change with the members."""
         return self._state.rank
 
     @property
     def world(self) -> int:
-        """Number of workers, which changes with the members."""
+        """The number of workers, which changes with the members."""
         return self._state.world
 
     @property
     def is_main(self) -> bool:
         """True on worker 0, which prints and writes for all workers.
 
-        Where workers may die alone it is the first living worker; never one that has not yet entered.
+        If workers may die alone, it is True on the first living worker. It is never True on a worker that has
+        not yet entered.
         """
         return self._workers.is_first
 
     @property
     def group(self) -> Group:
-        """This worker's group; under `ring` there is one, and under `peers` each node, where these have
-        several devices. Like the rank, it changes with the members."""
+        """This worker's group; it changes with the members, like the rank.
+
+        Under `ring` all workers are one group. Under `peers` each node is a group if nodes have several
+        devices.
+        """
         return self._runtime.own_group()
 
     @property
     def iteration(self) -> int:
-        """Number of steps of the (first) prepared optimizer."""
+        """The number of steps of the first prepared optimizer."""
         return self._state.iteration
 
     # Training
@@ -162,8 +168,7 @@ class Session:
         *,
         name: str = "",
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Prepare `model` and `optimizer` to train with the other workers; returns these two objects,
-        changed.
+        """Prepare `model` and `optimizer` to train with the other workers; return these two objects, changed.
 
         The model moves to `session.device`. Its parameters become views into chunks and take worker 0's
         values, as do its buffers. Every worker calls this method, with equal models. It may be called again
@@ -174,9 +179,9 @@ class Session:
         several models. Without names the order decides.
 
         With `memory`, or `[memory]` in the configuration, the pair trains within memory budgets, as by
-        `atoll.memory.fit`. One worker keeps the model alone. Under `ring` all workers shard the model, and
-        under `hierarchical` the workers of each group do. Under `peers` each node's CPU side lends memory.
-        The budgets may differ between workers.
+        `atoll.memory.fit`. A worker that trains alone keeps the whole model. Under `ring` all workers shard
+        the model, and under `hierarchical` the workers of each group do. Under `peers` each node's CPU side
+        lends memory. The budgets may differ between workers.
         """
         self._workers.check_open()
         self._models.check_new(model, optimizer, name)
@@ -212,8 +217,10 @@ class Session:
         return model, optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it `backward()` only accumulates this worker's gradients; the next one outside it sends
-        the sum."""
+        """Return a context in which `backward()` only accumulates this worker's gradients.
+
+        The next backward outside the context sends the sum.
+        """
         return self._models.no_sync()
 
     def clip_grad_norm_(
@@ -224,10 +231,10 @@ class Session:
         error_if_nonfinite: bool = False,
         model: nn.Module | None = None,
     ) -> Tensor:
-        """Scale the gradients so that their total norm is at most `max_norm`; returns the norm before.
+        """Scale the gradients so that their total norm is at most `max_norm`; return the norm before.
 
-        It is torch.nn.utils.clip_grad_norm_ on the global mean: per-parameter norms, combined in
-        registration order. `model` says whose gradients where several models are prepared.
+        This is torch.nn.utils.clip_grad_norm_ on the global mean: per-parameter norms, combined in the order
+        of registration. If several models are prepared, `model` names the one to clip.
         """
         return self._models.find(model).clip(max_norm, norm_type, error_if_nonfinite)
 
@@ -236,7 +243,7 @@ class Session:
 
         By default a batch weighs the first dimension of the first tensor given to the model's forward. For
         this, the session's sampler or the model's output must agree with that number on every worker that has
-        gradients. Otherwise all workers count alike, and one line reports the counts where they differ
+        gradients. Otherwise all workers count alike, and one line reports the counts if they differ
         (docs/from-ddp.md, "How batches are weighted"). Call this on every worker, before the batch's
         backward. Under accumulation the weights of an iteration's batches add up.
         """
@@ -247,10 +254,10 @@ class Session:
     def sampler(
         self, dataset: Sized, seed: int = 0, *, shuffle: bool = True, drop_last: bool = False
     ) -> ShardedSampler | LeasedSampler:
-        """This worker's share of `dataset`'s indices, in an order drawn anew each epoch from `seed`.
+        """Return this worker's share of `dataset`'s indices, in an order drawn anew each epoch from `seed`.
 
-        Give it to a DataLoader. Its place in the epoch is saved and loaded with the session's checkpoints.
-        Every worker calls it with the same arguments; under strategy `peers` others are told in a UserError.
+        Give it to a DataLoader. The session's checkpoints save and load its place in the epoch. Every worker
+        calls this with equal arguments; under strategy `peers` unequal ones raise UserError.
         """
         order = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
         return self._runtime.source.sampler(dataset, order, self._batches.given_by)
@@ -264,15 +271,17 @@ class Session:
         drop_last: bool = False,
         ahead: int | None = None,
     ) -> BatchesSampler | LeasedBatches | PeerBatches:
-        """This worker's part of batches of `sync.global_batch` samples over all workers, however many there
-        are: for `DataLoader(dataset, batch_sampler=...)`.
+        """Return this worker's part of batches of `sync.global_batch` samples over all workers, however many
+        there are.
 
-        Its own batches are of that size divided by the number of workers, the remainder to the first, and
-        follow it when workers are lost or come new; under strategy `peers` they are in proportion to the
-        nodes' speeds (a node's devices take even parts), the sooner the fewer batches are fetched `ahead` of
-        their use: say 0 where a DataLoader has no workers, and the same on every worker (None: up to 31).
-        With the mean weighted by samples, any number of workers trains as one does.
-        Order, place and callers are as with `sampler`. Raises UserError where `sync.global_batch` is not set.
+        Use it as `DataLoader(dataset, batch_sampler=...)`. A worker's own batches have that size divided by
+        the number of workers; the first workers take the remainder. The size follows when workers are lost or
+        enter. Under strategy `peers` sizes are in proportion to the nodes' speeds, and a node's devices take
+        even parts. They follow the sooner, the fewer batches are fetched `ahead` of their use. Give 0 if a
+        DataLoader has no workers, and the same number on every worker (None: up to 31).
+
+        With the mean weighted by samples, any number of workers trains as one does. Order, place and callers
+        are as with `sampler`. Raises UserError if `sync.global_batch` is not set.
         """
         whole = self.config.sync.global_batch
         if whole == 0:
@@ -284,12 +293,14 @@ class Session:
         return self._runtime.source.batches(dataset, whole, ahead, order, self._batches.given_by)
 
     def epoch_of(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """One epoch's batches, as `for batch in loader` gives them; its sampler is one of this session's.
+        """Yield one epoch's batches, like `for batch in loader`. The loader's sampler must be one of this
+        session's.
 
-        It ends where the others' epoch does, also for a node that they went on without (strategy `peers`) and
-        that came back meanwhile; a loop over the loader may end with what that had in hand. Use it where all
-        meet at each epoch's end. There it waits, under `peers`, until what this node has contributed is
-        applied. Raises UserError for another loader.
+        The epoch ends where the others' epoch ends. This also holds for a node that the others went on
+        without (strategy `peers`) and that came back meanwhile; a plain loop over the loader may end with
+        batches of the old epoch that the loader had fetched. Use this method if all workers meet at each
+        epoch's end. Under `peers` it waits there until this node's contributions are applied. Raises
+        UserError for another loader.
         """
         return epoch_of(loader, self._state.samplers, self._runtime.source.catch_up)
 
@@ -304,18 +315,18 @@ class Session:
         own pace knows only the samples of others that came with its latest parameters. Checkpoints of the
         session save and load the count.
 
+        Raises UserError for a scheduler without a length if `steps` is not given, for ReduceLROnPlateau, and
+        for a scheduler of an unprepared optimizer.
+
         Args:
             scheduler: a scheduler of a prepared optimizer.
             total: the samples that all workers consume in the whole run, such as `epochs * len(dataset)`.
             steps: the steps that the scheduler makes in the whole run; by default its own length (`T_max`,
                 `total_steps`, ...).
-
-        Raises UserError for a scheduler without a length where `steps` is not given, for ReduceLROnPlateau,
-        and for a scheduler of an unprepared optimizer.
         """
         self._schedules.add(scheduler, total, steps)
 
-    # Telling
+    # Values and meetings
 
     def log(self, **values: float | Tensor) -> None:
         """Record values of this iteration (numbers or tensors of one element): their mean over workers.
@@ -326,38 +337,45 @@ class Session:
         self._records.log(values)
 
     def expect(self, steps: int) -> None:
-        """Say how many steps the run will take in all, for the display's estimate of the time left. Once a
-        worker has made more, as one may who leases, it is not shown."""
+        """Give the number of steps of the whole run, for the display's estimate of the time left.
+
+        The estimate is no longer shown once a worker has made more steps, which a worker that leases its data
+        may.
+        """
         self._records.emit(events.Expected, steps=int(steps))
 
     def barrier(self) -> None:
         """Return when every worker has called this method.
 
         Call this before an evaluation. All workers then have worker 0's buffers, and workers at their own
-        pace (`ssp`, `asp`) the newest parameters. Of a model that is sharded over the workers, each worker
+        pace (`ssp`, `asp`) have the newest parameters. If a model is sharded over the workers, each worker
         then sees the values that the others' scripts have written.
         """
         self._collectives.barrier()
 
     def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None) -> Value:
-        """`value` (a number or a tensor) combined over the workers by mean, sum, min or max; every worker
-        calls it.
+        """Return `value` (a number or a tensor) combined over the workers by mean, sum, min or max. Every
+        worker calls this.
 
         With `mean`, each worker's value counts by `weight` (1 each unless given).
         """
         return self._collectives.reduce(value, op, weight)
 
     def gather(self, value: Any) -> list[Any]:
-        """Each worker's `value`, in order of rank; tensors of any shapes, or what JSON can hold. Every
-        worker calls it."""
+        """Return each worker's `value`, in the order of ranks: tensors of any shapes, or values that JSON can
+        hold.
+
+        Every worker calls this.
+        """
         return self._collectives.gather(value)
 
     # Saving and loading
 
     def register(self, **objects: Stateful) -> None:
-        """Save and load these objects too, under these names (a GradScaler, an average of the weights).
+        """Save and load these objects too, under these names: a GradScaler, or an average of the weights, for
+        example.
 
-        Raises UserError, with the name and the key, where no checkpoint can hold an object's state_dict.
+        Raises UserError, with the name and the key, if no checkpoint can hold an object's state_dict.
         """
         self._checkpoints.register(objects)
 
@@ -374,21 +392,22 @@ class Session:
         self._checkpoints.save(path)
 
     def resume(self, folder: str | os.PathLike[str] | None = None) -> int:
-        """Go on where the run is; returns how many iterations are done. Call it after `prepare` and after all
-        that it puts back has been made (schedulers, samplers, what is registered), before the loop.
+        """Go on from the present point of the run; return the number of iterations made so far.
 
-        Where the run is under way, with the state of a living worker; else from the checkpoint in `folder`,
-        if there is one; else from nothing. Every worker calls it; one that comes late enters between two
-        iterations of the others. Raises CheckpointError as `load` does.
+        Call this after `prepare` and before the loop, when all objects exist whose state it puts back
+        (schedulers, samplers, registered objects). If the run is under way, it takes the state of a living
+        worker; else it loads the checkpoint in `folder`, if there is one; else it changes nothing. Every
+        worker calls it; a worker that comes late enters between two iterations of the others. Raises
+        CheckpointError as `load` does.
         """
         self._models.require("session.resume")
         return self._checkpoints.resume(folder)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a checkpoint: call it after `prepare`, and after schedulers and samplers are made.
+        """Go on from a checkpoint. Call this after `prepare`, and after schedulers and samplers are made.
 
-        Every worker calls it and reads `path`. Raises CheckpointError on every worker when the checkpoint
-        is missing, damaged or of another model; nothing of it has then been taken over.
+        Every worker calls this and reads `path`. Raises CheckpointError on every worker if the checkpoint is
+        missing, damaged or of another model; then nothing of it is taken over.
         """
         self._models.require("session.load")
         self._checkpoints.load(path)

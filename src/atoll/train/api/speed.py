@@ -1,9 +1,9 @@
-"""A worker slowed down, as on a slower device: what it computes is stretched by sleeping.
+"""The slowing of a worker, as on a slower device: its computing time is stretched by sleeping.
 
-$ATOLL_SPEED, in (0, 1], says how fast it is; a lab sets it. At 0.25, 10 ms of computing take 40. What the
-worker waits for (other workers, shards, samples) is not stretched, nor, on a CPU, what it loses to other
-processes. It sleeps whenever gradients are about to leave, for as long as it owes by then, so messages leave
-a slow worker's backward at a slow worker's times.
+$ATOLL_SPEED, in (0, 1], is the speed; a lab sets it. At 0.25, 10 ms of computing take 40 ms. Waits for other
+workers, shards and samples are not stretched, nor, on a CPU, time lost to other processes. The worker sleeps
+whenever gradients are about to leave, for as long as it owes by then. So messages leave a slow worker's
+backward at a slow worker's times.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from atoll.core.config import SPEED_VARIABLE
 from atoll.core.errors import ConfigError
 
-_LEAST_SLEEP = 1e-4  # seconds: a shorter one takes as long; what is owed is carried on
+_LEAST_SLEEP = 1e-4  # seconds: a shorter sleep takes as long, so less is owed on
 
 
 def speed_from(environment: Mapping[str, str] | None = None) -> float:
-    """The speed that $ATOLL_SPEED asks for, 1 unless set; raises ConfigError unless it is in (0, 1]."""
+    """Return the speed that $ATOLL_SPEED asks for; 1 unless it is set. Raises ConfigError unless it is in (0,
+    1]."""
     text = (os.environ if environment is None else environment).get(SPEED_VARIABLE, "") or "1"
     try:
         speed = float(text)
@@ -35,9 +36,10 @@ def speed_from(environment: Mapping[str, str] | None = None) -> float:
 
 
 class Stretch:
-    """Makes what is computed between two calls of `settle` take 1 / `speed` times as long: the second sleeps.
+    """The stretch of computing time between two calls of `settle` to 1 / `speed` times its length: the second
+    call sleeps.
 
-    `computed()` is how long this worker has computed so far, in seconds. Measuring begins with `begin`.
+    `computed()` returns the seconds that this worker has computed so far. Measuring begins with `begin`.
     """
 
     def __init__(
@@ -48,18 +50,18 @@ class Stretch:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._slower = 1 / speed - 1  # seconds of sleep for each of work
+        self._slower = 1 / speed - 1  # seconds of sleep for each second of computing
         self._computed, self._clock, self._sleep = computed, clock, sleep
-        self._before: float | None = None  # of `computed`, when it was last looked at
-        self._owed = 0.0  # below 0: it has slept too long
+        self._before: float | None = None  # the latest value of `computed()`
+        self._owed = 0.0  # seconds of sleep that are due; below 0: it has slept too long
 
     def begin(self) -> None:
-        """Measure from now on, unless it measures already."""
+        """Measure from now on. Does nothing if it measures already."""
         if self._before is None:
             self._before = self._computed()
 
     def settle(self) -> None:
-        """Sleep for what was computed since the last call."""
+        """Sleep for the computing since the last call."""
         if self._before is None:
             return
         self._owed += max(0.0, self._computed() - self._before) * self._slower
@@ -71,7 +73,7 @@ class Stretch:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done while this is entered is not stretched: files are written, say."""
+        """Return a context whose computing is not stretched, such as the writing of files."""
         measured = self._before is not None
         self.settle()
         self._before = None

@@ -1,4 +1,4 @@
-"""What a session does around each optimizer step, beside the step itself."""
+"""The session's acts around each optimizer step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.train.gradients.backward import BackwardEnd
 
 
 class Steps:
-    """Counts a session's iterations, at the step of its first model, and tells of them."""
+    """The count of a session's iterations, at the step of its first model, and the records of them."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Steps:
         backward: BackwardEnd,
         strategy: str,
     ) -> None:
-        """`strategy` is the run's, by name."""
+        """Take the session's objects. `strategy` is the name of the run's strategy."""
         self._runtime, self._collectives, self._schedules = runtime, collectives, schedules
         self._masks, self._backward, self._name = masks, backward, strategy
         self._state, self._records, self._meter = runtime.state, runtime.records, runtime.meter
@@ -34,15 +34,14 @@ class Steps:
         """Step the schedules before an optimizer step, by samples of others that have become known since the
         last step.
 
-        Where this iteration's own samples are counted already, nobody calls this: this step's parameters do
+        This is not called if the iteration's own samples are counted already, since this step's parameters do
         not include them yet.
         """
         self._state.follow_samples(prepared)
 
     def skipped(self, reason: str) -> None:
         """Record that the policy on NaN and infinities has skipped this iteration, or this worker's part of
-        it.
-        """
+        it."""
         left_out = ""
         if not self._runtime.strategy.skips_together:
             names = [str(name) for name in self._runtime.contributor()]
@@ -50,9 +49,9 @@ class Steps:
         self._records.emit(events.Skipped, iteration=self._state.iteration, reason=reason, left_out=left_out)
 
     def stepped(self, prepared: Prepared) -> None:
-        """An optimizer step is made. The first model's ends the iteration."""
+        """Follow an optimizer step. The first model's step ends the iteration."""
         state, samples = self._state, prepared.own_samples
-        self._backward.settle()  # the optimizer's own time
+        self._backward.settle()  # for the optimizer's computing
         self._schedules.stepped(prepared)
         if not self._runtime.strategy.shares_buffers:
             self._look_at_buffers(prepared)

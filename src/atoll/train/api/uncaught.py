@@ -1,4 +1,4 @@
-"""What a script that Atoll's own command did not start shows when an error of Atoll's ends it: one line."""
+"""The output of a script that an error of Atoll's ends, if Atoll's command did not start it: one line."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | 
 
 
 def show_errors_as_one_line() -> None:
-    """From now on an AtollError that nothing catches prints its line, and the process ends with its status.
+    """Let an uncaught AtollError print its one line from now on, and end the process with its exit status.
 
-    Every other exception goes to the hook that was there before. May be called again; it then does nothing.
+    Every other exception goes to the hook that was there before. A second call does nothing.
     """
     if getattr(sys.excepthook, "is_atoll", False):
         return
