@@ -368,7 +368,7 @@ def _with_shards(config: Config, place: Place, device: torch.device, service: Se
 
     source: Source = DealtData(state)
     if not together:
-        # In ssp, and at a site, other workers may wait for this worker to go on, so it must not wait for data.
+        # In ssp, and at a site, others may wait for this worker to go on, so it must not wait for data.
         waits = config.sync.consistency == "asp" and not service.site
         wait = 3 * service.welcome.patience if waits else 0.0
         source = LeasedData(state, leases, service.samplers, members, wait, records.warn_once)

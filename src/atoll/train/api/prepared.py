@@ -417,8 +417,8 @@ class Prepared:
     def _accept(self, gradients: Sequence[Tensor]) -> bool:
         """Return True if the step is to be made, by the policy `sync.nonfinite`.
 
-        The reduced gradients are equal on all workers, so all decide alike. Raises NonFiniteGradientError if
-        the policy is `raise`.
+        The reduced gradients are equal on all workers, so all decide alike. Raises NonFiniteGradientError
+        under the policy `stop`.
         """
         if any(map(_IS_SPARSE, gradients)):
             self.reducer.check_gradients()
