@@ -200,10 +200,7 @@ def _with_ring(config: Config, place: Place, device: torch.device, member: HubRi
             state=RingState(state),
             told=RingNews(seat, state, records, hierarchy, order).ring_changed,
         )
-        state.rank, state.world = (
-            ring.rank,
-            ring.world,
-        )  # members may have been lost while the ring was formed
+        state.rank, state.world = ring.rank, ring.world  # members may have been lost meanwhile
     workers = Workers(RingMeeting(seat, ring))
     around: Around = by_itself
     own_group: Callable[[], Group] = partial(among_all, state)

@@ -76,8 +76,7 @@ class GroupNews:
         if grouped.group:
             self._records.emit(
                 events.Regrouped,
-                iteration=self._state.iteration
-                + 1,  # it moves at the end of a step, before that step is counted
+                iteration=self._state.iteration + 1,  # a worker moves before its step is counted
                 grouping=grouped.grouping,
                 group=grouped.contributor,
                 workers=sorted(grouped.workers),

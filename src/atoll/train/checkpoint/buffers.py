@@ -1,8 +1,8 @@
-"""Buffers of a model, such as BatchNorm's running statistics, kept equal on all workers.
+"""The buffers of a model, such as BatchNorm's running statistics, kept equal on all workers.
 
 A ring broadcasts buffers after each iteration that changed any, like DistributedDataParallel with
-broadcast_buffers. Other strategies broadcast them at barriers, saves and the session's end. The rule is in
-docs/from-ddp.md, "What differs, and may surprise".
+broadcast_buffers. Other strategies broadcast them at barriers, at saves and at the session's end. The rule is
+in docs/from-ddp.md, "What differs, and may surprise".
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ _ODD = 4096.0  # stands for a buffer whose shape or dtype has changed; no ring h
 
 
 class ModelBuffers:
-    """The buffers that `module` has at construction, equal on all workers. Later buffers are ignored.
+    """The buffers that `module` has at construction, to be kept equal on all workers. Later buffers are
+    ignored.
 
-    A buffer whose shape or dtype has changed on a worker stays that worker's own. A recurrent model keeps
-    such state for its batch.
+    A buffer whose shape or dtype has changed on a worker stays that worker's own. A recurrent model, for
+    example, keeps the state of its batch in one.
+
+    Attributes:
+        names: the buffers' names.
+        changed: the name of the first buffer that was found to change in training; "" for none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -40,7 +45,7 @@ class ModelBuffers:
                     self.names.append(f"{prefix}.{key}" if prefix else key)
         self._kinds = [(each.shape, each.dtype) for each in self._now() if each is not None]
         self._seen: list[tuple[Tensor | None, int, Tensor | None]] = []
-        self.changed = ""  # the first that was found to have changed in training
+        self.changed = ""
         self.settle()
 
     def __len__(self) -> int:
@@ -50,11 +55,12 @@ class ModelBuffers:
         return [held.get(key) for held, key in self._places]
 
     def settle(self) -> None:
-        """Remember the buffers as they are now. All workers hold equal buffers at this point."""
+        """Remember the present buffers. All workers hold equal buffers at this point."""
         self._seen = [(now, -1 if now is None else version_of(now), _copy_of(now)) for now in self._now()]
 
     def said(self) -> list[float]:
-        """Return one value for each buffer: whether this worker has changed it since `settle`.
+        """Return one value for each buffer: 1 if this worker has changed it since `settle`, else 0, or _ODD
+        for a changed shape or dtype.
 
         `to_take` reads the sums of these values over the workers.
         """
@@ -74,11 +80,12 @@ class ModelBuffers:
 
     @staticmethod
     def to_take(summed: Sequence[float]) -> list[int]:
-        """Return the indices of buffers that some worker changed, and whose shape and dtype all kept."""
+        """Return the indices of buffers that some worker has changed, and whose shape and dtype all workers
+        have kept."""
         return [index for index, value in enumerate(summed) if 0 < value < _ODD]
 
     def packed(self, indices: Sequence[int]) -> Tensor:
-        """Return the bytes of these buffers, [bytes], copied to the CPU."""
+        """Return the bytes of these buffers one after another, 1-D, on the CPU."""
         now = self._now()
         parts = [_bytes_of(tensor) for index in indices if (tensor := now[index]) is not None]
         return torch.cat([part.to("cpu") for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
@@ -87,7 +94,7 @@ class ModelBuffers:
     def take(self, indices: Sequence[int], packed: Tensor) -> None:
         """Copy another worker's `packed` buffers into these.
 
-        A buffer that is equal already is not written to, so a graph that saved it stays usable.
+        A buffer that is equal already is not written, so a graph that saved it stays usable.
         """
         now, start = self._now(), 0
         for index in indices:
@@ -111,9 +118,8 @@ def _copy_of(buffer: Tensor | None) -> Tensor | None:
 
 
 def _compared(buffer: Tensor) -> Tensor:
-    """Return the elements of a buffer that are compared: all of a small one, a fixed random sample of a large
-    one.
-    """
+    """Return the elements of a buffer that are compared: all of a small buffer, a fixed random sample of a
+    large one."""
     buffer = buffer.detach()
     if buffer.numel() <= _COMPARED:
         return buffer

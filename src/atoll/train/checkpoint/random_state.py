@@ -1,4 +1,4 @@
-"""States of random-number generators in checkpoints: captured, checked, and put back."""
+"""The states of random-number generators in checkpoints: captured, checked, and put back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of this worker's random-number generators, as JSON values: Python's, NumPy's, torch's
-    on the CPU and on `device`."""
+    """Return the states of this worker's random-number generators, as JSON values.
+
+    The generators are Python's, NumPy's, and torch's on the CPU and on `device`.
+    """
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": _listed(random.getstate()),
@@ -27,7 +29,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put back a `random_state`; a device of another kind than the one saved on keeps its generator."""
+    """Put back a `random_state`. A device of another type than the saved one keeps its generator."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -38,13 +40,13 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def check_random_state(state: Any) -> None:
-    """Raise ValueError where `derive_random_state` could not take it."""
+    """Raise ValueError if `derive_random_state` could not take `state`."""
     if not isinstance(state, dict) or not isinstance(state.get("torch"), str):
         raise ValueError("no state of random-number generators")
 
 
 def derive_random_state(state: Mapping[str, Any], rank: int) -> None:
-    """Seed a worker that the checkpoint does not know, from worker 0's state and its rank."""
+    """Seed this worker's generators from another worker's `state` and this worker's `rank`."""
     seed = zlib.crc32(f"{state['torch']}/{rank}".encode())
     random.seed(seed)
     np.random.seed(seed)

@@ -1,6 +1,5 @@
-"""The state of a session in a checkpoint, put back as a whole, or, when something does not fit, not at
-all.
-"""
+"""The state of a session in a checkpoint. It is put back as a whole, or not at all if something does not
+fit."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ AnySampler: TypeAlias = "DealtSampler[Any] | LeasedSampler | PeerBatches"
 
 
 class Stateful(Protocol):
-    """An object that `session.register` takes."""
+    """An object that can be given to `session.register`."""
 
     def state_dict(self) -> Any: ...
 
@@ -52,7 +51,7 @@ class Stateful(Protocol):
 def state_of(name: str, stateful: Stateful) -> Any:
     """Return the state of the object registered under `name`.
 
-    Raises CheckpointError, with the name and the key, where a checkpoint cannot hold the state, or where the
+    Raises CheckpointError, with the name and the key, if a checkpoint cannot hold the state, or if the
     object's own `state_dict` raises.
     """
     try:
@@ -66,7 +65,7 @@ def state_of(name: str, stateful: Stateful) -> Any:
 
 
 def check_state(name: str, stateful: Stateful) -> None:
-    """Raise UserError where no checkpoint can hold the state of the object registered under `name`.
+    """Raise UserError if no checkpoint can hold the state of the object registered under `name`.
 
     An object whose `state_dict` raises passes, because it may have a state later.
     """
@@ -85,11 +84,21 @@ class TrainingState:
 
     Parts are added as the script makes them. `save`, `load` and `unify` are collectives of the `workers` that
     they are given. `capture` and `restore` serve one worker that enters a run under way: its state comes from
-    another worker's memory. `rank` and `world` are this worker's place among the members.
+    another worker's memory.
+
+    Attributes:
+        rank: this worker's rank among the members.
+        world: the number of members.
+        prepared: the prepared models.
+        samplers: the session's samplers.
+        registered: the registered objects, by name.
+        schedules: the schedules that samples drive.
+        iteration: the number of iterations made.
+        resumed_random: this worker's loaded random state, from a load until its next step; else None.
     """
 
     def __init__(self, place: Place, device: torch.device) -> None:
-        """`place` is this worker's place as the session begins."""
+        """Begin empty. `place` is this worker's place as the session begins."""
         self._device = device
         self.rank, self.world = place.rank, place.world
         self.prepared: list[Prepared] = []
@@ -97,23 +106,23 @@ class TrainingState:
         self.registered: dict[str, Stateful] = {}
         self.schedules: list[SampleSchedule] = []
         self.iteration = 0
-        self.resumed_random: dict[str, Any] | None = None  # this worker's, from a load until its next step
+        self.resumed_random: dict[str, Any] | None = None
 
     @property
     def tiers(self) -> list[Tiers]:
-        """Tiers of the models that have budgets of memory."""
+        """The tiers of the models that have memory budgets."""
         return [prepared.tiers for prepared in self.prepared if prepared.tiers is not None]
 
     def sync(self, what: str) -> None:
-        """Let each worker see what all have written into models that they hold between them."""
+        """Let each worker see the values that all have written into models which they share."""
         for tiers in self.tiers:
             tiers.sync(what)
 
     def unify(self, workers: Workers, what: str, *, registered: bool = False) -> None:
-        """Give all workers the first worker's buffers where they differ; with `registered`, also tensors of
+        """Give all workers the first worker's buffers if they differ; with `registered`, also tensors of
         registered modules.
 
-        A collective. A tensor whose shape differs between workers stays each worker's own.
+        A collective. A tensor whose shape or dtype differs between workers stays each worker's own.
         """
         named = self._of_each_worker(registered)
         if not named or workers.alone:
@@ -134,7 +143,7 @@ class TrainingState:
             prepared.buffers.settle()
 
     def _of_each_worker(self, registered: bool) -> dict[str, Tensor]:
-        """Return, by name, the tensors of which each worker may have its own; see `unify`."""
+        """Return, by name, the tensors of which each worker may have a copy of its own; see `unify`."""
         named = {
             f"{index} {name}": tensor
             for index, prepared in enumerate(self.prepared)
@@ -148,7 +157,7 @@ class TrainingState:
         return named
 
     def save(self, workers: Workers, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint on the first worker.
+        """Write a checkpoint on the first worker. A collective.
 
         Raises CheckpointError on every worker if the write fails, and UserError if workers give different
         folders.
@@ -170,8 +179,11 @@ class TrainingState:
         _raise_together(workers, failure, "session.save (worker 0 to write)")
 
     def load(self, workers: Workers, path: str | os.PathLike[str]) -> None:
-        """Read a checkpoint on every worker. Raises CheckpointError on every worker, and changes nothing, if
-        one cannot go on from its checkpoint, or has another one."""
+        """Read a checkpoint on every worker. A collective.
+
+        Raises CheckpointError on every worker, and changes nothing, if one worker cannot go on from its
+        checkpoint, or if workers have read different checkpoints.
+        """
         failure, found = "", None
         model: dict[str, Any] = {}
         trees: dict[str, Any] = {}
@@ -206,8 +218,7 @@ class TrainingState:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return `model` and `trees` with the models in this session's order.
 
-        Raises CheckpointError where names differ, or where models that are alike were prepared in another
-        order.
+        Raises CheckpointError if names differ, or if models of equal shapes were prepared in another order.
         """
         order = self._positions(trees, where)
         if order == list(range(len(self.prepared))):
@@ -226,9 +237,9 @@ class TrainingState:
         }, ordered
 
     def _positions(self, trees: Mapping[str, Any], where: str) -> list[int]:
-        """Return, for each of this session's models, its number in the checkpoint."""
+        """Return, for each of this session's models, its index in the checkpoint."""
         saved = trees["state"].get("models")
-        if saved is None or len(saved) != len(self.prepared):  # an older checkpoint; or refused later
+        if saved is None or len(saved) != len(self.prepared):  # an old checkpoint, or refused by `_check`
             return list(range(len(self.prepared)))
         try:
             origins = [msgspec.convert(each, Origin) for each in saved]
@@ -238,7 +249,7 @@ class TrainingState:
         return positions_of(origins, own, self._are_alike, where)
 
     def _are_alike(self, first: int, second: int) -> bool:
-        """True where two models could load each other's values."""
+        """True if two of the session's models could load each other's values."""
         one, other = self.prepared[first], self.prepared[second]
         shapes = [{n: tuple(p.shape) for n, p in each.parameters.items()} for each in (one, other)]
         return shapes[0] == shapes[1] and type(one.optimizer) is type(other.optimizer)
@@ -246,9 +257,11 @@ class TrainingState:
     def _of_own_groups(
         self, rank: int, model: dict[str, Any], trees: dict[str, Any], where: str
     ) -> dict[str, Any]:
-        """Return the model as this worker's groups have it, and put its optimizers' state into `trees`,
-        where groups have parameters of their own. Raises CheckpointError where the checkpoint's groups
-        are others."""
+        """Return the model as this worker's groups have it, if groups have parameters for themselves.
+
+        The groups' optimizer state is put into `trees`. Raises CheckpointError if the checkpoint has other
+        groups.
+        """
         held = trees.get("groups", [{}] * len(self.prepared))
         for index, (prepared, its) in enumerate(zip(self.prepared, held, strict=True)):
             check_held(its, prepared.groups, where)
@@ -268,7 +281,7 @@ class TrainingState:
         """Put back models, optimizers, schedulers, registered objects and the iteration."""
         state = trees["state"]
         with ExitStack() as loads:
-            for prepared in self.prepared:  # what is registered may load an optimizer too
+            for prepared in self.prepared:  # a registered object may load an optimizer too
                 loads.enter_context(prepared.loading())
             for index, prepared in enumerate(self.prepared):
                 if prepared.steps_elsewhere and "held" in state:
@@ -285,10 +298,10 @@ class TrainingState:
         self._put_back_schedules(state)
 
     def _put_back_schedules(self, state: Mapping[str, Any]) -> None:
-        """Restore the number of consumed samples, and the schedules that follow it. Their schedulers are
+        """Put back the number of consumed samples, and the schedules that follow it. Their schedulers must be
         loaded before.
 
-        A checkpoint from an older Atoll has no such number; then the schedulers' positions give it.
+        A checkpoint from an older Atoll lacks that number; then it follows from the schedulers' positions.
         """
         saved = list(state.get("schedules", ()))
         for number, schedule in enumerate(self.schedules):
@@ -307,7 +320,8 @@ class TrainingState:
                 schedule.follow(prepared.reducer.consumed)
 
     def check_givable(self) -> None:
-        """Raise CheckpointError, by name, for a state that no checkpoint can hold and no newcomer be given.
+        """Raise CheckpointError, with the name, for a state that no checkpoint can hold and no newcomer can
+        be given.
 
         Tensors are not copied.
         """
@@ -327,13 +341,15 @@ class TrainingState:
     # From one worker's memory to another's
 
     def capture(self, fixed: bool = False) -> bytes:
-        """Return all that a worker needs to enter the run here, between two iterations: models with their
-        buffers, optimizers, schedulers, registered objects, the samplers' deals, the reducers' member states,
-        the iteration. No pickle: safetensors and JSON, as `tensors.checkpoint.pack` has them.
+        """Return the state that a worker needs to enter the run here, between two iterations, as bytes.
 
-        Where parameters live at the shards of a parameter server they are left out, with the optimizer's
-        state. `fixed`: the newcomer takes a lost worker's place, and data is not dealt anew. Not a
-        collective. Raises CheckpointError for what a checkpoint cannot hold.
+        It has the models with their buffers, optimizers, schedulers, registered objects, the samplers' deals,
+        the reducers' member states and the iteration. There is no pickle: the format is that of
+        `tensors.checkpoint.pack`, safetensors and JSON. Parameters that live at the shards of a parameter
+        server are left out, with the optimizer's state. Not a collective. Raises CheckpointError for a state
+        that a checkpoint cannot hold.
+
+        `fixed`: the newcomer takes a lost worker's place, and data is not dealt anew.
         """
         state = {
             **self._own_state(),
@@ -363,8 +379,10 @@ class TrainingState:
         return pack(model=model, trees={"optimizer": optimizers, "state": state})
 
     def capture_shared(self) -> bytes:
-        """Return the state that is equal on a group's members, in the form of `capture`: without samplers,
-        reducers and random numbers, which each member keeps."""
+        """Return the state that is equal on a group's members, in the format of `capture`.
+
+        Samplers, reducers and random numbers are left out: each member keeps its own.
+        """
         return self._pack(
             {
                 **self._own_state(),
@@ -375,7 +393,8 @@ class TrainingState:
         )
 
     def restore_shared(self, raw: bytes | bytearray | memoryview) -> None:
-        """Take over another worker's `capture_shared`. Raises CheckpointError as `restore` does."""
+        """Take over another worker's `capture_shared`. Raises CheckpointError, before anything is changed, if
+        it does not fit."""
         where = "the state of a group's first member"
         model, trees = unpack(raw, where)
         try:
@@ -391,10 +410,14 @@ class TrainingState:
     ) -> None:
         """Take over another worker's `capture`, and go on at its iteration.
 
-        `rank` is this worker's in the samplers' deals where they include it already; else `deal_anew`
-        follows, unless the state was captured `fixed`. The random-number generators are derived from the
-        other's, and `own`, this worker's rank. Raises CheckpointError, which names what differs, before
-        anything is changed.
+        Raises CheckpointError, which names the difference, before anything is changed.
+
+        Args:
+            raw: the captured state.
+            own: this worker's rank, from which and the other's state the random-number generators are seeded.
+            rank: this worker's rank in the samplers' deals, if these include it already. None: `deal_anew`
+                follows, unless the state was captured `fixed`.
+            fixed: as given to `capture`.
         """
         where = "the state of a living worker"
         model, trees = unpack(raw, where)
@@ -432,10 +455,15 @@ class TrainingState:
         return [sampler.place() for sampler in self.samplers]
 
     def deal_anew(self, places: Sequence[Any], rank: int, world: int, absent: Collection[int] = ()) -> None:
-        """Take the place of number `rank` among `world` new members, and deal the rest of the epoch anew.
+        """Become number `rank` of `world` members, and deal the rest of the epoch anew.
 
-        `places` has each member's `places()`, None for one that enters; see `DealtSampler.deal_anew`, for
-        `absent` too. Every member calls it, at the same point of the same iteration.
+        Every member makes this call, at the same point of the same iteration.
+
+        Args:
+            places: each member's `places()`; None for a member that enters.
+            rank: this worker's new rank.
+            world: the new number of members.
+            absent: see `DealtSampler.deal_anew`.
         """
         for number, sampler in enumerate(self.samplers):
             if isinstance(sampler, DealtSampler):
@@ -446,7 +474,7 @@ class TrainingState:
         """Collect the parts of a checkpoint that differ between workers or need a collective."""
         try:
             given = [os.fsdecode(path), str(Path(os.fsdecode(path)).resolve())]
-        except (OSError, ValueError, RuntimeError) as error:  # a null byte, links in a circle
+        except (OSError, ValueError, RuntimeError) as error:  # a null byte, or links in a circle
             raise CheckpointError(f"{path!r}: no path of a folder: {error}") from None
         everyone = workers.gather([given, self.places()], "session.save (the workers' samplers)")
         _check_one_folder(workers.ranks, [each for each, _ in everyone])
@@ -459,7 +487,7 @@ class TrainingState:
         }
 
     def _own_state(self) -> dict[str, Any]:
-        """Return the entries that are equal on every worker."""
+        """Return the entries of a checkpoint that are equal on every worker."""
         return {
             "iteration": self.iteration,
             "workers": self.world,
@@ -481,7 +509,8 @@ class TrainingState:
     def _check(
         self, model: Mapping[str, Any], trees: Mapping[str, Any], where: str, call: str = "session.load"
     ) -> None:
-        """Raise CheckpointError for the first thing that does not fit this session."""
+        """Raise CheckpointError for the first part that does not fit this session. `call` names the reading
+        call."""
         state = trees["state"]
         if len(state["reducers"]) != len(self.prepared):
             raise CheckpointError(
@@ -527,8 +556,8 @@ class TrainingState:
 
 
 def _raise_together(workers: Workers, failure: str, what: str, said: Any = None) -> list[Any]:
-    """Raise CheckpointError where any worker has a failure; else return what each has said, in order of
-    rank."""
+    """Raise CheckpointError on every worker if any has a `failure`; else return each worker's `said`, in the
+    order of ranks."""
     everyone = workers.gather((failure, said), what)
     for rank, (message, _) in zip(workers.ranks, everyone, strict=True):
         if message:
@@ -537,8 +566,8 @@ def _raise_together(workers: Workers, failure: str, what: str, said: Any = None)
 
 
 def _check_alike(ranks: Sequence[int], everyone: Sequence[tuple[int, str, str]]) -> None:
-    """Raise CheckpointError unless all workers have read one checkpoint, by the iteration, digest and path of
-    each."""
+    """Raise CheckpointError unless all workers have read one checkpoint. `everyone` has each one's iteration,
+    digest and path."""
     first, (iteration, digest, _) = ranks[0], everyone[0]
     for rank, (its, other, where) in zip(ranks, everyone, strict=True):
         if other == digest:
@@ -551,9 +580,10 @@ def _check_alike(ranks: Sequence[int], everyone: Sequence[tuple[int, str, str]])
 
 
 def _check_one_folder(ranks: Sequence[int], given: Sequence[tuple[str, str]]) -> None:
-    """Raise UserError unless all workers name one folder, each by its path as given and as absolute path.
+    """Raise UserError unless all workers name one folder. `given` has each one's path as given, and as
+    absolute path.
 
-    A relative path counts as one folder even where the workers' working directories differ.
+    A relative path counts as one folder even if the workers' working directories differ.
     """
     path, absolute = given[0]
     for rank, (other, its_absolute) in zip(ranks, given, strict=True):
@@ -565,13 +595,16 @@ def _check_one_folder(ranks: Sequence[int], given: Sequence[tuple[str, str]]) ->
 
 
 def _lies_elsewhere(module: nn.Module) -> bool:
-    """True for a module under memory budgets, whose parameters come and go."""
+    """True for a module in memory budgets, whose parameters come and go."""
     return any(hasattr(parameter, "stored_value") for parameter in module.parameters())
 
 
 def _beside(prepared: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the part of a model trained elsewhere that stays here: its other parameters and its buffers, and
-    the optimizer's settings, in the form of its state_dict."""
+    """Return the part of a model trained elsewhere that stays on this worker, and the optimizer's settings.
+
+    The part is the other parameters and the buffers. The settings have the form of the optimizer's
+    state_dict.
+    """
     held: dict[str, Any] = {
         name: parameter for name, parameter in prepared.parameters.items() if name not in prepared.brought
     }
@@ -588,7 +621,7 @@ def _beside(prepared: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @torch.no_grad()
 def _load_beside(prepared: Prepared, held: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
-    """Load what `_beside` gave."""
+    """Load a state that `_beside` returned."""
     for name, value in _beside(prepared)[0].items():
         value.copy_(held[name])
     for group, saved in zip(prepared.optimizer.param_groups, optimizer["param_groups"], strict=True):
@@ -611,7 +644,8 @@ def _check_model(current: Mapping[str, Any], saved: Mapping[str, Any], where: st
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError unless the saved param groups are as many, and as long, as this optimizer's."""
+    """Raise CheckpointError unless the saved param groups are as many, and as long, as this optimizer's, and
+    shapes fit."""
     saved = [len(group["params"]) for group in state["param_groups"]]
     present = [len(group["params"]) for group in optimizer.param_groups]
     if saved != present:
@@ -633,7 +667,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any],
 
 
 def _prefix(index: int) -> str:
-    """Return what tells a model's names in a checkpoint apart; empty for the first model."""
+    """Return the prefix of a model's names in a checkpoint; empty for the first model."""
     return "" if index == 0 else f"model{index}:"
 
 

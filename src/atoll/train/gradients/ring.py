@@ -391,9 +391,7 @@ class RingBuckets(Buckets):
         self._scales_by: float | None = None  # this backward's scale, once its first gradient has come
         self._agreement_rides = _agreement_rides(self.order)
         self._waits_for_device = any(message.memory.device.type != "cpu" for message in self.order)
-        self._held_back = int(
-            self._agreement_rides
-        )  # the last message carries the agreement, at the end of backward
+        self._held_back = int(self._agreement_rides)  # the message that carries the agreement
         self._arrange(is_measured=len(self.order) == 1)
 
     @property

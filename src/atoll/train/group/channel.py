@@ -27,9 +27,7 @@ from atoll.train.api.place import Place
 from atoll.train.group.sockets import listening_host, listening_ports, shut
 
 _POLL_SECONDS = 50e-6
-_SLICE = timedelta(
-    seconds=0.1
-)  # length of a slice of a wait; after each slice the wait looks at the hub's latest news
+_SLICE = timedelta(seconds=0.1)  # slice of a wait; after each one the wait looks at the hub's latest news
 _MAKING_SECONDS = 0.05  # length of a slice of the wait for a group to connect
 _EXPLAIN_SECONDS = 2.0  # how long a late worker waits to learn which others are late
 _END_SECONDS = 2.0  # how long to wait for the end of an idle group

@@ -343,9 +343,8 @@ class HubRing:
 
     def describe(self) -> str:
         """Return, in a few words, why the hub gives the place."""
-        torchrun = (
-            "WORLD_SIZE" in os.environ and DIRECTORY_VARIABLE not in os.environ
-        )  # started by torchrun, not by `atoll run`
+        # Started by torchrun, and not by `atoll run`:
+        torchrun = "WORLD_SIZE" in os.environ and DIRECTORY_VARIABLE not in os.environ
         before = "; torchrun's RANK and WORLD_SIZE do not count" if torchrun else ""
         return f"ATOLL_HUB is {self._address}{before}"
 

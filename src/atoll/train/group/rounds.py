@@ -140,9 +140,7 @@ class Ring:
             confirms=member is not None,
         )
         self.scripts = ScriptPlaces(self.channels, timeout, judge, compares=compares)
-        self._state: State | None = (
-            None  # None until the ring was formed for the first time: no member has a state
-        )
+        self._state: State | None = None  # None until the first ring is formed: nobody has a state
         self._told = told
         self._confirmed_in = -1  # the ring's generation in the latest confirmed round
         self._timeout, self._member, self._inner = timeout, member, inside

@@ -1,11 +1,11 @@
-"""Entering a run under way, and dealing data anew when its members change, with a parameter server.
+"""The entering of a run under way, and the new deal of data when its members change, with a parameter server.
 
-The parameters and the optimizer's state are at the shards; the rest comes from a living worker's memory, with
-shard 0 as the mailbox. The newcomer asks; the worker that is asked answers at its next boundary between two
-iterations. Nobody waits for a worker that might be dead (shard 0 then asks the next one), nothing is kept
-that could be stale, and workers need no connections to one another. Under `bsp` the answer waits for exactly
-the boundary at which the newcomer enters: it is a member of the next iteration, so the others wait for its
-part.
+The parameters and the optimizer's state lie at the shards. The rest of the state comes from a living worker's
+memory, with shard 0 as the mailbox. The newcomer asks; the worker that is asked answers at its next boundary
+between two iterations. No worker waits for one that might be dead, since shard 0 then asks the next one. No
+state is kept that could be stale, and workers need no connections to one another. Under `bsp` the answer
+waits for the boundary at which the newcomer enters: the newcomer is a member of the next iteration, so the
+others wait for its contribution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atoll.train.members.attendance import Attendance
 from atoll.train.members.workers import Workers
 from atoll.wire.messages import AnyMessage, Arrive, Committed, GiveState, WantState
 
-ENTERING = "entering"  # names a newcomer's messages, which are sent again until answered
+ENTERING = "entering"  # the name of a newcomer's messages, which are sent again until answered
 _NEVER = 2**53  # later than any iteration
 
 
@@ -31,20 +31,20 @@ class Entrance(Protocol):
 
     @property
     def late(self) -> bool:
-        """True for a worker that has come late, and has not entered."""
+        """True for a worker that has come late and has not entered."""
 
     def begin(self) -> None:
         """Note that the workers have met. A late worker is alone until it enters."""
 
     def enter(self) -> bool:
-        """Enter with the state of a living worker; False where no other worker lives."""
+        """Enter with the state of a living worker; return False if no other worker lives."""
 
     def ending(self) -> None:
-        """Note that this worker has made all its iterations; it still lets others in."""
+        """Note that this worker has made all of its iterations. It still lets others in."""
 
 
 class RingEntrance:
-    """The way into a ring that is under way: when its members admit newcomers (`Ring.admit`)."""
+    """The way into a ring that is under way, at a point where its members admit newcomers (`Ring.admit`)."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -54,7 +54,7 @@ class RingEntrance:
         return self._ring.outside
 
     def begin(self) -> None:
-        """Do nothing: the members have met as the ring was formed."""
+        """Do nothing: the members met when the ring was formed."""
 
     def enter(self) -> bool:
         self._ring.enter()
@@ -67,11 +67,18 @@ class RingEntrance:
 class ServedEntrance:
     """The way into a run with a parameter server, and a worker's part in letting others in.
 
-    `entered()` fetches the parameters once this worker takes part, and returns the worker's next iteration.
-    `told_members(n)` is called with the number of live workers. `told_unlike(line)` is called when another
-    worker has different hyperparameters. `elastic`: all workers make the same iterations (`bsp`, without
-    sites), and data is dealt anew among them, in groups too. `fixed`: all make the same iterations without a
-    new deal (`bsp` between sites); a newcomer takes a lost worker's rank, and that worker's part of the data.
+    Args:
+        shards: the link to the shards.
+        attendance: this worker's view of the run.
+        workers: the calls that all workers make.
+        state: the state of training.
+        entered: fetches the parameters once this worker takes part, and returns the worker's next iteration.
+        told_members: called with the number of living workers.
+        elastic: True if all workers make the same iterations (`bsp`, without sites); then data is dealt anew
+            among them when members change, in groups too.
+        fixed: True if all workers make the same iterations and data is not dealt anew (`bsp` with sites).
+            Then a newcomer takes a lost worker's rank, and that worker's part of the data.
+        told_unlike: called with a warning if another worker has different hyperparameters.
     """
 
     def __init__(
@@ -92,8 +99,8 @@ class ServedEntrance:
         self._entered, self._told_members, self._elastic = entered, told_members, elastic
         self._fixed = fixed
         self._worker = attendance.place.rank
-        self._members: list[int] = []  # in order; empty while unknown
-        self._at: int | None = None  # the iteration whose boundary this is; None: no boundary
+        self._members: list[int] = []  # the members' ranks in order; empty while unknown
+        self._at: int | None = None  # the iteration that begins at this boundary; None: no boundary
         self._wanted: list[WantState] = []
         self._given: tuple[GiveState, memoryview | None] | None = None
         shards.on(WantState, self._handle_want)
@@ -181,7 +188,7 @@ class ServedEntrance:
         refused, payload = "", memoryview(b"")
         try:
             payload = memoryview(self._state.capture(self._fixed))
-        except CheckpointError as error:  # for the newcomer to know; this worker goes on
+        except CheckpointError as error:  # the newcomer raises it; this worker goes on
             refused = str(error)[:4000]
         for want in due:
             reach("enter.giving", want.iteration)
@@ -202,13 +209,13 @@ class ServedEntrance:
         self._told_members(len(members))
         if committed.unlike:
             self._told_unlike(committed.unlike)
-        if members and not self._shards.hello.site:  # a site's shard knows its own workers alone
+        if members and not self._shards.hello.site:  # a site's shard knows only its own workers
             self._attendance.saw(members)
         if self._elastic and (members != self._members or committed.entering):
             self._regroup(committed.iteration, members, list(committed.entering))
 
     def _regroup(self, iteration: int, members: list[int], entering: list[int]) -> None:
-        """Meet all that have made this iteration, and deal the rest of their data anew."""
+        """Meet all workers that have made this iteration, and deal the rest of their data anew."""
         what = f"the members' places in their data after iteration {iteration}"
         reach("members.meet", iteration)
         places = self._workers.gather(self._state.places(), what)

@@ -1,5 +1,6 @@
-"""Meetings of workers in groups outside the iterations: inside each group over its ring, between groups
-through the log's meetings, to which a group comes as one.
+"""Meetings of workers in groups outside the iterations.
+
+A group's members meet over their ring. Groups meet at the log, to which each group comes as one.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from atoll.train.members.regrouping import Regrouping
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.wire.messages import Mismatch, WorkerStand
 
-_Parts = dict[int, bytes]  # by rank in the run
+_Parts = dict[int, bytes]  # each worker's bytes, by its rank in the run
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
-    """A member's message to its group: the number of its call, the call in words, and the member's place in
-    its script.
-    """
+    """A member's message to its group: its call's number, the call in words, its bytes, and its place in its
+    script."""
 
     number: int
     what: str
@@ -38,37 +38,42 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class OwnCall:
-    """The call of all workers that this worker is in: its place in its script (`stand`; None: it is in no
-    call), and whether it was called away from the call."""
+    """The call of all workers that this worker is in.
+
+    Attributes:
+        stand: the worker's place in its script; None if it is in no call.
+        is_away: True if the worker was called away from the call.
+    """
 
     stand: Stand | None = None
     is_away: bool = False
 
 
 class GroupJudge:
-    """Decides about members of a group that have ended (`train/group/scriptplaces.py`: Judge)."""
+    """The decision about members of a group that have ended (`train/group/scriptplaces.py`: Judge)."""
 
     def __init__(self, place: Place, shards: Link, call: OwnCall) -> None:
-        """`place` is this worker's in the run, and `call` the one that it is in."""
+        """Judge for the worker at `place` in the run. `call` is the call that it is in."""
         self._place, self._shards, self._call = place, shards, call
 
     def judge_ended(self, ended: Mapping[int, Stand]) -> MismatchError | None:
-        """Return the error for a call of this worker that misses members of its group that have ended; else
-        None.
-        """
+        """Return the error if this worker is in a call that members of its group will not make, as they have
+        ended; else None."""
         stand = self._call.stand
         if not ended or stand is None or stand.kind != CALL or self._call.is_away:
             return None
         return MismatchError(describe_mismatch(dict(sorted({**ended, self._place.rank: stand}.items()))))
 
     def tell_mismatch(self, mismatch: MismatchError) -> None:
-        """Send the mismatch to the log, which tells the other groups."""
+        """Send the mismatch to the log, which passes it on to the other groups."""
         self._shards.send(LOG, Mismatch(line=str(mismatch)))
 
 
 class GroupMeeting(BytesMeeting):
-    """A meeting of groups at the log: every live worker of the run takes part in each call, and each group
-    comes to the `log` as one."""
+    """A meeting of groups at the log.
+
+    Every living worker of the run takes part in each call, and each group comes to the `log` as one.
+    """
 
     def __init__(
         self,
@@ -79,16 +84,19 @@ class GroupMeeting(BytesMeeting):
         moves: Regrouping | None,
         call: OwnCall,
     ) -> None:
-        """`ring` is of this worker's group. `moves` takes a worker that is alone to another group while it
-        waits in a call; None: it waits on, since all leave their groups at one iteration."""
+        """Meet as a member of the group of `ring`.
+
+        `moves` takes a worker that is alone to another group while it waits in a call. None: it waits on,
+        since all workers leave their groups at one iteration.
+        """
         self.roster = self._attendance = attendance
         self._log, self._models = log, models
         self._group, self._moves, self._call = ring, moves, call
-        self._has_come = False  # the whole group, to the call that this worker is in
-        self._last: _Parts = {}  # what all brought to this worker's latest call
+        self._has_come = False  # True if the whole group has come to this worker's call
+        self._last: _Parts = {}  # the bytes that all workers brought to this worker's latest call
 
     def _leaves(self) -> bool:
-        """True where a worker that is alone is called to another group: others may wait for it there."""
+        """True if this worker is alone and called to another group, where others may wait for it."""
         return self._group.world == 1 and self._moves is not None and self._moves.is_called()
 
     def part(self) -> None:
@@ -103,8 +111,11 @@ class GroupMeeting(BytesMeeting):
             self._group.scripts.leave(self.standing_for("the end of the session").stand)
 
     def gather_group(self) -> None:
-        """Wait until the whole group has come. The call's first meeting then skips this wait, so that all
-        calls take part in equally many collectives of the ring."""
+        """Wait until the whole group has come.
+
+        The call's first meeting then skips this wait, so that all calls make equally many collectives of the
+        ring.
+        """
         self._models.gather_members()
         self._has_come = True
 
@@ -114,8 +125,11 @@ class GroupMeeting(BytesMeeting):
         self._has_come = self._call.is_away = False
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Return every live worker's bytes, in order of rank. Raises MismatchError where members of the group
-        stand at other places, or have ended."""
+        """Return every living worker's bytes, in the order of ranks.
+
+        Raises MismatchError if members of the group are at inconsistent places in their scripts, or have
+        ended.
+        """
         if self.roster.late:
             return [payload]
         attendance = self._attendance
@@ -133,9 +147,9 @@ class GroupMeeting(BytesMeeting):
                     lambda: self._gather_all(payload, number, what),
                     where=lambda: None if self._call.is_away else self.standing_for(what).stand,
                 )
-                parts = result if met == number else None  # else others were behind, in an earlier call
+                parts = result if met == number else None  # None: others were behind, in an earlier call
             except CalledAwayError:
-                self._call.is_away = True  # others may have been answered, and be in their next call
+                self._call.is_away = True  # others may have their answer, and be in their next call
                 assert self._moves is not None
                 self._moves.answer()
         attendance.meets_in, self._last = -1, parts
@@ -143,15 +157,18 @@ class GroupMeeting(BytesMeeting):
         return [parts[rank] for rank in attendance.ranks]
 
     def _gather_all(self, payload: bytes, number: int, what: str) -> tuple[int, _Parts]:
-        """Return the number of the call that ends with this, and what all brought to it. The group's first
-        member takes the members' parts to the log's meeting, and gives them the other groups' parts."""
+        """Return the number of the call that ends with this, and the bytes that all workers brought to it.
+
+        The group's first member takes the members' bytes to the log's meeting, and gives the members the
+        bytes of the other groups.
+        """
         channel, place = self._group.session, self._group.place
         assert channel is not None
         own = msgspec.msgpack.encode(_Part(number, what, payload, self.standing_for(what)))
         said = [msgspec.msgpack.decode(part, type=_Part) for part in gather_bytes(channel, own, what)]
         first = min(part.number for part in said)
         ahead = [rank for rank, part in enumerate(said) if part.number > first]
-        if ahead:  # a member is behind if it was called away with its part brought, and others were answered
+        if ahead:  # members behind were called away with their part brought
             word = msgspec.msgpack.encode(self._last) if place.rank == ahead[0] else None
         else:
             self._check_same(said)
@@ -172,8 +189,7 @@ class GroupMeeting(BytesMeeting):
                 )
 
     def _meet_as_group(self, said: Sequence[_Part], number: int, what: str) -> _Parts:
-        """Bring what the group's members have `said` to the log's meeting; return the parts of all
-        workers."""
+        """Bring the members' parts, `said`, to the log's meeting; return the bytes of all workers."""
         brought = {self._group.place.name_of(rank): part.payload for rank, part in enumerate(said)}
         met: _Parts = {}
         stand, packed = self.standing_for(what), msgspec.msgpack.encode(brought)

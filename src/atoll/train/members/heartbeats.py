@@ -11,14 +11,17 @@ from atoll.wire.messages import Beat, Heartbeat, ToLauncher, Welcome, encode
 
 
 class HeartbeatSender:
-    """Sends the heartbeats of a worker, whose `welcome` is from the hub: over a link to the hub, and to the
-    worker's `launcher`, if there is one. One thread calls `look`; no call waits."""
+    """The sending of a worker's heartbeats, to the hub over a link and to the worker's `launcher`, if there
+    is one.
+
+    `welcome` is the hub's. One thread calls `look`; no call waits.
+    """
 
     def __init__(self, welcome: Welcome, launcher: Launcher | None) -> None:
         self._run = welcome.run
         self._line = HeartbeatLine(launcher.socket) if launcher is not None else None
         self._route = Route(welcome.heartbeat or 1.0)
-        self._losses = 0  # of the link
+        self._losses = 0  # the link's count of lost connections at the last look
 
     def close(self) -> None:
         """Close the line to the launcher; closing twice does no harm."""
@@ -26,8 +29,10 @@ class HeartbeatSender:
             self._line.close()
 
     def look(self, link: Client, beat: Beat, *, at_once: bool = False, directly: bool = False) -> bool:
-        """Send a heartbeat if one is due or wanted `at_once`; the `link` to the hub must stand. Returns
-        whether one went to the hub itself; with `directly` each does."""
+        """Send a heartbeat if one is due or wanted `at_once`; the `link` to the hub must stand.
+
+        Returns True if a heartbeat went to the hub itself; with `directly` each one does.
+        """
         if link.losses != self._losses:
             self._losses = link.losses
             self._route.renew()
@@ -59,5 +64,5 @@ class HeartbeatSender:
         return direct
 
     def pause(self) -> float:
-        """Return for how many seconds `look` has nothing to do."""
+        """Return the seconds for which `look` has nothing to do."""
         return max(0.0, self._route.next_look() - time.monotonic())

@@ -51,27 +51,33 @@ from atoll.wire.messages import (
 )
 
 SILENCE = 3.0  # seconds without an answer, after which the silence is reported
-_FAREWELL_SECONDS = 5.0  # for a hub that is being started again to know who says goodbye to it
-_REASON_CHARACTERS = 300  # of why this worker leaves
-_AT_ONCE = 0.2  # seconds to wait for the answer to a question in passing
+_FAREWELL_SECONDS = 5.0  # for a restarted hub to know the worker that says goodbye
+_REASON_CHARACTERS = 300  # the most characters of the reason for leaving
+_AT_ONCE = 0.2  # seconds to wait for an answer without which the worker can go on
 _LOOK_SECONDS = 0.1  # between looks whether links are measured
-_ASK_AGAIN = (0.01, 0.2)  # seconds before the same lease is asked for again: first, and at most
+_ASK_AGAIN = (0.01, 0.2)  # seconds between requests for one lease: at first, and at most
 
-_Wish: TypeAlias = Gather | Reform | Enter | JoinGroup  # requests answered once other workers have come, too
+_Wish: TypeAlias = Gather | Reform | Enter | JoinGroup  # answered once other workers have come
 
 
 class HubSilence:
-    """Calls `tell(line)` when the hub at `address` has not answered for a while, and when it answers again.
-    `meanwhile` ends the first line, and says what becomes of the run."""
+    """The reports that the hub at `address` has not answered for a while, and that it answers again, by
+    `tell(line)`.
+
+    `meanwhile` ends the first line: it says how the run goes on without the hub.
+
+    Attributes:
+        since: the time at which the silence began (time.monotonic); None: the hub answers.
+    """
 
     def __init__(self, address: str, tell: Callable[[str], None], meanwhile: str) -> None:
         self._address, self._tell, self._meanwhile = address, tell, meanwhile
-        self.since: float | None = None  # when the silence began (monotonic); None: the hub answers
+        self.since: float | None = None
         self._told = False
 
     def look(self, link: Client, asked: float | None) -> None:
-        """Check `link`, whose oldest question without an answer was sent at `asked` (monotonic; None: there
-        is none)."""
+        """Check `link`. Its oldest question without an answer was sent at `asked` (time.monotonic); None:
+        there is none."""
         now = time.monotonic()
         if link.connected and (asked is None or now - asked < SILENCE):
             if self._told:
@@ -88,12 +94,30 @@ class HubSilence:
 
 
 class HubClient:
-    """A connection to the hub at `address`. `timeout` in seconds is the deadline of each wait (sync.timeout).
+    """A worker's connection to the hub at `address`.
 
-    `run` is the run's name if it is known; the hub's Welcome gives it. All calls come from one thread.
-    Heartbeats have a thread and a connection of their own, since a script may compute for minutes. They go
-    through `launcher` if it passes them on, else to the hub directly. Their thread also looks whether the hub
-    is silent, and warns through `notices`; `without(welcome)` returns what becomes of the run meanwhile.
+    All calls come from one thread. Heartbeats have a thread and a connection of their own, since a script may
+    compute for minutes. They go through `launcher` if it passes them on, else to the hub directly. Their
+    thread also checks whether the hub is silent.
+
+    Args:
+        address: the hub's address.
+        keys: the keys of the run; None: not encrypted.
+        run: the run's name, if it is known; the hub's Welcome gives it.
+        timeout: the deadline of each wait, in seconds (sync.timeout).
+        launcher: passes heartbeats on; None without one.
+        notices: prints warnings.
+        without: returns how the run goes on while the hub is silent, in words, given the hub's Welcome.
+
+    Attributes:
+        iteration: the number of committed iterations, set by the session and sent in heartbeats.
+        welcome: the hub's answer to `join`; None before, and after `goodbye`.
+        seconds_waited: the seconds waited for leases so far.
+        size: the bytes of this worker's gradients, sent in heartbeats.
+        batch: the samples of its latest iteration, sent in heartbeats.
+        late: True if the ring was under way when this worker came.
+        news: the hub's latest news of a ring, as the heartbeats' thread received it.
+        silence: watches for the hub's silence, from `join` on.
     """
 
     def __init__(
@@ -106,26 +130,26 @@ class HubClient:
         notices: Notices | None = None,
         without: Callable[[Welcome], str] = lambda _welcome: "",
     ) -> None:
-        self.iteration = 0  # committed iterations: set by the session, sent in heartbeats
+        self.iteration = 0
         self.welcome: Welcome | None = None
-        self.seconds_waited = 0.0  # for leases, in all
+        self.seconds_waited = 0.0
         self._address, self._run = address, run
         self._launcher, self._without, self.notices = launcher, without, notices or Notices()
         self._hub = HubConnection(address, keys, timeout)
-        self._leases = 0  # requests
-        self._token = secrets.token_hex(8)  # by which the hub knows a Hello that is sent twice
-        self._wishes = 0  # to form a ring, the next one, to enter one, or to join a group
+        self._leases = 0  # number of requests so far
+        self._token = secrets.token_hex(8)  # by it the hub recognizes a Hello that is sent twice
+        self._wishes = 0  # number of `_Wish` requests so far
         self._pace = 0.0
-        self.size, self.batch = 0, 0.0  # bytes of this worker's gradients, samples of its latest iteration
-        self._links: LinkEnd | None = None  # where the hub has links measured
+        self.size, self.batch = 0, 0.0
+        self._links: LinkEnd | None = None  # None if the hub lets no links be measured
         self._contributor: int | None = None  # the group that this worker has moved to
-        self.late = False  # the ring was under way when this worker came
-        self.news: RingNews | None = None  # the latest of a ring, as the heartbeats' thread got it
+        self.late = False
+        self.news: RingNews | None = None
         self._beats = HubHeartbeats(address, keys, self._beat, self._note, self._look)
         self._sender: HeartbeatSender | None = None  # from `join` on
         self._leaves_because = ""  # the reason in goodbye, before the end of the training
-        self.silence: HubSilence | None = None  # from `join` on
-        self._asked: float | None = None  # when a question was asked that the hub answers at once; monotonic
+        self.silence: HubSilence | None = None
+        self._asked: float | None = None  # when a question without an answer was asked, by time.monotonic
 
     def join(self, wish: int = -1, site: str = "") -> Welcome:
         """Take part as rank `wish` (-1: any that is free), at `site` if the run has sites; heartbeats begin.
@@ -163,8 +187,11 @@ class HubClient:
         return welcome
 
     def wait_for_links(self) -> None:
-        """Return when the links between the run's workers are measured, if the hub has that done: training
-        before would be measured too. Raises DeadlineError when the other workers do not come."""
+        """Return when the links between the run's workers are measured, if the hub lets them be measured.
+
+        Training before that would change the measurements. Raises DeadlineError when the other workers do not
+        come.
+        """
         if self._links is None:
             return
         until = time.monotonic() + self._hub.timeout
@@ -176,8 +203,10 @@ class HubClient:
             time.sleep(_LOOK_SECONDS)
 
     def shards(self) -> list[str]:
-        """Return the addresses of the shards that this worker talks to, by index, once all are there: at a
-        site, its shard's alone. Raises DeadlineError when they are not."""
+        """Return the addresses of the shards that this worker talks to, by index, once all shards have come.
+
+        At a site it is the site's shard alone. Raises DeadlineError if they do not come.
+        """
         try:
             return list(self._ask(WhereAreShards(), Shards, "the shards' addresses").addresses)
         except DeadlineError as error:
@@ -190,7 +219,7 @@ class HubClient:
             ) from error
 
     def where_shards_are(self) -> list[str] | None:
-        """Return the addresses of `shards` if the hub answers at once; None if not, or if a shard is
+        """Return the addresses of `shards` if the hub answers at once; None if it does not, or if a shard is
         missing."""
         try:
             return list(self._ask(WhereAreShards(), Shards, "the shards' addresses", _AT_ONCE).addresses)
@@ -198,10 +227,10 @@ class HubClient:
             return None
 
     def gather(self) -> int:
-        """Form the run's ring with all its workers; returns the ring's number, which names its keys. With
-        `late` set then, the ring was formed without this worker.
+        """Form the run's ring with all its workers; return the ring's number, which names the ring's keys.
 
-        Raises DeadlineError, naming the workers that did not come.
+        If `late` is True afterwards, the ring was formed without this worker. Raises DeadlineError, naming
+        the workers that did not come.
         """
         timeout, what = self._hub.timeout, "the ring's other workers"
         ring = self._wish(Gather, Gathered, what, self._longest, seconds=timeout)
@@ -223,9 +252,9 @@ class HubClient:
     def reform(
         self, group: int, rank: int, round: int, *, holds: bool, admits: bool, fresh: bool
     ) -> Reformed:
-        """Form the ring after `group`, with all its living members; see wire/messages.py: Reform.
+        """Form the ring after `group`, with all its living members; return it. See wire/messages.py: Reform.
 
-        Raises DeadlineError when some of them neither come nor die, and RunError when there is no next ring,
+        Raises DeadlineError when some members neither come nor die, and RunError when there is no next ring,
         or none with this worker.
         """
         what = f"the other members of ring {group}, to form the next one"
@@ -234,7 +263,7 @@ class HubClient:
         )
 
     def enter(self) -> Reformed:
-        """Take part in the ring that is under way, when its members admit newcomers."""
+        """Enter the ring that is under way, when its members admit newcomers; return the ring."""
         return self._next_ring(Enter, "the ring that is under way to let it in, between two iterations")
 
     def _next_ring(self, kind: type[Reform | Enter], what: str, **fields: Any) -> Reformed:
@@ -248,36 +277,42 @@ class HubClient:
 
     @property
     def _longest(self) -> float:
-        """Seconds to wait for an answer that the hub gives within sync.timeout: without one it is gone."""
+        """The seconds to wait for an answer that the hub gives within sync.timeout. A hub that takes longer
+        is gone."""
         return self._hub.timeout + (0.0 if self.welcome is None else self.welcome.patience)
 
     def _wish(
         self, kind: type[_Wish], expected: type[Answer], what: str, timeout: float, **fields: Any
     ) -> Answer:
-        """Ask for an answer that depends on other workers."""
+        """Send a request that the hub answers once other workers have come; return the answer."""
         self._wishes += 1
         wish = kind(incarnation=self._incarnation, number=self._wishes, **fields)
         return self._ask(wish, expected, what, timeout, self._wishes)
 
     def set_pace(self, seconds: float) -> None:
         """Set the seconds in which this worker computes a sample, for a run with groups; 0: not known yet.
-        The first pace is sent to the hub at once."""
+
+        The first pace is sent to the hub at once.
+        """
         first, self._pace = seconds > 0 and not self._pace, seconds
         if first:
             self._beats.at_once()
 
     @property
     def grouping(self) -> int:
-        """Latest grouping that the hub has announced for this worker; 0: none."""
+        """The latest grouping that the hub has announced to this worker; 0 for none."""
         return self.news.grouping if self.news is not None else 0
 
     def join_group(self, grouping: int, iteration: int, held: Sequence[Used] = ()) -> Grouped:
-        """Ask for this worker's group in `grouping`, at the end of its `iteration`-th iteration. `held` are
-        leased positions that it was given and has not used: the new group gets them. With `group` 0 in the
-        answer the worker stays where it is.
+        """Ask for this worker's group in `grouping`, at the end of its `iteration`-th iteration.
 
-        Returns when all members have asked, or the hub does not wait any longer; raises DeadlineError when
-        there is no hub.
+        Returns when all members have asked, or when the hub stops waiting for them. If `group` is 0 in the
+        answer, the worker stays in its group. Raises DeadlineError when there is no hub.
+
+        Args:
+            grouping: the grouping's number.
+            iteration: the number of iterations that this worker has made.
+            held: leased positions that this worker has not used; the new group gets them.
         """
         what = f"the other members of its group, in grouping {grouping}"
         return self._wish(
@@ -285,8 +320,10 @@ class HubClient:
         )
 
     def in_group(self, contributor: int) -> None:
-        """Announce that this worker has moved, and speaks for `contributor`, which the shards know.
-        Heartbeats to the hub repeat the announcement, so no lost connection loses it."""
+        """Announce that this worker has moved, and talks to the shards as `contributor`.
+
+        Heartbeats to the hub repeat the announcement, so it survives a lost connection.
+        """
         self._contributor = contributor
         self._beats.at_once()
 
@@ -300,12 +337,20 @@ class HubClient:
         contributor: int = 0,
         block: int = 0,
     ) -> Leased:
-        """Lease up to `count` positions of an epoch of `length` samples; `contributor` and `block`, of a
-        group's member, as in wire/messages.py: Lease.
+        """Lease up to `count` positions of an epoch of `length` samples.
 
-        While others hold the rest, asks again for up to `wait` seconds, and then returns an empty Leased with
-        over=False. None: up to the timeout, and then raises DeadlineError. A request whose answer is lost
-        with a connection is sent again, and counts once.
+        While other workers hold the rest, the hub is asked again for up to `wait` seconds; then the result is
+        an empty Leased with over=False. None: up to the timeout, and then DeadlineError is raised. A request
+        whose answer is lost with a connection is sent again, and counts once.
+
+        Args:
+            sampler: the sampler's number in its session.
+            epoch: the number of the epoch.
+            length: the samples of the epoch.
+            count: the most positions to lease.
+            wait: seconds to ask again; None: until the timeout.
+            contributor: of a group's member, the group (wire/messages.py: Lease).
+            block: of a group's member, the block's number (wire/messages.py: Lease).
         """
         request = Lease(
             incarnation=self._incarnation,
@@ -356,12 +401,14 @@ class HubClient:
         self._hub.check()
 
     def leaves_because(self, reason: str) -> None:
-        """Note why this worker leaves before the end; `goodbye` tells the hub."""
+        """Note the reason why this worker leaves before the end; `goodbye` sends it to the hub."""
         self._leaves_because = one_line(reason, _REASON_CHARACTERS)
 
     def goodbye(self, finished: bool = False) -> None:
-        """Leave in good order: heartbeats end, and the hub frees leases that were not used. `finished`: at
-        the end of the training, as all others."""
+        """Leave in good order: heartbeats end, and the hub frees leases that were not used.
+
+        `finished`: the training has come to its end, as it does on all workers.
+        """
         self._stop_beating()
         if self.welcome is not None and not self._hub.refusal:
             with contextlib.suppress(AtollError):  # a hub that is gone misses this worker's heartbeats
@@ -372,7 +419,7 @@ class HubClient:
         self.welcome = None
 
     def close(self) -> None:
-        """Close the connections; without `goodbye` before, the hub takes this for a death. Closing twice does
+        """Close the connections. Without `goodbye` before, the hub takes this for a death. Closing twice does
         no harm."""
         self._stop_beating()
         self._hub.client.close()
@@ -406,9 +453,11 @@ class HubClient:
         return self._hub.ask(message, expected, what, deadline, number)
 
     def _beat(self, link: Client, at_once: bool) -> float:
-        """Send a heartbeat if one is due; returns the seconds until the next look. Links' places and the
-        group go along with heartbeats to the hub itself: the first over each connection, and those that are
-        wanted at once."""
+        """Send a heartbeat if one is due; return the seconds until the next look.
+
+        The place for link measurements and the group are sent with heartbeats to the hub itself: with the
+        first over each connection, and with those that are wanted at once.
+        """
         sender, incarnation = self._sender, self._known_as
         assert sender is not None
         place = self._links.place(incarnation) if self._links is not None else None
@@ -430,14 +479,16 @@ class HubClient:
             self.silence.look(link, self._asked)
 
     def _note(self, message: AnyMessage) -> bool:
-        """Take a message of the hub; return False once it takes no heartbeats. News that a ring broke frees a
-        member that waits for another one."""
+        """Take a message of the hub; return False once the hub takes no heartbeats any more.
+
+        News that a ring broke frees a member that waits for another one.
+        """
         if isinstance(message, Refused):
             self._hub.refusal = one_line(message.reason, MOST_REASON)
             return False
         if isinstance(message, RingNews):
             if self._links is not None and self._links.want(message.links):
-                self._beats.at_once()  # the next heartbeat says where
+                self._beats.at_once()  # the next heartbeat tells where
             self.news = message
         elif isinstance(message, MeasureLink) and self._links is not None:
             self._links.measure(message)

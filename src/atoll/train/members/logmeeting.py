@@ -15,11 +15,11 @@ from atoll.train.members.meetings import BytesMeeting, called
 from atoll.train.sync.servedmodels import ServedModels
 from atoll.wire.messages import AnyMessage, Ended, Ends, Meet, Met, WorkerStand
 
-MEETING, ENDING = "meeting", "ending"  # name a Meet and an Ends, which are sent again until answered
+MEETING, ENDING = "meeting", "ending"  # the names of a Meet and an Ends, which are sent again until answered
 
 
 class CalledAwayError(AtollError):
-    """A meeting was left before its end; this worker brings its part again."""
+    """A meeting was left before its end; this worker must bring its part again."""
 
 
 class LogMeeting(BytesMeeting):
@@ -48,6 +48,13 @@ class LogMeeting(BytesMeeting):
         order.
 
         Raises CalledAwayError once `leaves()` is True: this worker must come to the meeting again.
+
+        Args:
+            payload: this worker's, or this group's, bytes.
+            number: the number of the call.
+            what: the call, in words.
+            stand: this worker's place in its script.
+            leaves: returns whether this worker must leave the meeting.
         """
         shards = self._shards
         meet = Meet(incarnation=shards.incarnation, number=number, what=what[:256], stand=stand)
@@ -74,7 +81,7 @@ class LogMeeting(BytesMeeting):
         shards.on(Ended, handle_ended)
         stand = self.standing_for("the end of the session")
         shards.send(LOG, Ends(incarnation=shards.incarnation, stand=stand), until=ENDING)
-        with contextlib.suppress(RunError):  # nobody is there to tell: what was trained counts all the same
+        with contextlib.suppress(RunError):  # the shards are gone; the training still counts
             shards.wait(lambda: ended, lambda: [LOG], "word that nobody waits for this worker")
         shards.answered(ENDING)
 

@@ -1,7 +1,7 @@
-"""Meetings of the nodes of a run outside the iterations, through the members' meetings.
+"""Meetings of the nodes of a run outside the iterations, through the members' meetings (`peers`).
 
-A value counts everywhere or nowhere, and a node that is left out is not waited for (`peers`). Source:
-docs/peers.md, "When an iteration may be applied".
+A value counts on every node or on none, and no node waits for one that is left out. Source: docs/peers.md,
+"When an iteration may be applied".
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from atoll.train.members.meetings import BytesMeeting, bytes_of, put_bytes
 from atoll.train.sync.peersworker import NodeWorker
 from atoll.wire.device import Meet, Met
 
-_PIECE = 4 * 2**20  # bytes of values that one meeting carries: every member holds them until all have them
-_MET = 32 * 2**20  # and all members' of one meeting together, at most
-_LENGTH = 8  # bytes before the first piece: how many there are in all
+_PIECE = 4 * 2**20  # the most bytes that a node brings to one meeting: members hold them until all have them
+_MET = 32 * 2**20  # the most bytes of one meeting, of all members together
+_LENGTH = 8  # bytes before the first piece, for the whole length
 
 
 class NodesRoster:
-    """The members' devices that took part in the latest call. A worker's rank never changes."""
+    """The devices of the nodes that took part in the latest call. A worker's rank never changes."""
 
     def __init__(self, worker: NodeWorker) -> None:
         self._worker, self.nodes = worker, list(worker.members)
@@ -69,10 +69,10 @@ class NodesMeeting(BytesMeeting):
         return [part for node in self._gather_nodes(own, what) for part in decoder.decode(node)]
 
     def _gather_nodes(self, payload: bytes, what: str) -> list[bytes]:
-        """Return each member's bytes, in order of node; in several meetings, where some member's are too many
+        """Return each member's bytes, in the order of nodes; in several meetings if a member's are too many
         for one.
 
-        Nobody enters between those meetings, since all are at one iteration; a lost node is left out.
+        No node enters between these meetings, since all are at one iteration. A lost node is left out.
         """
         most = min(_PIECE, _MET // self._worker.world)
         met = self._meet(len(payload).to_bytes(_LENGTH, "little") + payload[:most], what)
@@ -107,8 +107,10 @@ class NodesMeeting(BytesMeeting):
         return met
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
-        """Overwrite `tensors` by those of the first node, where any node has others. If the first node is
-        left out meanwhile, the tensor under way begins anew, with the next node's."""
+        """Overwrite `tensors` by those of the first node, if the nodes' tensors differ.
+
+        If the first node is left out meanwhile, the tensor under way begins anew with the next node's values.
+        """
         held = [tensor for tensor in tensors if tensor.numel()]
         if not held or self.roster.late:
             return
@@ -119,12 +121,15 @@ class NodesMeeting(BytesMeeting):
             return
         for tensor in held:
             while (flat := self._from_first(tensor, what)) is None:
-                pass  # as often as there are nodes to be left out
+                pass  # at most once for each node that is left out
             tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
     def _from_first(self, tensor: Tensor, what: str) -> Tensor | None:
-        """Return the first node's values, as flat bytes in host memory; None where it was left out meanwhile,
-        and the next did not know so, and brought nothing. All nodes return the same."""
+        """Return the first node's values of `tensor`, as bytes in host memory, 1-D.
+
+        Returns None on all nodes if the first node was left out meanwhile: the next one, not knowing, brought
+        nothing.
+        """
         flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
         for start in range(0, flat.numel(), _PIECE):
             piece = flat[start : start + _PIECE]

@@ -1,9 +1,9 @@
-"""The introduction of the nodes of a run without a server to one another, once: through the hub's store, or
-the store in which torchrun's workers meet.
+"""The introduction of the nodes of a run without a server to one another.
 
-Of a node's devices the leader is introduced, and notifies the others. Nobody is needed for it afterwards:
-each node keeps what it knows in the run's directory, so that a restarted node finds the others with the hub
-dead. Source: docs/peers.md, "When an iteration may be applied".
+It happens once, through the hub's store or the store in which torchrun's workers meet. The leader of a node's
+devices is introduced, and notifies the others. Afterwards neither store is needed: each node keeps its
+knowledge in the run's directory, so that a restarted node finds the others even if the hub is dead. Source:
+docs/peers.md, "When an iteration may be applied".
 """
 
 from __future__ import annotations
@@ -56,16 +56,26 @@ from atoll.train.sync.peersdevices import LEADER_SECONDS, Devices, by_torchrun, 
 from atoll.train.sync.peersstart import CpuSide
 from atoll.wire.device import Begin, Introduce, Listening, NodeAt
 
-FOLDER = "nodes"  # in the run's directory: what each node knows of the others
+FOLDER = "nodes"  # in the run's directory: each node's knowledge of the others
 _LOOPBACK = "127.0.0.1"
-_SOCKETS = "peers/sockets"  # in a launch's store: the nodes' folder of sockets
+_SOCKETS = "peers/sockets"  # the key of the nodes' folder of sockets, in a launch's store
 _START_SECONDS = 120.0  # for the CPU side to import torch and listen, on a busy machine
-_INTRODUCED = "introduced"  # what a node's leader has to say, in the store of its devices
+_INTRODUCED = "introduced"  # the key of a leader's word, in the store of its node's devices
 _WITHOUT_HUB = "the nodes go on without it"
 
 
 class Known(msgspec.Struct, forbid_unknown_fields=True):
-    """A node's file in the run's directory; `devices`: how many each node has, in order."""
+    """A node's file in the run's directory.
+
+    Attributes:
+        run: the run's name.
+        node: the node's number.
+        incarnation: the number of this node's starts.
+        nodes: the nodes' addresses.
+        hub: the hub's address; empty without a hub.
+        founding: the number of this beginning of the run under one hub.
+        devices: the number of devices of each node, in order.
+    """
 
     run: str
     node: int
@@ -77,7 +87,7 @@ class Known(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    """A node's record in the store; `token` is a name that its process has made up for itself."""
+    """A node's record in the store. `token` is a random name that its process has made up for itself."""
 
     incarnation: int
     address: str
@@ -86,8 +96,13 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Word(msgspec.Struct, forbid_unknown_fields=True):
-    """A leader's word to its node's other devices: its introduction (`late`: the others had begun without
-    this node), or the class and the line of its error."""
+    """A leader's word to its node's other devices.
+
+    Attributes:
+        known: the leader's introduction; None if it failed.
+        late: True if the other nodes had begun without this one.
+        failed: the class and the line of the leader's error.
+    """
 
     known: Known | None = None
     late: bool = False
@@ -95,15 +110,25 @@ class _Word(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Met(Protocol):
-    """A node's first meeting with the others. `late`: they had begun without this node."""
+    """A node's first meeting with the others.
+
+    Attributes:
+        run: the run's name.
+        node: this node's number.
+        incarnation: the number of this node's starts.
+        late: True if the other nodes had begun without this one.
+        hub: the hub's address; empty without a hub.
+        founding: the number of this beginning of the run under one hub.
+        devices: the number of devices of each node, in order, once all have met.
+    """
 
     run: str
     node: int
     incarnation: int
     late: bool
     hub: str
-    founding: int  # number of this beginning of the run under one hub
-    devices: list[int]  # of each node, in order; once all have met
+    founding: int
+    devices: list[int]
 
     def close(self) -> None:
         """Leave the meeting."""
@@ -116,17 +141,28 @@ class Meeting(Met, Protocol):
     host: str
 
     def socket_folder(self) -> str:
-        """Return a folder that all nodes share for sockets, which only this user reaches; empty: there is
+        """Return a folder for sockets that all nodes share and only this user can reach; empty if there is
         none."""
 
     def exchange(self, address: str) -> list[NodeAt]:
-        """Announce this node's address; return those of all nodes, in order. Raises DeadlineError, naming a
-        node that did not come, or RunError where a node cannot come any more."""
+        """Announce this node's address; return those of all nodes, in order.
+
+        Raises DeadlineError, naming a node that did not come, or RunError if a node cannot come any more.
+        """
 
 
 class Introduction:
-    """This node's knowledge of the others, and the file that keeps it: `nodes` are those that the run began
-    with, `devices` how many each has. This worker is the node's `device`-th."""
+    """This node's knowledge of the others, and the file that keeps it.
+
+    Attributes:
+        run: the run's name.
+        node: this node's number.
+        late: True if the other nodes had begun without this one.
+        incarnation: the number of this node's starts.
+        nodes: the addresses of the nodes with which the run began.
+        devices: the number of devices of each node, in order.
+        device: this worker's number among its node's devices.
+    """
 
     def __init__(self, meeting: Met, nodes: Sequence[NodeAt], kept: _Kept | None, device: int = 0) -> None:
         self.run, self.node, self.late = meeting.run, meeting.node, meeting.late
@@ -138,32 +174,32 @@ class Introduction:
 
     @property
     def place(self) -> Place:
-        """Place of this worker in the run, which never changes. Workers are numbered node by node."""
+        """The place of this worker in the run, which never changes. Workers are numbered node by node."""
         local = int(os.environ.get("LOCAL_RANK", "0")) + int(os.environ.get(FIRST_VARIABLE, "0"))
         return Place(self.workers_of(self.node)[self.device], sum(self.devices), local)
 
     def workers_of(self, node: int) -> range:
-        """The ranks of a node's devices."""
+        """Return the ranks of a node's devices."""
         first = sum(self.devices[:node])
         return range(first, first + self.devices[node])
 
     def node_of(self, rank: int) -> int:
-        """Return the node whose device a worker is."""
+        """Return the node to which the worker of this rank belongs."""
         return next(node for node in range(len(self.devices)) if rank in self.workers_of(node))
 
     def describe(self) -> str:
-        """Describe the meeting in a few words."""
+        """Return where the nodes met, in a few words."""
         return self._meeting.hub or "the store of the launch"
 
     def remember(self, nodes: Sequence[NodeAt]) -> None:
-        """Record where other nodes are now."""
+        """Record the present addresses of other nodes."""
         known = {**self._known, **{each.node: each for each in nodes}}
         if known != self._known:
             self._known = known
             self._keep()
 
     def lived(self, incarnation: int) -> None:
-        """Record that this node lives for the `incarnation`-th time."""
+        """Record that this node has been started `incarnation` times."""
         if incarnation != self.incarnation:
             self.incarnation = incarnation
             self._keep()
@@ -174,7 +210,7 @@ class Introduction:
 
     @property
     def known(self) -> Known:
-        """Knowledge with which this node comes back when it is started again."""
+        """The knowledge with which this node comes back when it is started again."""
         nodes = [self._known[node] for node in sorted(self._known)]
         met = self._meeting
         return Known(self.run, self.node, self.incarnation, nodes, met.hub, met.founding, self.devices)
@@ -187,11 +223,11 @@ class Introduction:
 
 
 def introduce(config: Config, place: Place | None) -> tuple[Introduction, CpuSide | None, Devices] | None:
-    """Start this node's CPU side, and introduce it to the others; None where there are none: alone. A device
-    that does not lead its node is notified by the leader.
+    """Start this node's CPU side, and introduce the node to the others; return None if there are no others.
 
-    Raises ConfigError for an environment that is wrong, UserError for a name that another node has or keys
-    that are others, DeadlineError when the others do not come within `sync.timeout`.
+    A device that does not lead its node is notified by the leader. Raises ConfigError for a wrong
+    environment, UserError for a name that another node has or for unequal keys, and DeadlineError when the
+    others do not come within `sync.timeout`.
     """
     inside, of_nodes = places_of(config, place)
     side: CpuSide | None = None
@@ -212,7 +248,7 @@ def introduce(config: Config, place: Place | None) -> tuple[Introduction, CpuSid
 
 
 def _devices(config: Config, inside: Place, introduction: Introduction) -> Devices:
-    """The ring of the node's devices, where there are several."""
+    """Return the node's devices, with a ring if there are several."""
     if inside.world == 1:
         return Devices()
     names = tuple(introduction.workers_of(introduction.node))
@@ -224,7 +260,7 @@ _Introduced = tuple[Introduction, CpuSide]
 
 
 def _tell_devices(inside: Place, act: Callable[[], _Introduced | None]) -> _Introduced | None:
-    """At the leader: be introduced, and report that, or the failure, in the store of the devices."""
+    """Introduce the node, on its leader, and report the result or the failure in the store of the devices."""
     word = _Word()
     try:
         introduced = act()
@@ -244,7 +280,7 @@ def _tell_devices(inside: Place, act: Callable[[], _Introduced | None]) -> _Intr
 
 
 def _hear_leader(inside: Place, timeout: float) -> Introduction:
-    """At another device: return the leader's introduction, or raise the leader's error."""
+    """Return the leader's introduction, on another device, or raise the leader's error."""
     assert inside.store is not None
     # The leader waits for its CPU side, for the hub, for the others to come there, and for their addresses.
     seconds = _START_SECONDS + 3 * timeout + LEADER_SECONDS
@@ -292,7 +328,7 @@ def _introduce_node(
 
 
 def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) -> str:
-    """Begin with the CPU side; returns the address at which it listens."""
+    """Send the CPU side its settings; return the address at which it listens."""
     sync, link = config.sync, config.link
     side.send(
         Begin(
@@ -321,9 +357,11 @@ def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) ->
 
 
 def _listen(meeting: Meeting, keys: Keys | None) -> str:
-    """Return this node's address: a socket that only this user reaches, where there is a folder for those
-    (the launcher's, or that of nodes that met in a store on this machine and have no key); else a TCP
-    port."""
+    """Return the address at which this node is to listen.
+
+    It is a socket that only this user can reach, if there is a folder for sockets: the launcher's, or that of
+    nodes which met in a store on this machine and have no key. Else it is a TCP port.
+    """
     folder = os.environ.get(SOCKETS_VARIABLE, "")
     if not folder and keys is None:
         folder = meeting.socket_folder()
@@ -343,7 +381,7 @@ def _meet(config: Config, place: Place | None, keys: Keys | None, devices: int) 
 
 
 class _OfLeader:
-    """The leader's meeting, at a device that does not lead."""
+    """The leader's meeting, on a device that does not lead."""
 
     def __init__(self, known: Known, late: bool) -> None:
         self.run, self.node, self.incarnation = known.run, known.node, known.incarnation
@@ -351,11 +389,11 @@ class _OfLeader:
         self.late = late
 
     def close(self) -> None:
-        """Do nothing: the leader leaves."""
+        """Do nothing: the leader leaves the meeting."""
 
 
 class _InStore:
-    """Base of meetings in which nodes leave their records in a store."""
+    """The base of meetings in which nodes leave their records in a store."""
 
     def __init__(self, node: int, world: int, incarnation: int, timeout: float, devices: int) -> None:
         self.node, self.world, self.incarnation = node, world, incarnation
@@ -387,7 +425,10 @@ class _InStore:
         return [where for where, _ in records]
 
     def _record(self, store: Store, node: int) -> tuple[NodeAt, int]:
-        """Return a node's address, and how many devices it has."""
+        """Return a node's address and its number of devices.
+
+        Raises DeadlineError if the node does not come in time, and RunError if it was lost.
+        """
         began = time.monotonic()
         try:
             store.wait([_key(node)], timedelta(seconds=self._timeout))
@@ -414,7 +455,7 @@ class StoreMeeting(_InStore):
         assert place.store is not None
         super().__init__(place.rank, place.world, incarnation=1, timeout=timeout, devices=devices)
         self._place = place
-        self._folder_lock: int | None = None  # on the folder of sockets, as long as this node lives
+        self._folder_lock: int | None = None  # a lock on the folder of sockets, held while this node lives
         self.run, self.hub = os.environ.get("TORCHELASTIC_RUN_ID", "") or "run", ""
         master = f"tcp://{os.environ.get('MASTER_ADDR', _LOOPBACK)}:{os.environ.get('MASTER_PORT', '1')}"
         self.host = place.host or own_address(master) or _LOOPBACK
@@ -425,7 +466,7 @@ class StoreMeeting(_InStore):
 
     def socket_folder(self) -> str:
         if not (self.host.startswith("127.") or self.host == "::1"):
-            return ""  # else all nodes are on this machine: nobody else reaches the store
+            return ""  # at a loopback address all nodes are on this machine
         store = self._store()
         if self.node == 0:
             made = make_socket_folder()  # the last node's CPU side removes it
@@ -441,7 +482,7 @@ class StoreMeeting(_InStore):
                 f"{str(error).splitlines()[0]}"
             ) from None
         folder = bytes(store.get(_SOCKETS)).decode(errors="replace")
-        check_socket_folder(folder)  # anybody of this machine can write to the store
+        check_socket_folder(folder)  # every user of this machine can write to the store
         self._folder_lock = hold_folder(Path(folder))
         return folder
 
@@ -453,7 +494,7 @@ class StoreMeeting(_InStore):
 
 
 class HubMeeting(_InStore):
-    """A meeting in the store of the hub at `address`, which gives this node its name."""
+    """A meeting in the store of the hub at `address`, which gives this node its number."""
 
     def __init__(self, config: Config, address: str, keys: Keys | None, devices: int) -> None:
         timeout = config.timeout_seconds
@@ -491,7 +532,8 @@ class HubMeeting(_InStore):
 
 
 class KnownMeeting:
-    """No meeting: the others' addresses are those that this node knew when it lived before."""
+    """The knowledge of an earlier start, in place of a meeting: the others' addresses as this node knew
+    them."""
 
     def __init__(self, known: Known) -> None:
         self.run, self.node, self.world, self.hub = known.run, known.node, len(known.nodes), known.hub
@@ -509,11 +551,11 @@ class KnownMeeting:
         return [own if each.node == self.node else each for each in self._nodes]
 
     def close(self) -> None:
-        """Do nothing: there is nobody to leave."""
+        """Do nothing: there is no meeting to leave."""
 
 
 def _check_devices(node: int, before: int, now: int) -> None:
-    """Raise ConfigError where a node comes back with another number of devices, on which workers' ranks
+    """Raise ConfigError if a node comes back with another number of devices, on which the workers' ranks
     depend."""
     if before != now:
         raise ConfigError(
@@ -523,8 +565,13 @@ def _check_devices(node: int, before: int, now: int) -> None:
 
 
 def known_before(config: Config, devices: int = 1) -> KnownMeeting | None:
-    """Return what this node, of so many devices, knew before in this run: it is started again, and the others
-    go on. None for a first start, and where torchrun without a hub starts again, which starts all workers."""
+    """Return this node's knowledge of an earlier start in this run, if it is started again while the others
+    go on.
+
+    Returns None for a first start, and if torchrun without a hub starts again, since it then starts all
+    workers. Raises ConfigError if the node had another number of devices than `devices`, and UserError for an
+    unreadable file.
+    """
     if by_torchrun() and HUB_VARIABLE not in os.environ:
         return None
     given = os.environ.get(RANK_VARIABLE, "")
@@ -568,7 +615,7 @@ class _Kept:
             ) from None
 
     def write(self, known: Known) -> None:
-        """Replace the file at once or not at all; a file that cannot be written costs a restart, not the
+        """Replace the file at once or not at all. A file that cannot be written costs a restart, not the
         run."""
         new = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):
@@ -592,13 +639,13 @@ def _key(node: int) -> str:
 
 
 def keys_from_environment() -> Keys | None:
-    """Return the keys in the file that $ATOLL_KEY_FILE names, where it is set."""
+    """Return the keys in the file that $ATOLL_KEY_FILE names; None if it is not set."""
     path = os.environ.get(KEYS_VARIABLE, "")
     return read_keys(Path(path)) if path else None
 
 
 def wished_rank() -> int:
-    """Return the rank that this worker wishes for; -1: any. Raises ConfigError for no whole number."""
+    """Return the rank for which this worker asks; -1 for any. Raises ConfigError if it is no whole number."""
     given = os.environ.get(RANK_VARIABLE, "-1")
     try:
         return int(given)

@@ -1,7 +1,7 @@
-"""Choose the address at which workers on other machines reach a worker that torchrun started.
+"""The address at which workers on other machines reach a worker that torchrun started.
 
 Gloo listens at the address of the machine's own name. On many systems that address is 127.0.1.1, which only
-this machine reaches. Workers on other machines would try it until the deadline.
+this machine can reach. Workers on other machines would try it until the deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.net.route import own_address
 
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # by which a user chooses
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # with which a user chooses the interface
 _Short = Annotated[str, Meta(max_length=256)]
 
 
@@ -34,10 +34,10 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def is_hidden(self) -> bool:
-        """True where no other machine reaches the address."""
+        """True if no other machine can reach the address."""
         try:
             return ipaddress.ip_address(self.address).is_loopback
-        except ValueError:  # none is known, or an interface was chosen
+        except ValueError:  # no address is known, or an interface was chosen
             return False
 
 
@@ -55,13 +55,19 @@ def host_among(
     timeout: float,
     route: Callable[[str], str] = lambda address: own_address(f"tcp://{address}:1"),
 ) -> str:
-    """Return the address at which this worker must listen; empty where c10d's own choice will do.
+    """Return the address at which this worker must listen; empty if c10d's own choice will do. A collective
+    of all workers.
 
-    A collective of all workers, over `store`. `route(address)` is this machine's own address on the way to
-    another.
-
-    Raises DeadlineError where a worker does not come within `timeout` seconds, and UserError where workers on
+    Raises DeadlineError if a worker does not come within `timeout` seconds, and UserError if workers on
     another machine cannot reach a worker.
+
+    Args:
+        store: the store in which the workers meet.
+        rank: this worker's rank.
+        world: the number of workers.
+        own: this worker's machine and address.
+        timeout: seconds to wait for the others.
+        route: returns this machine's own address on the way to another address.
     """
     store = PrefixStore("reach", store)
     seen = _exchange(store, "first", rank, world, own, timeout)
@@ -89,7 +95,7 @@ _decoder = msgspec.msgpack.Decoder(Whereabouts)
 def _exchange(
     store: Store, what: str, rank: int, world: int, own: Whereabouts, timeout: float
 ) -> list[Whereabouts]:
-    """Exchange `own` with all workers; returns every worker's entry, by rank."""
+    """Exchange `own` with all workers; return every worker's entry, by rank."""
     keys = [f"{what}/{each}" for each in range(world)]
     store.set(keys[rank], msgspec.msgpack.encode(own))  # type: ignore[arg-type]
     try:
@@ -112,8 +118,10 @@ def _missing(store: Store, keys: Sequence[str]) -> str:
 
 
 def machine() -> str:
-    """Identify the network namespace in which processes share a loopback interface; by the machine's name
-    where the system does not tell."""
+    """Return an id of the network namespace in which processes share a loopback interface.
+
+    It is the machine's name if the system does not give the namespace.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
@@ -122,11 +130,11 @@ def machine() -> str:
 
 
 def _default(name: str) -> str:
-    """Return the first address of this name at which this machine can listen. c10d makes this choice too."""
+    """Return the first address of this name at which this machine can listen, which is c10d's choice too."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
-        return "127.0.0.1"  # c10d's own way out
+        return "127.0.0.1"  # c10d's choice for an unknown name
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:

@@ -1,8 +1,8 @@
-"""Moves of a worker to another group: by the hub's grouping, between two iterations.
+"""The moves of a worker to another group, by the hub's grouping, between two iterations.
 
 The hub numbers its groupings, and announces the latest to workers. A contribution names the grouping that its
-workers know, and its answer the grouping to which they all move at the end of that step: so the members of a
-group leave it together. Nothing is in flight: the iteration before is whole, and the next has not begun.
+workers know. The answer names the grouping to which they all move at the end of that step, so the members of
+a group leave it together. Nothing is in flight then: the last iteration is whole, and the next has not begun.
 Source: docs/ps-hra.md; docs/notes/ps-hra.md.
 """
 
@@ -26,7 +26,7 @@ from atoll.train.sync.servedmodels import ServedModels
 from atoll.train.sync.uplink import Speaker
 from atoll.wire.messages import Arrive, Grouped, Leased, Reformed
 
-ARRIVING = "arriving"  # names a group's Arrive, which is sent again until answered
+ARRIVING = "arriving"  # the name of a group's Arrive, which is sent again until answered
 
 
 class Shared(Protocol):
@@ -41,15 +41,18 @@ class Shared(Protocol):
 
 
 class GroupState:
-    """The state that members of a group take from its first one, and agree on (`train/group/rounds.py`:
-    State). Data is leased: members need to agree only on their places in it."""
+    """The state that members of a group take from its first member, and their agreement on places in the
+    data.
+
+    Data is leased, so members need to agree only on their places in it. See `train/group/rounds.py`: State.
+    """
 
     def __init__(self, state: Shared, samplers: list[LeasedSampler], warn: Callable[[str], None]) -> None:
-        """`samplers` may grow; `warn(line)` warns the user."""
+        """Hold a session's state. The list `samplers` may grow; `warn(line)` warns the user."""
         self._state, self._samplers, self._warn = state, samplers, warn
 
     def capture(self) -> bytes:
-        """Return the shared state; empty, with a warning, where it cannot be given: each member goes on with
+        """Return the shared state. If it cannot be captured, warn and return b"": each member goes on with
         its own."""
         try:
             return self._state.capture_shared()
@@ -71,15 +74,15 @@ class GroupState:
 
 
 class Leases:
-    """A worker's leases of the hub: for itself, or its part of its group's leases, block by block."""
+    """A worker's leases of data from the hub: its own, or its part of its group's leases, block by block."""
 
     def __init__(self, hub: HubClient) -> None:
         self._hub = hub
-        self._contributor = 0  # its group; 0: the worker itself
+        self._contributor = 0  # the worker's group; 0: the worker leases for itself
         self._blocks: dict[tuple[int, int], int] = {}  # (sampler, epoch) -> number of the last block
 
     def lease(self, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased:
-        """Lease positions of an epoch (`HubClient.lease`)."""
+        """Lease positions of an epoch (see `HubClient.lease`)."""
         if not self._contributor:
             return self._hub.lease(sampler, epoch, length, count, wait)
         block = self._blocks.get((sampler, epoch), 0) + 1
@@ -97,7 +100,7 @@ class Leases:
 
 
 class Told(Protocol):
-    """A callback for a move: the group, how many seconds the move took, and the speaker for the group."""
+    """A callback for a move: the group, the seconds that the move took, and the group's speaker."""
 
     def __call__(self, grouped: Grouped, seconds: float, speaker: Speaker) -> None: ...
 
@@ -121,33 +124,34 @@ class Regrouping:
 
     def __init__(self, parts: Parts, told: Told) -> None:
         self._parts, self._tell = parts, told
-        self.grouping = 0  # the hub's latest that this worker has asked to move to
+        self.grouping = 0  # the latest grouping to which this worker has asked to move
 
     @property
     def contributor(self) -> int:
-        """The group that this worker is in."""
+        """The group to which this worker belongs."""
         return self._parts.attendance.contributor
 
     @property
     def contributors(self) -> list[int]:
-        """All contributors that live, as the log last reported."""
+        """All living contributors, by the log's latest report."""
         return self._parts.models.contributors or [self.contributor]
 
     def known(self) -> int:
-        """The hub's latest grouping that this worker knows of."""
+        """Return the hub's latest grouping that this worker knows."""
         return self._parts.hub.grouping
 
     def is_called(self) -> bool:
-        """True where the hub wants this worker in another group, between two of its iterations."""
+        """True if the hub wants this worker in another group, and the worker is between two of its
+        iterations."""
         return self.known() > self.grouping and not self._parts.models.exchange.reduced
 
     def answer(self) -> None:
         """Move this worker, a group of one, to the hub's latest grouping."""
-        self._parts.models.exchange.settle()  # what is in flight is this group's
+        self._parts.models.exchange.settle()  # contributions in flight belong to this group
         self.move(self.known())
 
     def move(self, grouping: int) -> None:
-        """Move to the grouping that the answer to the last iteration names."""
+        """Move to `grouping`, which the answer to the last iteration names. Do nothing if it is not new."""
         if grouping <= self.grouping:
             return
         self.grouping = grouping
@@ -185,7 +189,7 @@ class Regrouping:
         shards.answered(ARRIVING)
         parts.attendance.contributor = grouped.contributor
         points.reach("group.arrived", parts.state.iteration)
-        # Under bsp the group's first iteration begins when the hub has heard this from all groups.
+        # Under bsp the group's first iteration begins once all groups have reported this to the hub.
         parts.hub.in_group(grouped.contributor)
         parts.models.exchange.join(grouped.contributor, f"the parameters with which {who} begins")
         points.reach("group.joined", parts.state.iteration)

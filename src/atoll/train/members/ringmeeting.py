@@ -1,4 +1,4 @@
-"""Meetings of the workers of one ring: collectives over its channel. Alone, nothing touches a socket."""
+"""Meetings of the workers of one ring, by collectives over its channel. A worker alone uses no socket."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ _OPS: dict[str, dist.ReduceOp.RedOpType] = {
 
 
 class RingMeeting(WorkerMeeting):
-    """A meeting over `ring`, among whose members this worker has `seat`. A worker is alone exactly if `ring`
-    is None."""
+    """A meeting over `ring`, in which this worker has `seat`. A worker is alone exactly if `ring` is None."""
 
     def __init__(self, seat: Seat, ring: Ring | None) -> None:
         self.roster, self._ring = seat, ring
@@ -46,7 +45,8 @@ class RingMeeting(WorkerMeeting):
 
     @property
     def _channel(self) -> Channel | None:
-        """Channel to the other workers (Gloo, CPU tensors); None when alone."""
+        """The channel to the other workers (Gloo, CPU tensors); None if there is no other worker to talk
+        to."""
         return None if self._ring is None else self._ring.session
 
     def round(self, what: str, act: Callable[[], _Result]) -> _Result:
@@ -58,7 +58,10 @@ class RingMeeting(WorkerMeeting):
             self._ring.scripts.stand = stand
 
     def compare(self, stand: Stand) -> None:
-        """Compare all workers' places; the message has one size whatever the call is."""
+        """Compare all workers' places. The first message has one size for every call.
+
+        Raises MismatchError if they are inconsistent.
+        """
         if self._ring is None:
             return
         said = self.round(str(stand), lambda: self._gather_stands(stand))
@@ -66,7 +69,7 @@ class RingMeeting(WorkerMeeting):
             raise MismatchError(describe_mismatch(said))
 
     def _gather_stands(self, stand: Stand) -> dict[int, Stand]:
-        """Return all workers' places by name; empty where all places are equal."""
+        """Return all workers' places by name; empty if all places are equal."""
         channel, what = self._channel, str(stand)
         if channel is None:
             return {}
@@ -106,7 +109,7 @@ class RingMeeting(WorkerMeeting):
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue
-            # A copy: a broadcast that is given up may go on writing into what it was given.
+            # A copy: a broadcast that is given up may go on writing into its tensor.
             host = tensor.detach().to("cpu", copy=not first).contiguous()
             # As bytes: Gloo has no broadcast for every dtype (bool, for one).
             channel.wait(channel.broadcast(host.reshape(-1).view(torch.uint8), root), what)

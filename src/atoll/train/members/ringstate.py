@@ -1,4 +1,4 @@
-"""The state that a newcomer of a ring takes from a living member, and that changes with the members."""
+"""The state that a newcomer of a ring takes from a living member, and the places in the data."""
 
 from __future__ import annotations
 

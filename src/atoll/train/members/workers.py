@@ -1,6 +1,6 @@
-"""Collectives of the workers of a run outside the iterations: of small values, and of tensors to start from.
+"""The collectives of a run's workers outside the iterations: of small values, and of tensors to start from.
 
-Each worker makes every call, in the same order. Alone, each is trivial and touches no socket.
+Each worker makes every call, in the same order. For a worker alone each call is trivial and uses no socket.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Workers:
 
     @property
     def place(self) -> Place:
-        """Current place of this worker."""
+        """The current place of this worker."""
         return self._meeting.roster.place
 
     @property
@@ -48,12 +48,12 @@ class Workers:
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds that all calls so far have waited."""
+        """The seconds that all calls so far have waited."""
         return self._meeting.seconds_waited
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks of the participants in the latest collective, in the order of `gather`."""
+        """The ranks of the participants in the latest collective, in the order of `gather`."""
         return self._meeting.roster.ranks
 
     @property
@@ -66,27 +66,27 @@ class Workers:
         self._meeting.gather_group()
 
     def part(self) -> None:
-        """Tell the others that this worker makes no further call, where workers may end one before another.
+        """Report that this worker makes no further call, if workers may end one before another.
 
         Raises MismatchError if another worker waits for this one in a call.
         """
         self._meeting.part()
 
     def check_open(self) -> None:
-        """Raise UserError once closed."""
+        """Raise UserError if the session is closed."""
         if self._closed:
             raise UserError("the session is closed; what needs it belongs inside its `with` block")
 
     def close(self) -> None:
-        """Part from the other workers: calls from now on raise."""
+        """Part from the other workers: later calls raise UserError."""
         self._closed = True
 
     @contextmanager
     def standing(self, stand: Stand) -> Iterator[None]:
         """Mark this worker, inside the context, as in a call of its session that all workers make.
 
-        A call inside another call is part of the outer call. Raises MismatchError where the others are in
-        calls that are inconsistent with this one.
+        A call inside another call is part of the outer call. Raises MismatchError if the others are in calls
+        that are inconsistent with this one.
         """
         if self._meeting.stand is not None:
             yield
@@ -136,7 +136,8 @@ class Workers:
         return result if isinstance(value, Tensor) else result.item()
 
     def _check_alike(self, asked: str, what: str) -> None:
-        """Raise UserError unless all workers ask for the same: they would wait for one another in vain."""
+        """Raise UserError unless all workers ask for equal reductions: they would wait for one another in
+        vain."""
         stand = self._meeting.stand
         if stand is not None and stand.asks == asked:
             return  # compared already, with this worker's place
@@ -146,7 +147,7 @@ class Workers:
                 raise UserError(f"{what}: worker 0 asks for the {everyone[0]}, worker {rank} for the {other}")
 
     def _reduce_tensor(self, value: Tensor, op: Reduction, weight: float, what: str) -> Tensor:
-        if value.is_complex():  # real and imaginary parts by themselves, which no channel is asked to know
+        if value.is_complex():  # channels take real tensors only, so reduce the parts
             parts = torch.view_as_real(value.detach().resolve_conj())
             return torch.view_as_complex(self._reduce_tensor(parts, op, weight, what))
         if op == "mean" and not value.is_floating_point():
@@ -162,8 +163,11 @@ class Workers:
         return self._meeting.combine(result, op, what).to(value.device)
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
-        """Return each worker's `value`, in order of rank: tensors of any shape and dtype, or values that JSON
-        can hold. Raises UserError for other values."""
+        """Return each worker's `value`, in the order of ranks: tensors of any shape and dtype, or values that
+        JSON can hold.
+
+        Raises UserError for other values.
+        """
         if isinstance(value, Tensor):
             return [_unpack(part, value.device) for part in self.gather_bytes(_pack(value), what)]
         try:
@@ -175,12 +179,12 @@ class Workers:
         return [json.loads(part) for part in self.gather_bytes(payload, what)]
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Return each worker's bytes, in order of rank."""
+        """Return each worker's bytes, in the order of ranks."""
         self.check_open()
         return self._meeting.gather_bytes(payload, what)
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
-        """Overwrite `tensors` by the first worker's values; shapes and dtypes are the same everywhere."""
+        """Overwrite `tensors` by the first worker's values; shapes and dtypes are equal on all workers."""
         self.check_open()
         self._meeting.take_from_first(tensors, what)
 
@@ -191,7 +195,8 @@ class Workers:
 
 
 def asked_of_reduce(value: object, op: str) -> str:
-    """Describe what a call of `session.reduce` asks for: "mean of a float32 tensor of shape (3,)"."""
+    """Describe the result for which a call of `session.reduce` asks: "mean of a float32 tensor of shape
+    (3,)"."""
     if not isinstance(value, Tensor):
         return f"{op} of a {'complex number' if _is_complex(value) else 'number'}"
     return f"{op} of a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
@@ -208,9 +213,7 @@ def _tensor_of(number: float | complex) -> Tensor:
 
 
 def asked_of_gather(value: object) -> str:
-    """Describe what a call of `session.gather` asks for. Shapes and dtypes of tensors may differ between
-    workers.
-    """
+    """Describe the values that a call of `session.gather` collects. Tensors' shapes and dtypes may differ."""
     return "a tensor" if isinstance(value, Tensor) else "a value"
 
 
