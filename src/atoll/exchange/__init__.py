@@ -1,5 +1,5 @@
-"""What a worker shares with whoever steps its parameters: the link to shards and error feedback, and the
-memory, the parameters and the state that a node's worker and its CPU side have in common.
+"""Code that a worker shares with the process that steps its parameters: the link to shards, error feedback
+and codecs, and the memory, parameters and state that a node's worker and its CPU side have in common.
 
-Nothing here knows the script, its gradients' hooks, or what a shard does with what it is sent.
+Nothing here knows the script, the hooks on its gradients, or what a shard does with a message.
 """

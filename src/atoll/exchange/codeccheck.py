@@ -14,8 +14,8 @@ from atoll.exchange.seeds import seed_of
 
 MOST_BLOCK = 2**16  # elements
 MOST_GROWTH = 4  # times the bytes of float32
-_ROUNDS = 128  # of one gradient, with error feedback
-_MOST_HELD = 64.0  # gradients that an element may hold back then
+_ROUNDS = 128  # contributions of one gradient, with error feedback
+_MOST_HELD = 64.0  # gradients of which an element may be held back after them
 
 
 class _FlawError(Exception):
@@ -23,7 +23,7 @@ class _FlawError(Exception):
 
 
 def flaw_of(codec: Any, name: str) -> str:
-    """Return the first breach of the contract, in words that follow the codec's name; empty: none."""
+    """Return the first breach of the contract, in words that follow the codec's name; empty for none."""
     try:
         _check_shape(codec, name)
         for each in (
@@ -57,7 +57,7 @@ def _check_shape(codec: Any, name: str) -> None:
 
 
 def _lengths(block: int) -> list[int]:
-    """Numbers of elements around the ends of blocks, odd ones among them."""
+    """Return numbers of elements around the ends of blocks, odd ones among them."""
     return sorted({1, 2, 3, max(1, block - 1), block, block + 1, 2 * block, 3 * block + block // 2 + 1})
 
 
@@ -79,7 +79,7 @@ def _check_sizes(codec: Any) -> None:
 
 
 def _probe(elements: int, seed: int = 0) -> Tensor:
-    """Numbers of many sizes and both signs, and a zero here and there."""
+    """Return (elements,) numbers of many sizes and both signs, with some zeros."""
     index = torch.arange(elements, dtype=torch.float64) + 17 * seed + 1
     values = torch.sin(index * 12.9898) * torch.exp(4 * torch.cos(index * 0.37))
     values[torch.arange(elements) % 7 == 3] = 0
@@ -87,7 +87,7 @@ def _probe(elements: int, seed: int = 0) -> Tensor:
 
 
 def encoded(codec: Any, values: Tensor, seed: int = 0, fill: int = 0) -> memoryview:
-    """A run in its bytes, which were `fill` before."""
+    """Return the encoded bytes of a run, in memory that held `fill` in each byte before."""
     memory = numpy.full(codec.size(values.numel()), fill, numpy.uint8)
     codec.encode(values.clone(), memory.data, seed)
     return memory.data
@@ -157,9 +157,12 @@ def _check_not_finite(codec: Any) -> None:
 
 
 def _check_held(codec: Any) -> None:
-    """With error feedback everything is written in the end: what is held back of an element stays bounded,
-    also of a gradient that comes in each second or third contribution alone."""
-    gradient = _probe(2 * codec.block + 1).sign() + 0.5  # all as large, nearly
+    """Check that a codec with error feedback writes everything in the end: what is held back of an element
+    stays bounded.
+
+    Gradients that come only in each second or third contribution are checked too.
+    """
+    gradient = _probe(2 * codec.block + 1).sign() + 0.5  # -0.5, 0.5 or 1.5
     for stride in (1, 2, 3):
         held = torch.zeros_like(gradient)
         for number in range(0, stride * _ROUNDS, stride):

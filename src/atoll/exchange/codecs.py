@@ -1,6 +1,6 @@
 """The codecs of `sync.codec` by name: Atoll's own, and those of entry points in the group `atoll.codecs`.
 
-A codec from outside is checked as it is loaded (`exchange/codeccheck.py`).
+A codec of another package is checked when it is loaded (`exchange/codeccheck.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from atoll.core.texts import one_line
 from atoll.exchange.codeccheck import flaw_of
 from atoll.tensors.payload import tensor_of
 
-_MOST_NAMED = 8  # codecs of other packages in an error
+_MOST_NAMED = 8  # names in a list of codecs in an error
 
 
 class Float32:
-    """Values as they lie."""
+    """The codec that writes float32 values unchanged."""
 
     name, lossless, block = PLAIN_CODEC, True, 1
 
@@ -38,8 +38,10 @@ class Float32:
 
 
 class BFloat16:
-    """The upper half of a float32, rounded to the nearest, and to the even one of two as near. NaN stays NaN;
-    what is beyond the largest bfloat16 becomes infinity."""
+    """The codec that writes the upper half of each float32, rounded to the nearest, ties to even.
+
+    NaN stays NaN. A value beyond the largest bfloat16 becomes infinity.
+    """
 
     name, lossless, block = "bfloat16", False, 1
 
@@ -58,14 +60,14 @@ OWN: dict[str, type[Codec]] = {each.name: each for each in (BFloat16, Float32)}
 
 
 def codec_named(name: str, *, allowed: str | None = None) -> Codec:
-    """The codec called `name`.
+    """Return the codec called `name`.
 
     Args:
-        name: Atoll's own, or an entry point's of the group `atoll.codecs`.
-        allowed: the only entry point that may be imported, as the operator of this process has named it;
-            None: any, for the process's own script has chosen it.
+        name: the name of one of Atoll's own codecs, or of an entry point in the group `atoll.codecs`.
+        allowed: the only entry point that may be imported, which the operator of this process has named;
+            None: any, as the process's own script has chosen it.
 
-    Raises UserError for a codec that there is not, that may not be imported, or that does not keep its
+    Raises UserError for a codec that does not exist, that may not be imported, or that does not keep its
     contract.
     """
     if name in OWN:
@@ -88,7 +90,7 @@ def codec_named(name: str, *, allowed: str | None = None) -> Codec:
 
 
 def _loaded(entry: EntryPoint) -> Codec:
-    """The codec of an entry point: an object, or a class that is called without arguments."""
+    """Return the codec of an entry point: an object, or a class that is called without arguments."""
     where = f"sync.codec: the codec {entry.name!r} ({entry.value})"
     try:
         made = entry.load()
@@ -107,7 +109,7 @@ def _line(error: Exception) -> str:
 
 
 def _writable(memory: memoryview, dtype: torch.dtype) -> Tensor:
-    """A tensor over memory that may be written to."""
+    """Return a tensor over memory that may be written to."""
     if not memory.nbytes:
         return torch.empty(0, dtype=dtype)
     return torch.from_numpy(numpy.frombuffer(memory, numpy.uint8)).view(dtype)

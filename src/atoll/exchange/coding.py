@@ -1,4 +1,4 @@
-"""Encoding of runs of gradients into payloads and back, used equally at all ends.
+"""Encoding of runs of gradients into payloads and back, for all ends of the way.
 
 A codec writes float32. Runs of other dtypes travel unchanged, and so do all runs if the codec is `float32`.
 """
@@ -19,11 +19,11 @@ from atoll.exchange.seeds import seed_of
 from atoll.wire.base import WireError
 from atoll.wire.lost import LostBlocks, flaw, missing_of, spans_of
 
-CODED_DTYPE = "uint8"  # of a coded payload, as a lossy link takes it
+CODED_DTYPE = "uint8"  # the dtype of a coded payload on a lossy link
 
 
 class Coding:
-    """The run's codec, by dtype."""
+    """The run's codec, and whether it applies to a dtype."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -42,15 +42,17 @@ class Coding:
         return self.writes(dtype) and not self.codec.lossless
 
     def size(self, elements: int, dtype: str) -> int:
-        """The bytes of a run's payload."""
+        """Return the bytes of a run's payload."""
         return self.codec.size(elements) if self.writes(dtype) else elements * itemsize(dtype)
 
     def encode(self, values: Tensor, number: int) -> memoryview:
-        """A run's payload, in memory of its own.
+        """Return a run's payload, in new memory.
 
         Args:
-            values: (elements,), on the CPU, of a dtype that is written.
-            number: of the contribution; the codec's seed is drawn from it.
+            values: (elements,), on the CPU, of a dtype that the codec writes.
+            number: the contribution's number, from which the codec's seed is drawn.
+
+        Raises RunError if the codec fails.
         """
         memory = np.empty(self.codec.size(values.numel()), np.uint8)
         if values.numel():
@@ -61,8 +63,10 @@ class Coding:
         return memory.data
 
     def decode(self, payload: memoryview | None, elements: int) -> Tensor:
-        """The run, (elements,), float32, in new memory, of a payload of a dtype that is written. Raises
-        WireError for bytes that are none."""
+        """Return the run in a payload: (elements,), float32, in new memory.
+
+        Raises WireError for bytes that are no such payload.
+        """
         size, got = self.codec.size(elements), 0 if payload is None else payload.nbytes
         if got != size:
             raise WireError(f"{got} bytes, and {elements} elements take {size} by sync.codec {self.name!r}")
@@ -77,8 +81,13 @@ class Coding:
     def decode_lossy(
         self, payload: memoryview | None, elements: int, lost: LostBlocks
     ) -> tuple[Tensor, LostBlocks]:
-        """As `decode`, of a payload of which the link has lost blocks of bytes: zeros stand in every block of
-        the codec that one of them is part of, and these are what is lost, in blocks of elements."""
+        """Return the run in a payload of which the link has lost blocks of bytes, and the lost blocks of
+        elements.
+
+        Zeros stand in every block of the codec of which any byte is lost.
+
+        Raises WireError for bytes, or losses, that do not fit a payload of `elements` elements.
+        """
         wrong = flaw(lost, 0 if payload is None else payload.nbytes)
         if wrong:
             raise WireError(wrong)
@@ -96,7 +105,8 @@ class Coding:
         return values.masked_fill_(torch.from_numpy(gaps), 0), found
 
     def elements_in(self, payload_bytes: int) -> int:
-        """Elements of a coded run in so many bytes, a link's block; 0: these end within a codec's block."""
+        """Return the elements of a coded run in a link's block of so many bytes; 0 if the block ends within a
+        codec's block."""
         size = self.codec.size(self.codec.block)
         return 0 if payload_bytes % size else payload_bytes // size * self.codec.block
 
@@ -105,7 +115,7 @@ PLAIN = Coding(Float32())
 
 
 def bytes_of(flat: Tensor) -> memoryview:
-    """The memory of a 1-D tensor on the CPU, as it is (a copy of it, where it is elsewhere)."""
+    """Return the memory of a 1-D tensor on the CPU; of one elsewhere, that of a copy."""
     host = flat.detach().to("cpu")
     return memoryview(host.view(torch.uint8).numpy())  # type: ignore[arg-type]
 

@@ -1,7 +1,8 @@
-"""Error feedback: what a link or a code drops of a gradient is added to a later one (docs/ltp-training.md).
+"""Error feedback: the parts of a gradient that a link or a codec drops are added to a later one
+(docs/ltp-training.md).
 
-Element by element, times the contributions' weights: given = applied + held back. What the shard's answer
-says was lost is what counts: a contribution may be sent twice, and only one copy of it counts.
+For each element, times the contributions' weights: given = applied + held back. The shard's answer says which
+parts were lost, and it counts: a contribution may be sent twice, and only one copy of it counts.
 """
 
 from __future__ import annotations
@@ -30,8 +31,13 @@ from atoll.wire.messages import LostBlocks
 
 @dataclass(frozen=True)
 class Losses:
-    """What was lost of the gradients to one shard since the beginning, in blocks, and how much of a gradient
-    is held back now: the sum of its absolute values over that of the latest gradient's."""
+    """The losses of the gradients to one shard since the beginning.
+
+    Attributes:
+        borne: lost blocks that a later contribution carries, or that counted as absent.
+        filled: lost blocks that were filled with other values.
+        held: the sum of the absolute values that are held back now, over that of the latest gradient.
+    """
 
     borne: int = 0
     filled: int = 0
@@ -40,8 +46,13 @@ class Losses:
 
 @dataclass(frozen=True)
 class Written:
-    """A run of a contribution on its way: its payload, its values as they are read at the other end, and
-    which blocks of the payload must arrive (None: all of it)."""
+    """A run of a contribution on its way.
+
+    Attributes:
+        payload: the encoded bytes.
+        values: the values as the receiver reads them.
+        lossy: the blocks of the payload that must arrive; None for all of it.
+    """
 
     payload: memoryview
     values: Tensor
@@ -49,10 +60,14 @@ class Written:
 
 
 class Feedback:
-    """Of one model's trained chunks, over one link. Contributions are known by their exchange's number.
+    """The error feedback of one model's trained chunks over one link. Contributions are known by their
+    exchange's number.
 
-    What is held back of a chunk goes along with the next contribution, and with no other until that one is
-    settled. What is not finite is never held, for it would never leave again; `dropped` counts such elements.
+    The residual of a chunk is sent with the next contribution, and with no other until that one is settled.
+    Elements that are not finite are never held back, as they would never leave again.
+
+    Attributes:
+        dropped: the number of elements that were not held back since they were not finite.
     """
 
     def __init__(
@@ -68,12 +83,13 @@ class Feedback:
         """Check that parts of the chunks may be lost.
 
         Args:
-            chunks: those that are trained.
-            shard_of: the shard of each, by the chunk's id.
+            chunks: the trained chunks.
+            shard_of: the shard of each chunk, by the chunk's id.
             link: how contributions travel.
-            coding: how they are written. Where neither loses anything, they pass as they are.
-            named: the parameter to be named where a chunk cannot be sent.
-            block_elements: the elements of a dtype in a block on the link; None: as the link has it.
+            coding: how they are written. If neither link nor codec loses anything, they pass unchanged.
+            named: returns the parameter to name if a chunk cannot be sent.
+            block_elements: returns the elements of a dtype in a block on the link; None to compute it from
+                `link`.
 
         Raises:
             PrepareError: No part of a chunk may be lost.
@@ -89,21 +105,21 @@ class Feedback:
         }
         self._priorities = Priorities(link.high_share)
         self._flights: dict[int, dict[int, _Flight]] = {}  # by exchange and chunk, until they are settled
-        self._lost: dict[tuple[int, bool], int] = {}  # blocks by shard, and whether they were borne
+        self._lost: dict[tuple[int, bool], int] = {}  # lost blocks, by shard and whether they were borne
 
     @property
     def loses(self) -> bool:
-        """True if link or codec may lose anything."""
+        """True if the link or the codec may lose anything."""
         return self._link.lossy or self.keeps
 
     @property
     def holds_back(self) -> bool:
-        """True if a contribution's losses on the link are sent with a later one."""
+        """True if parts that the link loses are sent with a later contribution."""
         return self._link.holds_back
 
     @property
     def keeps(self) -> bool:
-        """True if parts of a contribution may be sent with a later one: losses of the link or the codec."""
+        """True if parts that the link or the codec loses are sent with a later contribution."""
         return bool(self._residuals)
 
     @property
@@ -115,7 +131,7 @@ class Feedback:
         """The exchanges of contributions that are not settled."""
         return list(self._flights)
 
-    # -- a contribution's way -----------------------------------------------------------------------------
+    # -- a contribution's way --------------------------------------------------------------------------
 
     def write(
         self,
@@ -128,25 +144,26 @@ class Feedback:
         start: int = 0,
         along: Mapping[int, Tensor] | None = None,
     ) -> Written:
-        """Write a run of a contribution, with what is held back of it. What is written again has the same
-        bytes: the residual is as it was until the contribution is settled.
+        """Write a run of a contribution, with the residual added.
 
-        A contribution that weighs nothing goes as it is: nobody misses it.
+        Writing it again gives the same bytes, as the residual does not change until the contribution is
+        settled. A contribution without weight goes without the residual, and all of it may be lost: nobody
+        misses it.
 
         Args:
             exchange: the contribution's number.
-            values: (elements,), the chunk's gradients from element `start` on. Where nothing goes along and
-                no codec writes, they are sent from where they lie, and must stay as they are until the
+            values: (elements,), the chunk's gradients from element `start` on. If no residual is added and no
+                codec writes them, they are sent from where they lie, and must not change until the
                 contribution is answered.
-            present: by slot of the chunk, whether it has a gradient; what is held of others stays.
-            weight: the contribution's.
-            along: by chunk, (extent,): what goes along in place of what is held here, with a contribution
-                that others may have sent before (see `again`), so that it is the same, whoever sends it.
+            present: for each slot of the chunk, whether it has a gradient; the residual of other slots stays.
+            weight: the contribution's weight.
+            along: by chunk, (extent,): added in place of the residual here, to a contribution that another
+                member may have sent before (see `again`), so that its bytes do not depend on the sender.
         """
         flight, held = None, None
         drops = self._link.lossy or chunk in self._residuals
         if drops and weight > 0 and any(present) and values.numel():
-            values = values.detach().to("cpu")  # where it is sent from
+            values = values.detach().to("cpu")  # it is sent from there
             stop = start + values.numel()
             flights = self._flights.setdefault(exchange, {})
             flight = flights.get(chunk)
@@ -172,7 +189,7 @@ class Feedback:
         return payload, self._coding.decode(payload, added.numel()) if self._coding.loses(dtype) else added
 
     def _leave(self, exchange: int, chunk: int, added: Tensor, decoded: Tensor) -> Lossy | None:
-        """Note what of a run leaves; returns which blocks of it must arrive, or None: all of it must."""
+        """Note what of a run leaves. Return the blocks of it that must arrive; None for all of it."""
         flight = self._flights[exchange][chunk]
         if decoded is not added and chunk in self._residuals:
             flight.error = added - decoded
@@ -181,21 +198,24 @@ class Feedback:
         flight.decoded = decoded
         dtype, block = self._dtypes[chunk], self._block_elements(chunk)
         numbers = (decoded.float() if decoded.dtype == torch.bfloat16 else decoded).numpy()
-        # Where the link's blocks end within the codec's, none is more important than another.
+        # If the link's blocks end within the codec's, no block is more important than another.
         high = self._priorities.high(chunk, numbers, block, flight.start) if block else None
         coded = CODED_DTYPE if self._coding.writes(dtype) else dtype
         return Lossy(chunk=chunk, iteration=exchange, dtype=coded, high=high)
 
     def _block_elements(self, chunk: int) -> int:
-        """Elements of a chunk in a block on the link; 0: its blocks end within the codec's."""
+        """Return the elements of a chunk in a block on the link; 0 if that ends within a codec's block."""
         dtype = self._dtypes[chunk]
         if not self._coding.writes(dtype):
             return self._elements_on_link(dtype)
         return self._coding.elements_in(self._elements_on_link(CODED_DTYPE))
 
     def again(self, exchange: int) -> dict[int, Tensor]:
-        """This contribution is to be sent again, by whomever: returns what went along with it of what is held
-        here, by chunk, (extent,), to be read. Answers to what was sent before are passed over."""
+        """Prepare to send a contribution again, from here or from another member.
+
+        Returns the residuals that were added to it, by chunk, (extent,), for reading only. Answers to the
+        earlier copy are ignored.
+        """
         found = {}
         for chunk, flight in self._flights.get(exchange, {}).items():
             flight.forget()
@@ -204,8 +224,11 @@ class Feedback:
         return found
 
     def answered(self, exchange: int, chunk: int, lost: LostBlocks | None) -> None:
-        """The shard's answer says what of this contribution was lost: its first word counts. Raises RunError
-        for what cannot be of it."""
+        """Note which blocks of a contribution's chunk were lost, as the shard's answer says. Only the first
+        answer counts.
+
+        Raises RunError for losses that cannot be of that chunk.
+        """
         flight = self._flights.get(exchange, {}).get(chunk)
         if flight is None or flight.is_answered or flight.decoded is None:
             return
@@ -223,8 +246,12 @@ class Feedback:
             flight.lost = _Lost.of(decoded, missing, lost.block, flight.start)
 
     def settle(self, exchange: int, chunk: int | None = None, *, counted: bool = True) -> None:
-        """The contribution, or one chunk of it, is over. If it counted, its residual is what was added and
-        not applied; else the residual is what it was before."""
+        """Settle a contribution, or one chunk of it.
+
+        Args:
+            counted: True if it counted: the residual is then the part of it that was not applied. False
+                restores the residual from before it.
+        """
         flights = self._flights.get(exchange, {})
         for each in list(flights) if chunk is None else [chunk] * (chunk in flights):
             flight, residual = flights.pop(each), self._residuals.get(each)
@@ -238,15 +265,15 @@ class Feedback:
             self._flights.pop(exchange, None)
 
     def clear(self) -> None:
-        """Hold nothing, and forget what is on its way: other parameters were loaded, and are owed nothing."""
+        """Drop all residuals and contributions on their way, as other parameters were loaded."""
         self._flights.clear()
         for residual in self._residuals.values():
             residual.values = None
 
-    # -- what is told of it, and kept ---------------------------------------------------------------------
+    # -- reports, and checkpoints ----------------------------------------------------------------------
 
     def losses(self, shard: int) -> Losses:
-        """Of the gradients to one shard, up to now."""
+        """Return the losses of the gradients to one shard up to now."""
         chunks = [chunk for chunk, place in self._shard_of.items() if place == shard]
         held = sum(self._residuals[chunk].size for chunk in chunks if chunk in self._residuals)
         whole = sum(self._priorities.size(chunk) for chunk in chunks)
@@ -257,8 +284,10 @@ class Feedback:
         )
 
     def state(self) -> dict[int, tuple[Tensor, float]]:
-        """What is held back, by chunk, (extent,), to be read, and the weight that it is of; without what is
-        on its way."""
+        """Return the residuals, by chunk: (extent,), for reading only, and the weight that they refer to.
+
+        Parts of contributions on their way are not in them.
+        """
         return {
             chunk: (residual.values, residual.weight)
             for chunk, residual in self._residuals.items()
@@ -266,7 +295,7 @@ class Feedback:
         }
 
     def restore(self, state: Mapping[int, tuple[Tensor, float]]) -> None:
-        """Hold what `state` gave; values are copied."""
+        """Take over residuals that `state` has returned; values are copied."""
         for chunk, (values, weight) in state.items():
             if chunk in self._residuals:
                 self._residuals[chunk].values = values.clone()
@@ -275,9 +304,16 @@ class Feedback:
 
 @dataclass(frozen=True)
 class _Claim:
-    """What of a residual goes along with a contribution: of `before`, (extent,), which has the weight
-    `weight`, the elements in `spans` (None: all). `part` of them is sent, and `moved` of them left the
-    residual, which had changed `changes` times then."""
+    """The part of a residual that is sent with a contribution.
+
+    Attributes:
+        before: the residual before, (extent,).
+        weight: the weight that it refers to.
+        spans: the elements that are claimed; None for all.
+        part: the factor by which they are sent.
+        moved: the factor of them that has left the residual.
+        changes: how often the residual had changed by then.
+    """
 
     before: Tensor
     weight: float
@@ -287,12 +323,12 @@ class _Claim:
     changes: int
 
     def of(self, start: int, stop: int) -> Tensor:
-        """Return the part of the residual that goes along with a run."""
+        """Return the values to add to the run from element `start` to `stop`."""
         return _times(self.values[start:stop], self.part)
 
     @property
     def values(self) -> Tensor:
-        """(extent,), zeros outside the spans."""
+        """The claimed residual, (extent,), with zeros outside the spans."""
         if self.spans is None:
             return self.before
         values = torch.zeros_like(self.before)
@@ -303,10 +339,18 @@ class _Claim:
 
 @dataclass(frozen=True)
 class _Lost:
-    """What was lost of a run of the chunk: `rows`, (lost, block), are the blocks `which` of it, and `rest`
-    are elements of its last one, where that is shorter and was lost."""
+    """The lost blocks of a run of a chunk.
 
-    start: int  # the run's first element
+    Attributes:
+        start: the run's first element.
+        stop: the end of the run.
+        block: elements in a block.
+        which: indices of the lost whole blocks, (lost,).
+        rows: the values of those blocks, (lost, block).
+        rest: the values of the last block, if it is shorter than the others and lost; else empty.
+    """
+
+    start: int
     stop: int
     block: int
     which: Tensor
@@ -324,25 +368,40 @@ class _Lost:
 
 @dataclass
 class _Flight:
-    """A chunk of a contribution on its way."""
+    """A chunk of a contribution on its way.
+
+    Attributes:
+        weight: the contribution's weight.
+        claim: the residual that is sent with it.
+        start: the first element of the run that this side sends.
+        decoded: the run as the receiver reads it, until it is answered.
+        error: the part of the run that the codec dropped.
+        is_answered: True once the shard has answered.
+        lost: the blocks that the link lost.
+    """
 
     weight: float
     claim: _Claim | None
-    start: int = 0  # the first element of the run that this side sends
-    decoded: Tensor | None = None  # as it was sent, until it is answered
-    error: Tensor | None = None  # what the codec dropped of it
+    start: int = 0
+    decoded: Tensor | None = None
+    error: Tensor | None = None
     is_answered: bool = False
     lost: _Lost | None = None
 
     def forget(self) -> None:
-        """Whatever this side has sent of it does not count."""
+        """Forget what this side has sent of it, which does not count."""
         self.decoded = self.error = self.lost = None
         self.is_answered = False
 
 
 class _Residual:
-    """What is held back of one chunk and claimed by no contribution: (extent,), on the CPU and in the chunk's
-    dtype, or None for nothing. `weight` is that of the contributions that it is of."""
+    """The residual of one chunk that no contribution has claimed.
+
+    Attributes:
+        values: (extent,), on the CPU and in the chunk's dtype; None for nothing.
+        weight: the weight of the contributions that it refers to.
+        dropped: elements that were not finite, and so were not held back.
+    """
 
     def __init__(self, chunk: Chunk) -> None:
         self._chunk = chunk
@@ -357,10 +416,10 @@ class _Residual:
         return 0.0 if self.values is None else float(self.values.abs().sum(dtype=torch.float64))
 
     def claim(self, present: Sequence[bool | int], start: int, stop: int, weight: float) -> _Claim | None:
-        """What goes along with a contribution's elements `start` to `stop`; None for nothing.
+        """Claim the residual of a contribution's elements `start` to `stop`; None for nothing.
 
-        The residual times its weight is what goes times the new one. Where the new weight is smaller, only as
-        much goes as counted before: a last batch of few samples must not count many times over.
+        It is rescaled: sent * new weight = held * old weight. If the new weight is smaller, only as much is
+        sent as counted before: a last batch of few samples must not be scaled up many times.
         """
         held = self.values
         if held is None:
@@ -378,7 +437,7 @@ class _Residual:
         return _Claim(held, self.weight, spans, part, moved, self._changes)
 
     def give_back(self, flight: _Flight) -> None:
-        """The contribution was in no step: what went along with it is held as before."""
+        """Restore the residual that was claimed by a contribution that counted in no step."""
         claim = flight.claim
         if claim is None:
             return
@@ -391,7 +450,7 @@ class _Residual:
         self._changes += 1
 
     def keep(self, flight: _Flight) -> None:
-        """The contribution counts: hold what its code left out and what its link lost."""
+        """Hold back what the codec and the link dropped of a contribution that counts."""
         error, lost = flight.error, flight.lost
         if error is not None:
             run, factor = self._run(flight.start, flight.start + error.numel(), flight.weight)
@@ -405,7 +464,8 @@ class _Residual:
                 rest.copy_(self._finite(rest + lost.rest * factor))
 
     def _run(self, start: int, stop: int, weight: float) -> tuple[Tensor, float]:
-        """A run of what is held, to be changed, and what values of this weight are multiplied by there."""
+        """Return the elements `start` to `stop` of the residual, to be changed, and the factor for values of
+        this weight."""
         self._changes += 1
         if self.values is None:
             self.weight = weight
@@ -420,7 +480,7 @@ class _Residual:
                 yield slice(first, last)
 
     def _finite(self, values: Tensor) -> Tensor:
-        """`values`, with 0 in the place of what is not finite."""
+        """Return `values` with 0 in place of elements that are not finite; changes `values`."""
         wrong = ~torch.isfinite(values)
         self.dropped += int(wrong.sum())
         return values.masked_fill_(wrong, 0)

@@ -1,4 +1,4 @@
-"""Properties of a node's CPU side that must be equal on two nodes for equal bits."""
+"""The fingerprint of a node's CPU side: two nodes with one fingerprint compute the same bits."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
 
 _STEPS, _NODES = 3, 3
-_SHAPES = ((67, 31), (16,), (), (4099,))  # some fill the last vector register, and some do not
+_SHAPES = ((67, 31), (16,), (), (4099,))  # with and without a partly filled last vector register
 
 
 def fingerprint(
     optimizer: str, hyperparameters: Hyperparameters, *, configured: str = "", fused: bool = True
 ) -> str:
-    """ "torch 2.13.0+cpu AVX512 9c1b2a...": the build, the instructions that it uses here, and the digest of
-    a few small steps, made as the run's will be: means, clipping, and the optimizer of each param group, in
-    single precision and in bfloat16. Where two nodes have the same, their global parameters stay the same, as
-    far as that can be told beforehand; the digest of each iteration tells the rest.
+    """Return the fingerprint of this process: "torch 2.13.0+cpu AVX512 9c1b2a...".
 
-    Arguments as GlobalParameters'. Raises UserError for an optimizer that cannot be run here.
+    It has the build of torch, the instructions that it uses here, and the digest of a few small steps. They
+    are made as the run's steps are: means, clipping, and the optimizer of each param group, in single
+    precision and in bfloat16. Nodes with one fingerprint keep equal global parameters, as far as that can be
+    told beforehand; each iteration's digest shows a difference.
+
+    Arguments are as in GlobalParameters. Raises UserError for an optimizer that cannot be run here.
     """
     specs = [
         ParameterSpec(f"{dtype}.{group}.{index}", shape, dtype, settings=str(group))
@@ -61,8 +63,8 @@ def _contribution(
 
 
 def _values(numel: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers between -0.5 and 0.5 without a pattern: integers alone make them, so they are the same on every
-    machine."""
+    """Return numbers between -0.5 and 0.5 without a pattern. They are made from integers, so they are equal
+    on every machine."""
     index = torch.arange(numel, dtype=torch.int64)
     mixed = (index * 2654435761 + seed * 40503) % 1000003
     return (mixed.to(torch.float64) / 1000003 - 0.5).to(dtype)

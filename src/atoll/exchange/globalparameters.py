@@ -1,9 +1,9 @@
 """The global parameters at a node's CPU side, and the optimizer that steps them.
 
-An iteration's contributions make one step: their mean by weight, in order of node, clipped by its global
-norm where the scripts ask for it, with hyperparameters that depend on the iteration alone. Every node makes
-the same operations in the same order, each of them on one thread (torch's reductions depend on how many
-there are), so all have the same bits. Source: docs/peers.md, "What a step does".
+An iteration's contributions make one step. It uses their mean by weight, in order of node, clipped by its
+global norm if the scripts ask for it, with hyperparameters that depend on the contributions only. Every node
+makes the same operations in one order, each of them on one thread (torch's reductions depend on the number of
+threads), so all nodes have the same bits. Source: docs/peers.md, "What a step does".
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from atoll.tensors.shardoptimizer import Scratch, Settings, ShardOptimizer, Slot
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
 
-_COLUMNS = 1024  # of 8 bytes each: the width by which a chunk's bits are summed
-_MADE = 64  # of the latest iterations, of whose contributions each was made
+_COLUMNS = 1024  # columns of 8 bytes in which a chunk's bits are summed
+_MADE = 64  # latest iterations whose contributors are kept
 
 Whose: TypeAlias = tuple[tuple[int, int], ...]  # contributions to an iteration: node and incarnation of each
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """Node `node`'s contribution to an iteration: gradients [chunk.extent] of every trainable chunk, by id.
+    """A node's contribution to an iteration. The gradients are read-only.
 
-    Each chunk also has one byte a slot, which says whether the slot has a gradient; missing gradients are
-    zeros. `weight` is the weight in the mean; 0: the contribution is left out (NaN, under "skip"). `basis`
-    says how certain `weight` is, and `alike` is the weight where all devices count alike (core/weighing.py).
-    `refused`: no node makes a step of the iteration, whatever others contribute. The gradients are read-only.
+    Attributes:
+        gradients: (chunk.extent,) of every trainable chunk, by id; missing gradients are zeros.
+        present: one byte a slot for every trainable chunk: whether the slot has a gradient.
+        weight: the weight in the mean; 0 leaves the contribution out (NaN, under "skip").
+        refused: True if no node makes a step of the iteration, whatever others contribute.
+        basis: how certain `weight` is (core/weighing.py).
+        alike: the weight if all devices count alike.
     """
 
     node: int
@@ -62,14 +65,14 @@ class Contribution:
 class Outcome:
     """The outcome of an iteration.
 
-    It says whether a step was made: none is made where all contributions were left out, or one was refused.
-    `norm` is the norm of the mean before clipping, where asked for. The digest is of the parameters after the
-    iteration.
-
-    `first` is the node whose hyperparameters counted. `unlike` describes, for each node with other
-    hyperparameters or another wish to clip, the difference. `parted` has, for each node of `unlike` with
-    other hyperparameters, the first difference. `wrong` has the reasons why contributions of nodes were left
-    out as invalid.
+    Attributes:
+        stepped: False if all contributions were left out, or one was refused.
+        norm: the norm of the mean before clipping, if a script asked to clip.
+        unlike: for each node with other hyperparameters, or another wish to clip, the difference in words.
+        digest: the digest of the parameters after the iteration.
+        first: the node whose hyperparameters counted; -1 for none.
+        wrong: for each node whose contribution was left out as invalid, the reason.
+        parted: for each node of `unlike` with other hyperparameters, the first difference.
     """
 
     iteration: int
@@ -84,8 +87,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Step:
-    """An iteration's step, ready to be made chunk by chunk: `whose` contributions were taken, those of them
-    that count, each one's share of the weight, and what the mean is multiplied by (None: by nothing)."""
+    """An iteration's step, ready to be made chunk by chunk.
+
+    Attributes:
+        whose: the contributions that were taken.
+        counted: those of them that count.
+        shares: the share of the weight of each that counts.
+        norm: the norm of the mean, if it is clipped.
+        coefficient: the factor of the mean; None for 1.
+    """
 
     iteration: int
     whose: Whose
@@ -97,11 +107,21 @@ class Step:
 
 
 class GlobalParameters:
-    """The global parameters of `layout`, at `iteration`: how many iterations have been applied.
+    """The global parameters of `layout`. To be used by one thread.
 
-    `optimizer` is the class's full name and `hyperparameters` are the param groups as plain_hyperparameters
-    makes them; see ShardOptimizer for `configured` and `fused`. `threads` work on as many chunks at once.
-    To be used by one thread. Raises UserError for an optimizer that cannot be run here.
+    Args:
+        optimizer: the class's full name.
+        hyperparameters: the param groups, as plain_hyperparameters makes them.
+        configured: as in ShardOptimizer.
+        fused: as in ShardOptimizer.
+        threads: chunks to work on at once.
+
+    Attributes:
+        iteration: the number of iterations that have been applied.
+        made: the contributors of the latest iterations.
+        replaced: how often values or state came from elsewhere than a step.
+
+    Raises UserError for an optimizer that cannot be run here.
     """
 
     def __init__(
@@ -117,13 +137,13 @@ class GlobalParameters:
         self.layout, self.optimizer_name = layout, optimizer
         self._configured, self._fused = configured, fused
         self.optimizer = self._make([chunk.id for chunk in layout.chunks], hyperparameters)
-        self.chunks = tuple(chunk.id for chunk in layout.trainable)  # what contributions are made of
+        self.chunks = tuple(chunk.id for chunk in layout.trainable)  # the chunks of contributions
         self.iteration = 0
-        self._sums: dict[int, bytes] = {}  # of each chunk's bits, once it is known
-        self._norms: dict[int, _Norm] = {}  # of iterations that are not applied yet
+        self._sums: dict[int, bytes] = {}  # the sum of each chunk's bits, once it is known
+        self._norms: dict[int, _Norm] = {}  # norms of iterations that are not applied yet
         self._crew = _Crew(threads)
-        self.made: dict[int, Whose] = {}  # of the latest iterations
-        self.replaced = 0  # how often values or state came from elsewhere than a step
+        self.made: dict[int, Whose] = {}
+        self.replaced = 0
 
     def _make(self, chunks: Sequence[int], hyperparameters: Hyperparameters) -> ShardOptimizer:
         with one_thread():
@@ -137,37 +157,39 @@ class GlobalParameters:
             )
 
     def twin(self) -> ShardOptimizer:
-        """One more optimizer of the chunks that are trained, which steps as this one does: as much memory as
-        they and their state take."""
+        """Return another optimizer of the trained chunks, which steps as this one does. It takes as much
+        memory as the chunks and their state."""
         trained = [chunk for chunk in self.chunks if self.optimizer.trains(chunk)]
         return self._make(trained, self.optimizer.hyperparameters)
 
     def values(self, chunk: int) -> Tensor:
-        """A chunk's global parameters [extent] where they lie: the next step changes them."""
+        """Return a chunk's global parameters, (extent,), where they lie: the next step changes them."""
         return self.optimizer.values(chunk)
 
     def set_values(self, chunk: int, values: Tensor) -> None:
-        """Put other values in a chunk's place."""
+        """Replace a chunk's values."""
         self.optimizer.set_values(chunk, values)
         self._sums.pop(chunk, None)
         self.replaced += 1
 
     def set_state(self, chunk: int, states: Mapping[str, Tensor], slots: SlotValues) -> None:
-        """Put another state of the optimizer in a chunk's place."""
+        """Replace the optimizer's state of a chunk."""
         self.optimizer.set_state(chunk, states, slots)
         self.replaced += 1
 
     @property
     def digest(self) -> bytes:
-        """8 bytes that tell whether two nodes have the same parameters at the same iteration: of that, and of
-        each trainable chunk's bits (see `sum_of_bits`)."""
+        """8 bytes that tell whether two nodes have the same parameters at one iteration.
+
+        They are a hash of the iteration and of the bits of each trainable chunk (see `sum_of_bits`).
+        """
         for chunk in self.chunks:
             if chunk not in self._sums:
                 self._sum(chunk)
         return digest_of(self.iteration, (self._sums[chunk] for chunk in self.chunks))
 
     def check(self, contribution: Contribution) -> None:
-        """Raise UserError, naming the node, for what `apply` would not take: for what comes from outside."""
+        """Raise UserError, naming the node, for a contribution from outside that `apply` would not take."""
         who = f"node {contribution.node}'s contribution"
         numbers = contribution.weight, contribution.samples, contribution.alike
         if not all(map(math.isfinite, numbers)) or (contribution.weight > 0 >= contribution.alike):
@@ -193,12 +215,13 @@ class GlobalParameters:
 
     @torch.no_grad()
     def apply(self, iteration: int, contributions: Sequence[Contribution]) -> Outcome:
-        """Make the step of an iteration, which is the next one, with all its contributions in order of node.
+        """Make the step of the next iteration, with all its contributions in order of node.
 
-        The hyperparameters, and the wish to clip, of the first that has weight count. What no step takes is
-        left out, and the same everywhere: it hangs on the contribution and the steps before alone. Where all
-        are left out no step is made, but the iteration counts. Raises RunError for another iteration than the
-        next.
+        The hyperparameters, and the wish to clip, of the first contribution with weight count. Invalid
+        contributions are left out, alike on every node, as that depends only on the contributions and the
+        steps before. If all are left out no step is made, but the iteration counts.
+
+        Raises RunError for another iteration than the next.
         """
         if iteration != self.iteration or not contributions:
             raise RunError(
@@ -224,8 +247,10 @@ class GlobalParameters:
         return Outcome(iteration, step is not None, norm, unlike, self.digest, first, wrong, parted)
 
     def _wrong(self, contributions: Sequence[Contribution]) -> dict[int, str]:
-        """Whose weight or hyperparameters a step would not take, by node, and why. (The rest of what came
-        from outside was held against the layout before it was kept.)"""
+        """Return the reason for each node whose weight or hyperparameters no step would take.
+
+        The rest of a contribution was compared with the layout before it was kept.
+        """
         excess = beyond({each.node: each for each in contributions})
         wrong = {
             node: f"node {node}'s contribution has {what} (look at session.weight and at its batches)"
@@ -244,7 +269,7 @@ class GlobalParameters:
     def prepare(self, iteration: int, contributions: Sequence[Contribution]) -> Step | None:
         """Prepare the step of an iteration from its contributions, in order of node.
 
-        Returns None where no contribution counts or one is refused. The norm of one set of contributions is
+        Returns None if no contribution counts, or one is refused. The norm of one set of contributions is
         computed once.
         """
         wrong = self._wrong(contributions)
@@ -270,8 +295,8 @@ class GlobalParameters:
     def step_chunk(
         self, chunk: int, step: Step, scratch: Scratch, optimizer: ShardOptimizer | None = None
     ) -> None:
-        """Make a step on one chunk's values and state, if an optimizer trains it: of this one, or of a
-        twin."""
+        """Make a step on one chunk's values and state, by this optimizer or a twin, if it trains the
+        chunk."""
         optimizer = optimizer or self.optimizer
         if optimizer.trains(chunk):
             mean = self._mean(chunk, step, scratch)
@@ -281,17 +306,17 @@ class GlobalParameters:
             optimizer.step_by(chunk, mean, _present(chunk, step.counted), step.settings)
 
     def for_each_chunk(self, work: Callable[[int, Scratch], None]) -> None:
-        """Do `work` on every trainable chunk, each with scratch memory of its own meanwhile."""
+        """Call `work` for every trainable chunk, each time with scratch memory of its own."""
         self._crew.do(work, self.chunks)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the "parameters", of the "optimizer"'s state, of a "twin" with what an Overlay does not
-        show yet, and of "scratch" memory at most."""
-        state, trained, largest = 0, 0, {"values": 0}  # the last in scratch memory, of each kind
+        """Return the bytes of the "parameters", of the "optimizer"'s state, of a "twin" with the values that
+        an Overlay does not show yet, and of "scratch" memory at most."""
+        state, trained, largest = 0, 0, {"values": 0}  # `largest`: scratch memory of each kind
         for id_ in self.chunks:
             extent, values = self.layout.chunks[id_].extent, self.optimizer.nbytes(id_)
             trained += values if self.optimizer.trains(id_) else 0
-            largest["values"] = max(largest["values"], 2 * values)  # the mean, and those before a step
+            largest["values"] = max(largest["values"], 2 * values)  # the mean, and the values before a step
             for key, dtype in self.optimizer.state_dtypes(id_).items():
                 state += extent * dtype.itemsize
                 largest[key] = max(largest.get(key, 0), extent * dtype.itemsize)
@@ -305,7 +330,7 @@ class GlobalParameters:
         self._sum(chunk)
 
     def _mean(self, chunk: int, step: Step, scratch: Scratch) -> Tensor:
-        """The mean by weight; of one contribution, itself."""
+        """Return a chunk's mean by weight; of one contribution, its own gradients."""
         first = step.counted[0].gradients[chunk]
         if len(step.counted) == 1:
             return first
@@ -315,7 +340,8 @@ class GlobalParameters:
         return mean
 
     def _norm(self, step: Step, clip: Clip) -> Tensor:
-        """The mean's global norm, as torch.nn.utils.get_total_norm has it of parameters one by one."""
+        """Return the mean's global norm, as torch.nn.utils.get_total_norm computes it of single
+        parameters."""
         norms: dict[tuple[int, int], Tensor] = {}
 
         def find(chunk: int, scratch: Scratch) -> None:
@@ -336,7 +362,12 @@ class GlobalParameters:
 
 @dataclass(frozen=True)
 class _Norm:
-    """A mean's norm, of whose contributions it is, and what clipping multiplies by."""
+    """The norm of a mean.
+
+    Attributes:
+        whose: the contributions of the mean.
+        coefficient: the factor by which clipping multiplies; None for 1.
+    """
 
     whose: Whose
     norm: Tensor
@@ -344,14 +375,20 @@ class _Norm:
 
 
 def _first(contributions: Sequence[Contribution]) -> Contribution:
-    """Whose hyperparameters and wish to clip count: the first that has weight, for a script that has no batch
-    only calls `step()`; where none has, the first."""
+    """Return the contribution whose hyperparameters and wish to clip count: the first with weight, or the
+    first if none has.
+
+    A script that has no batch has no weight, and only calls `step()`.
+    """
     return next((each for each in contributions if each.weight > 0), contributions[0])
 
 
 def _unlike(contributions: Sequence[Contribution]) -> dict[int, str]:
-    """Of each node that gave something else than the one that counts: what. Without weight it need not say
-    how to clip."""
+    """Return, for each node that asks for something else than the counting contribution, what differs, in
+    words.
+
+    A contribution without weight need not ask to clip.
+    """
     found: dict[int, str] = {}
     if not contributions:
         return found
@@ -375,23 +412,23 @@ def _parted(contributions: Sequence[Contribution]) -> dict[int, Difference]:
 
 
 def _coefficient(norm: Tensor, clip: Clip) -> Tensor | None:
-    """torch.nn.utils.clip_grads_with_norm_'s; None for 1, which changes nothing."""
+    """Return the factor of torch.nn.utils.clip_grads_with_norm_; None for 1, which changes nothing."""
     coefficient = torch.clamp(clip.max_norm / (norm + 1e-6), max=1.0)
     return None if float(coefficient) == 1.0 else coefficient
 
 
 def _present(chunk: int, counted: Sequence[Contribution]) -> bytes:
-    """In which slots of a chunk anyone has a gradient."""
+    """Return one byte for each slot of a chunk: whether any contribution has a gradient."""
     flags = {each.present[chunk] for each in counted}
     return flags.pop() if len(flags) == 1 else bytes(map(any, zip(*flags, strict=True)))
 
 
 def sum_of_bits(flat: Tensor) -> bytes:
-    """8 bytes that tell whether two tensors (1-D, contiguous) have the same bits, nearly always.
+    """Return 8 bytes that tell whether two tensors (1-D, contiguous) have the same bits, nearly always.
 
-    Values are summed in columns as integers of 8 bytes, modulo 2^64, and the sums are hashed. So one value
-    that differs is always seen, and so are two that have changed places, unless they are a multiple of
-    8 KiB apart; differences that have nothing to do with one another pass with odds of 2^-64.
+    Values are summed in columns as integers of 8 bytes, modulo 2^64, and the sums are hashed. So a single
+    value that differs is always seen. So are two values that have changed places, unless they are a multiple
+    of 8 KiB apart. Unrelated differences go unseen with a probability of 2^-64.
     """
     raw = flat.view(torch.uint8).numpy()
     whole = len(raw) // (8 * _COLUMNS) * 8 * _COLUMNS
@@ -400,7 +437,7 @@ def sum_of_bits(flat: Tensor) -> bytes:
 
 
 def digest_of(iteration: int, sums: Iterable[bytes]) -> bytes:
-    """The digest of global parameters at `iteration`, whose chunks in order have these sums of bits."""
+    """Return the digest of global parameters at `iteration`, from the chunks' sums of bits, in order."""
     return _hash([b"%d" % iteration, *sums])
 
 
@@ -413,7 +450,8 @@ def _hash(parts: Iterable[bytes]) -> bytes:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Within, torch computes on the calling thread alone: the same bits on machines of any size."""
+    """Let torch compute on the calling thread only, within the block: the same bits on machines of any
+    size."""
     before = torch.get_num_threads()
     if before != 1:
         torch.set_num_threads(1)
@@ -426,22 +464,22 @@ def one_thread() -> Iterator[None]:
 
 def _stay_alone() -> None:
     """Let torch compute on this thread alone from now on."""
-    torch.get_num_threads()  # a thread's first call takes over what another has set for all
+    torch.get_num_threads()  # a thread's first call takes over a number that another thread has set
     torch.set_num_threads(1)
 
 
 class _Crew:
-    """Works on several chunks at once: on `size` threads, which end with it, or on the calling one."""
+    """Threads that work on several chunks at once; with `size` 1, the calling thread."""
 
     def __init__(self, size: int) -> None:
         self.size = max(1, size)
-        self._scratch = deque(Scratch() for _ in range(self.size))  # those that no thread uses
+        self._scratch = deque(Scratch() for _ in range(self.size))  # scratch memory that no thread uses
         self._threads: ThreadPoolExecutor | None = None
         if self.size > 1:
             self._threads = ThreadPoolExecutor(self.size, "atoll-chunks", initializer=_stay_alone)
 
     def do(self, work: Callable[[int, Scratch], None], chunks: Sequence[int]) -> None:
-        """Return when all is done; raises what the first that failed has raised."""
+        """Call `work` for each chunk, and return when all calls have ended. Raises the first error."""
 
         def one(chunk: int) -> None:
             scratch = self._scratch.pop()

@@ -35,10 +35,15 @@ _LENGTH, _BEGIN = 8, 16  # bytes: of the length, and up to the head
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is there of a chunk. Its payloads are its values, if `values`, and then its `states`: what the
-    optimizer keeps for each element, by dtype. `slots` are the numbers that it keeps for each parameter
-    ("step"; None under the name of a state: this parameter has none), `numbers` the dtypes of those that
-    are tensors."""
+    """The packed state of a chunk: its payloads are its values, if `values`, and then its `states`.
+
+    Attributes:
+        values: True if the values are packed.
+        states: dtypes of the element-wise states, by key.
+        numbers: dtypes of those of the `slots`' values that are tensors, by key.
+        slots: for each parameter, its states as a whole ("step"). None under the key of an element-wise state
+            means that this parameter does not have it.
+    """
 
     chunk: Count
     values: bool
@@ -48,8 +53,12 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is packed: `optimizer` is the class's full name, `digest` that of the global parameters (empty:
-    of a worker's optimizer alone)."""
+    """The head of packed state.
+
+    Attributes:
+        digest: the digest of the global parameters; empty for the state of a worker's own optimizer.
+        optimizer: the class's full name.
+    """
 
     iteration: Count
     digest: bytes
@@ -59,7 +68,11 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Packed(NamedTuple):
-    """What `raw` holds: for each part, the values, or None, and the states. They lie in `raw`."""
+    """Packed state as it was read. Its tensors lie in the packed bytes.
+
+    Attributes:
+        payloads: for each part, the values, or None, and the states by key.
+    """
 
     head: Head
     payloads: list[tuple[Tensor | None, dict[str, Tensor]]]
@@ -69,12 +82,12 @@ _decoder: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(Head)
 
 
 def pack_globals(parameters: GlobalParameters) -> memoryview:
-    """A copy of all that is global: values, the optimizer's state, iteration and digest."""
+    """Return a packed copy of all global state: values, the optimizer's state, iteration and digest."""
     return _pack(*_parts_of(parameters, values=True), fd=-1)
 
 
 def pack_globals_into(parameters: GlobalParameters, fd: int) -> int:
-    """The optimizer's state alone into the file `fd`, which is made as long; returns how many bytes."""
+    """Pack the optimizer's state into the file `fd`, which gets the length needed; return the bytes."""
     return _pack(*_parts_of(parameters, values=False), fd=fd).nbytes
 
 
@@ -108,8 +121,8 @@ def _parts_of(parameters: GlobalParameters, values: bool) -> tuple[Head, list[Te
 
 
 def most_bytes(parameters: GlobalParameters) -> int:
-    """At least what `pack_globals` gives for this layout and optimizer, whatever the state: a limit for what
-    comes from outside."""
+    """Return an upper limit of the bytes of `pack_globals` for this layout and optimizer, for bytes that come
+    from outside."""
     optimizer = parameters.optimizer
     payloads = [
         parameters.values(chunk).numel() * dtype.itemsize
@@ -120,9 +133,11 @@ def most_bytes(parameters: GlobalParameters) -> int:
 
 
 def unpack_globals(raw: memoryview, parameters: GlobalParameters) -> Head:
-    """Put what `pack_globals` gave, of the same layout and optimizer, in the place of what is there: without
-    values, the optimizer's state alone. Raises UserError, one line, for anything else; nothing has changed
-    then."""
+    """Take over what `pack_globals` has packed, of the same layout and optimizer; without values, the
+    optimizer's state only.
+
+    Raises UserError, one line, for anything else; nothing has changed then.
+    """
     packed = unpack(raw, {chunk.id: chunk for chunk in parameters.layout.chunks})
     _check(packed, parameters)
     optimizer = parameters.optimizer
@@ -137,7 +152,7 @@ def unpack_globals(raw: memoryview, parameters: GlobalParameters) -> Head:
 
 
 def _check(packed: Packed, parameters: GlobalParameters) -> None:
-    """Raise UserError where `packed` is not of these parameters and their optimizer, or is damaged."""
+    """Raise UserError if `packed` is of other parameters or another optimizer."""
     head, optimizer = packed.head, parameters.optimizer
     if head.optimizer != parameters.optimizer_name:
         raise UserError(f"the state given is of {head.optimizer}, and here is {parameters.optimizer_name}")
@@ -153,8 +168,13 @@ def _check(packed: Packed, parameters: GlobalParameters) -> None:
 
 
 def unpack(raw: memoryview, chunks: Mapping[int, Chunk]) -> Packed:
-    """Read what is packed of these chunks, by their ids; tensors lie in `raw` where its address allows it.
-    Raises UserError, one line, for anything else."""
+    """Read packed state of these chunks. Tensors lie in `raw` if its address allows it.
+
+    Args:
+        chunks: the chunks by id.
+
+    Raises UserError, one line, for anything else, and for damaged bytes.
+    """
     length = int.from_bytes(raw[:_LENGTH], "little")
     if not 0 < length <= min(HEADER_BYTES, raw.nbytes - _BEGIN):
         raise UserError(f"the state given has {raw.nbytes} bytes, which are no packed state")
@@ -181,7 +201,7 @@ def unpack(raw: memoryview, chunks: Mapping[int, Chunk]) -> Packed:
 
 
 def _chunk_of(part: Part, chunks: Mapping[int, Chunk]) -> Chunk:
-    """The chunk that a part is of; raises UserError for what it does not have."""
+    """Return the chunk of a part. Raises UserError for a part that does not fit it."""
     if part.chunk not in chunks:
         raise UserError(f"the state given has a chunk {part.chunk}, which this model has not")
     chunk = chunks[part.chunk]
@@ -214,9 +234,12 @@ def pack_optimizer(
     elementwise: set[str],
     iteration: int,
 ) -> memoryview:
-    """At a worker: the state that its own optimizer has of each parameter, as after load_state_dict.
-    `elementwise` is what `elementwise_keys` found; of `chunks`, those that no optimizer trains are left
-    out."""
+    """Pack the state that a worker's own optimizer has for each parameter, as after load_state_dict.
+
+    Args:
+        chunks: the worker's chunks; those that no optimizer trains are left out.
+        elementwise: the keys that `elementwise_keys` found.
+    """
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     parts: list[Part] = []
     payloads: list[Tensor] = []
@@ -257,9 +280,16 @@ def unpack_optimizer(
     *,
     lazily: bool = False,
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """At a worker: copies of each parameter's state in plain torch's form, on the parameter's device, in the
-    order in which `optimizer` has them, of what `pack_globals_into` gave. `lazily`: what is kept for each
-    element stays in `raw`, and is copied when it is read. Raises UserError as `unpack`."""
+    """Return copies of each parameter's state in plain torch's form, from what `pack_globals_into` has
+    packed.
+
+    They are on the parameters' devices, in the optimizer's order of parameters.
+
+    Args:
+        lazily: True if element-wise states stay in `raw`, and are copied when they are read.
+
+    Raises UserError as `unpack` does.
+    """
     bound_as = {bound.chunk.id: bound for bound in chunks}
     packed = unpack(raw, {bound.chunk.id: bound.chunk for bound in chunks})
     found: dict[nn.Parameter, dict[str, Any]] = {}

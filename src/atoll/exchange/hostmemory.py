@@ -5,7 +5,7 @@
     frozen                    the chunks that nothing trains, once
 
 A slot, like a buffer, holds every trainable chunk in order, each at a multiple of 64 bytes. The file is
-passed to the other process as a descriptor; when both are gone, however they ended, so is it.
+passed to the other process as a descriptor. It is gone when both processes are, however they ended.
 Source: docs/peers.md, "What it takes".
 """
 
@@ -27,11 +27,11 @@ from atoll.tensors.payload import bytes_in
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 PAGE = 4096  # bytes; slots and buffers begin on pages, so that no two share one
-BUFFERS = 3  # one that the worker reads, one that is announced, one that is written
+BUFFERS = 3  # one is read by the worker, one is announced, one is written
 
 
 def slots_for(stale_max: int) -> int:
-    """Number of slots of a worker: iterations from the global one to `stale_max` beyond, and the next."""
+    """Return a worker's number of slots: for the global iteration, `stale_max` beyond it, and the next."""
     return stale_max + 2
 
 
@@ -51,13 +51,19 @@ class Run:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The layout of the host memory, in bytes; equal for equal layouts on every node."""
+    """The layout of the host memory, in bytes. It is equal on every node for equal layouts of the model.
+
+    Attributes:
+        trained: the trainable chunks' places in a slot or a buffer, in the order of the layout.
+        frozen: the other chunks' places in their region.
+        run_bytes: bytes of a slot, or of a buffer.
+    """
 
     slots: int
     buffers: int
-    trained: tuple[Run, ...]  # of a slot and of a buffer, in the order of the layout
+    trained: tuple[Run, ...]
     frozen: tuple[Run, ...]
-    run_bytes: int  # of a slot, or a buffer
+    run_bytes: int
     frozen_bytes: int
 
     @property
@@ -66,17 +72,17 @@ class MemoryPlan:
         return (self.slots + self.buffers) * self.run_bytes + self.frozen_bytes
 
     def slot(self, iteration: int) -> int:
-        """The offset of the slot of an iteration's gradients."""
+        """Return the offset of the slot of an iteration's gradients."""
         return (iteration % self.slots) * self.run_bytes
 
     def buffer(self, index: int) -> int:
-        """The offset of a buffer."""
+        """Return the offset of a buffer."""
         assert 0 <= index < self.buffers
         return (self.slots + index) * self.run_bytes
 
 
 def plan_memory(layout: ChunkMap, slots: int, buffers: int = BUFFERS) -> MemoryPlan:
-    """Lay the shared memory out for a model's layout."""
+    """Return the plan of the shared memory for a model's layout."""
     trained, run_bytes = _in_a_row(layout.trainable)
     rest = [chunk for chunk in layout.chunks if not layout.groups[chunk.group].trainable]
     frozen, frozen_bytes = _in_a_row(rest)
@@ -93,7 +99,7 @@ def _in_a_row(chunks: Sequence[Chunk]) -> tuple[tuple[Run, ...], int]:
 
 
 def views(memory: Tensor, runs: Sequence[Run]) -> dict[int, Tensor]:
-    """The chunks that lie in `memory` (bytes, 1-D), by id: flat, of the chunks' dtypes, sharing it."""
+    """Return the chunks in `memory`, (bytes,), by id: 1-D views of the chunks' dtypes."""
     return {
         run.chunk: memory[run.offset : run.offset + run.nbytes].view(getattr(torch, run.dtype))
         for run in runs
@@ -101,11 +107,21 @@ def views(memory: Tensor, runs: Sequence[Run]) -> dict[int, Tensor]:
 
 
 class HostMemory:
-    """The shared memory of `plan`, mapped here; `fd` is the file's descriptor, this process's own."""
+    """The shared memory of `plan`, mapped here.
+
+    Attributes:
+        fd: the file's descriptor, this process's own.
+        frozen: the chunks that nothing trains, by id.
+    """
 
     def __init__(self, plan: MemoryPlan, fd: int, *, writes: bool = True) -> None:
-        """Map the memory that another process has made, to read from alone where nothing `writes`; raises
-        RunError where `fd` is of another size."""
+        """Map memory that another process has made.
+
+        Args:
+            writes: False maps it for reading only.
+
+        Raises RunError if the file's size is not the plan's.
+        """
         size = os.fstat(fd).st_size
         if size != plan.nbytes:
             raise RunError(f"shared memory of {size} bytes, where this model's layout needs {plan.nbytes}")
@@ -117,12 +133,12 @@ class HostMemory:
 
     @classmethod
     def create(cls, plan: MemoryPlan) -> HostMemory:
-        """Make it anew, filled with zeros; raises RunError where the machine has not got as much."""
+        """Make new memory, filled with zeros. Raises RunError if the machine does not have as much."""
         return cls(plan, make_file(plan.nbytes, "the memory that a node's processes share"))
 
     @classmethod
     def opened(cls, plan: MemoryPlan, path: str) -> HostMemory:
-        """Map the memory at another process's `path`, to read from. Raises RunError where it cannot be."""
+        """Map the memory at another process's `path` for reading. Raises RunError if that fails."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -134,7 +150,7 @@ class HostMemory:
 
     @property
     def path(self) -> str:
-        """Path under which other processes of this user find the memory."""
+        """The path at which other processes of this user find the memory."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def gradients(self, iteration: int) -> Mapping[int, Tensor]:
@@ -142,11 +158,11 @@ class HostMemory:
         return self._slots[iteration % self.plan.slots]
 
     def buffer(self, index: int) -> Mapping[int, Tensor]:
-        """A buffer of local parameters: each trainable chunk's, by its id."""
+        """Return a buffer of local parameters: each trainable chunk's, by its id."""
         return self._buffers[index]
 
     def close(self) -> None:
-        """Let go of it; the memory goes when no process and no tensor has it any more."""
+        """Unmap the memory. It is freed when no process and no tensor has it any more."""
         self._slots, self._buffers, self.frozen = [], [], {}
         if self.fd >= 0:
             os.close(self.fd)
@@ -154,13 +170,13 @@ class HostMemory:
 
 
 class Buffers:
-    """At the CPU side: which buffers it may write. The worker has those announced until it releases them."""
+    """The buffers that the CPU side may write. An announced buffer is the worker's until it releases it."""
 
     def __init__(self, buffers: int) -> None:
         self._announced = [False] * buffers
 
     def free(self) -> int | None:
-        """A buffer that the worker does not look at; None: a Release will come."""
+        """Return a buffer that is not announced; None if the worker has yet to release one."""
         return next((index for index, taken in enumerate(self._announced) if not taken), None)
 
     def announce(self, index: int) -> None:
@@ -171,15 +187,18 @@ class Buffers:
 
 
 def aligned(nbytes: int) -> Tensor:
-    """Memory of this process alone (bytes, 1-D) that begins on a multiple of 64 bytes."""
+    """Return new memory of this process, (bytes,), that begins on a multiple of 64 bytes."""
     memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
     start = -memory.data_ptr() % ALIGNMENT
     return memory[start : start + nbytes]
 
 
 def make_file(nbytes: int, what: str) -> int:
-    """A new file of `nbytes` zeros without a name, in memory where the system has files there; returns its
-    descriptor. Raises RunError as `resize`."""
+    """Make a file of `nbytes` zeros without a name, in memory if the system has files there; return its
+    descriptor.
+
+    Raises RunError as `resize` does.
+    """
     try:
         fd = os.memfd_create("atoll", os.MFD_CLOEXEC) if hasattr(os, "memfd_create") else _unlinked_file()
     except OSError as error:
@@ -193,8 +212,11 @@ def make_file(nbytes: int, what: str) -> int:
 
 
 def resize(fd: int, nbytes: int, what: str) -> None:
-    """Make a file `nbytes` long. All of it is reserved at once, so that no write finds the machine without
-    memory; raises RunError, saying `what` it is for, where there is not as much."""
+    """Make a file `nbytes` long. All of it is reserved at once, so that no later write finds the machine
+    without memory.
+
+    Raises RunError, with `what` the file is for, if there is too little.
+    """
     try:
         os.ftruncate(fd, nbytes)
         if nbytes and hasattr(os, "posix_fallocate"):
@@ -212,8 +234,13 @@ def _unlinked_file() -> int:
 
 
 def map_bytes(fd: int, nbytes: int, *, writes: bool = True) -> Tensor:
-    """A file as a tensor of bytes, 1-D, that shares it with whoever maps it; it lives as long as the tensor
-    or a view of it, whatever becomes of `fd`. Where nobody `writes` here, a write ends the process."""
+    """Map a file as a tensor of bytes, (nbytes,), shared with every process that maps the file.
+
+    The mapping lives as long as the tensor or a view of it, whatever becomes of `fd`.
+
+    Args:
+        writes: False maps it for reading only: a write then ends the process.
+    """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     if writes:
@@ -223,17 +250,26 @@ def map_bytes(fd: int, nbytes: int, *, writes: bool = True) -> Tensor:
 
 @dataclass(frozen=True)
 class HostBytes:
-    """A node's host memory by its parts, in bytes; docs/peers.md has the formula. What Python and torch
-    themselves take is not in it."""
+    """A node's host memory by its parts, in bytes. docs/peers.md has the formula.
 
-    shared: int  # slots, buffers and frozen chunks
-    parameters: int  # the global parameters
-    optimizer: int  # the optimizer's state
-    # Only behind a node that is slow, for the overlay: one more of the trained parameters and that state, and
-    # what is not shown of those parameters yet.
+    It does not include what Python and torch themselves take.
+
+    Attributes:
+        shared: slots, buffers and frozen chunks.
+        parameters: the global parameters.
+        optimizer: the optimizer's state.
+        twin: for the overlay of a node that is behind: the trained parameters and that state once more, and
+            the values that are not shown yet.
+        scratch: scratch memory of a step, and of the overlay.
+        contributions: contributions that are received, and kept for others, at most.
+    """
+
+    shared: int
+    parameters: int
+    optimizer: int
     twin: int
-    scratch: int  # of a step, and of the overlay
-    contributions: int  # received, and kept for others: at most
+    scratch: int
+    contributions: int
 
     @property
     def total(self) -> int:
@@ -242,8 +278,12 @@ class HostBytes:
 
 
 def host_bytes(plan: MemoryPlan, parameters: Mapping[str, int], most: int) -> HostBytes:
-    """The host memory of a node whose GlobalParameters have `parameters` (their `nbytes`), and which holds at
-    most that many contributions (peers/settings.py: Settings.most_held)."""
+    """Return the host memory of a node.
+
+    Args:
+        parameters: the `nbytes` of its GlobalParameters.
+        most: contributions that it holds at most (peers/settings.py: Settings.most_held).
+    """
     each = sum(run.nbytes for run in plan.trained)
     return HostBytes(plan.nbytes, contributions=most * each, **parameters)
 

@@ -1,7 +1,8 @@
 """A client's link to the shards of a parameter server: a worker's to its shards, a site's to the global ones.
 
 A shard that keeps a journal may be killed and started again, here or elsewhere. Until then its clients wait
-for it, and send again what it has not answered (`net/returning.py`): what comes twice counts once.
+for it. They then send again what it has not answered (`net/returning.py`); a message that comes twice counts
+once.
 """
 
 from __future__ import annotations
@@ -36,16 +37,20 @@ from atoll.wire.messages import (
 Handler: TypeAlias = Callable[[int, AnyMessage, memoryview | None], None]  # (shard, message, payload)
 
 LOG = 0  # the shard that keeps the log
-LARGEST_FRAME = 2**31 - 1  # bytes, from a shard that is as trusted as this process's own code
-_EXPLAIN_SECONDS = 2.0  # for the log to say whom it waits for, once a deadline has passed
-_BEHIND_SECONDS = 0.001  # between looks at the connections, while payloads wait for room to be made
+LARGEST_FRAME = 2**31 - 1  # bytes; a shard is as trusted as this process's own code
+_EXPLAIN_SECONDS = 2.0  # for the log's answer, once a deadline has passed, on whom it waits for
+_BEHIND_SECONDS = 0.001  # between looks at the connections, while payloads wait for room
 _POLL_SECONDS = 0.1  # between looks at connections that may have failed
 
 
 class Link:
-    """One connection to each shard; what comes is handed to the handler of its type.
+    """One connection to each shard. A message that comes is handed to the handler of its type.
 
-    All of it runs on the thread that calls `wait` or `take`; sockets send by themselves.
+    Handlers run on the thread that calls `wait` or `take`. Sockets send by themselves.
+
+    Attributes:
+        seconds_waited: seconds of all waits.
+        late: True if the run has begun without this side, which has yet to enter it.
     """
 
     def __init__(
@@ -64,24 +69,24 @@ class Link:
         asks_every: float | None = None,
         options: LinkOptions | None = None,
     ) -> None:
-        """Begin to connect; see `greet`.
+        """Begin to connect; `greet` waits for the welcomes.
 
         Args:
-            hello: what this side says first on each connection.
+            hello: the first message of this side on each connection.
             timeout: the deadline of each wait, in seconds.
-            limit: the most bytes of a message from a shard.
-            where: returns the shards' addresses as the hub knows them, or None where it does not now.
-            tell: takes a line for people: a shard is lost, or silent while it is waited for, or back.
-            meanwhile: called again and again while a wait goes on, which ends with what it raises.
-            beside: returns endpoints for which `meanwhile` is to be called at once.
-            asks_every: seconds of a wait between questions to the log for whom it waits; None: it is asked
+            limit: most bytes of a message from a shard.
+            where: returns the shards' addresses as the hub knows them, or None if it does not know them now.
+            tell: called with a line for people when a shard is lost, back, or silent while it is waited for.
+            meanwhile: called again and again during a wait; an exception ends the wait.
+            beside: returns endpoints; when one of them is ready, `meanwhile` is called at once.
+            asks_every: seconds between questions to the log, during a wait, on whom it waits for; None asks
                 only once a deadline has passed.
             options: how the connections are made.
         """
         self.hello, self.timeout = hello, timeout
         self.options = options or LinkOptions()
-        self.seconds_waited = 0.0  # in all
-        self.late = False  # the run has begun without this side, which has yet to arrive
+        self.seconds_waited = 0.0
+        self.late = False
         self._keys, self._limit, self._parties = keys, limit, parties
         self._where, self._tell, self._meanwhile, self._beside = where, tell, meanwhile, beside
         self._asks_every = asks_every
@@ -111,8 +116,10 @@ class Link:
         )
 
     def greet(self) -> None:
-        """Wait for each shard's welcome: versions, run and rank are checked there. Closes the link and raises
-        as `wait` does where one does not come."""
+        """Wait for each shard's welcome, which checks versions, run and rank.
+
+        Closes the link and raises as `wait` does if one does not come.
+        """
         try:
             self.wait(lambda: not self._links.strangers, lambda: self._links.strangers, "their welcome")
         except BaseException:
@@ -120,8 +127,10 @@ class Link:
             raise
 
     def move(self, hello: Hello) -> None:
-        """Speak for somebody else from now on, with new connections: a group, of which this side is a member.
-        Nothing that was sent is waited for any more."""
+        """Connect anew, to speak for another contributor from now on: a group of which this side is a member.
+
+        Answers to earlier messages are not waited for any more.
+        """
         addresses = self.addresses
         self.close()
         self.hello = hello
@@ -130,7 +139,7 @@ class Link:
         self.late = False  # a group's members take part already
 
     def close(self) -> None:
-        """Let the connections go. Nothing comes any more, and nothing is expected."""
+        """Close the connections. No message comes any more, and none is expected."""
         self.waits.came()
         self._links.close()
 
@@ -151,14 +160,14 @@ class Link:
 
     @property
     def come_back(self) -> int:
-        """Number of times that a shard was lost and found again."""
+        """The number of times that a shard was lost and found again."""
         return self._links.come_back
 
     def figures(self) -> dict[int, LinkFigures]:
         """Return the figures of the open loss-tolerant connections, by shard."""
         return self._links.figures()
 
-    # -- what is sent -------------------------------------------------------------------------------------
+    # -- sending ---------------------------------------------------------------------------------------
 
     def send(
         self,
@@ -168,33 +177,42 @@ class Link:
         until: Hashable = None,
         lossy: Lossy | None = None,
     ) -> None:
-        """Send without waiting; `payload` must not change before the shard has answered. One that is made
-        leaves while this side waits: see `net/returning.py`.
+        """Send a message without waiting.
 
-        With a topic `until`, it is sent again to a shard that was lost, as long as `answered(until)` is not
-        called. With `lossy`, parts of the payload may be lost, and the shard's answer says which.
+        Args:
+            payload: must not change before the shard has answered. If it is a function, the payload is made
+                when there is room for it; see `net/returning.py`.
+            until: a topic. Until `answered(until)` is called, the message is sent again to a shard that was
+                lost.
+            lossy: parts of the payload may be lost, and the shard's answer says which.
         """
         self._links.send(shard, message, payload, until, lossy)
 
     def answered(self, until: Hashable, shard: int | None = None, instead: AnyMessage | None = None) -> None:
-        """Messages of this topic, to `shard` or to all, are answered: none is sent again, but `instead` is if
-        the rest of the answer is lost."""
+        """Mark messages of a topic, to `shard` or to all, as answered: they are not sent again.
+
+        Args:
+            instead: sent to a shard that is lost before the rest of its answer has come.
+        """
         self._links.answered(until, shard, instead)
 
-    # -- what comes ---------------------------------------------------------------------------------------
+    # -- receiving -------------------------------------------------------------------------------------
 
     def on(self, kind: type[AnyMessage], handler: Handler) -> None:
-        """Let `handler` take messages of this kind from now on."""
+        """Let `handler` take messages of this type from now on."""
         self._handlers[kind] = handler
 
     def wait(
         self, done: Callable[[], bool], missing: Callable[[], Sequence[int]], what: str | Callable[[], str]
     ) -> float:
-        """Take what comes until `done()`; returns the seconds that it took.
+        """Handle messages until `done()`; return the seconds that it took.
 
-        `missing()` says which shards are waited for, and `what` on what, as it stands when that is told.
-        Raises DeadlineError, naming both, after the timeout, PeerLostError when a shard has gone for good,
-        and UserError with a shard's reason where one refuses.
+        Args:
+            missing: returns the shards that are waited for.
+            what: what is waited for, in words, or a function that returns it.
+
+        Raises DeadlineError, naming shards and words, after the timeout; PeerLostError for a shard that has
+        gone for good; UserError, with the shard's reason, if one refuses.
         """
         wait = self.waits.blocking = self.waits.new(what, missing)
         try:
@@ -215,14 +233,17 @@ class Link:
         return wait.seconds
 
     def take(self, grace: float = 0.0) -> None:
-        """Hand out what has come, without waiting. A shard that will not come back ends the run once it has
-        been gone for `grace` seconds."""
+        """Handle the messages that have come, without waiting.
+
+        Args:
+            grace: seconds for which a shard that will not come back may be gone before the run ends.
+        """
         self._take(0.0, grace=grace)
         if self.waits.expected is not None:
             self._ask_now_and_then(self.waits.expected)
 
     def _take(self, timeout: float, *, beside: Sequence[Endpoint] = (), grace: float = 0.0) -> None:
-        """Hand out what is there, or comes within `timeout` seconds."""
+        """Handle the messages that are there, or that come within `timeout` seconds."""
         self._links.pump()
         if self._links.is_behind:
             timeout = min(timeout, _BEHIND_SECONDS)
@@ -261,8 +282,11 @@ class Link:
         came: Collection[int],
         what: str,
     ) -> None:
-        """Send to these shards, and wait until all of them are in `came`, to which a handler adds each that
-        has answered; raises as `wait` does."""
+        """Send a message to these shards, and wait until all of them are in `came`. Raises as `wait` does.
+
+        Args:
+            came: shards that have answered; a handler of the answer adds them.
+        """
         for shard in shards:
             self.send(shard, message, until=until)
         self.wait(
@@ -272,24 +296,24 @@ class Link:
         )
         self.answered(until)
 
-    # -- who is waited for, silent, lost or back ----------------------------------------------------------
+    # -- shards that are waited for, silent, lost or back ----------------------------------------------
 
     def _ask_now_and_then(self, wait: Wait) -> None:
-        """Let the log say for whom it waits, so that those who wait for this side hear it at once."""
+        """Ask the log whom it waits for, at intervals, so that processes that wait for this side learn of
+        it."""
         if self._asks_every is not None and wait.asks(min(self._asks_every, self.timeout / 4)):
             self.send(LOG, WhoIsMissing())
 
     def _handle_missing(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
         assert isinstance(message, Missing)
-        if shard == LOG:  # of any other one a sign of life is all that was asked for
+        if shard == LOG:  # other shards were only asked for a sign of life
             self.waits.hear(message.lines)
 
     def _look_for_silence(self, wait: Wait) -> None:
-        """Ask the shards that are waited for, and say nothing, for a sign of life; tell people of those that
-        do not give it."""
+        """Ask silent shards that are waited for to give a sign of life; tell people of those that do not."""
         for shard in wait.missing():
             if self._links.gone(shard):
-                continue  # people know
+                continue  # people were told
             found = self._silence.look(shard, wait.since)
             if found == "ask":
                 self.send(shard, WhoIsMissing())
@@ -302,13 +326,17 @@ class Link:
         self._tell(self._parties.lost(shard, self.addresses[shard]))
 
     def _tell_back(self, shard: int, seconds: float) -> None:
-        """It was away since its connection broke, or since it fell silent: one that stood still and was
-        replaced keeps its connection until then."""
+        """Tell people that a shard is back, after the time since its connection broke, or since it fell
+        silent.
+
+        A shard that stood still and was replaced keeps its connection until it is replaced.
+        """
         seconds = max(seconds, self._silence.lasted(shard))
         self._tell(self._parties.back(shard, self.addresses[shard], seconds))
 
     def _explain(self, wait: Wait) -> str:
-        """The line of a deadline that has passed. The log is asked for whom it waits, if it was not yet."""
+        """Return the line of a deadline that has passed. Asks the log whom it waits for, if it was not asked
+        yet."""
         seconds = wait.seconds
         if self._asks_every is None:
             self.waits.behind = None
@@ -323,4 +351,4 @@ class Link:
 
 
 def ignored(_shard: int, _message: AnyMessage, _payload: memoryview | None) -> None:
-    """A handler of what nobody waits for."""
+    """Ignore a message that nobody waits for."""

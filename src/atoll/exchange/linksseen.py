@@ -12,7 +12,12 @@ from atoll.net.linkcounts import EVERY_SECONDS, LinkCounts
 
 
 class LinksSeen:
-    """`who` is the client, in words. `emit(kind, **fields)` makes an event of that kind, with its time."""
+    """Reports on a client's loss-tolerant connections.
+
+    Args:
+        who: the client, in words.
+        emit: `emit(kind, **fields)` makes an event of that kind, with its time.
+    """
 
     def __init__(self, who: str, emit: Callable[..., None]) -> None:
         self._who, self._emit = who, emit
@@ -20,12 +25,12 @@ class LinksSeen:
         self._counts = LinkCounts()
 
     def tell_if_due(self, link: Link | None, feedback: Feedback | None) -> None:
-        """Tell, if it is time."""
+        """Report if it is time."""
         if time.monotonic() >= self._due:
             self.tell(link, feedback)
 
     def tell(self, link: Link | None, feedback: Feedback | None) -> None:
-        """Tell of each connection as it is now; `feedback` is the model's, once there is one."""
+        """Report each connection as it is now. `feedback` is the model's, once there is one."""
         self._due = time.monotonic() + EVERY_SECONDS
         for shard, figures in (link.figures() if link is not None else {}).items():
             losses = feedback.losses(shard) if feedback is not None else Losses()

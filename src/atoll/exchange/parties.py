@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _NAMED = 4  # shards in one line
-_BEHIND = 3  # of those that they wait for
+_BEHIND = 3  # parties that those shards wait for, in one line
 
 
 def _as_it_is(line: str) -> str:
@@ -19,11 +19,11 @@ class Parties:
 
     Attributes:
         own: the client: "worker 3", "site 'paris'".
-        shard: the name of a shard by its number: "global shard 1".
-        others: those for whom a shard may wait: "workers".
+        shard: returns a shard's name by its number: "global shard 1".
+        others: the parties for which a shard may wait: "workers".
         deadline: the option that says how long the client waits: "sync.timeout".
-        end: whose end that of a shard without a journal is.
-        reads: turns a shard's line into one of this side, which may know the others by other names.
+        end: what ends with a shard that keeps no journal.
+        reads: translates a shard's line into the names that this side uses.
     """
 
     own: str
@@ -54,7 +54,12 @@ class Parties:
     def late(
         self, who: Sequence[str], behind: Sequence[str], what: str, seconds: float, timeout: float
     ) -> str:
-        """A wait has passed its deadline: for `who`, shards in words, who wait for `behind`."""
+        """Return the line of a wait that has passed its deadline.
+
+        Args:
+            who: the shards that are waited for, in words.
+            behind: the parties that those shards wait for, in words.
+        """
         if behind:
             waits = f"on {what}: {_shards(who)} waits for {_behind(behind)}"
         else:
@@ -66,7 +71,7 @@ class Parties:
 
 
 def under_way(who: Sequence[str], behind: Sequence[str], what: str, seconds: float) -> str:
-    """A wait that goes on, in words for those who wait for this client."""
+    """Return a wait that goes on, in words for those who wait for this client."""
     waits = f", which waits for {_behind(behind)}," if behind else ""
     return f"{_shards(who)}{waits} on {what} (for {seconds:.1f} s so far)"
 

@@ -1,4 +1,4 @@
-"""The seeds of codecs: alike each time a contribution is sent, and drawn anew for each."""
+"""The seeds of codecs: equal each time a contribution is sent, and drawn anew for each contribution."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ _MASK = 2**64 - 1
 
 
 def seed_of(number: int) -> int:
-    """Draw the seed of a contribution's code from its number, below 2**31.
+    """Return the codec's seed for a contribution of this number, below 2**31.
 
-    It does not rise with the number: of a parameter that has a gradient in each second contribution alone, a
-    codec that takes turns by the seed would never write some elements. The mix is splitmix64's (Steele, Lea
-    and Flood, "Fast splittable pseudorandom number generators", 2014).
+    It does not rise with the number. Otherwise a codec that takes turns by the seed would never write some
+    elements of a parameter that has a gradient only in each second contribution. The mix is splitmix64's
+    (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
     """
     mixed = (number * 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

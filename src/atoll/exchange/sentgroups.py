@@ -15,7 +15,7 @@ from atoll.wire.messages import plain_hyperparameters
 def sent_groups(optimizer: torch.optim.Optimizer) -> Settings:
     """Return the param groups as they are sent to the process that makes the optimizer's steps.
 
-    Tensors of one element become numbers. A value that cannot be sent is left out where the optimizer's class
+    Tensors of one element become numbers. A value that cannot be sent is left out if the optimizer's class
     does not know its key. Raises UserError, with the key, for a value that the class may use and that cannot
     be sent.
     """

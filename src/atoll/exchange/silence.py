@@ -1,4 +1,4 @@
-"""Which shards say nothing while they are waited for."""
+"""Detection of shards that are silent while they are waited for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 _ASK_AFTER = 2.0  # seconds without a word, until a shard is asked for a sign of life
-_UNANSWERED = 3.0  # seconds without an answer to that, after which people are told
+_UNANSWERED = 3.0  # seconds without that sign of life, after which people are told
 
 
 @dataclass
 class _Heard:
-    """When a shard said something last, and when it was asked for a sign of life that has not come yet;
-    monotonic. `told`: people know that it is silent. `missed_at`: since when, until the wait is over."""
+    """A shard's words, by their times on the monotonic clock.
+
+    Attributes:
+        at: when it was last heard.
+        asked_at: when it was asked for a sign of life that has not come yet.
+        told: True if people were told that it is silent.
+        missed_at: since when it has been silent, until the wait is over.
+    """
 
     at: float = 0.0
     asked_at: float | None = None
@@ -22,16 +28,21 @@ class _Heard:
 
 
 class Silence:
-    """The words of `count` shards, by their times. A shard that only waits for somebody else gives a sign of
-    life when it is asked; one that stands still does not."""
+    """The times at which `count` shards were heard.
+
+    A shard that only waits for another party gives a sign of life when it is asked. One that stands still
+    does not.
+    """
 
     def __init__(self, count: int) -> None:
         self._heard = [_Heard() for _ in range(count)]
 
     def hear(self, shard: int, *, lost: bool) -> float | None:
-        """A shard has said something. Returns the seconds for which it was silent, if people know of it.
+        """Note that a shard was heard. Return the seconds for which it was silent, if people were told of it;
+        else None.
 
-        The first word of one that was lost is how it comes back: see `lasted`.
+        Args:
+            lost: True if its connection was lost; its silence then still counts for `lasted`.
         """
         heard = self._heard[shard]
         heard.at, heard.asked_at = time.monotonic(), None
@@ -63,12 +74,12 @@ class Silence:
         return "tell"
 
     def lasted(self, shard: int) -> float:
-        """The seconds since a shard that is waited for fell silent; 0 for one that did not."""
+        """Return the seconds since a shard that is waited for fell silent; 0 if it did not."""
         missed_at = self._heard[shard].missed_at
         return 0.0 if missed_at is None else time.monotonic() - missed_at
 
     def lose(self, shard: int) -> None:
-        """The connection to a shard is lost, and people know of that."""
+        """Note that the connection to a shard is lost, of which people are told elsewhere."""
         heard = self._heard[shard]
         heard.asked_at, heard.told = None, False
 

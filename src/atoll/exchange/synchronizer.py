@@ -1,9 +1,10 @@
-"""The protocol of a strategy from outside: what the contributors of a run exchange, and when.
+"""The protocol of a strategy from another package: what the contributors of a run exchange, and when.
 
 A contributor is a worker by itself, or a group of workers that sum their gradients in each step. Each trains
-a replica of the model with an optimizer of its own. A synchronizer says after each step which exchanges are
-due; the driver (`train/sync/replicas.py`) makes them with all contributors, as rounds that a death does not
-undo. docs/own-strategy.md shows one; docs/reference/synchronizer.md lists what either side may rely on.
+a replica of the model with an optimizer of its own. After each step a synchronizer says which exchanges are
+due. The driver (`train/sync/replicas.py`) makes them with all contributors, as rounds that a death does not
+undo. docs/own-strategy.md shows an example; docs/reference/synchronizer.md lists what either side may rely
+on.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Contributors:
 
     Args:
         own: the name of this worker's contributor.
-        names: of all that live, in ascending order. A name never changes: it is the worker's number, or
-            the group's where workers are in groups.
+        names: the names of all living contributors, in ascending order. A name never changes: it is the
+            worker's number, or the group's if workers are in groups.
     """
 
     own: int
@@ -34,48 +35,55 @@ class Contributors:
 
 
 class Update(Protocol):
-    """A rewriting of a replica's values."""
+    """An open change of a replica's values."""
 
     def write(self, run: Run, values: Tensor) -> None:
-        """Put `values`, (stop - start,), into the run."""
+        """Write `values`, (stop - start,), into the run."""
 
 
 class Replica(Protocol):
-    """The values of this contributor's replica, wherever they lie: on the device, or in tiers of memory."""
+    """The values of this contributor's replica, on the device or in tiers of memory."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The trained parameters in pieces that are the same on every worker: one for each chunk."""
+        """The trained parameters in pieces that are equal on every worker: one for each chunk."""
 
     def read(self, run: Run) -> Tensor:
-        """A copy of a run's values, (stop - start,), in host memory, in the parameters' own dtype."""
+        """Return a copy of a run's values, (stop - start,), in host memory, in the parameters' own dtype."""
 
     def update(self) -> AbstractContextManager[Update]:
-        """Within the context, `write(run, values)` gives a run new values; the optimizer's state stays."""
+        """Return a context in which `write(run, values)` gives runs new values. The optimizer's state
+        stays."""
 
 
 class Link(Protocol):
-    """The way to the other contributors."""
+    """The link to the other contributors."""
 
     def swap(self, payloads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Send bytes to contributors, by name; returns what these sent to this one, by name.
+        """Send payloads to contributors, by name; return the payloads that they sent to this one, by name.
 
         A payload is a tensor of uint8, (bytes,), in host memory. Every contributor makes the call, with no
-        payloads if it has none to send. Waits for all; in a group, each member gets what came for the group.
+        payloads if it has none to send. The call waits for all. In a group, each member gets the payloads
+        that came for the group.
         """
 
 
 class Coder(Protocol):
-    """Writes values for the way by the run's codec (`sync.codec`), and reads them back."""
+    """Encodes values by the run's codec (`sync.codec`), and decodes them."""
 
     def encode(self, values: Tensor, seed: int) -> Tensor:
-        """The payload of `values`, (elements,), in host memory: uint8, (bytes,). Equal values and seeds give
-        equal bytes. Any number that differs from exchange to exchange will do as a seed, the step's for
-        instance: the codec's own seed is drawn from it."""
+        """Return the payload of `values`, (elements,), in host memory: uint8, (bytes,).
+
+        Equal values and seeds give equal bytes. Any number that differs from exchange to exchange will do as
+        a seed, for instance the step: the codec's own seed is drawn from it.
+        """
 
     def decode(self, payload: Tensor, like: Tensor) -> Tensor:
-        """The values in a payload, with the shape and dtype of `like`. What a codec rounds off is lost.
-        Raises RunError for bytes that are no such values."""
+        """Return the values in a payload, with the shape and dtype of `like`. What a codec rounds off is
+        lost.
+
+        Raises RunError for bytes that are no such values.
+        """
 
 
 @dataclass(frozen=True)
@@ -84,9 +92,9 @@ class Parts:
 
     Args:
         replica: the values of one model.
-        link: to the other contributors. Only for `Exchange.collect`.
-        coder: writes values for the way.
-        seed: the same on every worker, for random choices that all make alike.
+        link: to the other contributors; to be used only in `Exchange.collect`.
+        coder: encodes values.
+        seed: equal on every worker, for random choices that all make alike.
     """
 
     replica: Replica
@@ -103,42 +111,49 @@ class Exchange(Protocol):
     """
 
     def launch(self, contributors: Contributors) -> None:
-        """Make ready what is to be sent. Must not wait for others, nor change values."""
+        """Prepare what is to be sent. Must not wait for others, nor change values."""
 
     def collect(self) -> None:
-        """Swap payloads, and keep what came. Must not change values, for it may be done again."""
+        """Swap payloads, and keep those that came. Must not change values, as it may be called again."""
 
     def commit(self) -> None:
         """Give the replica its new values. Must not wait for others, and must not fail."""
 
 
 class Synchronizer(Protocol):
-    """A strategy between contributors. An entry point names a class of these, made without arguments for
+    """A strategy between contributors. An entry point names its class, which is made without arguments for
     each prepared model.
 
-    All members of a group make one contributor, so each makes the same calls and must choose the same.
+    All members of a group make one contributor, so each makes the same calls and must choose alike.
     """
 
     def open(self, parts: Parts) -> None:
         """Take the parts. Called once, before every other method but `restore`, which may come first."""
 
     def after_step(self, step: int) -> Iterable[Exchange]:
-        """The exchanges that are due after the `step`-th optimizer step, from 1; they are made in order.
+        """Return the exchanges that are due after the `step`-th optimizer step, from 1. They are made in
+        order.
 
-        The choice may depend on the step and the seed alone: all contributors must make the same number of
+        The choice may depend on the step and the seed only: all contributors must make the same number of
         exchanges after the same steps.
         """
 
     def change(self, before: Contributors, now: Contributors) -> None:
-        """Hear that contributors were lost or came, before the next `launch`. A contributor that came has
-        the values and the `capture` of a living one."""
+        """Take notice of contributors that were lost or came, before the next `launch`.
+
+        A contributor that came has the values and the `capture` of a living one.
+        """
 
     def capture(self) -> bytes:
-        """What a contributor that comes, or a run that goes on from a checkpoint, has to know; at most
-        1 MiB. Called between two steps."""
+        """Return the state that a new contributor, or a run that goes on from a checkpoint, needs: at most 1
+        MiB.
+
+        It is called between two steps.
+        """
 
     def restore(self, captured: bytes) -> None:
-        """Take what another contributor's `capture` gave. Raises ValueError for what is none."""
+        """Take over a state that another contributor's `capture` returned. Raises ValueError for other
+        bytes."""
 
     def close(self) -> None:
-        """The session is over."""
+        """Release everything at the end of the session."""

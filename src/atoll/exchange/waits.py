@@ -1,4 +1,4 @@
-"""The answers that a client waits for at its shards, and for whom they wait themselves, as the log says."""
+"""The answers that a client waits for at its shards, and the parties that the log says it waits for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from atoll.net.requests import MOST_REASON
 
 @dataclass
 class Wait:
-    """`missing()` gives the shards that have yet to answer. `asked`: when the log was, for whom it waits."""
+    """A wait for answers.
+
+    Attributes:
+        what: what is waited for, in words, or a function that returns it.
+        missing: returns the shards that have yet to answer.
+        since: when the wait began, on the monotonic clock.
+        asked: when the log was last asked whom it waits for.
+    """
 
     what: str | Callable[[], str]
     missing: Callable[[], Sequence[int]]
-    since: float  # monotonic
+    since: float
     asked: float
 
     @property
@@ -29,7 +36,7 @@ class Wait:
         return time.monotonic() - self.since
 
     def asks(self, every: float) -> bool:
-        """True if the log is to be asked again, which is noted."""
+        """True if the log is to be asked now; the time is then noted."""
         now = time.monotonic()
         if now - self.asked <= every:
             return False
@@ -38,13 +45,22 @@ class Wait:
 
 
 class Waits:
-    """`named(shard)` is a shard in words, with for how long it has been gone."""
+    """The waits of a client.
+
+    Args:
+        named: returns a shard in words, with how long it has been gone.
+
+    Attributes:
+        blocking: the wait that holds the client up.
+        expected: an answer that is expected, and holds nothing up.
+        behind: the parties that the log waits for, in words; None if it has not said so yet.
+    """
 
     def __init__(self, parties: Parties, named: Callable[[int], str]) -> None:
         self._parties, self._named = parties, named
         self.blocking: Wait | None = None
         self.expected: Wait | None = None
-        self.behind: list[str] | None = None  # for whom the log waits; None: it has not said so yet
+        self.behind: list[str] | None = None
 
     def new(self, what: str | Callable[[], str], missing: Callable[[], Sequence[int]]) -> Wait:
         self.behind = None
@@ -60,18 +76,18 @@ class Waits:
         self.expected = None
 
     def hear(self, lines: Sequence[str]) -> None:
-        """The log has said for whom it waits."""
+        """Note the parties that the log waits for, as it has said."""
         self.behind = [self._parties.reads(one_line(line, MOST_REASON)) for line in lines]
 
     def lines(self) -> list[str]:
-        """For whom this side waits, or whose answer it expects, and on what."""
+        """Return, in words, the shards that this side waits for, or expects an answer from, and on what."""
         wait = self.blocking or self.expected
         if wait is None:
             return []
         return [under_way(self._who(wait), self.behind or [], wait.named, wait.seconds)]
 
     def late(self, wait: Wait, seconds: float, timeout: float) -> str:
-        """The line of a deadline that has passed after so many seconds."""
+        """Return the line of a deadline that has passed after so many seconds."""
         return self._parties.late(self._who(wait), self.behind or [], wait.named, seconds, timeout)
 
     def _who(self, wait: Wait) -> list[str]:

@@ -132,7 +132,7 @@ class Rendezvous:
         self._ties = itertools.count()
         self._counted: dict[int, dict[int, int]] = {}  # incarnation -> call -> result, of the latest calls
 
-    # -- members of the ring ------------------------------------------------------------------------------
+    # -- members of the ring ---------------------------------------------------------------------------
 
     def handle_gather(self, now: float, peer: Peer, rank: int, gather: Gather) -> list[Answer]:
         """Take a present worker's request to form the ring. The ring is formed when all ranks have asked.
@@ -253,7 +253,7 @@ class Rendezvous:
             _size(key, value) for ring in self._rings.values() for key, value in ring.keys.items()
         )
 
-    # -- a ring's keys --------------------------------------------------------------------------------------
+    # -- a ring's keys ---------------------------------------------------------------------------------
 
     def handle_call(self, now: float, peer: Peer, call: StoreCall) -> list[Answer]:
         """Answer a member's operation on its ring's keys.
@@ -340,7 +340,7 @@ class Rendezvous:
         self.bytes_held += more_bytes
         return self._wake(ring, key)
 
-    # -- waits --------------------------------------------------------------------------------------------
+    # -- waits -----------------------------------------------------------------------------------------
 
     def _wait(self, now: float, peer: Peer, ring: _Ring, call: StoreCall) -> list[Answer]:
         missing = {key for key in call.keys if key not in ring.keys}
