@@ -1,1 +1,1 @@
-"""Samplers: which worker trains on which samples."""
+"""Samplers: they decide which worker trains on which samples."""

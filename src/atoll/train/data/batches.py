@@ -1,4 +1,4 @@
-"""The batches on which a session's models train: their samples, and their epochs."""
+"""The batches on which a session's models train: their numbers of samples, and their epochs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from atoll.train.gradients.samples import Seen
 class SampledBatches:
     """The batches of a session's first model, counted by the session's samplers if it has any.
 
-    Without a sampler of the session the epoch is what the script shows of its loop. The epoch is unknown
-    where each worker leases its own data.
+    Without a sampler of the session the epoch is the one that the script's loop shows
+    (`train/data/passes.py`). If each worker leases its own data the epoch is unknown.
     """
 
     def __init__(self, state: TrainingState, passes: Passes) -> None:
         self._state, self._passes = state, passes
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
-        self._trains_on: AnySampler | None = None  # the first whose batches a backward has reached
+        self._trains_on: AnySampler | None = None  # the first sampler on whose batches the model trained
 
     def given_by(self, sampler: AnySampler) -> None:
-        """Note that `sampler` is about to give an index: the samples that a forward counts next are its."""
+        """Note that `sampler` is about to give an index: the next forward's samples are from it."""
         self._sampling = sampler
         if sampler.resumed:
-            # A DataLoader draws a number when it starts; a run that was never stopped has drawn it long ago.
+            # A DataLoader draws a random number when it starts; an uninterrupted run drew it long ago.
             self._state.restore_random_once()
 
     def forward(self) -> None:

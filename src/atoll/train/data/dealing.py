@@ -1,10 +1,10 @@
-"""Deal the rest of an epoch to workers, and deal it anew when they change; pure.
+"""The deal of the rest of an epoch to workers, made anew when the workers change; pure.
 
 Workers in lockstep make **ticks**: one index each (ShardedSampler), or one batch each (BatchesSampler). In a
-tick each member without anything in hand takes its part of the next run of the **pool**. A member that was
-given ticks before the deal, and has not committed them, has those first. So all members make equally many
-ticks, and while nothing is in hand, a tick of all is a contiguous run of the pool, whatever their number, and
-however it is shared out.
+tick each member takes its part of the next run of the **pool**. There is one exception: a member that was
+given ticks before the deal, and has not committed them, has them *in hand* and makes these first. So all
+members make equally many ticks. While nothing is in hand, a tick of all members is a contiguous run of the
+pool, whatever their number, and however the run is shared out.
 """
 
 from __future__ import annotations
@@ -20,14 +20,21 @@ from atoll.core.errors import RunError
 from atoll.train.data.runs import Item, Run, cut, kept, merged, positions, singles, ticks_of
 from atoll.train.data.shares import Shares
 
-Tick: TypeAlias = list[Item]  # what one member trains on in one tick; empty: a fill
+Tick: TypeAlias = list[Item]  # the samples of one member in one tick; empty: a fill, a sample of weight 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """A member's place in a deal: its `rank` there; ticks `given` to its loader, `used` by its backwards,
-    `committed` by whole iterations, and by all of those but the last (`before_last`). `ended`: its loader
-    asks for nothing more in this epoch."""
+    """A member's place in a deal.
+
+    Attributes:
+        rank: the member's rank in the deal.
+        given: the ticks that its loader was given.
+        used: the ticks that its backwards have used.
+        committed: the ticks of whole iterations.
+        before_last: the ticks of whole iterations without the last one.
+        ended: True if its loader asks for nothing more in this epoch.
+    """
 
     rank: int
     given: int
@@ -38,13 +45,21 @@ class Place:
 
 
 class Deal:
-    """Deals the pool `runs` among `len(held)` members, each with the ticks that it has in hand.
+    """The deal of the pool `runs` among `len(held)` members, of which each has ticks in hand.
 
-    `batch` is how many samples a tick of all members takes; 0: one for each member. `ticks` is how many each
-    member makes: as many as the pool takes, rounded up (the end is filled up), or down with `drop_last`, but
-    at least as many as any member has in hand, and with `ended` no more than that. The rest of the pool is
-    then `over`. `shares` gives each member's number of samples of a tick's batch; else members take one each
-    in turn.
+    Args:
+        runs: the pool.
+        held: the ticks that each member has in hand.
+        batch: the samples of a tick of all members; 0: one for each member.
+        drop_last: True to leave out an incomplete last tick; else it is filled up.
+        ended: True if a loader has ended the epoch: there are no ticks beyond those in hand.
+        shares: returns each member's number of samples of a tick's batch; None: members take one sample each
+            in turn.
+
+    Attributes:
+        ticks: the number of ticks that each member makes: those in hand, and then as many as the pool takes.
+        size: the number of samples in the pool.
+        per_tick: the number of samples in a tick of all members.
     """
 
     def __init__(
@@ -63,7 +78,7 @@ class Deal:
         self.world = len(self.held)
         self.size = positions(self.runs)
         self._in_hand = max(map(len, self.held))
-        # Of each tick while some have ticks in hand: the pool's part (begin, length), and the ranks it is for
+        # For each tick that a member has in hand: the pool's part (begin, length), and the ranks that take it
         self._early: list[tuple[int, int, Sequence[int]]] = []
         self._taken = 0
         for tick in range(self._in_hand):
@@ -72,14 +87,17 @@ class Deal:
             need = (max(0, batch - there) if free else 0) if batch else len(free)
             self._early.append((self._taken, need, free))
             self._taken += need
-        self.per_tick = batch or self.world  # samples that a tick of all members takes
+        self.per_tick = batch or self.world
         left = max(0, self.size - self._taken)
         more = ticks_of(left, self.per_tick, drop_last=drop_last)
         self.ticks = self._in_hand + (0 if ended else more)
 
     def slots(self, rank: int, tick: int) -> range:
-        """Return the pool's slots that a member takes in a tick; slots from `size` on are beyond the pool,
-        and filled up. Raises RunError for shares that do not add up."""
+        """Return the pool's slots that a member takes in a tick. Slots from `size` on are beyond the pool,
+        and filled up.
+
+        Raises RunError for shares that do not add up.
+        """
         begin, need = self._taken, self.per_tick
         members: Sequence[int] = range(self.world)
         if tick < self._in_hand:
@@ -99,7 +117,7 @@ class Deal:
         return range(begin, begin + sizes[place])
 
     def all_slots(self, rank: int, ticks: int) -> Tensor:
-        """Return all slots of the pool that a member takes in its first `ticks`; int64, flat."""
+        """Return all slots of the pool that a member takes in its first `ticks`; int64, 1-D."""
         singly = min(ticks, self._in_hand if self._shares is None else self.ticks)
         early = [s for t in range(singly) for s in self.slots(rank, t)]
         late = max(0, min(ticks, self.ticks) - max(singly, self._in_hand))
@@ -109,14 +127,14 @@ class Deal:
         return slots[slots < self.size]
 
     def tick(self, rank: int, tick: int) -> Tick:
-        """Return what a member trains on in a tick; empty for a fill."""
+        """Return the samples of a member in a tick; empty for a fill."""
         held = self.held[rank]
         if tick < len(held):
             return held[tick]
         return [self.item(slot) for slot in self.slots(rank, tick) if slot < self.size]
 
     def item(self, slot: int) -> Item:
-        """Return the epoch and position that a slot of the pool stands for."""
+        """Return the epoch and the position of a slot of the pool."""
         for epoch, start, stop in self.runs:
             if slot < stop - start:
                 return epoch, start + slot
@@ -125,15 +143,16 @@ class Deal:
 
     @property
     def over(self) -> list[Run]:
-        """Runs that no tick takes where the epoch has `ended`: the next epoch begins with them."""
+        """The runs that no tick takes because the epoch has `ended`; the next epoch begins with them."""
         return cut(self.runs, self._taken)[1] if self.ended else []
 
     def left(self, places: Sequence[Place], given: bool = True, absent: Collection[int] = ()) -> list[Run]:
-        """Return what is still to be dealt when only the members at `places` live.
+        """Return the runs that are still to be dealt if only the members at `places` live.
 
-        Not to be dealt are ticks that the living were given (with `given` false, only those that they have
-        used), and ticks that the lost had used in whole iterations. Members are in lockstep, so the lost have
-        committed as much as the living; the ranks `absent` had no part in the last iteration.
+        Two kinds of ticks are not dealt again: those that the living were given (without `given`, only those
+        that they have used), and those that the lost had used in whole iterations. Members are in lockstep,
+        so the lost have committed as much as the living. But the ranks `absent` had no part in the last
+        iteration.
         """
         keep = torch.ones(self.size, dtype=torch.bool)
         back: list[Item] = []
@@ -151,6 +170,5 @@ class Deal:
         return merged([*kept(self.runs, keep), *singles(back)])
 
     def in_hand(self, place: Place) -> list[Tick]:
-        """Return the ticks that a member was given and has not committed. The member trains on them in any
-        case."""
+        """Return the ticks that a member was given and has not committed. It trains on them in any case."""
         return [self.tick(place.rank, tick) for tick in range(place.committed, place.given)]

@@ -1,6 +1,5 @@
-"""A loop over an epoch's data that ends with the others' loops, also for a worker that returns inside the
-epoch.
-"""
+"""A loop over an epoch's data that ends with the others' loops, also on a worker that returns inside the
+epoch."""
 
 from __future__ import annotations
 
@@ -17,9 +16,11 @@ from atoll.train.data.leased_sampler import LeasedSampler
 def epoch_of(
     loader: DataLoader[Any], samplers: Sequence[AnySampler], catch_up: Callable[[], None]
 ) -> Iterator[Any]:
-    """Return the batches of a loader that has one of these `samplers`, in as many loops as the epoch takes.
-    After each loop `catch_up()` brings this worker to where the others are. Raises UserError for another
-    loader."""
+    """Return the batches of an epoch of `loader`, in as many loops over it as the epoch takes.
+
+    After each loop `catch_up()` brings this worker to the place of the others. Raises UserError for a loader
+    without one of these `samplers`.
+    """
     batches: Any = loader.batch_sampler if isinstance(loader, DataLoader) else None
     dealing = (batches, getattr(batches, "sampler", None))  # as batch_sampler=, or as sampler=
     sampler = next((each for each in samplers if any(each is other for other in dealing)), None)

@@ -1,4 +1,4 @@
-"""Counts of what a loader was given, and of what backwards have reached."""
+"""Counts of the batches that a loader was given, and of those that backwards have reached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Given(Protocol):
 
     @property
     def consumed(self) -> int:
-        """Number of samples that backwards have reached."""
+        """The number of samples that backwards have reached."""
 
     def begin(self, sizes: Sequence[int] = (), used: int = 0) -> None:
         """Start anew, with entries of these `sizes` given before, of which the first `used` are used."""
@@ -20,7 +20,7 @@ class Given(Protocol):
         """Return the sizes of the entries from index `start` on."""
 
     def used(self, given: int) -> int:
-        """Return how many of the first `given` entries have been used whole."""
+        """Return how many of the first `given` entries have been used completely."""
 
     def count(self, samples: float, given: int) -> float:
         """Record that a backward has reached `samples` samples; return how many count in the mean."""
@@ -30,13 +30,16 @@ class Given(Protocol):
 
 
 class GivenBatches:
-    """Batches of known sizes, in the order in which they were given. A fill, of size 0, is one sample that
-    weighs nothing. `consumed` is the number of their samples that backwards have reached."""
+    """Batches of known sizes, in the order in which they were given. A fill, of size 0, is one sample of
+    weight 0.
+
+    `consumed` is the number of their samples that backwards have reached.
+    """
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        self._used = 0  # batches that have been used whole
-        self._rest = 0  # samples that backwards have reached beyond those
+        self._used = 0  # batches that have been used completely
+        self._rest = 0  # samples that backwards have reached beyond these batches
         self.consumed = 0
 
     def begin(self, sizes: Sequence[int] = (), used: int = 0) -> None:
@@ -48,7 +51,8 @@ class GivenBatches:
         return len(self._sizes)
 
     def give(self, size: int, at: int) -> None:
-        """Record that batch `at` has this size; batches recorded from `at` on were not given after all."""
+        """Record that batch `at` has this size. Batches recorded from `at` on are forgotten: they were not
+        given after all."""
         while self._used > at:
             self._used -= 1
             self._rest += max(1, self._sizes[self._used])
@@ -57,7 +61,7 @@ class GivenBatches:
         self._use()
 
     def used(self, given: int) -> int:
-        """Return how many of the first `given` batches have been used whole."""
+        """Return how many of the first `given` batches have been used completely."""
         return min(self._used, given)
 
     def next_sizes(self, given: int) -> set[float]:
@@ -66,7 +70,7 @@ class GivenBatches:
         return {float(max(1, self._sizes[used]))} if used < given else set()
 
     def count(self, samples: float, given: int) -> float:
-        """Record that a backward has reached `samples` samples; return how many count in the mean: none of a
+        """Record that a backward has reached `samples` samples; return how many count in the mean: 0 for a
         fill."""
         used = self.used(given)
         is_fill = used < given and self._sizes[used] == 0
@@ -95,11 +99,10 @@ class GivenBatches:
 
 
 class GivenIndices:
-    """Single indices, of which a loader makes batches. `consumed` is the number of them that backwards have
-    reached.
+    """Single indices, of which a loader makes batches. `consumed` is the number that backwards have reached.
 
-    The size of a batch is the number of indices that the loader asks for between two trained batches. A
-    loader with workers of its own fetches ahead, and asks for one batch each time.
+    The size of a batch is taken to be the number of indices for which the loader asks between two trained
+    batches. A loader with workers of its own fetches ahead, but asks for one batch each time.
     """
 
     def __init__(self) -> None:

@@ -16,13 +16,13 @@ from atoll.train.data.order import Order
 from atoll.train.data.runs import Run, cut, joined, merged, positions, without
 from atoll.wire.messages import Leased, Used
 
-FIRST_LEASE = 32  # samples, until a batch has been seen
-BATCHES = 2  # in a lease: one in use and one ahead; more makes the others wait longer at the end of an epoch
-_MOST_PENDING = 1000  # epochs of which something may come back, in what a newcomer is given
+FIRST_LEASE = 32  # samples in a lease until a batch has been seen
+BATCHES = 2  # in a lease: one in use, one ahead; with more, others wait longer at the end of an epoch
+_MOST_PENDING = 1000  # the most pending epochs in the state that a newcomer is given
 EPOCHS_KEPT = 4  # epochs behind the current one whose used positions a checkpoint can still name
 GENERATION = 2**20  # added to the sampler's number at each load: the hub then begins the epochs anew
 
-# Fills, of weight 0, stand in runs of an epoch below 0 (`_filling`).
+# Fills, of weight 0, are runs whose epoch is below 0 (`_filling`).
 Where: TypeAlias = tuple[int, list[int]]  # the epoch of the next samples; earlier epochs that may not be over
 Ranges: TypeAlias = dict[int, list[tuple[int, int]]]  # positions of epochs' whole orders
 
@@ -51,10 +51,14 @@ class LeasedSampler(Sampler[int]):
 
     When nothing is left to lease but others hold unused positions, a worker waits up to `wait` seconds, since
     a holder may die. It does not wait for workers that wait too. Then its iteration ends, and positions of
-    that epoch that come back are dealt first in the next one. In `ssp`, and at a site, let `wait` be 0:
-    others may be held up until this worker goes on.
+    that epoch that come back are dealt first in the next one. In `ssp`, and at a site, `wait` must be 0:
+    others may wait for this worker to go on.
 
     An interrupted iteration goes on after the consumed samples; `set_epoch` abandons it.
+
+    Attributes:
+        shuffle: True if the order is drawn anew each epoch.
+        given: the number of indices given since the iteration started.
     """
 
     def __init__(
@@ -71,49 +75,56 @@ class LeasedSampler(Sampler[int]):
         on_index: Callable[[LeasedSampler], None] | None = None,
         mixes: Callable[[str], None] = lambda _line: None,
     ) -> None:
-        """`number` is the sampler's among the session's; `workers` is their expected number, for `len`.
+        """Lease the samples of a dataset. Raises UserError for a dataset without a length.
 
-        `lease_size` is in samples; 0: two batches of the size seen so far. `wait` is in seconds, and must
-        exceed the hub's patience, or a death is noticed too late. `on_index` is called with the sampler
-        before each index. `mixes(line)` gets a warning when samples of an earlier epoch come in the loop of a
-        later one. Raises UserError for a dataset without a length.
+        Args:
+            dataset: the dataset, or its length.
+            lease: leases positions from the hub.
+            number: the sampler's number among the session's.
+            workers: the expected number of workers, for `len`.
+            seed: the seed of the order.
+            shuffle: True to draw the order anew each epoch.
+            lease_size: samples in a lease; 0: two batches of the largest size seen so far.
+            wait: seconds; must exceed the hub's patience, or a death is noticed too late.
+            on_index: called with the sampler before each index.
+            mixes: called with a warning when samples of an earlier epoch come in the loop of a later one.
         """
         self._samples = Samples(Order(dataset, seed, shuffle))
         self._leasing = Leasing(self._samples, lease, number, lease_size)
         self._workers = max(1, workers)
         self._wait, self._on_index, self._mixes = wait, on_index, mixes
         self.shuffle = shuffle
-        self.given = 0  # indices given since the iteration started
+        self.given = 0
         self._taken = GivenIndices()
-        self._reported = 0  # of those consumed: named by `used`
+        self._reported = 0  # the number of consumed samples that `used` has returned
         self._batch = 0  # the most samples that were consumed at once
         self._epoch = 0
-        self._begun = self._whole = False  # the iteration of this epoch was begun; has reached its end
+        self._begun = self._whole = False  # this epoch's iteration has begun; has ended
         self._hand = InHand()
-        self._pending: list[int] = []  # epochs of which something may come back
-        self._target = 0  # the epoch at which its group is: those before it end at once
+        self._pending: list[int] = []  # earlier epochs of which positions may come back
+        self._target = 0  # the epoch of the worker's group; earlier epochs end at once
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being iterated over; between two, the one that has ended."""
+        """The epoch under way; between two epochs, the one that has ended."""
         return self._epoch
 
     @property
     def resumed(self) -> bool:
-        """True if samples of the epoch were used before the checkpoint that was loaded."""
+        """True if samples of the epoch were used before the loaded checkpoint was saved."""
         return self._samples.done(self._epoch) > 0
 
     @property
     def consumed(self) -> int:
-        """Samples that this worker has trained on since the iteration started."""
+        """The number of samples that this worker has trained on since the iteration started."""
         return self._taken.consumed
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration one of `epoch`. An epoch that the workers have used up gives nothing."""
+        """Let the next iteration be one of `epoch`. An epoch that the workers have used up gives nothing."""
         if epoch != self._epoch or self._whole:
             self._turn_back()
             if not self._whole:
-                # The script abandons the epoch: its leases are not for the next one.
+                # The script abandons the epoch, so its leases are of no use.
                 self.leave_leased()
             self._begin(int(epoch))
 
@@ -124,15 +135,15 @@ class LeasedSampler(Sampler[int]):
         return self._give()
 
     def __len__(self) -> int:
-        """Return an even share, rounded up, of the epoch in progress, else of the next. An estimate: a faster
-        worker gets more."""
+        """Return an even share, rounded up, of the epoch in progress, else of the next. A faster worker gets
+        more."""
         left = self._samples.order.length - self._samples.done(self._epoch + self._whole)
         return -(-left // self._workers)
 
     def used(self) -> list[Used]:
-        """Return the positions trained on since the last call. Call once for each commit.
+        """Return the positions trained on since the last call. Call this once for each commit.
 
-        The consumed samples are those given first.
+        Samples are consumed in the order in which they were given.
         """
         runs = joined([*self._hand.take_seen(), *self._take_consumed()])
         for run in runs:
@@ -145,7 +156,7 @@ class LeasedSampler(Sampler[int]):
 
     def count(self, samples: float) -> float:
         """Record that a backward has reached `samples` samples; return how many count in the mean. Fills do
-        not."""
+        not count."""
         filled = self._hand.filled_among(self.consumed - self._reported, int(samples))
         self._batch = max(self._batch, int(samples))
         self._taken.count(samples, self.given)
@@ -156,24 +167,24 @@ class LeasedSampler(Sampler[int]):
         return self._taken.next_sizes(self.given)
 
     def held(self) -> list[Used]:
-        """Return the positions that this worker was given and `used` has not returned."""
+        """Return the positions that this worker was given and that `used` has not returned."""
         return self._named(joined([*self._hand.seen, *(run for run in self._hand.runs if run[0] >= 0)]))
 
     def leave_leased(self) -> None:
-        """Drop leased positions that were not given: other workers get them."""
+        """Drop leased positions that were not given. Other workers get them."""
         self._leasing.queue.clear()
 
     def where(self) -> Where:
-        """Return this worker's place in its data, for `go_to` on all members of its group."""
+        """Return this worker's place in its data, which goes to `go_to` on all members of its group."""
         begun = [] if self._whole else [self._epoch]
         return self._epoch + self._whole, [*self._pending, *begun]
 
     def go_to(self, members: Sequence[Where]) -> None:
         """Go to the epoch of the furthest of a new group's `members`, since all must make equal requests.
 
-        A member in an earlier epoch ends that epoch at once. The rest of such epochs, and positions of
-        earlier ones that come back (a dead member's, when its old group is fenced), are given with the next
-        epoch.
+        A member in an earlier epoch ends that epoch at once. The rest of such an epoch is given with the next
+        epoch. So are positions of earlier epochs that come back, such as a dead member's when its old group
+        is fenced.
         """
         self._target = max(epoch for epoch, _ in members)
         earlier = {epoch for _, epochs in members for epoch in epochs}
@@ -191,12 +202,13 @@ class LeasedSampler(Sampler[int]):
         return {"epoch": min([self._epoch + whole, *self._pending]), "used": self._samples.used()}
 
     def state_dict(self, consumed: int | Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """Return the used samples, independent of the number of workers.
+        """Return the used samples, independent of the number of workers. Samples used by a worker that has
+        died since are missing.
 
-        `consumed` has every worker's `place` (default: this worker's alone). Samples used by a worker that
-        has died since are missing. `consumed` may be a count, as ShardedSampler takes it: samples of this
-        epoch that all workers consumed. The state is then approximate: the first so many positions count as
-        used.
+        Args:
+            consumed: every worker's `place`; None: this worker's alone. It may be a number, as for
+                ShardedSampler: the samples of this epoch that all workers have consumed. Then the state is
+                approximate: that many of the first positions count as used.
         """
         places: Sequence[Mapping[str, Any]]
         if isinstance(consumed, int):
@@ -212,7 +224,7 @@ class LeasedSampler(Sampler[int]):
         return {**self._samples.order.facts(first, offset), "used": [list(run) for run in used]}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where `state` is of another dataset or another order than this sampler's."""
+        """Raise CheckpointError if `state` is of another dataset or another order than this sampler's."""
         self._samples.order.check(state)
         runs = state.get("used", [])
         self._samples.order.check_runs(runs)
@@ -222,12 +234,12 @@ class LeasedSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`: samples used there are not given again.
 
-        The seed is the saved one. A ShardedSampler's state is accepted too. Every worker must load the same
+        The seed is the saved one. A ShardedSampler's state is accepted too. Every worker must load an equal
         state. Raises CheckpointError as `check_state` does.
         """
         self.check_state(state)
         self._epoch = state["epoch"]
-        left = [_run(run) for run in state.get("left", [])]  # a ShardedSampler's: not used, before the offset
+        left = [_run(run) for run in state.get("left", [])]  # a ShardedSampler's, unused before the offset
         before = {epoch: self._samples.order.length for epoch, _, _ in left} | {self._epoch: state["offset"]}
         offset = without([(epoch, 0, stop) for epoch, stop in before.items()], left)
         self._samples.load(state, merged(map(_run, [*offset, *state.get("used", [])])))
@@ -242,8 +254,10 @@ class LeasedSampler(Sampler[int]):
             self._epoch += 1
 
     def deal_state(self) -> dict[str, Any]:
-        """Return the state with which a newcomer leases of the same order. Samples used since the load are
-        left out. `pending` has earlier epochs of which something may come back: the newcomer asks for it too.
+        """Return the state with which a newcomer leases in this order. Samples used since the load are left
+        out.
+
+        `pending` has earlier epochs of which positions may come back: the newcomer asks for them too.
         """
         order, used = self._samples.order, self._samples.used(since_load=False)
         return {
@@ -254,7 +268,7 @@ class LeasedSampler(Sampler[int]):
         }
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where `state` does not come from `deal_state`, or is of other data."""
+        """Raise CheckpointError if `state` does not come from `deal_state`, or is of other data."""
         self.check_state({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
         if type(state["loads"]) is not int or state["loads"] < 0:
             raise CheckpointError(f"the sampler was loaded {state['loads']!r} times, which cannot be")
@@ -264,7 +278,7 @@ class LeasedSampler(Sampler[int]):
             raise CheckpointError(f"the sampler's pending epochs are {pending!r:.100}, which cannot be")
 
     def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
-        """Lease of the same order as the worker that gave `state`."""
+        """Lease in the order of the worker that gave `state`."""
         self.load_state_dict({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
         self._epoch, self._leasing.loads = state["epoch"], state["loads"]
         self._pending = sorted({*self._pending, *state["pending"]} - {self._epoch})
@@ -293,8 +307,10 @@ class LeasedSampler(Sampler[int]):
             yield 0 if epoch < 0 else int(self._samples.left(epoch)[0][place])
 
     def _lease_more(self) -> bool:
-        """Queue newly leased positions; return False at the end of this worker's iteration. All members of a
-        group make equal requests and get equal answers."""
+        """Queue newly leased positions; return False at the end of this worker's iteration.
+
+        All members of a group make equal requests and get equal answers.
+        """
         if self._epoch < self._target:
             return False
         leasing = self._leasing
@@ -306,12 +322,12 @@ class LeasedSampler(Sampler[int]):
                 if leased.over and not self._hand.holds(epoch):
                     self._pending.remove(epoch)
         leased = self._ask(self._epoch)
-        # Two workers may wait for each other's positions: the hub then tells both that the epoch is over.
+        # Two workers may wait for each other's positions: then the hub answers both that the epoch is over.
         if self._wait > 0 and not leased.over and leased.start >= leased.stop and not leased.length:
             leased = self._ask(self._epoch, self._wait)
         if leasing.take(leased):
             return True
-        # With positions in hand the epoch stays pending: others may hold some too, and theirs may come back.
+        # With positions in hand the epoch stays pending: others may hold positions too, which may come back.
         kept = [] if leased.over and not self._hand.holds(self._epoch) else [self._epoch]
         self._pending = [*(epoch for epoch in self._pending if epoch != self._epoch), *kept]
         return False
@@ -329,9 +345,9 @@ class LeasedSampler(Sampler[int]):
     def _turn_back(self) -> None:
         """Queue again the positions that were given and not consumed.
 
-        After a whole iteration only less than a batch is queued again (of a loader with `drop_last`). A
-        larger rest counts as used: the script left it out, or counts samples otherwise, and the rest would
-        come back without end.
+        After a whole iteration only a rest of less than a batch is queued again (of a loader with
+        `drop_last`). A larger rest counts as used: the script left it out, or counts samples in another way.
+        Otherwise that rest would come back without end.
         """
         hand = self._hand
         hand.seen += self._take_consumed()
@@ -345,15 +361,19 @@ class LeasedSampler(Sampler[int]):
         self._taken.begin()
 
     def _take_consumed(self) -> list[Run]:
-        """Remove from the hand the samples consumed since the last call; return them without fills."""
+        """Remove from the hand the samples consumed since the last call; return their runs without fills."""
         count = self._taken.used(self.given) - self._reported
         self._reported += count
         return self._hand.take(count)
 
 
 class InHand:
-    """Positions given to a worker and not returned by `used`: `runs` of this iteration, in order, and `seen`
-    of earlier ones."""
+    """Positions given to a worker and not returned by `used`.
+
+    Attributes:
+        runs: those of this iteration, in order.
+        seen: those of earlier iterations.
+    """
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
@@ -370,12 +390,12 @@ class InHand:
         return any(run[0] in (epoch, _filling(epoch)) for run in (*self.runs, *self.seen))
 
     def filled_among(self, first: int, count: int) -> int:
-        """Return the number of fills among `count` samples from index `first` of `runs` on."""
+        """Return the number of fills among `count` samples of `runs`, from the sample of index `first` on."""
         among = cut(cut(self.runs, first)[1], count)[0]
         return positions(run for run in among if run[0] < 0)
 
     def take(self, count: int) -> list[Run]:
-        """Remove the first `count` samples; return them without fills."""
+        """Remove the first `count` samples; return their runs without fills."""
         taken, self.runs = cut(self.runs, count)
         return [run for run in taken if run[0] >= 0]
 
@@ -386,13 +406,13 @@ class InHand:
 
 
 class Samples:
-    """Samples of each epoch that were used: before the checkpoint that was loaded, and by this worker
+    """The samples of each epoch that were used: before the loaded checkpoint was saved, and by this worker
     since."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self._done: Ranges = {}  # before the load, by epoch
-        self._used: Ranges = {}  # on this worker since, by epoch
+        self._done: Ranges = {}  # used before the load, by epoch
+        self._used: Ranges = {}  # used by this worker since, by epoch
         self._left: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def done(self, epoch: int) -> int:
@@ -425,8 +445,11 @@ class Samples:
         self._left = {epoch: left for epoch, left in self._left.items() if epoch in epochs}
 
     def left(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the epoch's indices that the hub leases, and their positions in the epoch's whole order
-        (None: all, in order); int64, shape (left,). Samples used before a load are left out."""
+        """Return the epoch's indices that the hub leases, and their positions in the epoch's whole order.
+
+        Both are int64, (left,); the positions are None if they are all, in order. Samples used before a load
+        are left out.
+        """
         if epoch not in self._left:
             indices, places = self.order.draw(epoch), None
             if self._done.get(epoch):
@@ -450,8 +473,12 @@ class Samples:
 
 
 class Leasing:
-    """Requests runs from the hub. `queue` has leased runs that were not given yet; `loads` counts loads of
-    the sampler."""
+    """The requests of a sampler to the hub.
+
+    Attributes:
+        queue: leased runs that were not given yet.
+        loads: the number of times that the sampler was loaded.
+    """
 
     def __init__(self, samples: Samples, lease: Lessor, number: int, size: int) -> None:
         self._samples, self._lease, self._number, self._size = samples, lease, number, size
@@ -460,7 +487,7 @@ class Leasing:
 
     @property
     def key(self) -> int:
-        """Number under which the hub keeps the sampler's books."""
+        """The number under which the hub keeps the sampler's books."""
         return self._number + GENERATION * self.loads
 
     def load(self) -> None:
@@ -477,7 +504,9 @@ class Leasing:
 
     def ask(self, epoch: int, given: int, batch: int, wait: float) -> Leased:
         """Lease samples of an epoch, for a worker that was given `given` samples in batches of `batch`.
-        Raises RunError for a lease beyond the epoch's end."""
+
+        Raises RunError for a lease beyond the epoch's end.
+        """
         length = len(self._samples.left(epoch)[0])
         if not length:
             return Leased(sampler=self.key, epoch=epoch, start=0, stop=0, over=True)
@@ -487,11 +516,11 @@ class Leasing:
         return leased
 
     def take(self, leased: Leased) -> bool:
-        """Queue a lease with its fills; return whether anything is queued."""
+        """Queue a lease with its fills; return True if anything is queued."""
         missing = leased.length - (leased.stop - leased.start)
         if leased.start < leased.stop:
             self.queue.append((leased.epoch, leased.start, leased.stop))
-        if missing > 0:  # other members of the group got more
+        if missing > 0:  # other members of the group got more samples
             self.queue.append((_filling(leased.epoch), 0, missing))
         return bool(self.queue)
 
@@ -511,7 +540,7 @@ class LeasedBatches(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the sampler."""
+        """The sampler's epoch."""
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -524,7 +553,7 @@ class LeasedBatches(Sampler[list[int]]):
             yield batch
 
     def __len__(self) -> int:
-        """Return an estimate, from the sampler's."""
+        """Return an estimate of the number of batches, from the sampler's."""
         return -(-len(self.sampler) // self._size())
 
 

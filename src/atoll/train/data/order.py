@@ -13,25 +13,25 @@ from atoll.train.data.runs import Run
 
 
 class Order:
-    """The order of a dataset's `length` samples: a permutation drawn from `seed` for each epoch, or without
-    `shuffle` the dataset's own order.
+    """The order of a dataset's `length` samples in each epoch.
 
-    A run is an epoch, and positions in that epoch's order from the second to the third number (exclusive).
+    It is a permutation drawn from `seed` plus the epoch's number, or without `shuffle` the dataset's own
+    order. A run (`train/data/runs.py`) is an epoch and a range of positions in that epoch's order.
     """
 
     def __init__(self, dataset: Sized | int, seed: int, shuffle: bool) -> None:
-        """`dataset` may be its length. Raises UserError for a dataset without a length."""
+        """Order a dataset; `dataset` may be its length. Raises UserError for a dataset without a length."""
         self.length, self.seed, self.shuffle = _length_of(dataset), int(seed), shuffle
         self._drawn: dict[int, Tensor] = {}
 
     def of(self, epoch: int) -> Tensor:
-        """Return the epoch's permutation of all indices, int64, shape (length,), and keep it."""
+        """Return the epoch's permutation of all indices, int64, (length,), and keep it."""
         if epoch not in self._drawn:
             self._drawn[epoch] = self.draw(epoch)
         return self._drawn[epoch]
 
     def draw(self, epoch: int) -> Tensor:
-        """Draw the epoch's permutation, int64, shape (length,), without keeping it."""
+        """Return the epoch's permutation, int64, (length,), without keeping it."""
         if not self.shuffle:
             return torch.arange(self.length)
         generator = torch.Generator()
@@ -47,7 +47,7 @@ class Order:
         self._drawn = {epoch: order for epoch, order in self._drawn.items() if epoch in epochs}
 
     def whole(self, epoch: int) -> list[Run]:
-        """Return all of an epoch as runs."""
+        """Return the runs of a whole epoch."""
         return [(epoch, 0, self.length)] if self.length else []
 
     # -- saved places -------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class Order:
         return {"seed": self.seed, "epoch": epoch, "offset": offset, "length": length, "shuffle": shuffle}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where `state` is of another dataset or another order."""
+        """Raise CheckpointError if `state` is of another dataset or another order."""
         epoch, offset, length = (_whole_number(state, key) for key in ("epoch", "offset", "length"))
         _whole_number(state, "seed")
         if length != self.length:
@@ -86,7 +86,7 @@ class Order:
         self.check_runs(state.get("left", []))
 
     def check_runs(self, runs: Any) -> None:
-        """Raise CheckpointError unless these are runs of this order."""
+        """Raise CheckpointError unless `runs` are runs of this order."""
         right = isinstance(runs, (list, tuple)) and all(
             isinstance(run, (list, tuple))
             and len(run) == 3
@@ -99,7 +99,8 @@ class Order:
             raise CheckpointError("the checkpoint's sampler names samples that are none")
 
     def has(self, item: Any) -> bool:
-        """True if `item`, which was read and may be anything, is an epoch and a position in it."""
+        """True if `item`, which was read from outside and may be anything, is an epoch and a position in
+        it."""
         return (
             isinstance(item, (list, tuple))
             and len(item) == 2

@@ -1,9 +1,10 @@
-"""Find the epoch of the batch on which a script trains, where no sampler of the session deals the data.
+"""The epoch of the batch on which a script trains, if no sampler of the session deals the data.
 
-The script's own variable `epoch` counts, where a function or module on the stack of the training step has
-one. Else the passes over the DataLoader count whose batch the model was given last. A pass is one loop over a
-DataLoader. It counts from the first batch on which the model trains, so that evaluations and a look at one
-batch do not count. Neither does a loop that was left after one batch, as `next(iter(loader))` does.
+The epoch is the value of the script's own variable `epoch`, if a function or module on the stack of the
+training step has one. Otherwise it is the number of the pass over the DataLoader that gave the model its last
+batch. A pass is one loop over a DataLoader. It counts from the first batch on which the model trains, so
+evaluations and a look at one batch do not count. A loop that was left after one batch, as
+`next(iter(loader))` does, does not count either.
 """
 
 from __future__ import annotations
@@ -23,23 +24,30 @@ _VARIABLES = ("epoch", "epoch_idx", "epoch_index")
 
 @dataclass
 class _Pass:
-    """One loop over a DataLoader that began at `line` of the script; `number` is 0 until the model trains."""
+    """One loop over a DataLoader.
+
+    Attributes:
+        line: the script's line at which it began.
+        given: the number of batches that it gave.
+        is_over: True if the loop has ended.
+        number: the number of the pass; 0 until the model trains on one of its batches.
+    """
 
     line: str
-    given: int = 0  # batches
+    given: int = 0
     is_over: bool = False
     number: int = 0
 
 
 class Passes:
-    """This worker's passes over its data. It watches all DataLoaders of the process until `close`."""
+    """This worker's passes over its data. All DataLoaders of the process are watched until `close`."""
 
     def __init__(self) -> None:
         self._passes: WeakKeyDictionary[object, _Pass] = WeakKeyDictionary()  # by the loader's iterator
         self._last: dict[str, _Pass] = {}  # the last pass on which the model trained, by line
         self._given = threading.local()  # `by`: the pass that gave this thread's latest batch
         self._trains_on: _Pass | None = None
-        self._any = False  # whether any DataLoader has given a batch
+        self._any = False  # True once any DataLoader has given a batch
         self._unwatch = watch_loaders(self)
 
     def close(self) -> None:

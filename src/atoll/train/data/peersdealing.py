@@ -1,11 +1,11 @@
-"""Deal batches to nodes in proportion to their speeds, without a coordinator: each node works out the same;
-pure.
+"""The deal of batches to nodes in proportion to their speeds, without a coordinator; pure.
 
-All nodes make the same **ticks**: in tick q they take the next `batch` samples of the **pool** together, each
-a part. The parts of a **block** of ticks follow from facts alone that every node has by then: the nodes and
-speeds in the applied contributions of iterations up to a fixed distance before. So no two nodes ever deal
-differently, however far each has come, or its loader fetches ahead. Samples dealt to a node whose
-contribution of that iteration was not applied are dealt again. Source: docs/peers.md, "Data".
+Each node computes the deal for itself, with equal results. All nodes make the same **ticks**: in tick q they
+take the next `batch` samples of the **pool** together, each a part. The parts of a **block** of ticks follow
+only from facts that every node has by then: the nodes and speeds in the applied contributions of iterations
+up to a fixed distance before. So no two nodes deal differently, however far each has come, and however far
+its loader fetches ahead. Samples dealt to a node whose contribution of that iteration was not applied are
+dealt again. Source: docs/peers.md, "Data".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atoll.core.errors import UserError
 from atoll.train.data.runs import Item, Run, cut, items_of, merged, positions, singles, ticks_of
 from atoll.train.data.shares import split
 
-BLOCK = 16  # ticks that are dealt by the same weights
+BLOCK = 16  # ticks that are dealt by one set of weights
 AHEAD = 31  # ticks that a loader may fetch ahead by default
 _WINDOW = 64  # iterations over which a node's speed is the median
 _NEWEST = 16  # newest iterations, whose median counts alone if it differs by more than a factor of _CHANGED
@@ -35,20 +35,38 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 class Dealt(msgspec.Struct, frozen=True):
-    """A tick: the samples that all nodes take together, and how many each takes, in order of node."""
+    """A tick.
+
+    Attributes:
+        tick: its number.
+        runs: the samples that all nodes take together.
+        parts: the number of samples that each node takes, in order of nodes.
+    """
 
     tick: int
     runs: list[Run]
     parts: dict[int, int]
 
     def part_of(self, node: int) -> list[Item]:
-        """Return the samples that a node takes; empty: a fill."""
+        """Return the samples that a node takes; empty: a fill, a sample of weight 0."""
         begin = sum(size for other, size in self.parts.items() if other < node)
         return items_of(self.runs)[begin : begin + self.parts.get(node, 0)]
 
 
 class DealState(msgspec.Struct):
-    """A deal between two iterations, with which a late node deals as the others do."""
+    """A deal between two iterations, with which a late node deals as the others do.
+
+    Attributes:
+        pool: the samples that are not dealt yet.
+        next: the next tick to deal.
+        used: the number of ticks that whole backwards have used.
+        made: for each iteration, the number of ticks used after it.
+        facts: the applied iterations.
+        dealt: the ticks that were dealt.
+        blocks: the nodes' weights in each block.
+        judged: the last iteration whose missed samples are back in the pool.
+        nodes: the nodes with which the deal began.
+    """
 
     pool: list[Run]
     next: int
@@ -62,10 +80,11 @@ class DealState(msgspec.Struct):
 
 
 class PeerDeal:
-    """Deals the pool `runs` among `nodes`, tick by tick. Ticks go on over epochs: `again` gives the next
-    pool.
+    """The deal of the pool `runs` among `nodes`, tick by tick. Ticks go on over epochs: `again` gives the
+    next pool.
 
-    `ahead` is the most ticks beyond the next one that are asked for; equal on all nodes.
+    `ahead` is the most ticks beyond the next one for which a loader asks; equal on all nodes. `stale_max` is
+    the most iterations that a node may be ahead.
     """
 
     def __init__(
@@ -83,15 +102,20 @@ class PeerDeal:
         self.begin(runs)
 
     def begin(self, runs: Iterable[Run]) -> None:
-        """Deal `runs` as at the beginning. Reported iterations are forgotten: after a load of an earlier
-        checkpoint, other iterations have their numbers."""
+        """Deal `runs` as at the beginning, and forget reported iterations.
+
+        After a load of an earlier checkpoint, their numbers belong to other iterations.
+        """
         self._state = DealState(list(runs), 0, 0, [], [], [], {}, -1, self._nodes)
 
     # Reports
 
     def applied(self, iteration: int, paces: Mapping[int, float]) -> None:
         """Report that the contributions of the nodes in `paces`, and no others, are in the global parameters.
-        Called in order of iterations, once each."""
+
+        `paces` has each node's seconds per sample (0: not known). This is called once for each iteration, in
+        order.
+        """
         facts = self._state.facts
         if not facts or facts[-1].iteration < iteration:
             facts.append(Fact(iteration, dict(paces)))
@@ -99,7 +123,7 @@ class PeerDeal:
     def made(self, iteration: int, ticks: int) -> None:
         """Report that this node's backward of `iteration` is whole, after `ticks` ticks in all."""
         state = self._state
-        if state.made and state.made[-1][0] == iteration:  # one more backward of the iteration
+        if state.made and state.made[-1][0] == iteration:  # another backward of the iteration
             state.made.pop()
         state.made.append((iteration, ticks))
         state.used = max(state.used, ticks)
@@ -108,8 +132,8 @@ class PeerDeal:
     # Queries
 
     def tick(self, number: int) -> Dealt | None:
-        """Return what all nodes take in a tick; None: nothing is left. Raises UserError for a tick that is
-        too far ahead."""
+        """Return the tick of this number; None if nothing is left. Raises UserError for a tick that is too
+        far ahead."""
         state = self._state
         if number > state.used + self._ahead:
             raise UserError(
@@ -124,30 +148,34 @@ class PeerDeal:
 
     @property
     def ticks_left(self) -> int:
-        """Number of ticks that the pool still gives, as it is."""
+        """The number of ticks that the present pool still gives."""
         return ticks_of(positions(self._state.pool), self.batch, drop_last=self._drop_last)
 
     def left(self) -> list[Run]:
-        """Return the samples on which no contribution has trained once all iterations are applied: the pool,
-        samples dealt and not used, and samples dealt to absent nodes."""
+        """Return the samples on which no contribution has trained once all iterations are applied.
+
+        These are the pool, samples dealt and not used, and samples dealt to absent nodes.
+        """
         state = self._state
         missed = self._missed(state.facts[-1].iteration) if state.facts else []
         unused = [run for each in state.dealt if each.tick >= state.used for run in each.runs]
         return merged([*state.pool, *missed, *unused])
 
     def again(self, runs: Iterable[Run], *, carry: bool = True) -> list[Run]:
-        """Deal `runs` next, and with `carry` the rest of the pool before them. Samples dealt and not used are
-        forgotten. Returns the pool."""
+        """Deal `runs` next, and with `carry` the rest of the pool before them; return the new pool.
+
+        Samples dealt and not used are forgotten.
+        """
         state = self._state
         state.pool = merged([*(state.pool if carry else ()), *runs])
         state.dealt = [each for each in state.dealt if each.tick < state.used]
-        # A returned node may have made more ticks than the former pool had: they belong to this one.
+        # A returned node may have made more ticks than the former pool had: these belong to the new pool.
         state.next = min(state.next, state.used)
         return list(state.pool)
 
     @property
     def used(self) -> int:
-        """Number of ticks that whole backwards have used."""
+        """The number of ticks that whole backwards have used."""
         return self._state.used
 
     def state(self) -> dict[str, Any]:
@@ -162,7 +190,7 @@ class PeerDeal:
     # Inside
 
     def _deal(self) -> bool:
-        """Deal the next tick; False: the pool gives none."""
+        """Deal the next tick; return False if the pool gives none."""
         state = self._state
         weights = self._weights(state.next // BLOCK)
         size = min(self.batch, positions(state.pool))
@@ -174,7 +202,8 @@ class PeerDeal:
         return True
 
     def _weights(self, block: int) -> dict[int, float]:
-        """Return the nodes' weights in a block, decided once, when its first tick is dealt."""
+        """Return the nodes' weights in a block. They are decided once, when the block's first tick is
+        dealt."""
         state = self._state
         if block not in state.blocks:
             until = self._known_at(block * BLOCK)
@@ -197,7 +226,7 @@ class PeerDeal:
         state.judged = max(state.judged, until)
 
     def _missed(self, until: int) -> list[Run]:
-        """Return samples dealt to absent nodes, in iterations up to `until` that were not judged."""
+        """Return the samples dealt to absent nodes, in iterations up to `until` that were not judged yet."""
         state = self._state
         present = {fact.iteration: fact.paces.keys() for fact in state.facts}
         begin = 0
@@ -212,7 +241,7 @@ class PeerDeal:
         return merged(back)
 
     def _forget(self) -> None:
-        """Drop what no later call needs."""
+        """Drop the facts, iterations, ticks and blocks that no later call needs."""
         state = self._state
         oldest = self._known_at(state.used) - _WINDOW
         state.facts = [fact for fact in state.facts if fact.iteration > oldest]
@@ -225,8 +254,10 @@ class PeerDeal:
 
 
 def weights_by(facts: Sequence[Fact]) -> dict[int, float]:
-    """Return the nodes of the last of these iterations, each with its speed in samples a second; all 1.0
-    where one speed is not known yet."""
+    """Return the nodes of the last of these iterations, each with its speed in samples a second.
+
+    All are 1.0 if a speed is not known yet.
+    """
     weights = {}
     for node in sorted(facts[-1].paces):
         paces = [fact.paces[node] for fact in facts if fact.paces.get(node, 0.0) > 0]
@@ -237,7 +268,10 @@ def weights_by(facts: Sequence[Fact]) -> dict[int, float]:
 
 
 def _pace_by(paces: Sequence[float]) -> float:
-    """Predict a node's seconds per sample: the median of many iterations, since steps are uneven; of the
-    newest alone, where those are much slower or faster."""
+    """Return a prediction of a node's seconds per sample: the median of many iterations, since steps are
+    uneven.
+
+    If the newest iterations are much slower or faster, it is their median alone.
+    """
     whole, newest = median(paces), median(paces[-_NEWEST:])
     return whole if whole / _CHANGED <= newest <= whole * _CHANGED else newest

@@ -1,4 +1,4 @@
-"""Share a dataset among the nodes of strategy `peers`.
+"""The samplers of strategy `peers`, which share a dataset among nodes.
 
 `PeerSampler` deals even parts. `PeerBatches` makes batches of one size over all nodes, with each node's part
 in proportion to its speed.
@@ -27,7 +27,7 @@ class PeerSampler(ShardedSampler):
 
     A lost worker's part of an epoch is not trained on in that epoch. From the next epoch on the others get
     the part, until the worker returns. A worker that returns within an epoch that was dealt without it has no
-    part in that epoch. It gets fills, which weigh nothing in the mean.
+    part in that epoch. It gets fills, which have weight 0 in the mean.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class PeerSampler(ShardedSampler):
         """
         self._worker, self._met, self._present = worker, met, present
         self._members = sorted({*met(), worker})
-        self._in_hand = 0  # samples that count though the epoch is dealt without this worker
+        self._in_hand = 0  # samples that count although the epoch is dealt without this worker
         rank, world = self._members.index(worker), len(self._members)
         super().__init__(dataset, rank=rank, world=world, **options)
 
     @property
     def members(self) -> list[int]:
-        """Ranks of the workers to which the epoch is dealt."""
+        """The ranks of the workers to which the epoch is dealt."""
         return list(self._members)
 
     @property
     def takes_part(self) -> bool:
-        """True where this worker has a part of the epoch."""
+        """True if this worker has a part of the epoch."""
         return self._worker in self._members
 
     def __iter__(self) -> Iterator[int]:
@@ -111,9 +111,8 @@ class PeerSampler(ShardedSampler):
         super()._turn_to(epoch)
 
     def _take_present(self) -> bool:
-        """Deal the next epoch to the workers present now; returns whether they differ from the former
-        members.
-        """
+        """Deal the next epoch to the workers present now; return True if they differ from the former
+        members."""
         before = self._members
         self._deal_to(self._present() or before)
         return self._members != before
@@ -125,11 +124,11 @@ class PeerSampler(ShardedSampler):
 
 
 class PeerBatches(Sampler[list[int]]):
-    """One worker's part of batches with `batch` samples over all nodes: for `DataLoader(batch_sampler=...)`.
+    """One worker's part of batches with `batch` samples over all nodes, for `DataLoader(batch_sampler=...)`.
 
-    A node's part is in proportion to its speed, which all nodes know (`PeerDeal`). The node's devices take
-    even parts of that, the last devices the remainder. A worker whose part of a batch is empty gets a fill:
-    one sample, which weighs nothing in the mean.
+    A node's part is in proportion to its speed, which all nodes know (`PeerDeal`). The node's devices share
+    the part as evenly as possible. A worker whose part of a batch is empty gets a fill: one sample of weight
+    0 in the mean.
     """
 
     def __init__(
@@ -150,10 +149,24 @@ class PeerBatches(Sampler[list[int]]):
         on_index: Callable[[Any], None] | None = None,
         asked: Callable[[], None] = lambda: None,
     ) -> None:
-        """`iteration()` returns the iteration under way. This worker is the node's `device`-th of `devices`.
-        `ahead` is the most batches beyond the next one that a loader asks for. `asked()` is called before
-        each look for a next batch, and may call `return_to`. The rest as in BatchesSampler. Raises UserError
-        for an `ahead` below 0."""
+        """Deal batches of a dataset to nodes. Raises UserError for an `ahead` below 0.
+
+        Args:
+            dataset: the dataset, or its length.
+            batch: the samples of a batch of all nodes.
+            node: this node's number.
+            nodes: the nodes among which to deal.
+            stale_max: the most iterations that a node may be ahead.
+            iteration: returns the number of the iteration under way.
+            device: this worker's number among its node's devices.
+            devices: the number of the node's devices.
+            seed: the seed of the order.
+            shuffle: True to draw the order anew each epoch.
+            drop_last: True to leave out a last batch that is not whole.
+            ahead: the most batches beyond the next one for which a loader asks; None: 31.
+            on_index: called with the sampler before each batch.
+            asked: called before each look for a next batch; may call `return_to`.
+        """
         if ahead is not None and ahead < 0:
             raise UserError(f"session.batches with ahead={ahead}: batches fetched ahead are 0 or more")
         self.shuffle, self.drop_last = shuffle, drop_last
@@ -163,28 +176,29 @@ class PeerBatches(Sampler[list[int]]):
         self._epoch = 0
         options = {} if ahead is None else {"ahead": ahead}
         self._deal = PeerDeal(self._order.whole(0), batch, nodes, stale_max, drop_last=drop_last, **options)
-        self._batches = GivenBatches()  # given and not used up
+        self._batches = GivenBatches()  # batches that were given and are not used up
         self._loop = 0  # number of the latest loop over the batches
         self._told = False  # the latest loop was notified of its end
         self._whole = False  # the epoch has given its last batch
-        self._start = self._order.whole(0)  # of this deal: an interrupted iteration begins there again
-        self._given = False  # some batch of this deal was given
+        self._start = self._order.whole(0)  # this deal's first pool: an interrupted iteration begins with it
+        self._given = False  # True once a batch of this deal was given
         self._trained_on = False  # a backward has reached a batch of this deal
-        self._within = False  # loaded inside an epoch, and nothing given since
+        self._within = False  # True after a load inside an epoch, until a batch is given
         self._returned = False  # `return_to` was called, in a loop that may not have ended
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being iterated over; between two, the one that has ended."""
+        """The epoch under way; between two epochs, the one that has ended."""
         return self._epoch
 
     @property
     def resumed(self) -> bool:
-        """True after a load of a checkpoint made inside an epoch, until the first batch is given."""
+        """True after the load of a checkpoint that was saved inside an epoch, until the first batch is
+        given."""
         return self._within
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration one of `epoch`, from its start; an epoch just loaded keeps its place."""
+        """Let the next iteration be one of `epoch`, from its start. An epoch just loaded keeps its place."""
         if epoch != self._epoch or self._whole:
             self._begin(int(epoch), carry=False)
 
@@ -194,8 +208,11 @@ class PeerBatches(Sampler[list[int]]):
 
     @property
     def ended(self) -> bool:
-        """True if the loop that has just ended was the epoch's last. After a return inside the others' epoch,
-        False while the deal has batches and the loop gave none of them: the next loop goes on there."""
+        """True if the loop that has just ended was the epoch's last.
+
+        After a return inside the others' epoch it is False if the deal has batches of which the loop gave
+        none: the next loop goes on with them.
+        """
         if self._returned and not self._given:
             return self._whole or self._deal.tick(self._deal.used) is None
         return self._whole
@@ -216,8 +233,10 @@ class PeerBatches(Sampler[list[int]]):
         return _Batches(partial(self._next_of, self._loop))
 
     def _next_of(self, loop: int) -> list[int]:
-        """Return the next batch for loop number `loop`. Raises StopIteration where the epoch has none, or
-        another loop has begun."""
+        """Return the next batch for loop number `loop`.
+
+        Raises StopIteration if the epoch has no more batches, or if another loop has begun.
+        """
         if loop == self._loop:
             self._asked()
         if loop != self._loop or self._told:
@@ -241,45 +260,48 @@ class PeerBatches(Sampler[list[int]]):
     # Notifications
 
     def applied(self, iteration: int, paces: Mapping[int, float]) -> None:
-        """Report an applied iteration (`PeerDeal.applied`)."""
+        """Report an applied iteration (see `PeerDeal.applied`)."""
         self._deal.applied(iteration, paces)
 
     def next_sizes(self) -> set[float]:
-        """Return the possible sizes of the next batch; see DealtSampler."""
+        """Return the possible sizes of the next batch (see `DealtSampler.next_sizes`)."""
         return self._batches.next_sizes(len(self._batches))
 
     def count(self, samples: float) -> float:
         """Record that a backward has reached `samples` samples; return how many count in the mean."""
         given = len(self._batches)
-        if self._batches.used(given) == given:  # of an earlier deal: the loader had the batch in hand
+        if self._batches.used(given) == given:  # a batch of an earlier deal, which the loader had in hand
             return samples
         self._trained_on = True
         return self._batches.count(samples, given)
 
     def committed(self) -> None:
-        """Record the end of an iteration's backward: everything used so far counts."""
+        """Record the end of an iteration's backward: every batch used so far counts."""
         used = self._batches.used(len(self._batches))
         self._batches.use_up(used)
         self._deal.made(self._iteration(), self._deal.used + used)
 
-    # Where it is
+    # The place in the epoch
 
     def place(self) -> dict[str, Any]:
-        """Return nothing: each node knows the place of all by itself."""
+        """Return nothing: each node knows the places of all nodes by itself."""
         return {}
 
     def state_dict(self, _places: int | Sequence[Mapping[str, Any]] = 0) -> dict[str, Any]:
-        """Return the place in the epoch once all iterations so far are applied, in the form of
-        DealtSampler's."""
+        """Return the place in the epoch once all iterations so far are applied, in the form of DealtSampler's
+        state."""
         return self._order.saved(self._deal.left(), self._epoch)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where `state` is of another dataset or another order than this sampler's."""
+        """Raise CheckpointError if `state` is of another dataset or another order than this sampler's."""
         self._order.check(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the place in `state`, on every node: the next iteration gives what is left of its epoch,
-        else the next epoch. Raises CheckpointError as `check_state` does."""
+        """Go on at the place in `state`, on every node.
+
+        The next iteration gives the rest of its epoch, or the next epoch if nothing is left. Raises
+        CheckpointError as `check_state` does.
+        """
         self.check_state(state)
         self._epoch = state["epoch"]
         self._order.load(state)
@@ -291,13 +313,13 @@ class PeerBatches(Sampler[list[int]]):
             self._begin(self._epoch + 1, carry=False)
 
     def deal_state(self) -> dict[str, Any]:
-        """Return the deal, so that a late node deals as the others do."""
+        """Return the deal, with which a late node deals as the others do."""
         start = [list(run) for run in self._start]
-        over = self._whole and not self._trained_on  # else what its loader has is yet to be used
+        over = self._whole and not self._trained_on  # False: the loader's batches are yet to be used
         return {**self.state_dict(), "deal": self._deal.state(), "start": start, "over": over}
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where `state` is no deal of this sampler's dataset and order."""
+        """Raise CheckpointError if `state` is no deal of this sampler's dataset and order."""
         self.check_state(state)
         try:
             PeerDeal([], 1, [self._node], 0).load(state["deal"])
@@ -319,9 +341,9 @@ class PeerBatches(Sampler[list[int]]):
         """Load the deal that the others have reached without this node, which may be inside a loop over its
         data.
 
-        Batches that the loader has fetched stand for the next ticks, as in `DealtSampler.return_to`. The loop
-        goes on in the deal. An ended loop does too, if it asks again: torch's DataLoader with workers does so
-        whenever it hands out a batch.
+        Batches that the loader has fetched count as the next ticks, as in `DealtSampler.return_to`. The loop
+        goes on in the new deal. A loop that has ended goes on too, if it asks again: torch's DataLoader with
+        workers asks whenever it hands out a batch.
         """
         batches = self._batches
         self._batches = GivenBatches()
@@ -344,7 +366,8 @@ class PeerBatches(Sampler[list[int]]):
 
 
 class _Batches:
-    """An iterator that may give more after it has ended (a generator cannot): see `PeerBatches.return_to`."""
+    """An iterator that may give more after it has ended, which a generator cannot: see
+    `PeerBatches.return_to`."""
 
     def __init__(self, give: Callable[[], list[int]]) -> None:
         self._give = give

@@ -1,7 +1,7 @@
-"""Runs: stretches of epochs' orders, as all deals cut and join them; pure.
+"""Runs: stretches of epochs' orders, which all deals cut and join; pure.
 
 Workers in lockstep (`Deal`), nodes that deal by their speeds (`PeerDeal`) and leases of a hub
-(`LeasedSampler`) deal the same runs; they differ in how workers agree who takes what.
+(`LeasedSampler`) all deal runs. They differ in how workers agree which one takes which run.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ Item: TypeAlias = tuple[int, int]  # an epoch, and a position in its order
 
 
 def joined(runs: Iterable[Run]) -> list[Run]:
-    """Return the runs in their order; a run that begins within or right behind the run before is joined to
-    that.
+    """Return the runs in their order, and join a run that begins within or right behind the one before it.
 
-    Runs of epochs below 0, which only fill batches up, are never joined.
+    Runs of epochs below 0, which are fills, are never joined.
     """
     found: list[Run] = []
     for epoch, start, stop in runs:
@@ -38,17 +37,17 @@ def merged(runs: Iterable[Run]) -> list[Run]:
 
 
 def positions(runs: Iterable[Run]) -> int:
-    """Return the number of positions of runs."""
+    """Return the number of positions in `runs`."""
     return sum(stop - start for _, start, stop in runs)
 
 
 def ticks_of(count: int, batch: int, *, drop_last: bool) -> int:
-    """Return the number of batches that `count` positions make; with `drop_last`, of whole ones alone."""
+    """Return the number of batches that `count` positions make; with `drop_last`, of whole batches only."""
     return count // batch if drop_last else -(-count // batch)
 
 
 def cut(runs: Iterable[Run], count: int) -> tuple[list[Run], list[Run]]:
-    """Split runs into the first `count` positions, and the rest."""
+    """Split `runs` into the first `count` positions and the rest."""
     first: list[Run] = []
     rest: list[Run] = []
     for epoch, start, stop in runs:
@@ -75,7 +74,7 @@ def without(runs: Iterable[Run], parts: Iterable[Run]) -> list[Run]:
 
 
 def items_of(runs: Iterable[Run]) -> list[Item]:
-    """Return the positions of runs, one after the other."""
+    """Return the positions in `runs`, one after the other."""
     return [(epoch, position) for epoch, start, stop in runs for position in range(start, stop)]
 
 
@@ -88,8 +87,8 @@ def kept(runs: Iterable[Run], keep: Tensor) -> Iterator[Run]:
     """Yield the positions that are kept, as runs.
 
     Args:
-        runs: of `positions(runs)` positions.
-        keep: bool, (positions,), in the order of the runs.
+        runs: runs of n positions together.
+        keep: for each position, in the order of the runs, True to keep it; bool, (n,).
     """
     begin = 0
     for epoch, start, stop in runs:

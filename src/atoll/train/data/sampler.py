@@ -22,8 +22,12 @@ Thing = TypeVar("Thing", int, list[int])
 
 
 class Comeback:
-    """Iterations of a worker since its return into a deal. `made` counts them until the loop over its data
-    has ended (None: no return); `each` is the most ticks of one iteration so far."""
+    """The iterations of a worker since its return into a deal.
+
+    Attributes:
+        made: their number, until the loop over the data has ended; None without a return.
+        each: the most ticks of one iteration so far.
+    """
 
     def __init__(self) -> None:
         self.made: int | None = None
@@ -36,20 +40,25 @@ class Comeback:
             self.made += 1
 
     def beyond(self, ticks: int) -> int:
-        """Return the iterations made beyond those left of the epoch, a deal of `ticks` ticks; below 0: some
-        are left."""
+        """Return the number of iterations made beyond those left of the epoch, in a deal of `ticks` ticks;
+        below 0 if some are left."""
         return self.made - -(-ticks // self.each) if self.made and self.each else -1
 
 
 class DealtSampler(Sampler[Thing], Generic[Thing]):
-    """Base of samplers for workers in lockstep: the order, the deal, and the place in the deal.
+    """The base of samplers for workers in lockstep: the order, the deal, and the place in the deal.
 
     The order of each epoch is drawn from the seed. An iteration that follows a whole one is of the next
-    epoch. A **deal** begins with an epoch, with a load, and with each change of members; `given` and the like
-    count from its beginning.
+    epoch. A **deal** begins with an epoch, with a load, and with each change of members. `given` and other
+    counts of ticks begin with it.
+
+    Attributes:
+        rank: this worker's rank in the deal.
+        world: the number of members.
+        given: the ticks given in this deal.
     """
 
-    _batch = 0  # samples that all workers take together; 0: one each
+    _batch = 0  # samples in a tick of all workers; 0: one for each
     _shares: Shares | None = None
 
     def __init__(
@@ -64,24 +73,31 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         on_index: Callable[[Any], None] | None = None,
         taken: Given | None = None,
     ) -> None:
-        """`dataset` may be its length. `on_index` is called with the sampler before each thing that it gives.
-        `taken` counts what is given and used; None: single indices.
+        """Deal a dataset. Raises UserError for a dataset without a length, and for a rank outside the world.
 
-        Raises UserError for a dataset without a length, and for a rank outside the world.
+        Args:
+            dataset: the dataset, or its length.
+            rank: this worker's rank.
+            world: the number of workers.
+            seed: the seed of the order.
+            shuffle: True to draw the order anew each epoch.
+            drop_last: True to leave out an incomplete last tick; else it is filled up.
+            on_index: called with the sampler before each index, or batch, that it gives.
+            taken: counts the indices or batches given and used; None: single indices.
         """
         if not 0 <= rank < world:
             raise UserError(f"a sampler for rank {rank} of {world} workers: ranks go from 0 to {world - 1}")
         self.rank, self.world = rank, world
         self.shuffle, self.drop_last = shuffle, drop_last
-        self.given = 0  # ticks
+        self.given = 0
         self._taken = GivenIndices() if taken is None else taken
-        self._committed = 0  # ticks of iterations that are whole
-        self._before_last = 0  # and of all of them but the last
+        self._committed = 0  # ticks of whole iterations
+        self._before_last = 0  # ticks of whole iterations without the last one
         self._before = 0  # ticks of this iteration in earlier deals
         self._comeback = Comeback()
         self._order = Order(dataset, seed, shuffle)
         self._epoch = 0
-        self._whole = False  # whether the iteration has given its last tick
+        self._whole = False  # True once the iteration has given its last tick
         self._iterating = 0  # number of the active iteration; 0: none
         self._iterations = 0
         self._on_index = on_index
@@ -89,23 +105,27 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being iterated over; between two, the one that has ended."""
+        """The epoch under way; between two epochs, the one that has ended."""
         return self._epoch
 
     @property
     def resumed(self) -> bool:
-        """True if the deal is not a whole epoch, as after a load of a checkpoint made inside one."""
+        """True if the deal is not a whole epoch, as after the load of a checkpoint that was saved inside
+        one."""
         return self._deal.runs != self._order.whole(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration one of `epoch`, from its start; an epoch just loaded keeps its place."""
+        """Let the next iteration be one of `epoch`, from its start. An epoch just loaded keeps its place."""
         if epoch != self._epoch or self._whole:
             self._turn_to(int(epoch))
 
     @property
     def ended(self) -> bool:
-        """True if the loop that has just ended was the epoch's last. False if this worker returned inside the
-        others' epoch while its loader was still ending an earlier one: the next loop goes on there."""
+        """True if the loop that has just ended was the epoch's last.
+
+        It is False if this worker returned inside the others' epoch while its loader was still ending an
+        earlier one: the next loop goes on there.
+        """
         return self._whole or self._comeback.beyond(self._deal.ticks) >= 0
 
     def __iter__(self) -> Iterator[Thing]:
@@ -120,8 +140,8 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         return self._give(self._iterations)
 
     def __len__(self) -> int:
-        """Return how many indices or batches this worker gets from the iteration in progress, else the
-        next."""
+        """Return the number of indices or batches that this worker gets in the iteration in progress, else in
+        the next."""
         deal = (
             self._deal_of(self._order.whole(self._epoch))
             if self._whole and not self._iterating
@@ -129,7 +149,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         )
         return deal.ticks + (self._before if deal is self._deal else 0)
 
-    # Where it is
+    # The place in the deal
 
     def place(self) -> dict[str, Any]:
         """Return this worker's place in the deal, as JSON values, for a checkpoint or a new deal."""
@@ -147,11 +167,11 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
 
     @property
     def consumed(self) -> int:
-        """Samples that this worker has trained on since the iteration began."""
+        """The number of samples that this worker has trained on since the iteration began."""
         return self._taken.consumed
 
     def committed(self) -> None:
-        """Record a whole iteration: everything used so far counts."""
+        """Record a whole iteration: every tick used so far counts."""
         self._before_last, self._committed = self._committed, self._taken.used(self.given)
         self._comeback.committed(self._committed - self._before_last)
 
@@ -166,7 +186,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
     def state_dict(self, consumed: int | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the place in the epoch, independent of the number of workers.
 
-        `consumed` has every worker's `place`, or is the number of samples that all have consumed.
+        `consumed` has every worker's `place`, or is the number of samples that all workers have consumed.
         """
         if isinstance(consumed, int):
             left = cut(self._deal.runs, consumed)[1]
@@ -175,14 +195,14 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         return self._order.saved(left, self._epoch)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where `state` is of another dataset or another order than this sampler's."""
+        """Raise CheckpointError if `state` is of another dataset or another order than this sampler's."""
         self._order.check(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the place in `state`: the next iteration gives what is left of its epoch, else the next
-        epoch.
+        """Go on at the place in `state`.
 
-        The seed is the saved one. Raises CheckpointError as `check_state` does.
+        The next iteration gives the rest of its epoch, or the next epoch if nothing is left. The seed is the
+        saved one. Raises CheckpointError as `check_state` does.
         """
         self.check_state(state)
         self._epoch = state["epoch"]
@@ -194,10 +214,11 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
     def return_to(self, state: Mapping[str, Any]) -> None:
         """Load the place that the others have reached without this worker (their `lockstep_state`).
 
-        The worker may be inside a loop over its data. It trains in any case on what its loader has fetched,
-        which stands for the first ticks of the new deal; so all make equally many iterations of the epoch.
-        Where the loop ends at another iteration than the others' (the loader fetched more than the epoch has
-        left, or all of an earlier epoch), the next loop begins where the others are by then.
+        The worker may be inside a loop over its data. It trains in any case on the ticks that its loader has
+        fetched. These count as the first ticks of the new deal, so all workers make equally many iterations
+        of the epoch. The loop may end at another iteration than the others' loops: if the loader has fetched
+        more than the epoch has left, or all of an earlier epoch. Then the next loop begins at the place of
+        the others by then.
         """
         in_hand, used = self.given - self._committed, self._taken.used(self.given) - self._committed
         sizes = self._taken.sizes(self._committed)
@@ -206,7 +227,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self._taken.begin(sizes, used)
 
     def _turn_to(self, epoch: int) -> None:
-        """Begin an epoch, and skip the iterations of it that were made after a return."""
+        """Begin an epoch, and skip those of its iterations that were made after a return."""
         made = max(0, self._comeback.beyond(self._deal.ticks))
         self._begin(epoch)
         self._skip(made)
@@ -222,15 +243,17 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
     def deal_anew(
         self, places: Sequence[Mapping[str, Any] | None], rank: int, absent: Collection[int] = ()
     ) -> None:
-        """Deal the rest of the epoch to new members. Every member calls it, at the same point of the same
-        iteration.
+        """Deal the rest of the epoch to new members. Every member makes this call, at the same point of the
+        same iteration.
 
-        `places` has each member's `place` by new rank, None for a newcomer; `rank` is this worker's new rank.
-        `absent` has the former ranks that had no part in the last whole iteration.
+        A member keeps the ticks that it was given, including all that its loader has fetched ahead. The ticks
+        that a lost member had not committed are dealt again; if a loader has ended its loop, at the beginning
+        of the next epoch. Raises RunError if members are in different epochs.
 
-        A member keeps what it was given: of a loader that fetches ahead, all that was fetched. What a lost
-        member had not committed is dealt again; once a loader has ended its loop, at the beginning of the
-        next epoch. Raises RunError where members are in different epochs.
+        Args:
+            places: each member's `place` by new rank; None for a newcomer.
+            rank: this worker's new rank.
+            absent: the former ranks that had no part in the last whole iteration.
         """
         known = {index: _place(place) for index, place in enumerate(places) if place is not None}
         if all(place["idle"] for place in places if place is not None):
@@ -255,13 +278,16 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         self.given, self._committed, self._before_last = len(held[rank]), 0, 0
         self._taken.begin([len(tick) for tick in self._deal.held[rank]], used)
         self._whole = self.given >= self._deal.ticks if not ended else own is not None and own.ended
-        if own is None and not self._deal.ticks:  # it begins with the next epoch
+        if own is None and not self._deal.ticks:  # a newcomer begins with the next epoch
             self._begin(self._epoch + 1)
         self._order.keep({run[0] for run in self._deal.runs})
 
     def _deal_idle(self, rank: int, world: int, over: bool) -> None:
-        """Give the whole deal again, since nobody has trained on it (a sampler for evaluation, say). With
-        `over`, for a newcomer after the epoch, begin the next one."""
+        """Give the whole deal again, since no worker has trained on it; such a sampler may be one for
+        evaluation.
+
+        With `over`, for a newcomer after the epoch, begin the next one.
+        """
         whole, self.rank, self.world = self._whole, rank, world
         self._set_deal(self._deal_of(self._deal.runs))
         self._whole = whole
@@ -269,12 +295,14 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
             self._begin(self._epoch + 1)
 
     def lockstep_state(self) -> dict[str, Any]:
-        """Return the place that all members have reached with whole iterations, in the form of `state_dict`,
-        for a worker that takes a lost member's place in an unchanged deal."""
+        """Return the place that all members have reached with whole iterations, in the form of `state_dict`.
+
+        It is for a worker that takes a lost member's place in an unchanged deal.
+        """
         return self.state_dict(self._committed * self._deal.per_tick)
 
     def deal_state(self) -> dict[str, Any]:
-        """Return the deal, so that a newcomer deals as the others do."""
+        """Return the deal, with which a newcomer deals as the others do."""
         deal = self._deal
         return {
             **self.state_dict(0),
@@ -285,7 +313,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         }
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where `state` is no deal of this sampler's dataset and order."""
+        """Raise CheckpointError if `state` is no deal of this sampler's dataset and order."""
         self.check_state(state)
         self._order.check_runs(state.get("runs"))
         held = state.get("held")
@@ -298,7 +326,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
             raise CheckpointError("the sampler's deal names workers or samples that are none")
 
     def load_deal_state(self, state: Mapping[str, Any], rank: int | None = None) -> None:
-        """Take part in another worker's deal as its member `rank`, with nothing in hand; None: as no member,
+        """Take part in another worker's deal as member `rank`, with nothing in hand; None: as no member,
         until `deal_anew`."""
         self.check_deal_state(state)
         self._epoch = state["epoch"]
@@ -307,7 +335,7 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
         runs = [(e, start, stop) for e, start, stop in state["runs"]]
         self._set_deal(self._deal_of(runs, held, state["ended"]))
         self.rank, self.world = (0 if rank is None else rank), len(held)
-        if rank is not None and (state["over"] or not self._deal.ticks):  # it begins with the next epoch
+        if rank is not None and (state["over"] or not self._deal.ticks):  # begin with the next epoch
             self._begin(self._epoch + 1)
 
     # Inside
@@ -353,19 +381,20 @@ class DealtSampler(Sampler[Thing], Generic[Thing]):
 
     @abstractmethod
     def _look_up(self, deal: Deal, start: int, stop: int) -> list[Thing]:
-        """Return what this worker gives in one or more ticks from `start` on, before `stop`."""
+        """Return what this worker gives in one or more ticks, from tick `start` on and before tick `stop`:
+        indices, or batches."""
 
 
 class ShardedSampler(DealtSampler[int]):
     """One worker's indices of a dataset, in an order drawn anew each epoch from the seed.
 
-    Order and dealing are those of torch's DistributedSampler: worker r takes every `world`-th index of the
-    epoch's permutation. So the workers' k-th batches together are a contiguous run of it, whatever their
-    number, and a place in the epoch is one number: how many samples all workers have consumed.
+    The order and the deal are those of torch's DistributedSampler: worker r takes every `world`-th index of
+    the epoch's permutation. So the workers' k-th batches together are a contiguous run of the permutation,
+    whatever the number of workers. A place in the epoch is one number: the samples that all workers have
+    consumed.
 
-    Every worker gets equally many indices: the permutation's beginning fills up the end, or, with
-    `drop_last`, the remainder is left out. When members change, `deal_anew` deals the rest of the epoch
-    again.
+    Every worker gets equally many indices: the end is filled up from the permutation's beginning, or with
+    `drop_last` the remainder is left out. When members change, `deal_anew` deals the rest of the epoch again.
     """
 
     def _look_up(self, deal: Deal, start: int, stop: int) -> list[int]:
@@ -389,7 +418,7 @@ class ShardedSampler(DealtSampler[int]):
 
     def _indices(self, deal: Deal, slots: Tensor) -> Tensor:
         """Return the dataset's indices in `slots`, int64; slots beyond the pool get the epoch's beginning
-        once more."""
+        again."""
         found = self._order.of(self._epoch)[(slots - deal.size) % self._order.length]
         begin = 0
         for epoch, start, stop in deal.runs:
@@ -401,19 +430,25 @@ class ShardedSampler(DealtSampler[int]):
 
 
 class BatchesSampler(DealtSampler[list[int]]):
-    """One worker's part of batches that have `batch` samples over all workers, however many there are: for
+    """One worker's part of batches with `batch` samples over all workers, for
     `DataLoader(batch_sampler=...)`.
 
-    The k-th batches of all workers together are the k-th `batch` samples of the epoch's order; remainders of
-    even shares go to the first ranks. The last may have fewer (with `drop_last` it is left out). A worker
-    whose part of a batch is empty gets a fill: one sample, which weighs nothing in the mean.
+    The k-th batches of all workers together are the k-th `batch` samples of the epoch's order. Shares are
+    even, and the first ranks take the remainder. The last batch may have fewer samples; with `drop_last` it
+    is left out. A worker whose part of a batch is empty gets a fill: one sample of weight 0 in the mean.
     """
 
     def __init__(
         self, dataset: Sized | int, *, batch: int, shares: Shares | None = None, **options: Any
     ) -> None:
-        """`batch` is the number of samples in a batch of all workers; `shares` gives each worker's part
-        (default: even parts); `options` as in DealtSampler. Raises UserError for a `batch` below 1."""
+        """Deal batches. Raises UserError for a `batch` below 1.
+
+        Args:
+            dataset: the dataset, or its length.
+            batch: the samples in a batch of all workers.
+            shares: returns each worker's part; None: even parts.
+            options: those of DealtSampler.
+        """
         if batch < 1:
             raise UserError(f"a global batch of {batch} samples; it must be 1 or more")
         self._batch, self._shares = batch, shares

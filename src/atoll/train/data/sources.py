@@ -1,4 +1,5 @@
-"""Sources of a session's samplers: a deal that all workers know, or the hub's leases."""
+"""The sources of a session's samplers: a deal that all workers know, nodes' contributions, or the hub's
+leases."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Arguments = Mapping[str, Any]  # seed, shuffle and drop_last
 
 
 class Source(Protocol):
-    """Makes this worker's samplers of a dataset in an order, and adds them to the session's state.
+    """The maker of this worker's samplers, which it adds to the session's state.
 
     `on_index` is called with a sampler before each index that it gives.
     """
@@ -32,11 +33,11 @@ class Source(Protocol):
     def batches(
         self, dataset: Sized, whole: int, ahead: int | None, order: Arguments, on_index: OnIndex
     ) -> BatchesSampler | LeasedBatches | PeerBatches:
-        """Make this worker's part of batches of `whole` samples; a loader fetches up to `ahead` batches
-        before use."""
+        """Return this worker's part of batches of `whole` samples. A loader fetches up to `ahead` batches
+        before their use."""
 
     def catch_up(self) -> None:
-        """Bring this worker to where the others are, between two loops over a loader."""
+        """Bring this worker to the place of the others, between two loops over a loader."""
 
 
 class DealtData:
@@ -54,7 +55,7 @@ class DealtData:
     def batches(
         self, dataset: Sized, whole: int, ahead: int | None, order: Arguments, on_index: OnIndex
     ) -> BatchesSampler:
-        del ahead  # of any number of batches fetched before their use, the deal is the same
+        del ahead  # the deal does not depend on batches fetched before their use
         state = self._state
         made = BatchesSampler(
             dataset, batch=whole, rank=state.rank, world=state.world, on_index=on_index, **order
@@ -67,7 +68,7 @@ class DealtData:
 
 
 class NodesData:
-    """Samplers over nodes, dealt by what each has contributed (strategy `peers`)."""
+    """Samplers over nodes, dealt by the contributions of each (strategy `peers`)."""
 
     def __init__(self, state: TrainingState, peers: Peers) -> None:
         self._state, self._peers = state, peers
@@ -96,8 +97,8 @@ class LeasedData:
     Args:
         state: the session's state.
         leases: this worker's leases.
-        samplers: samplers whose used positions go along with this worker's commits; new ones are added.
-        members: returns how many workers share a batch.
+        samplers: the samplers whose used positions go along with this worker's commits; new ones are added.
+        members: returns the number of workers that share a batch.
         wait: seconds for which the hub may hold up a lease.
         warn_once: prints a line once for a subject.
     """
@@ -140,9 +141,9 @@ class LeasedData:
         return LeasedBatches(leased, lambda: _part_of(whole, self._state.rank, self._members()))
 
     def catch_up(self) -> None:
-        """Do nothing: nobody waits for the others at the end of a loop."""
+        """Do nothing: no worker waits for the others at the end of a loop."""
 
 
 def _part_of(whole: int, rank: int, members: int) -> int:
-    """Return one member's part of `whole` samples, the remainder to the first; at least one."""
+    """Return one member's part of `whole` samples; the first members take the remainder. At least 1."""
     return max(1, whole // members + (rank % members < whole % members))
