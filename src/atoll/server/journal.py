@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -66,7 +66,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name, by which the hub recognizes the shard; `incarnation` is the hub's latest number for this shard;
     `over`: the run has ended."""
 
-    format: int = 1
+    format: Literal[1] = 1  # another one is refused
     run: str
     shard: int
     site: str = ""

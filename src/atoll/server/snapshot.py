@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from torch import Tensor
@@ -69,7 +69,7 @@ class Heading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Contents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Contents of snapshot.json."""
 
-    format: int = 1
+    format: Literal[1] = 1  # another one is refused
     heading: Heading
     chunks: list[ChunkRecord]
 
