@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ class Word(msgspec.Struct, forbid_unknown_fields=True):
     more: Any = None
 
 
+SOURCE = Path(__file__).parents[2] / "src" / "atoll"
 DEEP = 100_000
 NONSENSE = {
     "msgpack": [b"", b"\xc1", b"\x81\xa4text\xa1\xff", b"\x81\xa4more" + b"\x91" * DEEP, b"\x81\xa1\n\x01"],
@@ -44,3 +48,57 @@ def test_a_summary_and_a_labs_record_that_are_none_are_refused_in_a_line(tmp_pat
     (tmp_path / report.RECORD).write_bytes(raw)
     with pytest.raises(UserError, match="is not a lab's record"):
         report.read(tmp_path)
+
+
+AT_ONCE = """
+import sys, threading, msgspec
+from atoll.core.decoding import converted, from_json, from_msgpack
+sys.setswitchinterval(1e-6)
+ways = {
+    "from_msgpack": (from_msgpack, msgspec.msgpack.encode),
+    "from_json": (from_json, msgspec.json.encode),
+    "converted": (converted, lambda value: value),
+}
+decode, encode = ways[sys.argv[1]]
+fields = {f"f{number}": {"a": [1, 2]} for number in range(8)}
+raw = encode({f"f{number}": fields for number in range(6)})
+for turn in range(100):
+    inner = [msgspec.defstruct(f"I{turn}_{number}", [(name, "dict[str, list[int]]") for name in fields])
+             for number in range(6)]
+    kind = msgspec.defstruct(f"S{turn}", [(f"f{number}", each) for number, each in enumerate(inner)])
+    begin = threading.Barrier(4)
+    def go():
+        begin.wait()
+        decode(raw, kind)
+    threads = [threading.Thread(target=go) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+print("alive")
+"""
+
+
+@pytest.mark.parametrize("way", ["from_msgpack", "from_json", "converted"])
+def test_threads_decode_a_type_for_the_first_time_at_once(way: str) -> None:
+    """msgspec by itself crashes: it shows a type's fields to other threads before they are complete."""
+    ended = subprocess.run([sys.executable, "-c", AT_ONCE, way], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
+
+
+def test_types_are_looked_into_where_modules_are_imported_or_by_one_thread_at_a_time() -> None:
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path == SOURCE / "core" / "decoding.py":
+            continue
+        tree = ast.parse(path.read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+        calls = {
+            id(each): each for node in functions for each in ast.walk(node) if isinstance(each, ast.Call)
+        }
+        for call in calls.values():
+            name = ast.unparse(call.func)
+            typed = any(keyword.arg == "type" for keyword in call.keywords)
+            if name == "msgspec.convert" or (name.startswith("msgspec.") and name.endswith("Decoder")):
+                found.append(f"{path}:{call.lineno}")
+            if name in ("msgspec.json.decode", "msgspec.msgpack.decode") and typed:
+                found.append(f"{path}:{call.lineno}")
+    assert not found

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import msgspec
 
 from atoll.core.characters import encoded
+from atoll.core.decoding import converted
 from atoll.core.errors import ConfigError
 from atoll.core.memory import Budgets, Memory
 from atoll.core.options import RATE, SIZE, SPAN, SPAN_OR_ZERO, Option, no_such_choice, options_of
@@ -504,7 +505,7 @@ def _value(text: str) -> Any:
 
 def _convert(table: dict[str, Any], where: str) -> Config:
     try:
-        config = msgspec.convert(_numbers_as_text(table), Config)
+        config = converted(_numbers_as_text(table), Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_explain(str(error), table)}") from None
     _check_installed("run.strategy", config.run.strategy, STRATEGIES, SYNCHRONIZERS, where)

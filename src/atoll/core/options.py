@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 
 import msgspec
 
+from atoll.core.decoding import converted
 from atoll.core.errors import ConfigError
 from atoll.core.texts import nearest
 from atoll.core.units import bytes_per_second, parse_bytes, parse_seconds
@@ -192,4 +193,4 @@ def as_argument(options: msgspec.Struct) -> str:
 
 def from_argument(text: str, kind: type[T]) -> T:
     """Read a struct that `as_argument` wrote."""
-    return msgspec.convert(json.loads(text), kind)
+    return converted(json.loads(text), kind)

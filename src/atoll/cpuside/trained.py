@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
 import numpy
 import torch
 from torch import Tensor
 
 from atoll.chunks import ChunkMap
 from atoll.core.config import PLAIN_CODEC, LinkOptions
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import UserError
 from atoll.cpuside.assembly import Assembly
 from atoll.cpuside.overlay import Overlay, Pending
@@ -59,7 +59,7 @@ class Trained:
         codec: str = PLAIN_CODEC,
     ) -> None:
         self.setup, self.shift = setup, setup.iteration - iteration
-        layout = msgspec.msgpack.decode(setup.layout, type=ChunkMap)
+        layout = from_msgpack(setup.layout, ChunkMap)
         self.chunks = [chunk.id for chunk in layout.trainable]
         self._dtypes = [getattr(torch, chunk.dtype) for chunk in layout.trainable]
         try:

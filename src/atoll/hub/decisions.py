@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from atoll.core.appending import Appender
+from atoll.core.decoding import json_decoder
 from atoll.core.errors import UserError
 from atoll.core.events import Decided, EventBus
 from atoll.core.runclock import record_time
@@ -63,7 +64,7 @@ class Decisions:
 def decision_reader(folder: Path) -> LineReader[Decision]:
     """Return a reader of new decisions of a run, which may still be in progress or have no file yet.
     Incomplete lines, left by a kill or a full disk, are skipped."""
-    return LineReader(folder / FILE, msgspec.json.Decoder(Decision).decode)
+    return LineReader(folder / FILE, json_decoder(Decision).decode)
 
 
 def read_decisions(folder: Path) -> list[Decision]:

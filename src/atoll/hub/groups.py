@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import UserError
 from atoll.core.units import format_seconds
 from atoll.groups import formation
@@ -354,7 +355,7 @@ class Groups:
     def restore(self, now: float, state: bytes) -> None:
         """Restore an encoded state."""
         del now  # deadlines refer to the hub's clock, which continues
-        found = msgspec.msgpack.decode(state, type=_State)
+        found = from_msgpack(state, _State)
         self._formation.restore(found.formation)
         self._members.workers.not_ranks = self._formation.numbers
         self._blocks.restore(found.blocks)

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import UserError
 from atoll.hub.decisions import Decisions
 from atoll.hub.records import InRing
@@ -266,7 +267,7 @@ class Rings:
     def restore(self, now: float, state: bytes) -> None:
         """Restore an encoded state."""
         del now  # deadlines refer to the hub's clock, which continues
-        found = msgspec.msgpack.decode(state, type=_State)
+        found = from_msgpack(state, _State)
         self._rendezvous.restore(found.meeting, _NOBODY)
         self._regroup.restore(found.regroup, _NOBODY)
         self._of_groups = {}

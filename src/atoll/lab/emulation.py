@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from atoll.core.decoding import from_json
 from atoll.core.errors import AtollError, RunError, UserError
 from atoll.lab.emulator import Emulator, EmulatorCounters, LinkCounters
 from atoll.lab.spec import Spec
@@ -97,7 +98,7 @@ class Emulation:
     def carried(self) -> Carried | None:
         """Return the emulator's counters; None if it was killed before it wrote them."""
         try:
-            return msgspec.json.decode(self._counters.read_bytes(), type=Carried)
+            return from_json(self._counters.read_bytes(), Carried)
         except (OSError, msgspec.DecodeError):
             return None
 

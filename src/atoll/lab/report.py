@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.core.decoding import decoded
+from atoll.core.decoding import decoded, json_decoder
 from atoll.core.errors import UserError
 from atoll.core.events import AnyEvent, Decided, Started, StepDone, decode
 from atoll.core.units import format_bytes, format_rate, format_seconds
@@ -224,7 +224,7 @@ def read(folder: Path) -> LabRecord:
         raw = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    return decoded(msgspec.json.Decoder(LabRecord), raw, UserError, f"{path}: is not a lab's record")
+    return decoded(json_decoder(LabRecord), raw, UserError, f"{path}: is not a lab's record")
 
 
 # The closing report

@@ -24,6 +24,7 @@ from types import FrameType
 
 import msgspec
 
+from atoll.core.decoding import from_json
 from atoll.core.errors import RunError, UserError
 from atoll.lab import namespaces
 from atoll.lab.emulator import available
@@ -293,7 +294,7 @@ class _Start:
             os.close(self._result)
             self._wait_for_the_last()
         try:
-            return msgspec.json.decode(self._replies.partition(b"\n")[2], type=Result)
+            return from_json(self._replies.partition(b"\n")[2], Result)
         except msgspec.DecodeError:
             said = self._log.read_text(errors="replace").strip().splitlines()
             why = f": {said[-1]}" if said else ""

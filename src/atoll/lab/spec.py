@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from atoll.core.decoding import from_json
 from atoll.core.errors import UserError
 from atoll.lab.topology import Site, Topology
 
@@ -31,7 +32,7 @@ class Spec(msgspec.Struct, frozen=True):
 
     @staticmethod
     def read(path: Path) -> Spec:
-        return msgspec.json.decode(path.read_bytes(), type=Spec)
+        return from_json(path.read_bytes(), Spec)
 
 
 class Result(msgspec.Struct, frozen=True):

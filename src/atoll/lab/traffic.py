@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from atoll.core.decoding import from_json
 from atoll.lab.emulator import LinkCounters
 from atoll.lab.topology import Topology
 
@@ -100,7 +101,7 @@ def read(path: Path) -> list[Moment]:
         return []
     for line in lines:
         try:
-            moments.append(msgspec.json.decode(line, type=Moment))
+            moments.append(from_json(line, Moment))
         except msgspec.DecodeError:
             continue
     return moments

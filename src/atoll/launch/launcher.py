@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from atoll.core.config import FIRST_VARIABLE
+from atoll.core.decoding import from_json
 from atoll.core.events import Gone
 from atoll.launch.ends import EndWatch
 from atoll.launch.grace import Grace
@@ -48,7 +49,7 @@ def read_ends(path: Path) -> list[WorkerEnd]:
     """Return the ends of the workers that failed, in the order in which the launcher saw them; empty if
     none did."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[WorkerEnd])
+        return from_json(path.read_bytes(), list[WorkerEnd])
     except (OSError, msgspec.DecodeError):  # the launcher was killed before, or while, it wrote
         return []
 

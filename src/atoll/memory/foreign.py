@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import RunError, UserError
 from atoll.memory.gradients import TrainedChunk
 from atoll.memory.payloads import MASTER, state_kind
@@ -140,7 +141,7 @@ class SharedStates:
             word = self._sharing.description(chunk, holder)
             who = f"worker {holder}'s word on {self._sharing.words(chunk)}"
             try:
-                slots = msgspec.msgpack.decode(word, type=list[_Slot]) if word else [_Slot({}, {})] * count
+                slots = from_msgpack(word, list[_Slot]) if word else [_Slot({}, {})] * count
             except msgspec.MsgspecError as error:
                 raise RunError(f"{who}: {error}") from None
             if len(slots) != count:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import msgspec
 from torch import Tensor
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import RunError
 from atoll.core.stands import Stand
 from atoll.memory.payloads import Key
@@ -106,7 +107,7 @@ def told(members: Members, word: T, kind: Any, what: str) -> list[T]:
     words: list[T] = []
     for member, raw in enumerate(members.gather(msgspec.msgpack.encode(word), what)):
         try:
-            words.append(msgspec.msgpack.decode(raw, type=kind))
+            words.append(from_msgpack(raw, kind))
         except msgspec.MsgspecError as error:
             raise RunError(f"worker {member}'s word on {what}: {error}") from None
     return words

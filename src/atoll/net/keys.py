@@ -15,6 +15,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from atoll.core.decoding import from_json
 from atoll.core.errors import UserError
 
 _VERSION = 1  # of the file
@@ -80,7 +81,7 @@ def read_keys(path: str | os.PathLike[str]) -> Keys:
     if stat.S_IMODE(mode) & 0o077:
         raise UserError(f"{path}: others than its owner may read or write it; run: chmod 600 {path}")
     try:
-        content = msgspec.json.decode(text, type=_File) if len(text) <= _FILE_BYTES else None
+        content = from_json(text, _File) if len(text) <= _FILE_BYTES else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         content = None
     if content is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.decoding import decoded
+from atoll.core.decoding import decoded, json_decoder
 from atoll.core.errors import UserError
 from atoll.core.events import LinkFigures
 from atoll.core.memory import MemoryFigures
@@ -212,4 +212,4 @@ def read_summary(path: Path) -> Summary:
         raw = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot read the summary: {error.strerror}") from None
-    return decoded(msgspec.json.Decoder(Summary), raw, UserError, f"{path}: not the summary of a run")
+    return decoded(json_decoder(Summary), raw, UserError, f"{path}: not the summary of a run")

@@ -40,6 +40,7 @@ from typing import BinaryIO, Literal
 import msgspec
 
 from atoll.core import points
+from atoll.core.decoding import from_json
 from atoll.core.errors import AtollError, DeadlineError, UserError
 
 WHO_VARIABLE = "ATOLL_FAULTS_WHO"  # "worker 1", "shard 0", "hub"
@@ -91,7 +92,7 @@ def write(path: str | os.PathLike[str], faults: Sequence[Fault]) -> Path:
 def read(path: str | os.PathLike[str]) -> list[Fault]:
     """The faults of a plan; raises UserError where it is none."""
     try:
-        plan = msgspec.json.decode(Path(path).read_bytes(), type=list[Fault])
+        plan = from_json(Path(path).read_bytes(), list[Fault])
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except msgspec.DecodeError as error:
@@ -112,7 +113,7 @@ def fired(path: str | os.PathLike[str]) -> list[Firing]:
         raw = _fired_file(Path(path)).read_bytes()
     except FileNotFoundError:
         return []
-    return [msgspec.json.decode(line, type=Firing) for line in raw.splitlines()]
+    return [from_json(line, Firing) for line in raw.splitlines()]
 
 
 def pending(path: str | os.PathLike[str]) -> list[Fault]:
@@ -161,7 +162,7 @@ def _claim(plan: Path, firing: Firing, times: int) -> bool:
     """Write the firing down, unless the fault has fired `times` times already, in whatever process."""
     with _fired_file(plan).open("ab+") as file, _locked(file):
         file.seek(0)
-        before = sum(msgspec.json.decode(line, type=Firing).fault == firing.fault for line in file)
+        before = sum(from_json(line, Firing).fault == firing.fault for line in file)
         if before >= times:
             return False
         file.write(msgspec.json.encode(firing) + b"\n")

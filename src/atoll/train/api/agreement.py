@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import ParameterSpec
 from atoll.core.config import Config
+from atoll.core.decoding import from_json
 from atoll.core.errors import PrepareError
 from atoll.train.members.workers import Workers
 
@@ -70,7 +71,7 @@ def check_same(workers: Workers, own: Description) -> None:
     if len(set(digests)) == 1:
         return
     parts = workers.gather_bytes(encoded, "the other workers' models")
-    raise PrepareError(_first_difference([msgspec.json.decode(part, type=Description) for part in parts]))
+    raise PrepareError(_first_difference([from_json(part, Description) for part in parts]))
 
 
 def _first_difference(descriptions: list[Description]) -> str:

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from atoll.core.decoding import converted
 from atoll.core.errors import AtollError, CheckpointError, UserError
 from atoll.memory.othergroups import check_held, of_member
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
@@ -242,7 +243,7 @@ class TrainingState:
         if saved is None or len(saved) != len(self.prepared):  # an old checkpoint, or refused by `_check`
             return list(range(len(self.prepared)))
         try:
-            origins = [msgspec.convert(each, Origin) for each in saved]
+            origins = [converted(each, Origin) for each in saved]
         except msgspec.ValidationError as error:
             raise CheckpointError(f"{where}: does not say what its models are: {error}") from None
         own = [prepared.origin for prepared in self.prepared]

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from atoll.core.decoding import converted
 from atoll.core.errors import UserError
 from atoll.train.data.runs import Item, Run, cut, items_of, merged, positions, singles, ticks_of
 from atoll.train.data.shares import split
@@ -185,7 +186,7 @@ class PeerDeal:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from another node's `state`. Raises msgspec.ValidationError for anything else."""
-        self._state = msgspec.convert(state, DealState, strict=False)
+        self._state = converted(state, DealState, strict=False)
 
     # Inside
 

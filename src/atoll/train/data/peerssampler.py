@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from torch.utils.data import Sampler
 
+from atoll.core.decoding import converted
 from atoll.core.errors import CheckpointError, UserError
 from atoll.train.data.given import GivenBatches
 from atoll.train.data.order import Order, left_in
@@ -323,7 +324,7 @@ class PeerBatches(Sampler[list[int]]):
         self.check_state(state)
         try:
             PeerDeal([], 1, [self._node], 0).load(state["deal"])
-            msgspec.convert(state["start"], list[Run])
+            converted(state["start"], list[Run])
         except (KeyError, msgspec.ValidationError) as error:
             raise CheckpointError(f"the sampler's deal is none: {error}") from None
 

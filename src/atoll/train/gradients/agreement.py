@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.epochs import ComparedEpochs
 from atoll.core.errors import MismatchError, UserError
 from atoll.core.scriptline import waiting_line
@@ -141,7 +142,7 @@ class Ballot:
         own, ring = Word(self._treatments.latest, stand), self._ring
         said = gather_bytes(ring.agreement, msgspec.msgpack.encode(own), what)
         names = [ring.place.name_of(rank) for rank in range(ring.world)]
-        return refuse_unlike([msgspec.msgpack.decode(one, type=Word) for one in said], names)
+        return refuse_unlike([from_msgpack(one, Word) for one in said], names)
 
     def tell_beside(self, own: Contribution, agreed: Agreement) -> None:
         """Exchange the data that has no room in an agreement (see the function `tell_beside`). A

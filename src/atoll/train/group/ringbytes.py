@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import RunError
 from atoll.train.group.channel import Channel
 
@@ -40,7 +41,7 @@ def gather_words(channel: Channel, own: _Word, what: str) -> list[_Word]:
     """
     try:
         words = gather_bytes(channel, msgspec.msgpack.encode(own), what)
-        return [msgspec.msgpack.decode(each, type=type(own)) for each in words]
+        return [from_msgpack(each, type(own)) for each in words]
     except msgspec.DecodeError as error:
         raise RunError(
             f"worker {channel.place.name} cannot read a worker's word on {what}: {error}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import MismatchError, UserError
 from atoll.core.stands import CALL, Stand, are_consistent, describe_mismatch
 from atoll.exchange.link import LOG, Link
@@ -165,7 +166,7 @@ class GroupMeeting(BytesMeeting):
         channel, place = self._group.session, self._group.place
         assert channel is not None
         own = msgspec.msgpack.encode(_Part(number, what, payload, self.standing_for(what)))
-        said = [msgspec.msgpack.decode(part, type=_Part) for part in gather_bytes(channel, own, what)]
+        said = [from_msgpack(part, _Part) for part in gather_bytes(channel, own, what)]
         first = min(part.number for part in said)
         ahead = [rank for rank, part in enumerate(said) if part.number > first]
         if ahead:  # members behind were called away with their part brought
@@ -174,7 +175,7 @@ class GroupMeeting(BytesMeeting):
             self._check_same(said)
             word = msgspec.msgpack.encode(self._meet_as_group(said, number, what)) if not place.rank else None
         root = ahead[0] if ahead else 0
-        return first, msgspec.msgpack.decode(broadcast_bytes(channel, word, what, root), type=_Parts)
+        return first, from_msgpack(broadcast_bytes(channel, word, what, root), _Parts)
 
     def _check_same(self, said: Sequence[_Part]) -> None:
         place = self._group.place
@@ -194,5 +195,5 @@ class GroupMeeting(BytesMeeting):
         met: _Parts = {}
         stand, packed = self.standing_for(what), msgspec.msgpack.encode(brought)
         for group in self._log.meet(packed, number, what, stand, self._leaves):
-            met |= msgspec.msgpack.decode(group, type=_Parts)
+            met |= from_msgpack(group, _Parts)
         return met

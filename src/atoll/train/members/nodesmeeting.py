@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import GivenUpError
 from atoll.core.stands import Stand
 from atoll.train.api.place import Place, is_first
@@ -65,8 +66,7 @@ class NodesMeeting(BytesMeeting):
         if self._worker.late:
             return [payload]
         own = msgspec.msgpack.encode(self._worker.devices.gather(payload, what))
-        decoder = msgspec.msgpack.Decoder(list[bytes])
-        return [part for node in self._gather_nodes(own, what) for part in decoder.decode(node)]
+        return [part for node in self._gather_nodes(own, what) for part in from_msgpack(node, list[bytes])]
 
     def _gather_nodes(self, payload: bytes, what: str) -> list[bytes]:
         """Return each member's bytes, in the order of nodes; in several meetings if a member's are too many

@@ -34,6 +34,7 @@ from atoll.core.config import (
     SOCKETS_VARIABLE,
     Config,
 )
+from atoll.core.decoding import from_json
 from atoll.core.errors import AtollError, ConfigError, DeadlineError, RunError, UserError, error_named
 from atoll.core.sharing import make_folder_like_parent, open_like_folder
 from atoll.net.endpoint import host_and_port
@@ -286,7 +287,7 @@ def _hear_leader(inside: Place, timeout: float) -> Introduction:
     seconds = _START_SECONDS + 3 * timeout + LEADER_SECONDS
     try:
         inside.store.wait([_INTRODUCED], timedelta(seconds=seconds))
-        word = msgspec.json.decode(inside.store.get(_INTRODUCED), type=_Word)
+        word = from_json(inside.store.get(_INTRODUCED), _Word)
     except (DistStoreError, RuntimeError) as error:
         raise DeadlineError(
             f"device {inside.rank} of a node waited up to {seconds:.0f} s for the node's first worker to be "
@@ -415,7 +416,7 @@ class _InStore:
             _check_devices(self.node, self._record(store, self.node)[1], self._own_devices)
             store.set(key, own.decode())
         elif (there := bytes(store.compare_set(key, "", own.decode()))) != own:
-            other = msgspec.json.decode(there, type=_Record).address
+            other = from_json(there, _Record).address
             raise UserError(
                 f"there are two nodes {self.node}: the other one listens at {other}; each needs a name of "
                 f"its own ({RANK_VARIABLE}, or torchrun's RANK)"
@@ -432,7 +433,7 @@ class _InStore:
         began = time.monotonic()
         try:
             store.wait([_key(node)], timedelta(seconds=self._timeout))
-            record = msgspec.json.decode(store.get(_key(node)), type=_Record)
+            record = from_json(store.get(_key(node)), _Record)
         except (DistStoreError, RuntimeError) as error:
             waited, which = time.monotonic() - began, f"node {node} of {self.world}"
             late = waited >= 0.9 * self._timeout  # clocks and milliseconds are rounded
@@ -582,7 +583,7 @@ def known_before(config: Config, devices: int = 1) -> KnownMeeting | None:
         return None
     path = folder / f"{int(given)}.json"
     try:
-        known = msgspec.json.decode(path.read_bytes(), type=Known)
+        known = from_json(path.read_bytes(), Known)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:

@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from atoll.core import points
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import CheckpointError
 from atoll.exchange.link import LOG, Link
 from atoll.train.data.leased_sampler import LeasedSampler, Where
@@ -68,7 +69,7 @@ class GroupState:
         return msgspec.msgpack.encode([sampler.where() for sampler in self._samplers])
 
     def deal_anew(self, places: Sequence[bytes], rank: int, world: int) -> None:  # noqa: ARG002
-        found = [msgspec.msgpack.decode(place, type=list[Where]) for place in places]
+        found = [from_msgpack(place, list[Where]) for place in places]
         for number, sampler in enumerate(self._samplers):
             sampler.go_to([place[number] for place in found])
 

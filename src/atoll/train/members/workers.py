@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from atoll.core.decoding import from_json
 from atoll.core.errors import UserError
 from atoll.core.stands import Stand
 from atoll.train.api.place import Place, is_first
@@ -230,7 +231,7 @@ def _pack(tensor: Tensor) -> bytes:
 
 def _unpack(payload: bytes, device: torch.device) -> Tensor:
     size = int.from_bytes(payload[:4], "little")
-    header = msgspec.json.decode(payload[4 : 4 + size], type=_Header)
+    header = from_json(payload[4 : 4 + size], _Header)
     dtype = getattr(torch, header.dtype)
     body = payload[4 + size :]
     if not body:

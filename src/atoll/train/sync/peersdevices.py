@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from atoll.axes.choices import Choices
 from atoll.axes.needs import check, check_nodes
 from atoll.core.config import HUB_VARIABLE, Config
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import (
     AtollError,
     DeadlineError,
@@ -94,7 +95,7 @@ class Devices:
             raise failure
         if words[0].failed is not None:
             raise error_named(*words[0].failed)
-        short, first = msgspec.msgpack.decode(words[0].payload, type=tuple[bytes, bytes])
+        short, first = from_msgpack(words[0].payload, tuple[bytes, bytes])
         self.said = [first, *(each.payload for each in words[1:])]
         if words[0].more:
             assert self.ring.session is not None
@@ -109,7 +110,7 @@ class Devices:
         assert channel is not None
         with one_node_in_trouble():
             parts = gather_bytes(channel, msgspec.msgpack.encode(word), word.call)
-        words = [msgspec.msgpack.decode(part, type=_Word) for part in parts]
+        words = [from_msgpack(part, _Word) for part in parts]
         for rank, other in enumerate(words):
             if other.call != word.call:
                 name = self.ring.place.name_of

@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import UserError
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import Stand, StandError, decode_stand, encode_stand, gradients, gradients_in
@@ -60,7 +61,7 @@ class Said(msgspec.Struct):
 def said_in(note: Note) -> Said:
     """What stands in a contribution's note; nothing where it is none of ours."""
     try:
-        said = msgspec.msgpack.decode(note, type=Said)
+        said = from_msgpack(note, Said)
         if said.stand is not None:
             decode_stand(encode_stand(said.stand))  # its texts are of another node
         return said

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, itemsize, lay_out
 from atoll.core.config import Config
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import AtollError, UserError
 from atoll.core.hyperparameters import GRADIENT_SCALE
 from atoll.core.memory import Memory
@@ -70,10 +71,7 @@ class LentTiers(Tiers):
         except AtollError as error:
             word.error = str(error)
         what = "what fits on the workers' devices"
-        told = [
-            msgspec.msgpack.decode(each, type=_Word)
-            for each in self._tell(msgspec.msgpack.encode(word), what)
-        ]
+        told = [from_msgpack(each, _Word) for each in self._tell(msgspec.msgpack.encode(word), what)]
         for worker, each in enumerate(told):
             if each.error:
                 raise UserError(f"worker {worker}: {each.error}" if len(told) > 1 else each.error)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import msgspec
 import torch
 
+from atoll.core.decoding import from_msgpack
 from atoll.tensors.binding import BoundChunk
 from atoll.train.gradients.reducer import Calls, check_steps
 from atoll.train.gradients.samples import Contribution
@@ -63,7 +64,7 @@ class DevicesExchange(PeerExchange):
     def _node_pace(self) -> float:
         """The slowest device's, for all that the node has; 0 where none is known yet. A device without
         samples of its own says nothing."""
-        seconds = [msgspec.msgpack.decode(said, type=float) for said in self._worker.devices.said]
+        seconds = [from_msgpack(said, float) for said in self._worker.devices.said]
         return max(seconds) / self._weighed.samples if self._weighed.samples > 0 else 0.0
 
     def reduce(self) -> None:
@@ -83,7 +84,7 @@ class DevicesExchange(PeerExchange):
             return [f"{name!r}, summed over the node's devices," for name in names[:1]]
         own = msgspec.msgpack.encode(self.own_nonfinite()[:1])
         said = self._worker.devices.gather(own, "the devices' gradients that are not finite")
-        named = [msgspec.msgpack.decode(part, type=list[str]) for part in said]
+        named = [from_msgpack(part, list[str]) for part in said]
         name_of = self._ring.place.name_of
         return [f"{name!r} on worker {name_of(each)}" for each, names in enumerate(named) for name in names]
 

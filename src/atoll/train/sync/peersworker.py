@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.errors import AtollError, DeadlineError
 from atoll.core.stands import Stand
 from atoll.peers.settings import Settings
@@ -197,7 +198,7 @@ class NodeWorker:
             self._release()
             self._say_awake()  # so all devices have come here
             return
-        for message in msgspec.msgpack.decode(told, type=list[bytes]):
+        for message in from_msgpack(told, list[bytes]):
             self._handle(decode(message), [])
         self._say_awake()  # the leader has said it
 

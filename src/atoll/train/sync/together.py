@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.scriptline import waiting_line
 from atoll.core.stands import gradients
 from atoll.train.group.ringbytes import gather_bytes
@@ -63,7 +64,7 @@ class Together:
             msgspec.msgpack.encode((self._own_used, self._waits)),
             f"the samples that the members used in iteration {iteration}",
         )
-        said = [msgspec.msgpack.decode(part, type=tuple[list[Used], bool]) for part in parts]
+        said = [from_msgpack(part, tuple[list[Used], bool]) for part in parts]
         self._everyones = [used for each, _ in said for used in each]
         place = self.ring.place
         self.able = [place.name_of(rank) for rank, (_, waits) in enumerate(said) if not waits]

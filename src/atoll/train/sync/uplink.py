@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from atoll.core.decoding import from_msgpack
 from atoll.core.stands import Stand
 from atoll.exchange.feedback import Feedback
 from atoll.tensors.binding import BoundChunk
@@ -279,7 +280,7 @@ class Uplink:
         """The leader's word, to all. A collective of the ring."""
         packed = None if word is None else msgspec.msgpack.encode(word)
         told = broadcast_bytes(self._ring.agreement, packed, what, role.leader)
-        return msgspec.msgpack.decode(told, type=kind)
+        return from_msgpack(told, kind)
 
 
 def _cut(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
